@@ -1,0 +1,129 @@
+"""Configuration: frozen, keyword-only dataclasses that are checked when they are made.
+
+Every error is a ValueError that names the value that was given and the values that are allowed.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+MODES = ("float", "int8")
+BACKWARDS = ("float", "int8")
+CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
+GRANULARITIES = ("tensor", "channel")
+CLIP_GRADIENTS = ("pact", "lsq")
+PRODUCT_DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = ("relu", "gelu")
+DIMENSION_MULTIPLE = 16
+"""Inner dimensions of int8 products must be multiples of this (16-byte rows; DESIGN: cuBLASLt and VNNI)."""
+
+
+def _require_choice(name: str, value, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """How tensors become integers. Formulas: docs/numbers.md."""
+
+    mode: str = "int8"
+    """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers."""
+    bits: int = 8
+    """Width of the integers, 2 to 8. Narrower integers are stored in int8 as well."""
+    weight_init: str = "mse"
+    """How a weight's first clip is measured: "fixed", "absmax", "percentile" or "mse" (OCTAV)."""
+    activation_init: str = "mse"
+    """How an activation's first clip is measured, on the first batch; "fixed" measures nothing."""
+    weight_clip: float = 1.0
+    """First clip of every weight under weight_init="fixed"."""
+    activation_clip: float = 16.0
+    """First clip of every activation under activation_init="fixed"."""
+    percentile: float = 99.99
+    """Share of |x| in percent that lies inside the first clip under "percentile"."""
+    weight_granularity: str = "channel"
+    """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor."""
+    clip_gradient: str = "pact"
+    """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in range)."""
+    backward: str = "float"
+    """Products of the backward pass: "float" (on the dequantised codes) or "int8" (gradients rounded at random)."""
+    backward_dtype: str = "float32"
+    """dtype of the products under backward="float"; sums stay float32."""
+
+    def __post_init__(self) -> None:
+        _require_choice("mode", self.mode, MODES)
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise ValueError(f"bits is {self.bits!r}; it must be a whole number from 2 to 8")
+        _require_choice("weight_init", self.weight_init, CALIBRATIONS)
+        _require_choice("activation_init", self.activation_init, CALIBRATIONS)
+        _require_positive("weight_clip", self.weight_clip)
+        _require_positive("activation_clip", self.activation_clip)
+        if not 0 < self.percentile <= 100:
+            raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
+        _require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
+        _require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
+        _require_choice("backward", self.backward, BACKWARDS)
+        _require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether anything is quantised at all."""
+        return self.mode == "int8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Shape and behaviour of one encoder or decoder layer; the names are fairseq's."""
+
+    hidden: int
+    """Width of the residual stream, H."""
+    heads: int
+    """Attention heads; must divide `hidden`."""
+    feed_forward: int
+    """Inner width of the feed-forward block, F."""
+    dropout: float = 0.0
+    """Dropout before every residual addition."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+    activation_dropout: float = 0.0
+    """Dropout after the feed-forward activation."""
+    activation: str = "relu"
+    """"relu" or "gelu" (the exact form, with erf)."""
+    pre_norm: bool = False
+    """LayerNorm before each block (True) or after its residual addition (False)."""
+    layer_norm_epsilon: float = 1e-5
+    quant: QuantConfig = field(default_factory=QuantConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "heads", "feed_forward"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden size {self.hidden} is not divisible by {self.heads} heads")
+        if self.quant.quantized:
+            for name in ("hidden", "feed_forward"):
+                check_dimension(name, getattr(self, name))
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} is {value!r}; it must be at least 0 and below 1")
+        _require_choice("activation", self.activation, ACTIVATIONS)
+        _require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+
+
+def check_dimension(name: str, value: int) -> None:
+    """Refuse a width that int8 products cannot take, naming the next one that they can.
+
+    Raises:
+        ValueError: `value` is not a multiple of DIMENSION_MULTIPLE.
+    """
+    if value % DIMENSION_MULTIPLE:
+        larger = -(-value // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
+        raise ValueError(
+            f"{name} is {value}, but int8 products need a multiple of {DIMENSION_MULTIPLE}; use {larger}"
+        )
