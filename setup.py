@@ -1,0 +1,128 @@
+"""Builds the C++ host library, once per x86-64 instruction-set level, with one C++ compiler and nothing else.
+
+The libraries have a plain C interface and are loaded with ctypes (lsq/csrc/loader.py picks the level that the
+CPU can run). Where no compiler is found, or compiling fails, the installation goes on and plain torch is used.
+Everything else about the package stands in pyproject.toml.
+"""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.h"))
+
+# No contraction into fused multiply-adds: every level must round exactly like the reference.
+COMPILE_FLAGS = (
+    "-O3 -std=c++17 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -Wall".split()
+)
+LINK_FLAGS = ["-shared", "-fopenmp"]
+X86_LEVELS = {
+    "libcpu_v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    "libcpu_v3": ["-march=x86-64-v3"],
+    "libcpu_v1": [],
+}
+LEVELS = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {"libcpu_v1": []}
+
+FAILED = """
+lsq: {library} was not built: {reason}
+lsq: The installation goes on. Without this library plain torch is used instead, which is slower.
+lsq: To build it, install a C++17 compiler with OpenMP (Debian and Ubuntu: apt install g++; Fedora: dnf install
+lsq: gcc-c++; other compilers: set CXX) and install lsq again. `lsq doctor` says which library is in use.
+"""
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command line: the environment variable CXX, else g++."""
+    return shlex.split(os.environ.get("CXX") or "g++")
+
+
+def is_current(target: Path, sources: list[str]) -> bool:
+    """Whether `target` exists and is newer than `sources`, every header and this file."""
+    if not target.exists():
+        return False
+    return target.stat().st_mtime > max(Path(path).stat().st_mtime for path in [*sources, *HEADERS, __file__])
+
+
+def run(command: list[str]) -> None:
+    """Run one compiler command.
+
+    Raises:
+        RuntimeError: the command is missing or fails; the message ends with the compiler's own words.
+    """
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise RuntimeError(f"the C++ compiler {command[0]!r} cannot be run ({error.strerror})") from error
+    if result.returncode:
+        raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[-2000:]}")
+
+
+def build_library(target: Path, flags: list[str], objects: Path, sources: list[str]) -> None:
+    """Compile what changed and link `target`, replacing it in one step (a running process may have it mapped).
+
+    Args:
+        target: the shared library to make.
+        flags: compiler flags of this instruction-set level.
+        objects: folder for object files, kept between builds.
+        sources: paths of the .cpp files.
+
+    Raises:
+        RuntimeError: the compiler is missing or fails. `target` is then removed, so that nothing outdated runs.
+    """
+    if is_current(target, sources):
+        return
+    objects.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        made = []
+        for source in sources:
+            made.append(str(objects / Path(source).with_suffix(".o").name))
+            if not is_current(Path(made[-1]), [source]):
+                run([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", made[-1]])
+        linked = objects / target.name
+        run([*compiler(), *made, *LINK_FLAGS, "-o", str(linked)])
+        staged = target.with_suffix(".partial")
+        staged.write_bytes(linked.read_bytes())
+        staged.replace(target)
+    except RuntimeError:
+        target.unlink(missing_ok=True)
+        raise
+
+
+class BuildLibraries(build_ext):
+    """`build_ext` for libraries that Python does not import: no suffix of the interpreter, no PyInit symbol."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def run(self) -> None:
+        """Build every level, into the source tree when in place or editable, else into the build folder."""
+        root = Path() if self.inplace else Path(self.build_lib)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda extension: self.build_or_say_why(extension, root), self.extensions))
+
+    def build_or_say_why(self, extension: Extension, root: Path) -> None:
+        target = root / self.get_ext_filename(extension.name)
+        objects = Path(self.build_temp) / target.stem
+        try:
+            build_library(target, extension.extra_compile_args, objects, extension.sources)
+        except RuntimeError as error:
+            print(FAILED.format(library=target, reason=error), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(f"lsq.csrc.{name}", SOURCES, depends=HEADERS, extra_compile_args=flags, optional=True)
+            for name, flags in LEVELS.items()
+        ],
+        cmdclass={"build_ext": BuildLibraries},
+    )
