@@ -1,7 +1,7 @@
 """Builds the C++ host library, once per x86-64 instruction-set level, with one C++ compiler and nothing else.
 
-The libraries have a plain C interface and are loaded with ctypes (lsq/csrc/loader.py picks the level that the
-CPU can run). Where no compiler is found, or compiling fails, the installation goes on and plain torch is used.
+The libraries have a plain C interface and are loaded with ctypes; lsq/csrc/loader.py picks the level that the
+CPU can run. Where no compiler is found, or compiling fails, the installation goes on and plain torch is used.
 Everything else about the package stands in pyproject.toml.
 """
 
@@ -19,10 +19,9 @@ from setuptools.command.build_ext import build_ext
 SOURCES = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.h"))
 
-# No contraction into fused multiply-adds: every level must round exactly like the reference.
-COMPILE_FLAGS = (
-    "-O3 -std=c++17 -fopenmp -ffp-contract=off -fno-math-errno -fno-trapping-math -fPIC -Wall".split()
-)
+# -ffp-contract=off: no fused multiply-adds, so that every level rounds exactly like the reference.
+COMPILE_FLAGS = ["-O3", "-std=c++17", "-Wall", "-fPIC", "-fopenmp"]
+COMPILE_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LINK_FLAGS = ["-shared", "-fopenmp"]
 X86_LEVELS = {
     "libcpu_v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
@@ -31,12 +30,10 @@ X86_LEVELS = {
 }
 LEVELS = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {"libcpu_v1": []}
 
-FAILED = """
-lsq: {library} was not built: {reason}
-lsq: The installation goes on. Without this library plain torch is used instead, which is slower.
-lsq: To build it, install a C++17 compiler with OpenMP (Debian and Ubuntu: apt install g++; Fedora: dnf install
-lsq: gcc-c++; other compilers: set CXX) and install lsq again. `lsq doctor` says which library is in use.
-"""
+ADVICE = """\
+lsq: The installation goes on. A library that is missing is replaced by plain torch, which is slower.
+lsq: To build it, install a C++17 compiler with OpenMP (Debian, Ubuntu: `apt install g++`; Fedora:
+lsq: `dnf install gcc-c++`; any other: name it in CXX) and install lsq again. `lsq doctor` says what runs."""
 
 
 def compiler() -> list[str]:
@@ -51,7 +48,7 @@ def is_current(target: Path, sources: list[str]) -> bool:
     return target.stat().st_mtime > max(Path(path).stat().st_mtime for path in [*sources, *HEADERS, __file__])
 
 
-def run(command: list[str]) -> None:
+def execute(command: list[str]) -> None:
     """Run one compiler command.
 
     Raises:
@@ -66,7 +63,7 @@ def run(command: list[str]) -> None:
 
 
 def build_library(target: Path, flags: list[str], objects: Path, sources: list[str]) -> None:
-    """Compile what changed and link `target`, replacing it in one step (a running process may have it mapped).
+    """Compile what changed and link `target`, replacing it in one step: a running process may have it mapped.
 
     Args:
         target: the shared library to make.
@@ -75,53 +72,53 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
         sources: paths of the .cpp files.
 
     Raises:
-        RuntimeError: the compiler is missing or fails. `target` is then removed, so that nothing outdated runs.
+        RuntimeError: the compiler is missing or fails. `target` is removed then: nothing outdated may run.
     """
     if is_current(target, sources):
         return
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
+    compiled = {source: objects / Path(source).with_suffix(".o").name for source in sources}
+    staged = target.with_suffix(".partial")
     try:
-        made = []
-        for source in sources:
-            made.append(str(objects / Path(source).with_suffix(".o").name))
-            if not is_current(Path(made[-1]), [source]):
-                run([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", made[-1]])
-        linked = objects / target.name
-        run([*compiler(), *made, *LINK_FLAGS, "-o", str(linked)])
-        staged = target.with_suffix(".partial")
-        staged.write_bytes(linked.read_bytes())
-        staged.replace(target)
+        for source, made in compiled.items():
+            if not is_current(made, [source]):
+                execute([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", str(made)])
+        execute([*compiler(), *map(str, compiled.values()), *LINK_FLAGS, "-o", str(staged)])
     except RuntimeError:
         target.unlink(missing_ok=True)
         raise
+    staged.replace(target)
 
 
 class BuildLibraries(build_ext):
-    """`build_ext` for libraries that Python does not import: no suffix of the interpreter, no PyInit symbol."""
+    """`build_ext` for libraries that Python does not import: no interpreter's suffix, no PyInit symbol."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
     def run(self) -> None:
         """Build every level, into the source tree when in place or editable, else into the build folder."""
-        root = Path() if self.inplace else Path(self.build_lib)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda extension: self.build_or_say_why(extension, root), self.extensions))
+            failures = list(filter(None, pool.map(self.failure, self.extensions)))
+        if failures:
+            print(*failures, ADVICE, sep="\n", file=sys.stderr)
 
-    def build_or_say_why(self, extension: Extension, root: Path) -> None:
+    def failure(self, extension: Extension) -> str | None:
+        """Build one level; the message that says why it was not built, or None."""
+        root = Path() if self.inplace else Path(self.build_lib)
         target = root / self.get_ext_filename(extension.name)
-        objects = Path(self.build_temp) / target.stem
         try:
+            objects = Path(self.build_temp) / target.stem
             build_library(target, extension.extra_compile_args, objects, extension.sources)
         except RuntimeError as error:
-            print(FAILED.format(library=target, reason=error), file=sys.stderr)
+            return f"lsq: {target} was not built: {error}"
 
 
 if __name__ == "__main__":
     setup(
         ext_modules=[
-            Extension(f"lsq.csrc.{name}", SOURCES, depends=HEADERS, extra_compile_args=flags, optional=True)
+            Extension(f"lsq.csrc.{name}", SOURCES, depends=HEADERS, extra_compile_args=flags)
             for name, flags in LEVELS.items()
         ],
         cmdclass={"build_ext": BuildLibraries},
