@@ -1,0 +1,235 @@
+"""`lsq doctor`: what this machine can do, which int8 path will run here, and what to install for more."""
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import lsq
+from lsq.csrc import loader
+from lsq.gemm import product
+
+REQUIRED = (
+    "torch",
+    "fairseq-fixed",
+    "numpy",
+    "sacrebleu",
+    "sentencepiece",
+    "num2words",
+    "safetensors",
+    "tqdm",
+    "matplotlib",
+    "tensorboard",
+)
+OPTIONAL = ("cupy-cuda13x", "nvmath-python")
+
+CPU_FEATURES = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx_vnni": "AVX-VNNI",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_int8": "AMX int8",
+    "amx_bf16": "AMX BF16",
+    "asimddp": "Arm dot product",
+    "i8mm": "Arm int8 matrix multiply",
+    "bf16": "Arm BF16",
+    "sve": "Arm SVE",
+}
+"""Flags of Linux's /proc/cpuinfo that matter here, and their names."""
+
+INT8_FEATURES = {"AVX-VNNI", "AVX-512 VNNI", "AMX int8", "Arm dot product", "Arm int8 matrix multiply"}
+"""The features that multiply int8 faster than floats; without any, int8 works but is hardly faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductCheck:
+    """One int8 product, compared with exact arithmetic and timed against float32."""
+
+    exact: bool
+    """Whether every int32 sum equals exact arithmetic, on codes so large that float32 sums would round."""
+    shape: tuple[int, int, int]
+    """(M, N, K): [M, K] times [N, K] transposed."""
+    int8_milliseconds: float
+    """Median time of the int8 product."""
+    float32_milliseconds: float
+    """Median time of the float32 product of the same shape."""
+
+    @property
+    def speedup(self) -> float:
+        return self.float32_milliseconds / self.int8_milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `lsq doctor` found."""
+
+    version: str
+    python: str
+    system: str
+    cpu: str
+    cores: int
+    """Logical cores that this process may use."""
+    threads: int
+    """Threads that torch uses."""
+    cpu_features: tuple[str, ...]
+    """The names in CPU_FEATURES that this CPU has; empty where the system does not tell."""
+    gpus: tuple[str, ...]
+    """CUDA devices that torch sees."""
+    host_library: str
+    """Which C++ library runs the fused loops, or that plain torch does."""
+    packages: dict[str, str | None]
+    """Version of each required and optional package; None where it is not installed."""
+    int8_path: str
+    """What runs an int8 layer here, in words."""
+    product: ProductCheck
+    advice: tuple[str, ...]
+    """What to do, most important first; empty when there is nothing to do."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether training works: int8 products are exact and every required package is installed."""
+        return self.product.exact and all(self.packages[name] for name in REQUIRED)
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's model name, or the nearest that the system tells."""
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a distribution, or None; nothing is imported."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int = 5) -> ProductCheck:
+    """Multiply int8 matrices as the layers do, compare with exact arithmetic and time it.
+
+    The codes lie near +127 and -127: their sums pass 2^24, where float32 rounds, and the instructions of CPUs
+    without int8 dot products (pairs of unsigned times signed, added in 16 bits) saturate on them.
+    """
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randint(120, 128, (m, k), dtype=torch.int8, generator=generator)
+    b = torch.randint(120, 128, (n, k), dtype=torch.int8, generator=generator)
+    a[::2].neg_()
+    b[::3].neg_()
+    exact = torch.equal(product.int8_product(a, b), product.reference(a, b))
+    a_float, b_float = a.float(), b.float()
+    int8_times, float32_times = [], []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product.int8_product(a, b)
+        middle = time.perf_counter()
+        torch.mm(a_float, b_float.t())
+        int8_times.append(middle - start)
+        float32_times.append(time.perf_counter() - middle)
+    return ProductCheck(
+        exact=exact,
+        shape=shape,
+        int8_milliseconds=1e3 * statistics.median(int8_times),
+        float32_milliseconds=1e3 * statistics.median(float32_times),
+    )
+
+
+def advise(
+    *, checked: ProductCheck, has_library: bool, packages: dict[str, str | None], features: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What the user can do about what was found, most important first."""
+    advice = []
+    if not checked.exact:
+        advice.append(
+            "int8 products are wrong on this machine: do not train in int8 here. Another version of torch "
+            "may be right; please report the CPU and the versions above."
+        )
+    missing = [name for name in REQUIRED if not packages[name]]
+    if missing:
+        advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
+    if not has_library:
+        advice.append(
+            "The C++ library is missing, so plain torch runs the fused loops, slower. Install a C++17 "
+            "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) and install "
+            "lsq again (in a clone: make library)."
+        )
+    if features and not INT8_FEATURES.intersection(features):
+        advice.append(
+            "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with AVX-512 "
+            "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than float32."
+        )
+    return tuple(advice)
+
+
+def report() -> Report:
+    """Look at this machine; takes well under a second."""
+    features = tuple(name for flag, name in CPU_FEATURES.items() if flag in loader.cpu_features())
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    packages = {name: installed_version(name) for name in REQUIRED + OPTIONAL}
+    checked = check_product()
+    has_library = loader.library() is not None
+    loops = "the C++ library" if has_library else "plain torch"
+    return Report(
+        version=lsq.__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cpu=cpu_model(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        cpu_features=features,
+        gpus=tuple(
+            f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus
+        ),
+        host_library=loader.description(),
+        packages=packages,
+        int8_path=f"CPU: matrix products by oneDNN (torch._int_mm), the loops between them by {loops}",
+        product=checked,
+        advice=advise(checked=checked, has_library=has_library, packages=packages, features=features),
+    )
+
+
+def text(found: Report) -> str:
+    """The report for people."""
+    m, n, k = found.product.shape
+    seen = "; ".join(found.gpus)
+    gpu = f"{seen} (not used: this version has no CUDA code)" if seen else "none that torch can use"
+    rows = [
+        ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
+        ("CPU", f"{found.cpu}, {found.cores} cores, {found.threads} torch threads"),
+        ("CPU features", ", ".join(found.cpu_features) or "unknown"),
+        ("GPU", gpu),
+        ("C++ library", found.host_library),
+        ("int8 path", found.int8_path),
+        (
+            "int8 product",
+            f"{'exact' if found.product.exact else 'WRONG'}; {m} x {n} x {k} in "
+            f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast as float32",
+        ),
+        *((name, found.packages[name] or "MISSING") for name in REQUIRED),
+        *((name, found.packages[name] or "not installed (optional, unused yet)") for name in OPTIONAL),
+    ]
+    lines = [f"{name:<15}{value}" for name, value in rows]
+    lines += ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
+    return "\n".join(lines)
+
+
+def run(*, as_json: bool = False) -> int:
+    """Print the report, as text or as one JSON object; the exit status: 0 if training works here, else 1."""
+    found = report()
+    if as_json:
+        json.dump(dataclasses.asdict(found) | {"healthy": found.healthy}, sys.stdout)
+        print()
+    else:
+        print(text(found))
+    return 0 if found.healthy else 1

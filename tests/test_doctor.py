@@ -1,0 +1,144 @@
+"""`lsq doctor`: what it finds, says and advises."""
+
+import dataclasses
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import lsq
+from lsq import doctor
+
+GOOD_PACKAGES = dict.fromkeys(doctor.REQUIRED, "1.0") | dict.fromkeys(doctor.OPTIONAL)
+
+
+@pytest.fixture(scope="module")
+def found() -> doctor.Report:
+    return doctor.report()
+
+
+def test_cpu_model(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor : 0\nmodel name : Example CPU: 9000\nflags : avx2\n\nmodel name : Other\n")
+    assert doctor.cpu_model(path) == "Example CPU: 9000"
+
+
+def test_cpu_model_where_the_system_does_not_tell(tmp_path):
+    path = tmp_path / "cpuinfo"
+    assert doctor.cpu_model(path)
+    path.write_text("processor : 0\nFeatures : asimddp\n")
+    assert doctor.cpu_model(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"sse2", "avx2", "avx512f", "avx512_vnni"}, ("AVX2", "AVX-512", "AVX-512 VNNI")),
+        ({"asimd", "i8mm", "asimddp"}, ("Arm dot product", "Arm int8 matrix multiply")),
+        (set(), ()),
+    ],
+)
+def test_cpu_features_have_names(monkeypatch, flags, names):
+    monkeypatch.setattr(doctor.loader, "cpu_features", lambda: frozenset(flags))
+    assert doctor.report().cpu_features == names
+
+
+def test_packages_are_those_of_pyproject():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert tuple(re.match(r"[\w-]+", line)[0] for line in project["dependencies"]) == doctor.REQUIRED
+    assert tuple(project["optional-dependencies"]["cuda13"]) == doctor.OPTIONAL
+
+
+def test_installed_version():
+    assert doctor.installed_version("torch") == torch.__version__
+    assert doctor.installed_version("no-such-package-of-this-name") is None
+
+
+def test_product_is_exact_here():
+    checked = doctor.check_product((41, 48, 2048), repeats=1)
+    assert checked.exact and checked.speedup > 0
+
+
+def test_product_check_notices_float32_sums(monkeypatch):
+    monkeypatch.setattr(doctor.product, "int8_product", lambda a, b: (a.float() @ b.float().t()).int())
+    assert not doctor.check_product((48, 48, 2048), repeats=1).exact
+
+
+def test_product_check_notices_saturation(monkeypatch):
+    """CPUs without int8 dot products shift one side to unsigned and add pairs of products in 16 bits."""
+
+    def saturating(a, b):
+        shifted, signed = a.int()[:, None] + 128, b.int()[None]
+        pairs = shifted[..., ::2] * signed[..., ::2] + shifted[..., 1::2] * signed[..., 1::2]
+        return pairs.clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * signed.sum(-1)
+
+    monkeypatch.setattr(doctor.product, "int8_product", lambda a, b: saturating(a, b).int())
+    assert not doctor.check_product((16, 16, 64), repeats=1).exact
+
+
+def test_report_of_this_machine(found):
+    assert found.version == lsq.__version__
+    assert found.cores >= 1 and found.threads >= 1
+    assert found.host_library
+    assert found.packages["torch"] == torch.__version__
+    assert found.healthy == all(found.packages[name] for name in doctor.REQUIRED)
+
+
+def test_text_names_everything(found):
+    shown = doctor.text(found)
+    for part in (found.cpu, found.host_library, found.int8_path, torch.__version__, *doctor.REQUIRED):
+        assert part in shown
+
+
+def test_text_says_that_gpus_are_not_used(found):
+    shown = doctor.text(dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",)))
+    assert "Example GPU, sm_90, 80 GiB (not used: this version has no CUDA code)" in shown
+
+
+def test_advice_is_empty_when_all_is_well(found):
+    checked = dataclasses.replace(found.product, exact=True)
+    features = ("AVX2", "AVX-512 VNNI")
+    kwargs = dict(checked=checked, has_library=True, packages=GOOD_PACKAGES, features=features)
+    assert doctor.advise(**kwargs) == ()
+    assert "Nothing to do." in doctor.text(dataclasses.replace(found, advice=()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"has_library": False}, "apt install g++"),
+        ({"packages": GOOD_PACKAGES | {"sacrebleu": None}}, "pip install sacrebleu"),
+        ({"features": ("AVX2",)}, "no int8 dot-product instructions"),
+    ],
+)
+def test_advice(found, change, words):
+    kwargs = dict(checked=found.product, has_library=True, packages=GOOD_PACKAGES, features=("AVX-VNNI",))
+    (advice,) = doctor.advise(**kwargs | change)
+    assert words in advice
+
+
+def test_wrong_products_come_first_and_fail(found):
+    wrong = dataclasses.replace(found.product, exact=False)
+    kwargs = dict(has_library=False, packages=GOOD_PACKAGES, features=())
+    assert "do not train in int8" in doctor.advise(checked=wrong, **kwargs)[0]
+    assert not dataclasses.replace(found, product=wrong).healthy
+
+
+def test_run_prints_text_or_json(found, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "report", lambda: found)
+    assert doctor.run() == (0 if found.healthy else 1)
+    assert capsys.readouterr().out == doctor.text(found) + "\n"
+    doctor.run(as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["cpu"] == found.cpu and printed["product"]["exact"] == found.product.exact
+    assert printed["healthy"] == found.healthy
+
+
+def test_run_fails_when_a_package_is_missing(found, monkeypatch, capsys):
+    broken = dataclasses.replace(found, packages=found.packages | {"numpy": None})
+    monkeypatch.setattr(doctor, "report", lambda: broken)
+    assert doctor.run() == 1
+    assert "MISSING" in capsys.readouterr().out

@@ -1,0 +1,154 @@
+"""Who may import whom: the folders' boundaries, checked on the syntax tree of every file in lsq/."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "lsq"
+
+ALLOWED = {
+    "config": set(),
+    "csrc": set(),
+    "quant": {"config"},
+    "memory": {"config"},
+    "gemm": {"config", "csrc"},
+    "ops": {"config", "quant", "csrc", "gemm"},
+    "program": {"config", "ops", "memory"},
+    "layers": {"config", "program", "ops", "quant"},
+    "dist": {"config", "quant", "ops"},
+}
+"""What each folder or module may import of lsq. One that is not listed here may import anything of lsq."""
+
+FAIRSEQ_USERS = {"fairseq", "user_dir", "cli", "commands"}
+LOADER = "csrc/loader.py"
+COLLECTIVES = {
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+}
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, tuple[str, str], int]]:
+    """Yield (full dotted name, (name that it gives in the file, what that name stands for), line)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                yield alias.name, (alias.asname, alias.name) if alias.asname else (top, top), node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")
+            base = parts[: len(parts) + is_package - node.level] if node.level else []
+            origin = ".".join(base + ([node.module] if node.module else []))
+            for alias in node.names:
+                name = f"{origin}.{alias.name}"
+                yield name, (alias.asname or alias.name, name), node.lineno
+
+
+def dotted_uses(tree: ast.AST, names: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield (full dotted name, line) for every attribute chain that starts at an imported name."""
+    for node in ast.walk(tree):
+        chain, root = [], node
+        while isinstance(root, ast.Attribute):
+            chain.insert(0, root.attr)
+            root = root.value
+        if chain and isinstance(root, ast.Name) and root.id in names:
+            yield ".".join([names[root.id], *chain]), node.lineno
+
+
+def violations(path: str, source: str) -> list[str]:
+    """The broken rules in one file of lsq/; `path` is relative to lsq/, e.g. "ops/linear.py"."""
+    tree = ast.parse(source)
+    parts = list(Path(path).with_suffix("").parts)
+    area = parts[0]
+    is_package = parts[-1] == "__init__"
+    module = ".".join(["lsq", *(parts[:-1] if is_package else parts)])
+    imported = list(imports(tree, module, is_package))
+    found = []
+    for name, _, line in imported:
+        root, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if root == "lsq" and area in ALLOWED and target != area and target not in ALLOWED[area]:
+            found.append(f"{path}:{line}: {area} may not import {name}")
+        if root == "fairseq" and area not in FAIRSEQ_USERS:
+            found.append(f"{path}:{line}: only {', '.join(sorted(FAIRSEQ_USERS))} may import fairseq")
+        if root in ("ctypes", "cupy") and path != LOADER:
+            found.append(f"{path}:{line}: only {LOADER} may import {root}")
+    uses = dotted_uses(tree, dict(given for _, given, _ in imported))
+    for name, line in [*((name, line) for name, _, line in imported), *uses]:
+        origin, _, last = name.rpartition(".")
+        if origin.startswith("torch.distributed") and last in COLLECTIVES and area != "dist":
+            found.append(f"{path}:{line}: only dist may call {name}")
+    return found
+
+
+def test_rules_hold():
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert files
+    broken = [line for path in files for line in violations(str(path.relative_to(PACKAGE)), path.read_text())]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("config.py", "import lsq.quant"),
+        ("csrc/loader.py", "from lsq.config import QuantConfig"),
+        ("csrc/loader.py", "from ..config import QuantConfig"),
+        ("quant.py", "from lsq import ops"),
+        ("quant.py", "from .layers import Embedding"),
+        ("ops/linear.py", "from lsq.layers.linear import QuantizedLinear"),
+        ("ops/__init__.py", "from ..program import builder"),
+        ("memory/planner.py", "def late():\n    from lsq import quant"),
+        ("layers/linear.py", "from lsq.csrc import loader"),
+        ("layers/linear.py", "from lsq import doctor"),
+        ("layers/linear.py", "import fairseq.modules"),
+        ("doctor.py", "from fairseq import utils"),
+        ("ops/linear.py", "import ctypes"),
+        ("gemm/product.py", "from cupy.cuda import nvrtc"),
+        ("layers/linear.py", "import torch\ntorch.distributed.all_reduce(x)"),
+        ("fairseq/task.py", "import torch.distributed as dist\ndist.broadcast(x, 0)"),
+        ("commands/train.py", "from torch import distributed\ndistributed.barrier()"),
+        ("cli.py", "from torch.distributed import all_gather as collect"),
+    ],
+)
+def test_planted_violation_is_found(path, source):
+    assert len(violations(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("quant.py", "from lsq.config import QuantConfig\nimport torch"),
+        ("ops/linear.py", "from lsq.ops import registry\nfrom . import rounding\nfrom ..gemm import product"),
+        ("csrc/loader.py", "import ctypes\nimport cupy"),
+        ("dist/hooks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("fairseq/task.py", "import fairseq\nfrom lsq.layers import Embedding"),
+        ("cli.py", "import torch.distributed\ntorch.distributed.init_process_group('gloo')"),
+        ("ops/linear.py", "import torch\ntorch.gather(x, 0, i)\nx.scatter(0, i, y)\ntorch.distributed"),
+    ],
+)
+def test_allowed_import_passes(path, source):
+    assert violations(path, source) == []
