@@ -1,0 +1,187 @@
+"""One training step of a Transformer: fairseq in float32 and bfloat16, torchao's int8 training, lsq int8.
+
+A step is forward, label-smoothed loss, backward and fairseq's Adam, on the same random batches for each side.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+
+import common
+import saved
+import torch
+import transformer
+from torch.profiler import ProfilerActivity, profile
+
+FAIRSEQ = ["--arch", "transformer", "--task", "translation", "--criterion", "label_smoothed_cross_entropy"]
+OPERATIONS = 10
+"""Operations listed for each side, those that take the longest."""
+
+
+def torchao_int8(model: torch.nn.Module) -> None:
+    """Make every linear layer torchao's: int8 products forward and backward, scales from each row.
+
+    torchao takes views of a layer's input and gradient, which fairseq does not always make contiguous; and
+    fairseq's attention would pass bare weights to torch, past torchao's layers, if it checked its dimensions.
+
+    Raises:
+        ImportError: torchao is not installed, or does not fit this torch.
+    """
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
+    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
+            module.register_forward_hook(_contiguous_gradient)
+        if hasattr(module, "_set_skip_embed_dim_check"):
+            module._set_skip_embed_dim_check()
+
+
+def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.contiguous())
+
+
+SIDES: dict[str, dict] = {
+    "fairseq float32": {"arguments": FAIRSEQ},
+    "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
+    "torchao int8": {"arguments": FAIRSEQ, "change": torchao_int8},
+    "torchao int8, bfloat16": {"arguments": FAIRSEQ, "change": torchao_int8, "autocast": True},
+}
+BASELINE, HALF = "fairseq float32", "fairseq bfloat16"
+
+
+class TimedSide:
+    """A side with its own turn through the batches and the seconds of each phase of its steps."""
+
+    def __init__(self, side: transformer.Side, batches: list[dict]):
+        self.side = side
+        self.batches = itertools.cycle(batches)
+        self.phases: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+
+    def step(self) -> None:
+        sample = next(self.batches)
+        loss = self._timed("forward", lambda: self.side.loss(sample))
+        self._timed("backward", lambda: self.side.backward(sample, loss))
+        self._timed("update", self.side.update)
+
+    def _timed(self, phase: str, run: Callable):
+        start = time.perf_counter()
+        result = run()
+        self.phases[phase].append(time.perf_counter() - start)
+        return result
+
+    def medians(self, rounds: int) -> dict[str, float]:
+        """Median seconds of each phase over the last `rounds` steps."""
+        return {phase: common.timing(values[-rounds:]).median for phase, values in self.phases.items()}
+
+
+def saved_bytes(side: transformer.Side, shape: transformer.Shape) -> dict:
+    """Bytes kept for backward by a full batch, and the share of them that does not grow with the batch.
+
+    The latter are copies of the weights, which autocast and int8 products make; measured with half a batch.
+    """
+
+    def kept(sentences: int):
+        sample = transformer.batch(dataclasses.replace(shape, sentences=sentences), padded=False, seed=1)
+        return saved.saved_tensors(lambda: side.loss(sample), side.model.parameters())
+
+    full, half = kept(shape.sentences), kept(shape.sentences // 2)
+    return {
+        "saved_bytes": full.total(),
+        "saved_bytes_of_weights": 2 * half.total() - full.total(),
+        "largest_saved": dict(full.most_common(OPERATIONS)),
+    }
+
+
+def operation_seconds(timed: TimedSide) -> dict[str, float]:
+    """Seconds of the costliest operations in one step, by name; their own time, without what they call."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        timed.step()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    return {event.key: 1e-6 * event.self_cpu_time_total for event in events[:OPERATIONS]}
+
+
+def build(shape: transformer.Shape, wanted: list[str] | None) -> tuple[dict, dict[str, str]]:
+    """Make the sides.
+
+    Returns:
+        name -> side, and name -> reason for those that cannot run here.
+    """
+    sides, missing = {}, {}
+    for name, recipe in SIDES.items():
+        if wanted and name not in (*wanted, BASELINE, HALF):
+            continue
+        try:
+            sides[name] = transformer.Side(shape, **recipe)
+        except ImportError as error:
+            missing[name] = str(error)
+    return sides, missing
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--padded", action="store_true", help="sentences of different lengths in a batch")
+    parser.add_argument("--batches", type=common.positive, default=3, metavar="N", help="batches, in turn")
+    parser.add_argument(
+        "--side", action="append", choices=SIDES, metavar="NAME", help="only this and float; repeatable"
+    )
+    options = common.parse(parser, arguments)
+    shape = transformer.QUICK if options.quick else transformer.Shape()
+    batches = [transformer.batch(shape, padded=options.padded, seed=seed) for seed in range(options.batches)]
+    sides, missing = build(shape, options.side)
+
+    timed = {name: TimedSide(side, batches) for name, side in sides.items()}
+    timings = common.alternate({name: side.step for name, side in timed.items()}, rounds=options.rounds)
+    kept = {name: saved_bytes(side, shape) for name, side in sides.items()}
+    operations = {name: operation_seconds(side) for name, side in timed.items()}
+
+    rows = [
+        {
+            "side": name,
+            "seconds": timing.median,
+            "fastest": timing.fastest,
+            "ratio": timings[BASELINE].median / timing.median,
+            "ratio_to_bfloat16": timings[HALF].median / timing.median,
+            **timed[name].medians(options.rounds),
+            "saved_megabytes": 1e-6 * kept[name]["saved_bytes"],
+            "saved_to_bfloat16": kept[name]["saved_bytes"] / kept[HALF]["saved_bytes"],
+        }
+        for name, timing in timings.items()
+    ]
+    print_operations(operations, kept)
+    common.report(
+        "step",
+        rows,
+        common.conditions(
+            options,
+            packages=("fairseq-fixed", "torchao"),
+            baseline=BASELINE,
+            shape=dataclasses.asdict(shape),
+            padded=options.padded,
+            target_tokens=[sample["ntokens"] for sample in batches],
+            optimizer="fairseq.optim.adam.Adam",
+            missing=missing,
+        ),
+        options,
+        operations=operations,
+        saved=kept,
+    )
+
+
+def print_operations(operations: dict[str, dict[str, float]], kept: dict[str, dict]) -> None:
+    """Where each side's time goes and what it keeps for backward."""
+    for name, seconds in operations.items():
+        largest = kept[name]["largest_saved"]
+        print(f"{name}: operations of one step")
+        print(common.table([{"operation": key, "seconds": value} for key, value in seconds.items()]))
+        print(f"\n{name}: largest tensors kept for backward")
+        print(common.table([{"tensor": key, "megabytes": 1e-6 * value} for key, value in largest.items()]))
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What every benchmark shares: options, alternating timing, conditions, and the report.
+
+A benchmark times several *sides*, functions that do the same work in different ways, in one process and in
+turn, so that a change of clock or of load meets all of them. A figure is a median; a ratio is the baseline's
+median divided by the side's (above 1: the side is faster). The fastest measurement stands beside it: where
+the two are far apart, something else was running.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import lsq
+
+MINIMUM_SECONDS = 0.01
+"""A measurement repeats its side until it lasts about this long, so that the clock's own cost is nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds per call of one side."""
+
+    median: float
+    fastest: float
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    options = argparse.ArgumentParser(
+        description=description.strip().partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    options.add_argument("--quick", action="store_true", help="tiny shapes: only checks that it runs")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the JSON object to FILE as well")
+    options.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), metavar="N", help="threads of each side"
+    )
+    options.add_argument("--rounds", type=positive, default=7, metavar="N", help="measurements of each side")
+    return options
+
+
+def positive(text: str) -> int:
+    """argparse type: a whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, set the number of threads, seed torch."""
+    chosen = options.parse_args(arguments)
+    if chosen.quick:
+        chosen.rounds = min(chosen.rounds, 2)
+    torch.set_num_threads(chosen.threads)
+    torch.manual_seed(1)
+    return chosen
+
+
+def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
+    """Time every side in turn, `rounds` times, after a call or two to warm up.
+
+    Args:
+        sides: name -> function without arguments.
+        rounds: measurements of each side.
+    """
+    repeats = {}
+    for name, run in sides.items():
+        warm = seconds(run)
+        if warm < 100 * MINIMUM_SECONDS:
+            warm = seconds(run)
+        repeats[name] = max(1, int(MINIMUM_SECONDS / warm))
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            measured[name].append(seconds(run, repeats[name]))
+    return {name: timing(values) for name, values in measured.items()}
+
+
+def timing(values: list[float]) -> Timing:
+    """Median and fastest of measured seconds."""
+    return Timing(median=statistics.median(values), fastest=min(values))
+
+
+def seconds(run: Callable[[], object], repeats: int = 1) -> float:
+    """Wall-clock seconds per call over `repeats` calls of `run`."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    return (time.perf_counter() - start) / repeats
+
+
+def conditions(options: argparse.Namespace, **more) -> dict:
+    """Everything that a figure depends on; `more` adds what is particular to one benchmark.
+
+    Packages named in `more["packages"]` are reported with their versions.
+    """
+    packages = ("torch", "numpy", *more.pop("packages", ()))
+    return {
+        "device": "cpu",
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "rounds": options.rounds,
+        "quick": options.quick,
+        "load_average": round(os.getloadavg()[0], 2),
+        "versions": {
+            "lsq": lsq.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+        **more,
+    }
+
+
+def processor() -> str:
+    """Model name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def version(package: str) -> str | None:
+    """Version of an installed package, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: argparse.Namespace, **figures):
+    """Print the conditions and the rows as a table, then everything as one JSON object on the last line.
+
+    Args:
+        name: the benchmark's name.
+        rows: flat dicts with the same keys in the same order, "ratio" among them.
+        conditions: see `conditions`.
+        options: the parsed options; with --json the object is written to that file, too.
+        figures: further entries of the JSON object.
+    """
+    rows = list(rows)
+    for key, value in conditions.items():
+        print(f"{key}: {_plain(value)}")
+    print(table(rows), end="\n\n")
+    line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
+    if options.json is not None:
+        options.json.write_text(line + "\n")
+    print(line)
+    sys.stdout.flush()
+
+
+def _plain(value) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    return str(value)
+
+
+def table(rows: list[Mapping]) -> str:
+    """`rows` as aligned text with a heading; numbers with four significant digits, aligned to the right."""
+    heading = list(rows[0])
+    cells = [[_cell(row[key]) for key in heading] for row in rows]
+    widths = [max(len(line[column]) for line in [heading, *cells]) for column in range(len(heading))]
+    numeric = [all(not isinstance(row[key], str) for row in rows) for key in heading]
+
+    def line(texts):
+        aligned = [
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(texts, widths, numeric, strict=True)
+        ]
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([line(heading), line("-" * width for width in widths), *map(line, cells)])
+
+
+def _cell(value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,126 @@
+"""What bench_step trains: translation models of fairseq and their batches, made without data files."""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from fairseq import options
+from fairseq.data import Dictionary
+from fairseq.data.language_pair_dataset import collate
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.optim.adam import Adam
+from fairseq.tasks import TASK_REGISTRY
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of the model and of a batch."""
+
+    hidden: int = 512
+    feed_forward: int = 2048
+    layers: int = 6
+    """Encoder layers, and as many decoder layers."""
+    heads: int = 8
+    vocabulary: int = 32000
+    """Joined, with its special symbols."""
+    sentences: int = 64
+    length: int = 32
+    """Tokens of the longest source and of the longest target, with the end symbol."""
+    dropout: float = 0.1
+    label_smoothing: float = 0.1
+
+
+QUICK = Shape(hidden=32, feed_forward=64, layers=1, heads=2, vocabulary=64, sentences=4, length=8)
+
+
+def dictionary(size: int) -> Dictionary:
+    """A dictionary of `size` symbols, fairseq's four special ones included."""
+    made = Dictionary()
+    for number in range(size - len(made)):
+        made.add_symbol(f"w{number}")
+    return made
+
+
+def batch(shape: Shape, *, padded: bool, seed: int) -> dict:
+    """Random sentences, put together by fairseq's own collater.
+
+    Args:
+        padded: draw each length between half of `shape.length` and all of it, instead of filling every place.
+        seed: of the tokens and lengths.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    symbols = dictionary(0)
+
+    def sentence(first: bool) -> torch.Tensor:
+        shortest = shape.length // 2 if padded and not first else shape.length
+        length = int(torch.randint(shortest, shape.length + 1, (), generator=generator))
+        words = torch.randint(symbols.nspecial, shape.vocabulary, (length - 1,), generator=generator)
+        return torch.cat([words, torch.tensor([symbols.eos()])])
+
+    samples = [
+        {"id": number, "source": sentence(number == 0), "target": sentence(number == 0)}
+        for number in range(shape.sentences)
+    ]
+    return collate(samples, symbols.pad(), symbols.eos())
+
+
+class Side:
+    """One way to train: a model, its criterion, its optimizer."""
+
+    def __init__(
+        self, shape: Shape, *, arguments: list[str], autocast: bool = False, change: Callable | None = None
+    ):
+        """Build it.
+
+        Args:
+            arguments: fairseq-train's options --arch, --task, --criterion and those of the model.
+            autocast: run forward passes under torch.autocast in bfloat16.
+            change: called with the model before the optimizer is made.
+        """
+        chosen = parse(shape, arguments)
+        symbols = dictionary(shape.vocabulary)
+        task = TASK_REGISTRY[chosen.task](chosen, symbols, symbols)
+        torch.manual_seed(1)
+        self.model = ARCH_MODEL_REGISTRY[chosen.arch].build_model(chosen, task).train()
+        if change is not None:
+            change(self.model)
+        self.criterion = task.build_criterion(chosen)
+        self.optimizer = Adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98))
+        self.autocast = autocast
+
+    def loss(self, sample: dict) -> torch.Tensor:
+        """Label-smoothed loss, summed over the target's tokens."""
+        context = torch.autocast("cpu", torch.bfloat16) if self.autocast else contextlib.nullcontext()
+        with context:
+            return self.criterion(self.model, sample)[0]
+
+    def backward(self, sample: dict, loss: torch.Tensor) -> None:
+        """Gradients of the mean loss per token."""
+        (loss / sample["ntokens"]).backward()
+
+    def update(self) -> None:
+        """One update of Adam; drops the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, sample: dict) -> None:
+        """Forward, loss, backward, update."""
+        self.backward(sample, self.loss(sample))
+        self.update()
+
+
+def parse(shape: Shape, arguments: list[str]) -> Namespace:
+    """fairseq-train's options for a model of this shape."""
+    given = [
+        "unused-data-folder",
+        *arguments,
+        *("--encoder-embed-dim", str(shape.hidden), "--encoder-ffn-embed-dim", str(shape.feed_forward)),
+        *("--decoder-embed-dim", str(shape.hidden), "--decoder-ffn-embed-dim", str(shape.feed_forward)),
+        *("--encoder-layers", str(shape.layers), "--decoder-layers", str(shape.layers)),
+        *("--encoder-attention-heads", str(shape.heads), "--decoder-attention-heads", str(shape.heads)),
+        *("--dropout", str(shape.dropout), "--label-smoothing", str(shape.label_smoothing)),
+        *("--share-all-embeddings", "--max-source-positions", "1024", "--max-target-positions", "1024"),
+    ]
+    return options.parse_args_and_arch(options.get_training_parser(), given)
