@@ -1,0 +1,87 @@
+"""Finds the C++ host library that this CPU can run, and calls it. The only place that uses ctypes.
+
+setup.py builds the library once per x86-64 level (v4: AVX-512, v3: AVX2, v1: any); elsewhere there is v1 alone.
+Without a library, every operation runs its plain PyTorch reference; that is said once.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+
+import torch  # loads the OpenMP runtime that the library shares with PyTorch
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_REQUIRED = {
+    "v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "v3": {"avx2", "bmi1", "bmi2", "fma", "f16c", "movbe"},
+    "v1": set(),
+}
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Instruction-set flags as Linux names them; empty where /proc/cpuinfo does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    return frozenset(flags.split(":", 1)[1].split())
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None (said once) where none was built."""
+    found = _load()
+    if found is None:
+        logger.warning(
+            "the C++ host library of lsq is not built; operations run as plain PyTorch, several times slower. "
+            "Install g++ (Debian: apt-get install g++) and reinstall lsq."
+        )
+    return found
+
+
+def _load() -> ctypes.CDLL | None:
+    for level, features in _REQUIRED.items():
+        path = _FOLDER / f"libcpu_{level}.so"
+        if features <= cpu_features() and path.exists():
+            return ctypes.CDLL(os.fspath(path))
+    return None
+
+
+def available() -> bool:
+    """Whether the library is there."""
+    return library() is not None
+
+
+def description() -> str:
+    """Which library runs, for people."""
+    found = library()
+    if found is None:
+        return "plain PyTorch (no C++ host library)"
+    names = {"v4": "AVX-512", "v3": "AVX2", "v1": "baseline"}
+    level = Path(found._name).stem.removeprefix("libcpu_")
+    return f"C++ host library, {names[level]}"
+
+
+def call(name: str, *arguments) -> None:
+    """Call a function of the library.
+
+    Tensors (contiguous, on the CPU) go as pointers, None as a null pointer, whole numbers and truth values as
+    int64, floats as float32.
+    """
+    getattr(library(), name)(*map(_convert, arguments))
+
+
+def _convert(argument):
+    if argument is None:
+        return ctypes.c_void_p(None)
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    return ctypes.c_float(argument)

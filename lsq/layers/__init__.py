@@ -1,0 +1,25 @@
+"""PyTorch modules whose projections run in int8."""
+
+from lsq.layers.attention import MultiheadAttention
+from lsq.layers.decoder_layer import TransformerDecoderLayer
+from lsq.layers.embedding import Embedding
+from lsq.layers.encoder_layer import TransformerEncoderLayer
+from lsq.layers.feed_forward import FeedForward
+from lsq.layers.linear import QuantizedLinear
+from lsq.layers.module import ProgramModule
+from lsq.layers.statistics import TensorStatistics, observe, quantized_tensors
+from lsq.layers.vocabulary import VocabularyProjection
+
+__all__ = [
+    "Embedding",
+    "FeedForward",
+    "MultiheadAttention",
+    "ProgramModule",
+    "QuantizedLinear",
+    "TensorStatistics",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
+    "VocabularyProjection",
+    "observe",
+    "quantized_tensors",
+]

@@ -1,0 +1,104 @@
+"""Embedding: words and positions, scaled, with dropout."""
+
+import math
+
+import torch
+from torch import nn
+
+from lsq.config import QuantConfig
+from lsq.layers.module import ProgramModule
+from lsq.program import layers as programs
+
+POSITIONS = ("sinusoidal", "learned")
+
+
+def sinusoidal_table(positions: int, hidden: int, padding_idx: int) -> torch.Tensor:
+    """float32 [positions, hidden]: sines, then cosines, as fairseq lays them out; the padding's row is zero.
+
+    Vaswani et al. 2017, section 3.5, with the layout of tensor2tensor.
+    """
+    half = hidden // 2
+    frequency = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / max(half - 1, 1)))
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+    table = torch.cat([angle.sin(), angle.cos()], dim=1)
+    table = nn.functional.pad(table, (0, hidden - table.shape[1]))
+    table[padding_idx] = 0.0
+    return table
+
+
+class Embedding(ProgramModule):
+    """dropout(norm(scale * weight[token] + position)) for tokens int64 [B, T] -> float32 [T, B, H].
+
+    Positions count from padding_idx + 1 along each sentence and skip padding, as fairseq's do.
+
+    Args:
+        vocabulary: number of words, V.
+        hidden: H.
+        padding_idx: the padding token; its row is zero and stays so.
+        positions: "sinusoidal" (a fixed table) or "learned" (the parameter `position_weight`).
+        max_positions: longest sentence.
+        dropout: probability of dropping an element.
+        scale: factor of the words' rows; fairseq's default is sqrt(H).
+        layer_norm: a LayerNorm between sum and dropout.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        hidden: int,
+        padding_idx: int,
+        *,
+        positions: str = "sinusoidal",
+        max_positions: int = 1024,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        layer_norm: bool = False,
+    ):
+        if positions not in POSITIONS:
+            raise ValueError(f"positions is {positions!r}; allowed: {', '.join(map(repr, POSITIONS))}")
+        super().__init__(QuantConfig(mode="float"))
+        self.padding_idx, self.dropout, self.learned = padding_idx, dropout, positions == "learned"
+        self.max_positions = max_positions
+        self.scale = math.sqrt(hidden) if scale is None else scale
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden))
+        nn.init.normal_(self.weight, std=hidden**-0.5)
+        rows = max_positions + padding_idx + 1
+        if self.learned:
+            self.position_weight = nn.Parameter(torch.empty(rows, hidden))
+            nn.init.normal_(self.position_weight, std=hidden**-0.5)
+        else:
+            self.register_buffer("position_weight", sinusoidal_table(rows, hidden, padding_idx), persistent=False)
+        with torch.no_grad():
+            self.weight[padding_idx] = 0.0
+            self.position_weight[padding_idx] = 0.0
+        self.layer_norm = nn.LayerNorm(hidden) if layer_norm else None
+
+    def forward(self, tokens: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """tokens int64 [B, T]; `offset` is the position of the first column, for incremental decoding.
+
+        Raises:
+            ValueError: a sentence is longer than max_positions.
+        """
+        batch, time = tokens.shape
+        if time + offset > self.max_positions:
+            raise ValueError(
+                f"a sentence of {time + offset} tokens is longer than max_positions = {self.max_positions}; "
+                "shorten it or raise the maximum"
+            )
+        present = tokens != self.padding_idx
+        places = present.cumsum(dim=1) + offset
+        places = torch.where(present, places + self.padding_idx, self.padding_idx)
+        vocabulary, hidden = self.weight.shape
+        dropout = 0.0 if self.layer_norm is not None else self.dropout
+        program = programs.embedding(
+            self.quant, batch, time, vocabulary, hidden, self.position_weight.shape[0], self.padding_idx,
+            self.scale, dropout, self.learned, self.training, self.wants_backward(),
+        )
+        inputs = {"tokens": tokens, "places": places}
+        if not self.learned:
+            inputs["position_weight"] = self.position_weight
+        (x,) = self.execute(program, inputs)
+        x = x.view(time, batch, hidden)
+        if self.layer_norm is not None:
+            x = nn.functional.dropout(self.layer_norm(x), self.dropout, self.training)
+        return x

@@ -1,0 +1,84 @@
+"""VocabularyProjection: logits, or label-smoothed cross-entropy without logits."""
+
+import torch
+from torch import nn
+
+from lsq.config import DIMENSION_MULTIPLE, QuantConfig, check_dimension
+from lsq.layers.module import ProgramModule
+from lsq.ops.quantize import weight_reference
+from lsq.program import layers as programs
+
+
+class VocabularyProjection(ProgramModule):
+    """Projection of float32 [..., H] onto a vocabulary of any size V, padded to a multiple of 16 inside.
+
+    Args:
+        vocabulary: V.
+        hidden: H.
+        weight: an embedding's weight [V, H] to share; without one the module has its own.
+        padding_idx: targets with this value count for nothing.
+
+    Raises:
+        ValueError: the shape of `weight` is not [V, H], or int8 products cannot take H.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        hidden: int,
+        *,
+        quant: QuantConfig | None = None,
+        weight: nn.Parameter | None = None,
+        padding_idx: int | None = None,
+    ):
+        quant = quant or QuantConfig()
+        super().__init__(quant)
+        if quant.quantized:
+            check_dimension("hidden", hidden)
+        self.vocabulary, self.hidden = vocabulary, hidden
+        self.padding_idx = -1 if padding_idx is None else padding_idx
+        self.rows = -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.quantized else vocabulary
+        nn.init.normal_(self.add_weight("weight", vocabulary, hidden), std=hidden**-0.5)
+        if weight is not None:
+            if tuple(weight.shape) != (vocabulary, hidden):
+                raise ValueError(f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}")
+            self.weight = weight
+        self.add_activation_clips("input")
+        self.calibrate_weights()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [..., V]."""
+        rows = x.reshape(-1, self.hidden)
+        program = programs.vocabulary_logits(
+            self.quant, rows.shape[0], self.hidden, self.vocabulary, self.rows, self.training, self.wants_backward(x)
+        )
+        (logits,) = self.execute(program, {"x": rows})
+        return logits.view(*x.shape[:-1], self.rows)[..., : self.vocabulary]
+
+    def loss(
+        self, x: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss, nll_loss), scalars summed over targets other than padding, as fairseq defines them.
+
+        x float32 [..., H], target int64 [...]. Only `loss` has a gradient.
+
+        Raises:
+            ValueError: label_smoothing is not in [0, 1), or a target lies outside the vocabulary.
+        """
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be at least 0 and below 1")
+        rows, target = x.reshape(-1, self.hidden), target.reshape(-1)
+        if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
+            raise ValueError(
+                f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary has "
+                f"{self.vocabulary} words"
+            )
+        program = programs.vocabulary_loss(
+            self.quant, rows.shape[0], self.hidden, self.vocabulary, self.rows, self.padding_idx, label_smoothing,
+            self.training, self.wants_backward(x),
+        )
+        loss, nll = self.execute(program, {"x": rows, "target": target})
+        return loss.squeeze(0), nll.squeeze(0).detach()
+
+    def round_weight(self, weight, clip):
+        return weight_reference(weight, clip, bits=self.quant.bits, rows=self.rows)

@@ -1,0 +1,27 @@
+"""Fused operations. Importing this package registers them all."""
+
+from lsq.ops import (
+    activation,
+    attention,
+    cross_entropy,
+    embedding,
+    heads,
+    linear,
+    linear_gradient,
+    quantize,
+    read,
+    residual_norm,
+)
+
+__all__ = [
+    "activation",
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "heads",
+    "linear",
+    "linear_gradient",
+    "quantize",
+    "read",
+    "residual_norm",
+]

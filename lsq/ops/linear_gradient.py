@@ -1,0 +1,118 @@
+"""Backward products of an integer product y = x (codes [M, K]) times weight (codes [N, K]) transposed.
+
+Under backward="float" the gradient is float32 [M, N] and multiplies the dequantised codes. Under backward="int8"
+it is codes [M, N] with row scales r[M] of gradient * weight_scale (see linear.py):
+
+    dx[m, k]      = r[m] * sum_n codes[m, n] * weight[n, k]
+    dweight[n, k] = x_scale / weight_scale[n] * sum_m codes[m, n] * (r[m] * x[m, k])       r * x rounded per column
+
+Both apply the straight-through mask of their own operand and yield the gradient of its clip.
+"""
+
+import torch
+
+from lsq import gemm, quant
+from lsq.csrc import loader
+from lsq.ops import rounding
+from lsq.ops.linear import BLOCK_ROWS
+from lsq.ops.registry import OpDefinition, register
+
+
+def _float_product(a, b, dtype):
+    """a [M, K] float32 times b [K, N] in `dtype`, float32 result."""
+    dtype = getattr(torch, dtype)
+    return (a.to(dtype) @ b.to(dtype)).to(torch.float32)
+
+
+def input_reference(gradient, row_scale, weight, weight_scale, codes, clipped, error, *, bits, dtype="float32"):
+    """-> dx float32 [M, K] before the rounding of x, dclip [1]."""
+    if row_scale is None:
+        dx = _float_product(gradient, weight.to(torch.float32) * weight_scale[:, None], dtype)
+    else:
+        dx = gemm.reference(gradient, weight.t()).to(torch.float32) * row_scale[:, None]
+    return rounding.straight_through(dx, codes, clipped, error, bits=bits)
+
+
+def input_cpu(
+    gradient, row_scale, weight, weight_scale, codes, clipped, error, dx, dclip, *, bits, dtype="float32"
+):
+    columns = codes.shape[1]
+    factor = 1.0 if error is None else rounding.lsq_factor(codes.numel(), bits)
+    dclip.zero_()
+    if row_scale is None:
+        dx.copy_(_float_product(gradient, dequantize_weight(weight, weight_scale, dtype), dtype))
+        blocks = [(0, dx)]
+    else:
+        blocks = gemm.row_blocks(gradient, weight.t(), BLOCK_ROWS)
+    for first, product in blocks:
+        loader.call(
+            "lsq_straight_through", product, row_scale, codes, clipped, error, factor, dx, dclip,
+            first, product.shape[0], columns,
+        )
+
+
+def dequantize_weight(weight, weight_scale, dtype):
+    """weight int8 [N, K] times its scale [N], in `dtype`."""
+    return (weight.to(torch.float32) * weight_scale[:, None]).to(getattr(torch, dtype))
+
+
+def weight_reference(
+    gradient, row_scale, codes, scale, weight_scale, weight, clip, key, *, bits, clip_gradient, stream=0,
+    dtype="float32",
+):
+    """-> dweight float32 [N, K] before the rounding of the weight, dclip like clip, [N] or [1]."""
+    if row_scale is None:
+        product = _float_product(gradient.t(), codes.to(torch.float32) * scale, dtype)
+    else:
+        scaled, column_scale = rounding.round_columns(codes.to(torch.float32) * row_scale[:, None], key, stream)
+        product = gemm.reference(gradient.t(), scaled.t()).to(torch.float32)
+        product = product * (column_scale * scale) / weight_scale[:, None]
+    product = product[: weight.shape[0]]  # without the padding of a vocabulary
+    return weight_straight_through(product, weight, clip, bits=bits, clip_gradient=clip_gradient)
+
+
+def weight_straight_through(product, weight, clip, *, bits, clip_gradient):
+    """Mask a weight's gradient [N, K] by |weight| <= clip and sum what belongs to the clip, [N] or [1]."""
+    limit = clip.reshape(-1, 1)
+    outside = weight.abs() > limit
+    contribution = torch.where(outside, product * weight.sign(), 0.0)
+    if clip_gradient == "lsq":
+        codes, scale, _ = quant.quantize(weight, clip, bits)
+        rounded = codes.to(torch.float32) * scale.reshape(-1, 1)
+        contribution = torch.where(outside, contribution, product * (rounded - weight) / limit)
+        contribution = contribution * rounding.lsq_factor(weight.numel() // clip.numel(), bits)
+    dclip = contribution.sum(dim=1) if clip.numel() > 1 else contribution.sum().reshape(1)
+    return torch.where(outside, 0.0, product), dclip
+
+
+def weight_cpu(
+    gradient, row_scale, codes, scale, weight_scale, weight, clip, key, dweight, dclip, *, bits, clip_gradient,
+    stream=0, dtype="float32",
+):
+    rows, columns = weight.shape
+    per_clip = weight.numel() // clip.numel()
+    in_range = clip_gradient == "lsq"
+    if row_scale is None:
+        product = _float_product(gradient.t(), (codes.to(torch.float32) * scale).to(getattr(torch, dtype)), dtype)
+        column_scale = None
+    else:
+        scaled, column_scale = round_columns(codes, row_scale, key, stream)
+        product = gemm.int8_product(gradient.t(), scaled.t())
+        column_scale.mul_(scale)
+    loader.call(
+        "lsq_weight_straight_through", product, column_scale, weight_scale, weight, clip, clip.numel(),
+        quant.maximum_code(bits), in_range, rounding.lsq_factor(per_clip, bits) if in_range else 1.0,
+        dweight, dclip, rows, columns,
+    )
+
+
+def round_columns(codes, row_scale, key, stream):
+    """codes int8 [M, K] * row_scale [M], rounded per column at random -> (int8 [M, K], scale float32 [K])."""
+    rows, columns = codes.shape
+    rounded, column_scale = torch.empty_like(codes), torch.empty(columns)
+    loader.call("lsq_round_columns", codes, row_scale, key, stream, rounded, column_scale, rows, columns)
+    return rounded, column_scale
+
+
+register(OpDefinition(name="linear_input_gradient", reference=input_reference, cpu=input_cpu))
+register(OpDefinition(name="linear_weight_gradient", reference=weight_reference, cpu=weight_cpu))

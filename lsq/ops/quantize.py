@@ -1,0 +1,78 @@
+"""quantize: one clip for a whole activation; quantize_weight: one clip per output channel.
+
+The gradient of rounded codes is by convention the gradient *before* the rounding: whoever reads the codes applies
+the straight-through mask, in the loop that it runs anyway, and adds to the gradient of the clip.
+M rows, N columns, K inputs of a weight.
+"""
+
+import torch
+
+from lsq import quant
+from lsq.csrc import loader
+from lsq.ops import rounding
+from lsq.ops.registry import OpDefinition, register
+
+
+def reference(x, clip, *, bits, error=False):
+    """x float32 [M, N], clip [1] -> codes int8 [M, N], scale [1], clipped (packed bits), error [M, N] or None."""
+    return rounding.round_activation(x, clip, bits=bits, error=error)
+
+
+def cpu(x, clip, codes, scale, clipped, error_out, *, bits, error=False):
+    loader.call("lsq_quantize", x, clip, codes, scale, clipped, error_out, x.numel(), quant.maximum_code(bits))
+
+
+def unquantized(x, clip, *, bits, error=False):
+    return x
+
+
+def differentiate(builder, operation):
+    x, _ = operation.inputs
+    builder.accumulate(x, builder.gradient(operation.outputs[0]))
+
+
+QUANTIZE = register(
+    OpDefinition(name="quantize", reference=reference, cpu=cpu, differentiate=differentiate, unquantized=unquantized)
+)
+
+
+def weight_reference(weight, clip, *, bits, rows=None):
+    """weight float32 [N, K], clip [N] or [1] -> codes int8 [rows, K], scale float32 [rows].
+
+    Rows beyond N (the padding of a vocabulary) have codes 0 and scale 1.
+    """
+    codes, scale, _ = quant.quantize(weight, clip, bits)
+    padding = (rows or weight.shape[0]) - weight.shape[0]
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
+    return codes, torch.nn.functional.pad(scale.expand(weight.shape[0]), (0, padding), value=1.0).contiguous()
+
+
+def weight_cpu(weight, clip, codes, scale, *, bits, rows=None):
+    valid, columns = weight.shape
+    loader.call(
+        "lsq_quantize_weight", weight, clip, clip.numel(), codes, scale, valid, rows or valid, columns,
+        quant.maximum_code(bits),
+    )
+
+
+def weight_differentiate(builder, operation):
+    """Nothing to do: the weight-gradient product masks its own result, see linear.py."""
+
+
+QUANTIZE_WEIGHT = register(
+    OpDefinition(
+        name="quantize_weight", reference=weight_reference, cpu=weight_cpu, differentiate=weight_differentiate
+    )
+)
+
+
+def add_reference(a, b):
+    """a + b, float32 of any shape: two gradients of one tensor."""
+    return (a + b,)
+
+
+def add_cpu(a, b, out):
+    torch.add(a, b, out=out)
+
+
+ADD = register(OpDefinition(name="add", reference=add_reference, cpu=add_cpu))

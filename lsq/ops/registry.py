@@ -1,0 +1,55 @@
+"""The table of fused operations: one name, one reference, one implementation per device.
+
+A reference is plain PyTorch: it takes the inputs, returns the outputs, and is what every other
+implementation is tested against. A device implementation takes the inputs and then the outputs, already
+allocated, and writes into them. `differentiate` appends the operations of the backward pass to a program.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpDefinition:
+    """A fused operation.
+
+    An operation that rounds its result also has `unquantized`, which takes the same arguments as
+    `reference` and returns the float values that are about to be rounded; calibration measures those.
+    """
+
+    name: str
+    reference: Callable
+    cpu: Callable
+    differentiate: Callable | None = None
+    unquantized: Callable | None = None
+    recompute: bool = False
+    """Whether the backward pass computes the outputs again instead of saving them."""
+
+
+_DEFINITIONS: dict[str, OpDefinition] = {}
+
+
+def register(definition: OpDefinition) -> OpDefinition:
+    """Add an operation to the table.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if definition.name in _DEFINITIONS:
+        raise ValueError(f"operation {definition.name!r} is already registered")
+    _DEFINITIONS[definition.name] = definition
+    return definition
+
+
+def definition(name: str) -> OpDefinition:
+    """The operation called `name`.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return _DEFINITIONS[name]
+
+
+def names() -> list[str]:
+    """All registered names, sorted."""
+    return sorted(_DEFINITIONS)
