@@ -1,14 +1,14 @@
-"""The quantiser: floating-point tensors to symmetric n-bit integers and back, and how its clip range is found and learned.
+"""The quantiser: tensors to symmetric n-bit integers and back, and how the clip range is found and learned.
 
-A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s, -Q, Q)), rounded half to
-even; x_hat = q*s. A clip belongs to a whole tensor (shape [1]) or to one row of it (shape [R], R = x.shape[0]: the output
-channels of a weight). Formulas and reasons: docs/numbers.md.
+A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s, -Q, Q)),
+rounded half to even; x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1]) or to one row x[i]
+of it (clips of shape [R]; the rows of a weight are its output channels). Formulas: docs/numbers.md.
 
-Methods: PACT (Choi et al. 2018, arXiv:1805.06085) and LSQ (Esser et al. 2020, arXiv:1902.08153) for the gradient of the
-clip; the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432) for the gradient of x; OCTAV (Sakr et al. 2022,
-arXiv:2206.06501) for the clip of least squared error.
+Methods: PACT (Choi et al. 2018, arXiv:1805.06085) and LSQ (Esser et al. 2020, arXiv:1902.08153) for the
+gradient of the clip; the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432) for the gradient
+of x; OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error.
 
-Shapes: R rows (output channels), N elements of one row, K candidate clips.
+Shapes: R rows, N elements in one row, K candidate clips.
 """
 
 import math
@@ -16,11 +16,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lsq.config import CALIBRATIONS, CLIP_GRADIENTS
 
-SMALLEST_CLIP = 1e-12
-"""Clips below this are refused, and calibration never returns less: an all-zero tensor gets exactly this clip."""
+SMALLEST_CLIP = 2.0**-40
+"""Clips below this are refused and calibration never returns less, so that no scale is 0 or denormal."""
+_BLOCK = 2**17
+"""Elements that the search for a clip works on at a time, so that they stay in a core's cache."""
 
 
 class Quantized(NamedTuple):
@@ -55,14 +58,13 @@ def check_clip(clip: Tensor, name: str) -> None:
     """Refuse clips that cannot be used.
 
     Raises:
-        ValueError: an element of `clip`, called `name` in the message, is NaN, infinite or below SMALLEST_CLIP.
+        ValueError: an element of `clip` is NaN, infinite or below SMALLEST_CLIP; the message calls it `name`.
     """
-    usable = torch.isfinite(clip) & (clip >= SMALLEST_CLIP)
-    if not usable.all():
-        unusable = clip[~usable]
+    unusable = clip[~(torch.isfinite(clip) & (clip >= SMALLEST_CLIP))]
+    if unusable.numel():
         raise ValueError(
-            f"{name} holds {unusable[0].item()!r} ({unusable.numel()} of {clip.numel()} values are unusable); "
-            f"a clip must be finite and at least {SMALLEST_CLIP}; calibrate it anew or load another checkpoint"
+            f"{name} is {unusable[0].item()!r} ({unusable.numel()} of {clip.numel()} values are unusable); a "
+            f"clip must be finite and at least {SMALLEST_CLIP}: calibrate again or load a sound checkpoint"
         )
 
 
@@ -70,8 +72,8 @@ def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """Round x to codes.
 
     Args:
-        x: any shape and float dtype; x/scale is computed in the wider of its dtype and float32.
-        clip: [1], or [R] for x [R, ...]; must be one that check_clip accepts.
+        x: any shape and float dtype; x/scale is computed in the wider of its dtype and the scale's.
+        clip: [1], or [R] for x [R, ...]; values that check_clip accepts.
         bits: width of the integers, 2 to 8.
 
     Raises:
@@ -79,13 +81,12 @@ def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
     """
     maximum = maximum_code(bits)
     scale = scale_of(clip, bits)
-    ratio = (x / _over_rows(scale, x)).clamp_(-maximum, maximum).round_()
-    missing = torch.isnan(ratio)
+    codes = (x / _over_rows(scale, x)).clamp_(-maximum, maximum).round_()
+    missing = torch.isnan(codes)
     if missing.any():
-        ratio.masked_fill_(missing, 0)
-        poisoned = missing.any() if scale.numel() == 1 else missing.flatten(1).any(1)
-        scale = scale.masked_fill(poisoned, math.nan)
-    return Quantized(ratio.to(torch.int8), scale, x.abs() > _over_rows(clip, x))
+        codes.masked_fill_(missing, 0)
+        scale = scale.masked_fill(missing.reshape(scale.numel(), -1).any(1), math.nan)
+    return Quantized(codes.to(torch.int8), scale, x.abs() > _over_rows(clip, x))
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
@@ -94,20 +95,20 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, clip: Tensor, bits: int = 8, clip_gradient: str = "pact") -> Tensor:
-    """Quantise and dequantise in floating point, differentiably: the reference of everything that int8 layers do.
+    """Quantise and dequantise in floating point, differentiably: the reference for the int8 layers.
 
-    Gradients for upstream g: x gets g where |x| <= clip and 0 elsewhere; clip gets sum(g * sign(x)) over |x| > clip
-    under "pact". "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip and multiplies the whole by
-    1/sqrt(numel * Q), numel being the elements under one clip.
+    With upstream gradient g, x gets g where |x| <= clip and 0 elsewhere. The clip gets sum(g * sign(x)) over
+    |x| > clip under "pact"; "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip and multiplies the whole
+    by 1/sqrt(n * Q), n being the elements under one clip.
 
     Args:
         x: any shape and float dtype.
-        clip: [1], or [R] for x [R, ...].
+        clip: [1], or [R] for x [R, ...]; values that check_clip accepts.
         bits: width of the integers, 2 to 8.
         clip_gradient: "pact" or "lsq".
 
     Returns:
-        x_hat, shape and dtype of x. NaN where x is NaN.
+        x_hat: shape and dtype of x, NaN exactly where x is NaN.
 
     Raises:
         ValueError: `clip_gradient` or `bits` is not allowed, or the shape of `clip` does not fit x.
@@ -130,17 +131,17 @@ class _FakeQuantize(torch.autograd.Function):
         return x_hat
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: Tensor):
         x, clip, x_hat = ctx.saved_tensors
         row_clip = _over_rows(clip, x)
         clipped = x.abs() > row_clip
-        slope = torch.where(clipped, x.sign(), 0)
+        slope = torch.where(clipped, x.sign(), 0).to(torch.promote_types(x.dtype, clip.dtype))
         if x_hat is not None:
-            share = (x.numel() // clip.numel() * ctx.maximum) ** -0.5
-            slope = share * torch.where(clipped, slope, (x_hat - x) / row_clip)
-        clip_gradient = (gradient * slope).to(clip.dtype)
-        clip_gradient = clip_gradient.sum() if clip.numel() == 1 else clip_gradient.flatten(1).sum(1)
-        return gradient.masked_fill(clipped, 0), clip_gradient.view(clip.shape), None, None
+            elements = max(x.numel() // clip.numel(), 1)
+            slope = torch.where(clipped, slope, (x_hat - x) / row_clip) * (elements * ctx.maximum) ** -0.5
+        of_clip = (gradient * slope).reshape(clip.numel(), -1).sum(1).to(clip.dtype)
+        return gradient.masked_fill(clipped, 0), of_clip.view(clip.shape), None, None
 
 
 def calibrate(
@@ -152,57 +153,113 @@ def calibrate(
     fixed: float | None = None,
     percentile: float = 99.99,
 ) -> Tensor:
-    """First clip of a tensor, measured on a sample of it.
+    """Measure the first clip of a tensor on a sample of it.
 
     Args:
         x: any shape and float dtype, finite.
-        method: "fixed", "absmax" (largest |x|), "percentile" or "mse" (least squared error, see octav_clip).
+        method: "fixed", "absmax" (the largest |x|), "percentile" or "mse" (octav_clip).
         bits: width of the integers, 2 to 8; matters to "mse" only.
-        per_channel: one clip per row x[i] instead of one for all of x.
+        per_channel: one clip for each row x[i] instead of one for all of x.
         fixed: the clip under "fixed", which does not look at the values of x.
         percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
 
     Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP; exactly SMALLEST_CLIP where all of x is zero.
+        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor or row of zeros.
 
     Raises:
-        ValueError: `method` is unknown, `fixed` is missing, or x is empty or holds NaN or infinity.
+        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is
+            empty or holds NaN or infinity.
     """
     if method not in CALIBRATIONS:
         raise ValueError(f"calibration method is {method!r}; allowed: {', '.join(map(repr, CALIBRATIONS))}")
-    rows = x.detach().abs().flatten(1) if per_channel else x.detach().abs().reshape(1, -1)
     if method == "fixed":
         if fixed is None:
-            raise ValueError('calibration method "fixed" needs the clip: pass fixed=<a number above 0>')
-        clip = torch.full((len(rows),), fixed, device=x.device)
+            raise ValueError('calibration method "fixed" was given no clip; pass fixed=<number above 0>')
+        clip = torch.full((len(x) if per_channel else 1,), fixed, dtype=torch.float32, device=x.device)
         check_clip(clip, "fixed")
         return clip
-    if rows.numel() == 0 or not torch.isfinite(rows.sum()):
-        _refuse_sample(x)
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
+    if x.numel() == 0:
+        raise ValueError(f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values")
+    unusable = x.numel() - int(torch.isfinite(x).sum())
+    if unusable:
+        raise ValueError(
+            f"cannot calibrate on a tensor in which {unusable} of {x.numel()} values are NaN or infinite; "
+            "find the operation that made them"
+        )
+    if method == "mse":
+        return octav_clip(x, bits, per_channel)
+    rows = _magnitude_rows(x, per_channel)
     if method == "absmax":
         clip = rows.amax(1)
-    elif method == "percentile":
+    else:
         inside = math.ceil(rows.shape[1] * percentile / 100 - 1e-9)
         clip = rows.kthvalue(max(inside, 1), dim=1).values
-    else:
-        clip = octav_clip(rows, bits, per_channel=True)
     return clip.float().clamp(min=SMALLEST_CLIP)
 
 
 def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
-    """Clip of least squared error."""
+    """Clip of least squared quantisation error: OCTAV's fixed point, then a search around it.
+
+    OCTAV models the rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which makes the error convex in
+    c but is inexact for few bits, few samples or rare outliers. Therefore the error itself is measured at
+    131 clips: from the fixed point up to the largest |x|, then ever closer around the best.
+
+    Args:
+        x: any shape and float dtype, finite.
+        bits: width of the integers, 2 to 8.
+        per_channel: one clip for each row x[i] instead of one for all of x.
+
+    Returns:
+        float32 [1] or [R], at least SMALLEST_CLIP.
+    """
     maximum = maximum_code(bits)
-    rows = x.detach().abs().flatten(1) if per_channel else x.detach().abs().reshape(1, -1)
-    largest = rows.amax(1, keepdim=True)
-    rows = rows.float() / largest.clamp(min=SMALLEST_CLIP)
+    rows = _magnitude_rows(x, per_channel)
+    at_a_time = max(_BLOCK // rows.shape[1], 1)
+    return torch.cat([_least_error_clip(block, maximum) for block in rows.split(at_a_time)])
+
+
+def _least_error_clip(rows: Tensor, maximum: int) -> Tensor:
+    """octav_clip for magnitudes [R, N] >= 0; returns float32 [R]."""
+    largest = rows.amax(1, keepdim=True).clamp(min=SMALLEST_CLIP)
+    rows = (rows / largest).float()
+    clip = _octav_fixed_point(rows, maximum)
+    clip = _best_clip(rows, clip ** torch.linspace(1, 0, 33, device=rows.device), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(1 / 2, 3 / 2, 33, device=rows.device), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(31 / 32, 33 / 32, 65, device=rows.device), maximum)
+    return (clip * largest).float().squeeze(1).clamp(min=SMALLEST_CLIP)
+
+
+def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
+    """Minimum of OCTAV's error model for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
+
+    Newton's iteration of the paper, kept inside the bracket that the sign of the derivative gives: where many
+    values share one magnitude, the plain iteration jumps to and fro across it for ever.
+    """
     nonzero = (rows > 0).sum(1, keepdim=True)
-    clip = rows.sum(1, keepdim=True) / nonzero.clamp(min=1)
-    for _ in range(30):
-        above = rows > clip
-        count = above.sum(1, keepdim=True)
-        total = (rows * above).sum(1, keepdim=True)
-        clip = total / ((nonzero - count) / (12 * maximum**2) + count).clamp(min=1e-30)
-    return (clip * largest).squeeze(1).clamp(min=SMALLEST_CLIP)
+    clip = rows.mean(1, keepdim=True)
+    low, high = torch.zeros_like(clip), torch.ones_like(clip)
+    for _ in range(10):
+        outside = rows > clip
+        count = outside.sum(1, keepdim=True)
+        proposal = (rows * outside).sum(1, keepdim=True) / ((nonzero - count) / (12 * maximum**2) + count)
+        rising = proposal > clip
+        low, high = torch.where(rising, clip, low), torch.where(rising, high, clip)
+        clip = torch.where((low < proposal) & (proposal < high), proposal, (low + high) / 2)
+    return clip
+
+
+def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
+    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0."""
+    errors = torch.zeros_like(candidates, dtype=torch.float64)
+    for part in rows.split(_BLOCK, dim=1):
+        for error, clip in zip(errors.T, candidates.T, strict=True):
+            scale = clip.unsqueeze(1) / maximum
+            ratio = part / scale
+            rounding = ratio.clamp(max=maximum).round_().sub_(ratio)
+            error += (torch.linalg.vector_norm(rounding, dim=1) * scale.squeeze(1)).double().square()
+    return candidates.gather(1, errors.argmin(1, keepdim=True))
 
 
 def pack_bits(mask: Tensor) -> Tensor:
@@ -219,28 +276,24 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
         ValueError: `packed` does not hold exactly ceil(numel/8) bytes.
     """
     if packed.numel() != -(-numel // 8):
-        raise ValueError(
-            f"{numel} bits are packed in {-(-numel // 8)} bytes, but packed holds {packed.numel()}"
-        )
+        raise ValueError(f"{numel} bits take {-(-numel // 8)} bytes, but packed holds {packed.numel()}")
     bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (bits & 1).bool().flatten()[:numel]
 
 
 def _over_rows(values: Tensor, x: Tensor) -> Tensor:
-    """View [1] or [R] values so that they broadcast over x [R, ...]."""
+    """View values [1] or [R] so that they broadcast over x [R, ...]."""
     if values.numel() == 1:
         return values.reshape(1)
-    if x.dim() == 0 or values.shape != x.shape[:1]:
+    if values.shape != x.shape[:1]:
         raise ValueError(
-            f"clip or scale has shape {list(values.shape)} for x of shape {list(x.shape)}; use [1] or [{len(x)}]"
+            f"clip or scale of shape {list(values.shape)} does not fit x of shape {list(x.shape)}; "
+            f"give it shape [1] or {list(x.shape[:1])}"
         )
     return values.view(-1, *[1] * (x.dim() - 1))
 
 
-def _refuse_sample(x: Tensor) -> None:
-    """Say why x cannot be calibrated on."""
-    if x.numel() == 0:
-        raise ValueError(f"cannot calibrate on an empty tensor of shape {list(x.shape)}; give at least one value")
-    count = x.numel() - int(torch.isfinite(x).sum())
-    if count:
-        raise ValueError(f"cannot calibrate on {count} non-finite values of {x.numel()}; find where they come from")
+def _magnitude_rows(x: Tensor, per_channel: bool) -> Tensor:
+    """|x| as [R, N] (per channel) or [1, N], in float64 for float64 and otherwise in float32."""
+    magnitudes = x.detach().abs().to(torch.promote_types(x.dtype, torch.float32))
+    return magnitudes.reshape(len(x) if per_channel else 1, -1)

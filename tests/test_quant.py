@@ -1,0 +1,450 @@
+"""The quantiser against arithmetic done by hand, finite differences and brute force."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lsq.quant import (
+    SMALLEST_CLIP,
+    calibrate,
+    check_clip,
+    dequantize,
+    fake_quantize,
+    maximum_code,
+    octav_clip,
+    pack_bits,
+    quantize,
+    scale_of,
+    unpack_bits,
+)
+
+ALL_BITS = range(2, 9)
+INFINITY = math.inf
+NAN = math.nan
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def codes_of(values, clip: float, bits: int = 8) -> list[int]:
+    return quantize(torch.tensor(values), torch.tensor([clip]), bits).codes.tolist()
+
+
+# codes
+
+
+@pytest.mark.parametrize("bits, maximum", list(zip(ALL_BITS, (1, 3, 7, 15, 31, 63, 127), strict=True)))
+def test_maximum_code(bits, maximum):
+    assert maximum_code(bits) == maximum
+
+
+@pytest.mark.parametrize("bits", (1, 9, 0, -8, 8.0, "8", None))
+def test_maximum_code_refuses_other_widths(bits):
+    with pytest.raises(ValueError, match="from 2 to 8"):
+        maximum_code(bits)
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("scale", (2.0**-3, 1.0, 2.0**20))
+def test_codes_are_exact_at_every_rounding_boundary(bits, scale):
+    """With a power of two as scale, k + 1/2 is exact and goes to the even side; the next floats do not."""
+    maximum = maximum_code(bits)
+    clip = torch.tensor([maximum * scale])
+    lower = torch.arange(-maximum, maximum)
+    middle = (lower + 0.5) * scale
+    below = torch.nextafter(middle, torch.tensor(-INFINITY))
+    above = torch.nextafter(middle, torch.tensor(INFINITY))
+    assert torch.equal(quantize(below, clip, bits).codes.long(), lower)
+    assert torch.equal(quantize(middle, clip, bits).codes.long(), lower + lower % 2)
+    assert torch.equal(quantize(above, clip, bits).codes.long(), lower + 1)
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("clip", (1.0, 16.0, 0.1, 1 / 3, 7e-9, 3e20))
+def test_clip_is_the_last_value_inside(bits, clip):
+    maximum = maximum_code(bits)
+    clip = torch.tensor([clip])
+    beyond = torch.nextafter(clip, torch.tensor(INFINITY))
+    x = torch.cat([-clip, clip, -beyond, beyond, 2 * clip, -2 * clip])
+    codes, scale, clipped = quantize(x, clip, bits)
+    assert codes.tolist() == [-maximum, maximum, -maximum, maximum, maximum, -maximum]
+    assert clipped.tolist() == [False, False, True, True, True, True]
+    assert torch.equal(scale, clip / maximum)
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_infinities_clip(bits):
+    maximum = maximum_code(bits)
+    codes, scale, clipped = quantize(torch.tensor([INFINITY, -INFINITY]), torch.tensor([2.5]), bits)
+    assert codes.tolist() == [maximum, -maximum]
+    assert clipped.all()
+    assert torch.isfinite(scale).all()
+
+
+def test_zeros_and_denormals():
+    tiny = 2.0**-149
+    assert codes_of([0.0, -0.0, tiny, -tiny, 2.0**-127], clip=1.0) == [0] * 5
+    assert codes_of([0.0, tiny, -tiny], clip=SMALLEST_CLIP) == [0] * 3
+    smallest = torch.tensor([SMALLEST_CLIP])
+    assert quantize(-smallest, smallest).codes.tolist() == [-127]
+    assert scale_of(smallest).item() > torch.finfo(torch.float32).tiny
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_lowest_int8_code_never_appears(bits):
+    x = torch.randn(341, 7, generator=generator()) * 10
+    codes = quantize(x, torch.tensor([1.0]), bits).codes
+    assert codes.dtype == torch.int8
+    assert (int(codes.min()), int(codes.max())) == (-maximum_code(bits), maximum_code(bits))
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("shape", ((1,), (7, 41), (3, 5, 9), (341, 1)))
+def test_codes_agree_with_numpy(bits, shape):
+    x = torch.randn(shape, generator=generator(1))
+    clip = torch.rand(shape[0], generator=generator(2)) * 2 + 0.1
+    scale = clip.numpy() / np.float32(maximum_code(bits))
+    ratio = x.numpy() / scale.reshape(-1, *[1] * (len(shape) - 1))
+    expected = np.rint(np.clip(ratio, -maximum_code(bits), maximum_code(bits)))
+    result = quantize(x, clip, bits)
+    assert np.array_equal(result.codes.numpy(), expected)
+    assert np.array_equal(result.scale.numpy(), scale)
+
+
+def test_row_clips_equal_one_clip_per_row():
+    x = torch.randn(7, 41, generator=generator())
+    clip = torch.linspace(0.5, 3, 7)
+    together = quantize(x, clip)
+    for row in range(7):
+        alone = quantize(x[row], clip[row : row + 1])
+        assert torch.equal(together.codes[row], alone.codes)
+        assert torch.equal(together.clipped[row], alone.clipped)
+        assert torch.equal(together.scale[row : row + 1], alone.scale)
+
+
+def test_empty_tensor():
+    codes, scale, clipped = quantize(torch.zeros(0, 16), torch.tensor([1.0]))
+    assert codes.shape == clipped.shape == (0, 16)
+    assert torch.isfinite(scale).all()
+
+
+def test_scale_keeps_float64():
+    assert scale_of(torch.tensor([1.0], dtype=torch.float64)).dtype == torch.float64
+    assert scale_of(torch.tensor([1.0], dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("function", (quantize, fake_quantize))
+def test_clip_of_wrong_shape_is_refused(function):
+    with pytest.raises(ValueError, match=r"\[7\].*\[41, 7\].*\[1\] or \[41\]"):
+        function(torch.zeros(41, 7), torch.ones(7))
+
+
+# NaN
+
+
+def test_nan_poisons_the_scale_of_its_tensor():
+    codes, scale, clipped = quantize(torch.tensor([[1.0, NAN], [0.5, -9.0]]), torch.tensor([1.0]))
+    assert codes.tolist() == [[127, 0], [64, -127]]
+    assert clipped.tolist() == [[False, False], [False, True]]
+    assert torch.isnan(scale).all()
+    assert torch.isnan(dequantize(codes, scale)).all()
+
+
+def test_nan_poisons_only_its_own_row():
+    x = torch.ones(3, 7)
+    x[1, 4] = NAN
+    clip = torch.tensor([1.0, 2.0, 3.0])
+    codes, scale, _ = quantize(x, clip)
+    assert torch.isnan(scale).tolist() == [False, True, False]
+    assert torch.isnan(dequantize(codes, scale)).any(1).tolist() == [False, True, False]
+    assert torch.equal(clip, torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("clip_gradient", ("pact", "lsq"))
+def test_nan_reaches_x_hat_and_both_gradients(clip_gradient):
+    x = torch.tensor([1.0, NAN, INFINITY, -INFINITY], requires_grad=True)
+    clip = torch.tensor([2.0], requires_grad=True)
+    x_hat = fake_quantize(x, clip, 8, clip_gradient)
+    assert torch.isnan(x_hat).tolist() == [False, True, False, False]
+    assert x_hat[2:].tolist() == [2.0, -2.0]
+    (x_hat**2).sum().backward()
+    assert torch.isnan(x.grad).tolist() == [False, True, False, False]
+    assert torch.isnan(clip.grad).all()
+
+
+# values
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("rows", (1, 41))
+def test_fake_quantize_equals_quantize_then_dequantize(bits, rows):
+    x = torch.randn(41, 7, generator=generator())
+    clip = torch.linspace(0.3, 2, rows)
+    codes, scale, _ = quantize(x, clip, bits)
+    assert torch.equal(fake_quantize(x, clip, bits), dequantize(codes, scale))
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_error_is_at_most_half_a_code_inside_the_clip(bits):
+    x = torch.rand(341, dtype=torch.float64, generator=generator()) * 2 - 1
+    clip = torch.ones(1, dtype=torch.float64)
+    error = (fake_quantize(x, clip, bits) - x).abs().max()
+    assert error <= 0.5 / maximum_code(bits) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
+@pytest.mark.parametrize("clip_gradient", ("pact", "lsq"))
+def test_dtypes_are_kept(dtype, clip_gradient):
+    x = torch.randn(7, 9, generator=generator()).to(dtype).requires_grad_()
+    clip = torch.ones(7, requires_grad=True)
+    x_hat = fake_quantize(x, clip, 8, clip_gradient)
+    x_hat.sum().backward()
+    assert x_hat.dtype == x.grad.dtype == dtype
+    assert clip.grad.dtype == torch.float32
+
+
+def test_quantising_twice_changes_nothing():
+    clip = torch.tensor([0.7])
+    once = fake_quantize(torch.randn(341, generator=generator()), clip)
+    assert torch.equal(fake_quantize(once, clip), once)
+
+
+# gradients
+
+
+def gradients(bits, clip_gradient, rows, shape=(7, 41)):
+    """float64 x, clip, upstream g and the two gradients of sum(g * x_hat)."""
+    random = generator(bits)
+    x = torch.randn(shape, dtype=torch.float64, generator=random).requires_grad_()
+    clip = (torch.rand(rows, dtype=torch.float64, generator=random) + 0.5).requires_grad_()
+    g = torch.randn(shape, dtype=torch.float64, generator=random)
+    (fake_quantize(x, clip, bits, clip_gradient) * g).sum().backward()
+    return x.detach(), clip.detach(), g, x.grad, clip.grad
+
+
+def slope(function, clip, step=1e-6):
+    """Central differences of function: clip -> [rows], each row depending on its own clip only."""
+    return (function(clip + step) - function(clip - step)) / (2 * step)
+
+
+def sum_per_clip(values, rows):
+    return values.reshape(rows, -1).sum(1)
+
+
+@pytest.mark.parametrize("bits", (2, 5, 8))
+@pytest.mark.parametrize("rows", (1, 7))
+def test_pact_gradient_is_that_of_clamping(bits, rows):
+    """Rounding counts as the identity, so the loss to differentiate is sum(g * clamp(x, -c, c))."""
+    x, clip, g, x_gradient, clip_gradient = gradients(bits, "pact", rows)
+
+    def clamped(c):
+        return sum_per_clip(g * x.clamp(-c.view(-1, 1), c.view(-1, 1)), rows)
+
+    torch.testing.assert_close(clip_gradient, slope(clamped, clip), rtol=1e-7, atol=1e-8)
+    assert torch.equal(x_gradient, g * (x.abs() <= clip.view(-1, 1)))
+
+
+@pytest.mark.parametrize("bits", (2, 5, 8))
+@pytest.mark.parametrize("rows", (1, 7))
+def test_lsq_gradient_holds_the_rounding_error_constant(bits, rows):
+    """x_hat = s * (x/s + offset) with offset = rint(x/s) - x/s frozen, and -+c outside."""
+    x, clip, g, x_gradient, clip_gradient = gradients(bits, "lsq", rows)
+    maximum = 2 ** (bits - 1) - 1
+    ratio = x / (clip.view(-1, 1) / maximum)
+    offset = ratio.round() - ratio
+    outside = ratio.abs() > maximum
+
+    def held(c):
+        inside = c.view(-1, 1) / maximum * offset + x
+        return sum_per_clip(g * torch.where(outside, x.sign() * c.view(-1, 1), inside), rows)
+
+    expected = slope(held, clip) / math.sqrt(7 * 41 / rows * maximum)
+    torch.testing.assert_close(clip_gradient, expected, rtol=1e-7, atol=1e-8)
+    assert torch.equal(x_gradient, g * ~outside)
+
+
+def test_gradients_on_the_boundary():
+    """|x| = c counts as inside: the gradient goes to x, not to the clip."""
+    x = torch.tensor([1.0, -1.0, 1.5, -1.5], requires_grad=True)
+    clip = torch.tensor([1.0], requires_grad=True)
+    fake_quantize(x, clip).backward(torch.tensor([1.0, 10.0, 100.0, 1000.0]))
+    assert x.grad.tolist() == [1.0, 10.0, 0.0, 0.0]
+    assert clip.grad.tolist() == [100.0 - 1000.0]
+
+
+def test_unknown_clip_gradient_is_refused():
+    with pytest.raises(ValueError, match="'dorefa'.*'pact', 'lsq'"):
+        fake_quantize(torch.ones(1), torch.ones(1), 8, "dorefa")
+
+
+# calibration
+
+
+def squared_errors(x: torch.Tensor, clips: torch.Tensor, maximum: int) -> torch.Tensor:
+    """Sum of (x_hat - x)^2 at each clip, exactly and fast, from the sorted magnitudes and their running sums.
+
+    With t_j = (j - 1/2) s for j = 1..Q, the code of |x| is the number of t_j at or below it, so that
+    sum |x| q = sum_j (sum of |x| >= t_j) and sum q^2 = sum_j (2j - 1) (number of |x| >= t_j).
+    """
+    magnitudes = x.double().abs().sort().values
+    running = torch.cat([torch.zeros(1, dtype=torch.float64), magnitudes.cumsum(0)])
+    step = torch.arange(1, maximum + 1, dtype=torch.float64)
+    scale = clips.double() / maximum
+    first = torch.searchsorted(magnitudes, scale[:, None] * (step - 0.5))
+    product = (running[-1] - running[first]).sum(1)
+    squares = ((2 * step - 1) * (len(magnitudes) - first)).sum(1)
+    return (magnitudes**2).sum() - 2 * scale * product + scale**2 * squares
+
+
+def heavy_and_light_tails(count: int) -> torch.Tensor:
+    """[5, count]: Gaussian, Laplacian, Student t of 3 degrees, Cauchy and uniform; their scales differ."""
+    random = generator(3)
+    normal = torch.randn(4, count, generator=random)
+    laplacian = torch.empty(count).exponential_(generator=random) * normal[3].sign()
+    student = normal[1] / (torch.randn(3, count, generator=random) ** 2).mean(0).sqrt()
+    cauchy = torch.empty(count).cauchy_(generator=random)
+    uniform = torch.rand(count, generator=random) - 0.5
+    return torch.stack([normal[0], laplacian * 100, student * 1e-3, cauchy, uniform])
+
+
+def test_squared_errors_of_this_file():
+    x = torch.randn(341, dtype=torch.float64, generator=generator())
+    clips = torch.linspace(0.1, 4, 41, dtype=torch.float64)
+    for bits in ALL_BITS:
+        expected = [((fake_quantize(x, clip.view(1), bits) - x) ** 2).sum() for clip in clips]
+        torch.testing.assert_close(squared_errors(x, clips, maximum_code(bits)), torch.stack(expected))
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_mse_is_as_good_as_brute_force(bits):
+    """Within 0.1 % of the best of 10,000 clips from 0 to absmax, for five distributions, each one channel."""
+    x = heavy_and_light_tails(200_000)
+    clips = calibrate(x, "mse", bits, per_channel=True)
+    for row, clip in zip(x, clips, strict=True):
+        candidates = torch.linspace(0, float(row.abs().max()), 10_001, dtype=torch.float64)[1:]
+        best = squared_errors(row, candidates, maximum_code(bits)).min()
+        error = squared_errors(row, clip.view(1), maximum_code(bits))
+        assert error <= best * 1.001
+    assert torch.equal(calibrate(x[0], "mse", bits), clips[:1])
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("count", (1, 2, 7, 41, 341))
+def test_mse_is_never_worse_than_absmax(bits, count):
+    x = torch.randn(9, count, generator=generator(count))
+    clips, largest = (calibrate(x, method, bits, per_channel=True) for method in ("mse", "absmax"))
+    maximum = maximum_code(bits)
+    for row, clip, other in zip(x, clips, largest, strict=True):
+        error, reference = (squared_errors(row, c.view(1), maximum) for c in (clip, other))
+        assert error <= reference * (1 + 1e-4) + 1e-9
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_mse_on_one_magnitude_finds_it(bits):
+    """The plain fixed-point iteration never settles here."""
+    x = torch.tensor([0.3, -0.3, 0.0, 0.3, 0.0])
+    torch.testing.assert_close(fake_quantize(x, calibrate(x, "mse", bits), bits), x)
+
+
+def test_mse_ignores_how_many_zeros_there_are():
+    x = torch.randn(2_000, generator=generator())
+    sparse = torch.cat([x, torch.zeros(50_000)])
+    torch.testing.assert_close(calibrate(sparse, "mse", 4), calibrate(x, "mse", 4), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("factor", (2.0**-30, 2.0**100))
+def test_mse_scales_with_its_input(factor):
+    x = torch.randn(3, 341, generator=generator())
+    assert torch.equal(octav_clip(x * factor, 8, True), octav_clip(x, 8, True) * factor)
+
+
+def test_mse_in_blocks_equals_row_by_row():
+    x = torch.randn(1_000, 300, generator=generator())
+    together = octav_clip(x, 6, per_channel=True)
+    for row in (0, 435, 436, 437, 999):
+        torch.testing.assert_close(octav_clip(x[row], 6), together[row : row + 1])
+
+
+def test_absmax_and_percentile():
+    x = torch.arange(-1_000, 0).float().view(2, 500)
+    assert calibrate(x, "absmax").tolist() == [1_000]
+    assert calibrate(x, "absmax", per_channel=True).tolist() == [1_000, 500]
+    assert calibrate(x, "percentile", percentile=100).tolist() == [1_000]
+    assert calibrate(x, "percentile", percentile=99.9).tolist() == [999]
+    assert calibrate(x, "percentile", percentile=50, per_channel=True).tolist() == [750, 250]
+    assert calibrate(x, "percentile", percentile=1e-6).tolist() == [1]
+
+
+def test_fixed_measures_nothing():
+    assert calibrate(torch.tensor([[NAN], [1.0]]), "fixed", per_channel=True, fixed=16).tolist() == [16, 16]
+    with pytest.raises(ValueError, match="fixed="):
+        calibrate(torch.ones(1), "fixed")
+    with pytest.raises(ValueError, match="fixed is -1"):
+        calibrate(torch.ones(1), "fixed", fixed=-1.0)
+
+
+@pytest.mark.parametrize("method", ("absmax", "percentile", "mse"))
+@pytest.mark.parametrize("value", (0.0, 2.0**-149))
+def test_zeros_get_the_smallest_clip(method, value):
+    x = torch.ones(3, 5)
+    x[1] = value
+    clip = calibrate(x, method, per_channel=True)
+    assert clip[1] == SMALLEST_CLIP
+    assert (clip[0], clip[2]) == (1, 1)
+    check_clip(clip, "clip")
+    assert torch.equal(fake_quantize(x, clip)[1], torch.zeros(5))
+
+
+@pytest.mark.parametrize("method", ("absmax", "percentile", "mse"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_calibration_returns_float32_without_history(method, dtype):
+    weight = torch.nn.Parameter(torch.randn(7, 9, 3, generator=generator()).to(dtype))
+    clip = calibrate(weight, method, per_channel=True)
+    assert (clip.dtype, clip.shape, clip.requires_grad) == (torch.float32, (7,), False)
+
+
+@pytest.mark.parametrize("method", ("absmax", "percentile", "mse"))
+@pytest.mark.parametrize("value", (NAN, INFINITY, -INFINITY))
+def test_calibration_refuses_values_that_are_not_finite(method, value):
+    with pytest.raises(ValueError, match="1 of 3 values are NaN or infinite"):
+        calibrate(torch.tensor([1.0, value, 2.0]), method)
+
+
+def test_calibration_refuses_bad_arguments():
+    with pytest.raises(ValueError, match="'max'.*'fixed', 'absmax', 'percentile', 'mse'"):
+        calibrate(torch.ones(3), "max")
+    with pytest.raises(ValueError, match="percentile is 0"):
+        calibrate(torch.ones(3), "percentile", percentile=0)
+    with pytest.raises(ValueError, match=r"empty tensor \(shape \[0, 4\]\)"):
+        calibrate(torch.ones(0, 4), "absmax")
+
+
+@pytest.mark.parametrize("value", (0.0, -1.0, NAN, INFINITY, SMALLEST_CLIP / 2))
+def test_check_clip_names_what_is_wrong(value):
+    with pytest.raises(ValueError, match=r"encoder\.input_clip is .*1 of 3 values"):
+        check_clip(torch.tensor([1.0, value, 1.0]), "encoder.input_clip")
+
+
+def test_check_clip_accepts_usable_clips():
+    check_clip(torch.tensor([SMALLEST_CLIP, 1.0, 3e38]), "clip")
+
+
+# bit masks
+
+
+@pytest.mark.parametrize("shape", ((0,), (1,), (7,), (8,), (9,), (3, 41), (341,), (2, 3, 4)))
+def test_packed_bits(shape):
+    mask = torch.rand(shape, generator=generator()) < 0.5
+    packed = pack_bits(mask)
+    assert packed.dtype == torch.uint8
+    assert np.array_equal(packed.numpy(), np.packbits(mask.numpy().flatten(), bitorder="little"))
+    assert torch.equal(unpack_bits(packed, mask.numel()).view(shape), mask)
+
+
+@pytest.mark.parametrize("numel", (8, 17))
+def test_unpack_bits_refuses_another_count(numel):
+    with pytest.raises(ValueError, match=f"{numel} bits"):
+        unpack_bits(torch.zeros(2, dtype=torch.uint8), numel)
