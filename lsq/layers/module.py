@@ -93,6 +93,8 @@ class ProgramModule(nn.Module):
 
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters; the first run calibrates."""
+        if self.training:
+            self._keep_clips_positive()
         tensors = {**dict(self.named_parameters()), **inputs, "random_key": draw_key()}
         if not program.output_gradients:
             tensors.update(self._weight_codes())
@@ -107,6 +109,13 @@ class ProgramModule(nn.Module):
                 if isinstance(module, ProgramModule):
                     module.calibrated.fill_(True)
         return outputs
+
+    @torch.no_grad()
+    def _keep_clips_positive(self) -> None:
+        """An optimizer may step over zero; a clip that does so rests at the smallest one that works."""
+        clips = [clip for name, clip in self.named_parameters() if name.endswith(CLIP)]
+        if clips:
+            torch._foreach_clamp_min_(clips, quant.SMALLEST_CLIP)
 
     def _calibrate_operation(self, operation, values) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""

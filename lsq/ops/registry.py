@@ -8,6 +8,8 @@ allocated, and writes into them. `differentiate` appends the operations of the b
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lsq.csrc import loader
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpDefinition:
@@ -53,3 +55,8 @@ def definition(name: str) -> OpDefinition:
 def names() -> list[str]:
     """All registered names, sorted."""
     return sorted(_DEFINITIONS)
+
+
+def fused_available() -> bool:
+    """Whether the fused loops can run here; otherwise every operation runs its reference (said once)."""
+    return loader.available()

@@ -6,7 +6,6 @@ y may be missing (a plain LayerNorm of the residual) and so may the norm (z is t
 biased variance. M rows, H columns; float32 throughout.
 """
 
-import torch
 
 from lsq.csrc import loader
 from lsq.ops import product_gradient, rounding

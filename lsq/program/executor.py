@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from lsq.csrc import loader
+from lsq.ops.registry import fused_available
 from lsq.program.program import Program
 from lsq.program.tensor import Operation, VirtualTensor
 
@@ -129,7 +129,7 @@ def allocate(tensor: VirtualTensor) -> torch.Tensor:
 
 def run(program: Program, start: int, stop: int, values: dict[VirtualTensor, torch.Tensor], hooks: Hooks) -> None:
     """Run operations `start` to `stop` - 1 on `values`, which gains their outputs and loses what has no reader left."""
-    fused = (_backend or ("cpu" if loader.available() else "reference")) == "cpu"
+    fused = _backend == "cpu" or (_backend is None and fused_available())
     for index in range(start, stop):
         operation = program.operations[index]
         began = time.perf_counter()
