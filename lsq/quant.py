@@ -22,8 +22,10 @@ from lsq.config import CALIBRATIONS, CLIP_GRADIENTS
 
 SMALLEST_CLIP = 2.0**-40
 """Clips below this are refused and calibration never returns less, so that no scale is 0 or denormal."""
-_BLOCK = 2**17
-"""Elements that the search for a clip works on at a time, so that they stay in a core's cache."""
+_BLOCK = 2**15 - 1
+"""Elements that the search for a clip works on at a time: small enough that PyTorch starts no threads for them."""
+_ROUNDER = 1.5 * 2**23
+"""Adding it to a float32 below 2^22 rounds that half to even; torch.round starts threads for 2,048 elements."""
 
 
 class Quantized(NamedTuple):
@@ -114,9 +116,7 @@ def fake_quantize(x: Tensor, clip: Tensor, bits: int = 8, clip_gradient: str = "
         ValueError: `clip_gradient` or `bits` is not allowed, or the shape of `clip` does not fit x.
     """
     if clip_gradient not in CLIP_GRADIENTS:
-        raise ValueError(
-            f"clip_gradient is {clip_gradient!r}; allowed: {', '.join(map(repr, CLIP_GRADIENTS))}"
-        )
+        raise ValueError(f"clip_gradient is {clip_gradient!r}; allowed: {', '.join(map(repr, CLIP_GRADIENTS))}")
     return _FakeQuantize.apply(x, clip, bits, clip_gradient)
 
 
@@ -252,14 +252,15 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
     """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0."""
-    errors = torch.zeros_like(candidates, dtype=torch.float64)
+    scales = (candidates.T / maximum).unsqueeze(2)  # [K, R, 1]
+    errors = torch.zeros(scales.shape[:2], dtype=torch.float64, device=rows.device)
     for part in rows.split(_BLOCK, dim=1):
-        for error, clip in zip(errors.T, candidates.T, strict=True):
-            scale = clip.unsqueeze(1) / maximum
+        for error, scale in zip(errors, scales, strict=True):
             ratio = part / scale
-            rounding = ratio.clamp(max=maximum).round_().sub_(ratio)
-            error += (torch.linalg.vector_norm(rounding, dim=1) * scale.squeeze(1)).double().square()
-    return candidates.gather(1, errors.argmin(1, keepdim=True))
+            rounding = ratio.clamp(max=maximum).add_(_ROUNDER).sub_(_ROUNDER).sub_(ratio)
+            error += torch.linalg.vector_norm(rounding, dim=1).square()
+    errors *= scales.squeeze(2).double().square()
+    return candidates.gather(1, errors.argmin(0).unsqueeze(1))
 
 
 def pack_bits(mask: Tensor) -> Tensor:
