@@ -25,6 +25,9 @@ import lsq
 MINIMUM_SECONDS = 0.01
 """A measurement repeats its side until it lasts about this long, so that the clock's own cost is nothing."""
 
+ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD")
+"""Environment variables that change how fast torch runs; those that are set are reported."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -67,19 +70,18 @@ def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) 
     return chosen
 
 
-def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
-    """Time every side in turn, `rounds` times, after a call or two to warm up.
+def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2) -> dict[str, Timing]:
+    """Time every side in turn, `rounds` times.
 
     Args:
         sides: name -> function without arguments.
         rounds: measurements of each side.
+        warm_up: rounds before these, of one call each.
     """
     repeats = {}
-    for name, run in sides.items():
-        warm = seconds(run)
-        if warm < 100 * MINIMUM_SECONDS:
-            warm = seconds(run)
-        repeats[name] = max(1, int(MINIMUM_SECONDS / warm))
+    for _ in range(warm_up):
+        for name, run in sides.items():
+            repeats[name] = max(1, int(MINIMUM_SECONDS / seconds(run)))
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, run in sides.items():
@@ -115,6 +117,9 @@ def conditions(options: argparse.Namespace, **more) -> dict:
         "rounds": options.rounds,
         "quick": options.quick,
         "load_average": round(os.getloadavg()[0], 2),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(ENVIRONMENT_PREFIXES)
+        },
         "versions": {
             "lsq": lsq.__version__,
             "python": platform.python_version(),
