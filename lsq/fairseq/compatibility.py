@@ -1,0 +1,113 @@
+"""What fairseq 0.12 needs to work with this PyTorch, on machines without a GPU and on full disks.
+
+Importing this module prepares fairseq once for the whole process:
+
+* checkpoints: the types that fairseq puts into its own are registered as safe for torch.load, which stays as strict
+  as it is by default about all others;
+* data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only;
+* writing checkpoints: under another name first, then renamed. fairseq does so for the first file of a save but copies
+  checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import fairseq.models.distributed_fairseq_model
+import numpy
+import omegaconf
+import torch
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+from torch.nn.parallel import DistributedDataParallel
+
+_fairseq_save = checkpoint_utils.torch_persistent_save
+_fairseq_copy = PathManager.copy
+NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint could not be written; whatever stood under its name before is untouched."""
+
+
+class CPUSafeDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that ignores the device which fairseq names for modules on the CPU."""
+
+    def __init__(self, module: torch.nn.Module, device_ids=None, output_device=None, **options):
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        super().__init__(module, device_ids=device_ids, output_device=output_device, **options)
+
+
+def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
+    """Takes the place of fairseq's torch_persistent_save; `async_write` is for remote paths only.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+    """
+    if PathManager.path_requires_pathmanager(filename):
+        _fairseq_save(content, filename, async_write)
+        return
+    _write_whole(filename, lambda temporary: torch.save(content, temporary))
+
+
+def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
+    """Takes the place of fairseq's PathManager.copy; returns True.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+    """
+    if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(target):
+        return _fairseq_copy(source, target, overwrite)
+    if not overwrite and os.path.exists(target):
+        raise FileExistsError(f"{target} exists")
+    _write_whole(target, lambda temporary: shutil.copyfile(source, temporary))
+    return True
+
+
+def _write_whole(filename: str, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary name beside `filename`, then rename: all of the new file or all of the old."""
+    temporary = Path(f"{filename}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, filename)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when a write falls short
+        _, _, free = shutil.disk_usage(temporary.parent)
+        raise CheckpointNotWritten(
+            f"could not write {filename} ({_first_line(error)}; {free / 2**20:.0f} MiB free);"
+            " the checkpoints written before are kept"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _safe_globals() -> list:
+    reconstruct, scalar = numpy._core.multiarray._reconstruct, numpy._core.multiarray.scalar
+    of_numpy = [numpy.ndarray, numpy.dtype, reconstruct, scalar]
+    of_omegaconf = [
+        omegaconf.DictConfig,
+        omegaconf.ListConfig,
+        omegaconf.base.ContainerMetadata,
+        omegaconf.base.Metadata,
+        omegaconf.nodes.AnyNode,
+    ]
+    return [argparse.Namespace, *of_numpy, *(type(numpy.dtype(name)) for name in NUMPY_DTYPES), *of_omegaconf]
+
+
+def apply() -> None:
+    """Prepare fairseq; calling it again changes nothing."""
+    torch.serialization.add_safe_globals(_safe_globals())
+    fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel
+    checkpoint_utils.torch_persistent_save = save_checkpoint
+    PathManager.copy = staticmethod(copy_checkpoint)
+
+
+apply()
