@@ -8,6 +8,7 @@ import torch
 
 from lsq.quant import (
     SMALLEST_CLIP,
+    _octav_fixed_point,
     calibrate,
     check_clip,
     dequantize,
@@ -329,6 +330,20 @@ def test_mse_is_as_good_as_brute_force(bits):
         error = squared_errors(row, clip.view(1), maximum_code(bits))
         assert error <= best * 1.001
     assert torch.equal(calibrate(x[0], "mse", bits), clips[:1])
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_octav_fixed_point_minimises_its_model(bits):
+    """c^2 / (12 Q^2) for each nonzero |x| <= c, (|x| - c)^2 for each |x| > c."""
+    rows = heavy_and_light_tails(20_000).abs()
+    rows[:, ::3] = 0
+    rows /= rows.amax(1, keepdim=True)
+    for row, clip in zip(rows.double(), _octav_fixed_point(rows, maximum_code(bits)).double(), strict=True):
+        candidates = torch.cat([clip, clip * torch.linspace(0.9, 1.1, 21)]).view(-1, 1)
+        inside = (row > 0) & (row <= candidates)
+        rounding = inside.sum(1) * candidates.squeeze(1) ** 2 / (12 * maximum_code(bits) ** 2)
+        error = rounding + (row - candidates).clamp(min=0).square().sum(1)
+        assert error[0] <= error.min() * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
