@@ -5,14 +5,18 @@ Products, for x [M, K], weight [N, K] and the gradient of the output [M, N]:
     input_gradient   gradient weight      [M, K]
     weight_gradient  gradient^T x         [N, K]
 The right-hand operand of an int8 product is timed in both layouts: "rows" is contiguous along the inner
-dimension, "columns" across it.
+dimension, "columns" across it. Then the whole layer, forward and backward: "layer".
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import common
 import torch
 from torch.nn import functional
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
 
 SHAPES = {  # name: (M rows, K inputs, N outputs)
     "attention output": (2048, 512, 512),
@@ -54,6 +58,32 @@ def product_rows(shape: str, dimensions: tuple[int, int, int], rounds: int):
         yield from side_rows(shape, product, dimensions, timings)
 
 
+def layer_sides(dimensions: tuple[int, int, int]) -> dict[str, Callable]:
+    """Forward and backward of torch.nn.Linear and of QuantizedLinear, with gradients of everything."""
+    rows, inputs, outputs = dimensions
+    x = torch.randn(rows, inputs, requires_grad=True)
+    gradient = torch.randn(rows, outputs)
+    plain = torch.nn.Linear(inputs, outputs)
+
+    def run(layer: torch.nn.Module) -> None:
+        torch.autograd.grad(layer(x), (x, *layer.parameters()), gradient)
+
+    def run_half() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = plain(x)
+        torch.autograd.grad(y, (x, *plain.parameters()), gradient.bfloat16())
+
+    quantized = {
+        "int8, backward float32": QuantConfig(),
+        "int8, backward bfloat16": QuantConfig(backward_dtype="bfloat16"),
+        "int8, backward int8": QuantConfig(backward="int8"),
+    }
+    sides = {"float32": partial(run, plain), "bfloat16": run_half}
+    for name, quant in quantized.items():
+        sides[name] = partial(run, QuantizedLinear(inputs, outputs, quant=quant))
+    return sides
+
+
 def side_rows(shape: str, product: str, dimensions: tuple[int, int, int], timings, products: int = 1):
     """Rows of the table for the sides of one product, or of `products` products together."""
     rows, inputs, outputs = dimensions
@@ -78,6 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     table = []
     for shape, dimensions in (QUICK_SHAPES if options.quick else SHAPES).items():
         table += product_rows(shape, dimensions, options.rounds)
+        timings = common.alternate(layer_sides(dimensions), rounds=options.rounds)
+        table += side_rows(shape, "layer", dimensions, timings, products=3)
     common.report(
         "linear",
         table,

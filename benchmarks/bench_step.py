@@ -6,6 +6,7 @@ A step is forward, label-smoothed loss, backward and fairseq's Adam, on the same
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import common
@@ -14,9 +15,12 @@ import torch
 import transformer
 from torch.profiler import ProfilerActivity, profile
 
-FAIRSEQ = ["--arch", "transformer", "--task", "translation", "--criterion", "label_smoothed_cross_entropy"]
-OPERATIONS = 10
-"""Operations listed for each side, those that take the longest."""
+from lsq import program
+
+FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy"]
+LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
+OPERATIONS = 15
+"""Operations (and kinds of saved tensors) listed for each side, the largest."""
 WARM_UP = 3
 """Steps of each side that are not timed: memory that a virtual machine has not touched before is slow at first."""
 
@@ -52,6 +56,9 @@ SIDES: dict[str, dict] = {
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
     "torchao int8": {"arguments": FAIRSEQ, "change": torchao_int8},
     "torchao int8, bfloat16": {"arguments": FAIRSEQ, "change": torchao_int8, "autocast": True},
+    "lsq int8, backward float32": {"arguments": LSQ},
+    "lsq int8, backward bfloat16": {"arguments": [*LSQ, "--lsq-backward-dtype", "bfloat16"]},
+    "lsq int8, backward int8": {"arguments": [*LSQ, "--lsq-backward", "int8"]},
 }
 BASELINE, HALF = "fairseq float32", "fairseq bfloat16"
 
@@ -100,11 +107,16 @@ def saved_bytes(side: transformer.Side, shape: transformer.Shape) -> dict:
 
 
 def operation_seconds(timed: TimedSide) -> dict[str, float]:
-    """Seconds of the costliest operations in one step, by name; their own time, without what they call."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    """Seconds of the costliest operations in one step, by name: those of lsq's programs and torch's outside them.
+
+    A torch operation's own time, without what it calls; an operation of lsq with the torch operations inside it, which
+    are listed as well.
+    """
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, program.profile() as fused:
         timed.step()
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    return {event.key: 1e-6 * event.self_cpu_time_total for event in events[:OPERATIONS]}
+    torch_seconds = {event.key: 1e-6 * event.self_cpu_time_total for event in profiler.key_averages()}
+    fused_seconds = {f"lsq {name}": value for name, value in fused.items()}
+    return dict(Counter({**torch_seconds, **fused_seconds}).most_common(OPERATIONS))
 
 
 def build(shape: transformer.Shape, wanted: list[str] | None) -> tuple[dict, dict[str, str]]:

@@ -11,7 +11,9 @@ from fairseq.data import Dictionary
 from fairseq.data.language_pair_dataset import collate
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.optim.adam import Adam
-from fairseq.tasks import TASK_REGISTRY
+from fairseq.tasks.translation import TranslationTask
+
+import lsq.fairseq  # noqa: F401  (registers lsq_transformer and its criterion)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,13 @@ class Side:
         """Build it.
 
         Args:
-            arguments: fairseq-train's options --arch, --task, --criterion and those of the model.
+            arguments: fairseq-train's options --arch, --criterion and those of the model.
             autocast: run forward passes under torch.autocast in bfloat16.
             change: called with the model before the optimizer is made.
         """
         chosen = parse(shape, arguments)
         symbols = dictionary(shape.vocabulary)
-        task = TASK_REGISTRY[chosen.task](chosen, symbols, symbols)
+        task = TranslationTask(chosen, symbols, symbols)
         torch.manual_seed(1)
         self.model = ARCH_MODEL_REGISTRY[chosen.arch].build_model(chosen, task).train()
         if change is not None:

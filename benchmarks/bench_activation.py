@@ -1,0 +1,11 @@
+"""Bias, activation, dropout and rounding between the products of the feed-forward block."""
+
+import operations
+
+OPERATIONS = (
+    "bias_activation_dropout",
+    "bias_activation_dropout_backward",
+)
+
+if __name__ == "__main__":
+    operations.main("activation", __doc__, OPERATIONS)

@@ -1,0 +1,13 @@
+"""Splitting products into attention heads and merging them again, with bias and rounding."""
+
+import operations
+
+OPERATIONS = (
+    "split_heads",
+    "split_heads_backward",
+    "merge_heads",
+    "merge_heads_backward",
+)
+
+if __name__ == "__main__":
+    operations.main("heads", __doc__, OPERATIONS)

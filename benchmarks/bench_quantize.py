@@ -1,0 +1,11 @@
+"""Rounding of activations and weights to int8."""
+
+import operations
+
+OPERATIONS = (
+    "quantize",
+    "quantize_weight",
+)
+
+if __name__ == "__main__":
+    operations.main("quantize", __doc__, OPERATIONS)

@@ -1,0 +1,11 @@
+"""Reading a product by itself: float values with bias, and the rounding of their gradient."""
+
+import operations
+
+OPERATIONS = (
+    "read_product",
+    "read_product_backward",
+)
+
+if __name__ == "__main__":
+    operations.main("read", __doc__, OPERATIONS)
