@@ -202,9 +202,9 @@ def calibrate(
 def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
     """Clip of least squared quantisation error: OCTAV's fixed point, then a search around it.
 
-    OCTAV models the rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which makes the error convex in
-    c but is inexact for few bits, few samples or rare outliers. Therefore the error itself is measured at
-    131 clips: from the fixed point up to the largest |x|, then ever closer around the best.
+    OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which is inexact for few
+    bits, few samples or rare outliers. Therefore the error itself is then measured at 131 clips: from the fixed
+    point up to the largest |x|, then ever closer around the best.
 
     Args:
         x: any shape and float dtype, finite.
@@ -232,15 +232,15 @@ def _least_error_clip(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
-    """Minimum of OCTAV's error model for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
+    """Where OCTAV's error model is stationary for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
 
-    Newton's iteration of the paper, kept inside the bracket that the sign of the derivative gives: where many
-    values share one magnitude, the plain iteration jumps to and fro across it for ever.
+    The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it has one
+    zero). Where many values share one magnitude, the plain iteration jumps to and fro across it for ever.
     """
     nonzero = (rows > 0).sum(1, keepdim=True)
     clip = rows.mean(1, keepdim=True)
     low, high = torch.zeros_like(clip), torch.ones_like(clip)
-    for _ in range(10):
+    for _ in range(16):
         outside = rows > clip
         count = outside.sum(1, keepdim=True)
         proposal = (rows * outside).sum(1, keepdim=True) / ((nonzero - count) / (12 * maximum**2) + count)
