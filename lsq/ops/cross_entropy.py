@@ -18,7 +18,7 @@ from lsq.csrc import loader
 from lsq.ops import linear, rounding
 from lsq.ops.registry import OpDefinition, register
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 256
 """Rows of logits that exist at a time."""
 
 
@@ -45,7 +45,7 @@ def _gradient(logits, normaliser, target, target_weight, each, padding, columns)
 
 
 def reference(x, x_scale, weight, weight_scale, target, key, *, vocabulary, padding, smoothing, stream):
-    """-> loss [1], nll loss [1], log normaliser [M], gradient codes int8 [M, P], row scale [M] (None without stream)."""
+    """-> loss [1], nll loss [1], log normaliser [M], and with a stream the gradient: codes int8 [M, P], row scale [M]."""
     logits = _logits(x, x_scale, weight, weight_scale, vocabulary)
     target_weight, each = weights_of(vocabulary, smoothing)
     normaliser = logits.logsumexp(dim=1)

@@ -93,17 +93,20 @@ def weight_cpu(
     per_clip = weight.numel() // clip.numel()
     in_range = clip_gradient == "lsq"
     if row_scale is None:
-        product = _float_product(gradient.t(), (codes.to(torch.float32) * scale).to(getattr(torch, dtype)), dtype)
         column_scale = None
+        blocks = [(0, _float_product(gradient.t(), (codes.to(torch.float32) * scale).to(getattr(torch, dtype)), dtype))]
     else:
         scaled, column_scale = round_columns(codes, row_scale, key, stream)
-        product = gemm.int8_product(gradient.t(), scaled.t())
         column_scale.mul_(scale)
-    loader.call(
-        "lsq_weight_straight_through", product, column_scale, weight_scale, weight, clip, clip.numel(),
-        quant.maximum_code(bits), in_range, rounding.lsq_factor(per_clip, bits) if in_range else 1.0,
-        dweight, dclip, rows, columns,
-    )
+        blocks = gemm.row_blocks(gradient.t(), scaled.t(), BLOCK_CHANNELS)
+    sums = torch.empty(rows)
+    for first, product in blocks:
+        loader.call(
+            "lsq_weight_straight_through", product, column_scale, weight_scale, weight, clip, clip.numel(),
+            quant.maximum_code(bits), in_range, dweight, sums, first, min(product.shape[0], rows - first), columns,
+        )
+    sums.mul_(rounding.lsq_factor(per_clip, bits) if in_range else 1.0)
+    torch.sum(sums.view(clip.numel(), -1), dim=1, out=dclip)
 
 
 def round_columns(codes, row_scale, key, stream):
@@ -113,6 +116,9 @@ def round_columns(codes, row_scale, key, stream):
     loader.call("lsq_round_columns", codes, row_scale, key, stream, rounded, column_scale, rows, columns)
     return rounded, column_scale
 
+
+BLOCK_CHANNELS = 4096
+"""Rows of a weight's gradient, as int32 sums, that are held at a time."""
 
 register(OpDefinition(name="linear_input_gradient", reference=input_reference, cpu=input_cpu))
 register(OpDefinition(name="linear_weight_gradient", reference=weight_reference, cpu=weight_cpu))

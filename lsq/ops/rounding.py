@@ -77,7 +77,7 @@ def round_columns(x, key, stream):
 
 
 def gradient_scale(largest: torch.Tensor):
-    """(scale, reciprocal) float32 for the largest magnitudes; (0, 0) for vanishing ones, (NaN, 0) for non-finite ones."""
+    """(scale, reciprocal) for largest magnitudes: (0, 0) for vanishing ones, (NaN, 0) for non-finite ones."""
     vanishing = largest < SMALLEST_GRADIENT
     finite = largest.isfinite()
     scale = torch.where(vanishing, 0.0, torch.where(finite, largest / GRADIENT_CODE, math.nan))

@@ -139,7 +139,7 @@ class Builder:
         return self._gradients[value], self._row_scales.get(value)
 
     def product_gradient_outputs(self, product: Product):
-        """Tensors for the gradient of a product and the attributes that go with them: (gradient, row scale, attributes)."""
+        """(gradient, row scale or None, attributes) for the operation that writes the gradient of a product."""
         name, shape = "d_" + product.value.name, product.value.shape
         if product.weight_scale is None or self.quant.backward == "float":
             gradient = self.temporary(name, shape)

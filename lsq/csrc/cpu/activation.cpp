@@ -11,8 +11,10 @@ enum Activation { kRelu = 0, kGelu = 1 };
 // x -> activation(x), in place.
 void activate(int64_t activation, int64_t n, float* x) {
     if (activation == kRelu) {
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];  // NaN stays NaN
     } else {
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) x[i] = x[i] * 0.5f * (1.0f + error_function(x[i] * 0.70710678118654752f));
     }
 }
@@ -20,8 +22,10 @@ void activate(int64_t activation, int64_t n, float* x) {
 // gradient *= activation'(x)
 void activate_backward(int64_t activation, int64_t n, const float* x, float* gradient) {
     if (activation == kRelu) {
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) gradient[i] = x[i] > 0.0f ? gradient[i] : 0.0f;
     } else {
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
             const float density = exponential(-0.5f * x[i] * x[i]) * 0.39894228040143268f;
             gradient[i] *= 0.5f * (1.0f + error_function(x[i] * 0.70710678118654752f)) + x[i] * density;
@@ -48,6 +52,7 @@ LSQ_EXPORT void lsq_bias_activation(const void* y, int64_t kind, const float* y_
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
             product.read(row, n, x);
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
             activate(activation, n, x);
             dropout.apply(row * n, n, x, scratch.words.data());
@@ -83,6 +88,7 @@ LSQ_EXPORT void lsq_bias_activation_backward(const float* gradient, const void* 
         for (int64_t block = 0; block < blocks.count; ++block) {
             for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
                 product.read(row, n, x);
+#pragma omp simd
                 for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
                 std::memcpy(g, gradient + row * n, n * sizeof(float));
                 dropout.apply(row * n, n, g, scratch.words.data());

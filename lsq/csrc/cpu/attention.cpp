@@ -33,11 +33,13 @@ LSQ_EXPORT void lsq_masked_softmax(float* scores, const uint8_t* padding, const 
         for (int64_t t = 0; t < time; ++t) {
             float* x = first_row + t * source;
             const int64_t visible = causal ? t + 1 + source - time : source;
+#pragma omp simd
             for (int64_t s = visible; s < source; ++s) x[s] = minus_infinity;
             if (masked) {
                 for (int64_t s = 0; s < source; ++s) x[s] = masked[s] ? minus_infinity : x[s];
             }
             float largest = minus_infinity;
+#pragma omp simd reduction(max : largest)
             for (int64_t s = 0; s < source; ++s) largest = x[s] > largest ? x[s] : largest;
             float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -45,6 +47,7 @@ LSQ_EXPORT void lsq_masked_softmax(float* scores, const uint8_t* padding, const 
                 x[s] = exponential(x[s] - largest);
                 sum += x[s];
             }
+#pragma omp simd
             for (int64_t s = 0; s < source; ++s) x[s] /= sum;
         }
         if (threshold) {
@@ -75,6 +78,7 @@ LSQ_EXPORT void lsq_softmax_backward(const float* probabilities, const int64_t* 
                 g[s] *= p[s];
                 sum += g[s];
             }
+#pragma omp simd
             for (int64_t s = 0; s < source; ++s) g[s] -= p[s] * sum;
         }
     }

@@ -15,6 +15,7 @@ Row exponentials(const Product& logits, int64_t row, int64_t columns, int64_t vo
                  float* target_logit, float* x) {
     logits.read(row, columns, x);
     float largest = -std::numeric_limits<float>::infinity(), total = 0.0f, sum = 0.0f;
+#pragma omp simd reduction(max : largest)
     for (int64_t v = 0; v < vocabulary; ++v) largest = x[v] > largest ? x[v] : largest;
     *target_logit = x[target];
 #pragma omp simd reduction(+ : total, sum)
@@ -57,6 +58,7 @@ LSQ_EXPORT void lsq_cross_entropy(const void* logits, int64_t kind, const float*
             if (!codes) continue;
             if (counted) {
                 const float share = factor / sums.sum;
+#pragma omp simd
                 for (int64_t v = 0; v < vocabulary; ++v) x[v] = x[v] * share - each;
                 x[word] -= target_weight;
                 std::fill(x.begin() + vocabulary, x.end(), 0.0f);
@@ -86,6 +88,7 @@ LSQ_EXPORT void lsq_cross_entropy_gradient(const void* logits, int64_t kind, con
         float target_logit;
         const Row sums = exponentials(product, row, columns, vocabulary, word, &target_logit, x);
         const float share = factor / sums.sum;
+#pragma omp simd
         for (int64_t v = 0; v < vocabulary; ++v) x[v] = (x[v] * share - each) * dloss[0];
         x[word] -= target_weight * dloss[0];
         std::fill(x + vocabulary, x + columns, 0.0f);

@@ -17,6 +17,7 @@ LSQ_EXPORT void lsq_embedding(const int64_t* tokens, const int64_t* places, cons
             const float* word = weight + tokens[b * time + t] * n;
             const float* place = table + places[b * time + t] * n;
             float* out = x + row * n;
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) out[i] = word[i] * scale + place[i];
             dropout.apply(row * n, n, out, words.data());
         }
@@ -48,9 +49,11 @@ LSQ_EXPORT void lsq_embedding_backward(const float* gradient, const int64_t* tok
                 std::memcpy(g, gradient + first, width * sizeof(float));
                 dropout.apply(first, width, g, words);
                 float* word = dweight + token * n + begin;
+#pragma omp simd
                 for (int64_t i = 0; i < width; ++i) word[i] += g[i] * scale;
                 if (dtable) {
                     float* place = dtable + places[b * time + t] * n + begin;
+#pragma omp simd
                     for (int64_t i = 0; i < width; ++i) place[i] += g[i];
                 }
             }

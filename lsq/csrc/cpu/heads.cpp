@@ -18,7 +18,9 @@ LSQ_EXPORT void lsq_split_heads(const void* y, int64_t kind, const float* y_scal
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t t = row / batch, b = row % batch;
             product.read(row, n, x);
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
+#pragma omp simd
             for (int64_t i = 0; i < heads * width; ++i) x[i] *= factor;
             for (int64_t part = 0; part < parts; ++part) {
                 for (int64_t head = 0; head < heads; ++head) {
@@ -57,6 +59,7 @@ LSQ_EXPORT void lsq_split_heads_backward(const float* first, const float* second
                                     inputs[part] + ((b * heads + head) * time + t) * width, width * sizeof(float));
                     }
                 }
+#pragma omp simd
                 for (int64_t i = 0; i < heads * width; ++i) g[i] *= factor;
                 bias_sums.add(block, g);
                 clip_sums[block] += straight.apply(row * n, n, g);

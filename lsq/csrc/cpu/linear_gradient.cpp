@@ -18,6 +18,7 @@ LSQ_EXPORT void lsq_straight_through(const void* product, const float* row_scale
             if (row_scale) {
                 const int32_t* sums = static_cast<const int32_t*>(product) + row * n;
                 const float scale = row_scale[first + row];
+#pragma omp simd
                 for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(sums[i]) * scale;
             }
             clip_sums[block] += straight.apply((first + row) * n, n, out);
@@ -40,6 +41,7 @@ LSQ_EXPORT void lsq_round_columns(const int8_t* codes, const float* row_scale, c
         for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
             const float scale = row_scale[row];
             missing[block] |= !(std::fabs(scale) < std::numeric_limits<float>::infinity());
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) {
                 const float magnitude = std::fabs(static_cast<float>(codes[row * n + i]) * scale);
                 column[i] = magnitude > column[i] ? magnitude : column[i];
@@ -63,41 +65,46 @@ LSQ_EXPORT void lsq_round_columns(const int8_t* codes, const float* row_scale, c
             const int64_t offset = row * n % 4;
             philox(key[0], stream, row * n - offset, n + offset, words.data());
             const uint32_t* drawn = words.data() + offset;
-            const float scale = row_scale[row];
+            const float scale = row_scale[row], *factor = reciprocal.data();
+            const int8_t* line = codes + row * n;
+            int8_t* out = rounded + row * n;
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) {
-                const float value = static_cast<float>(codes[row * n + i]) * scale;
-                rounded[row * n + i] = round_at_random(value * reciprocal[i], drawn[i]);
+                out[i] = round_at_random(static_cast<float>(line[i]) * scale * factor[i], drawn[i]);
             }
         }
     }
 }
 
-// product [rows, n]: int32 with column_scale [n] and weight_scale [rows], or float (column_scale null).
-// -> dweight [rows, n] masked by |weight| <= clip, dclip [clips]; `in_range` adds LSQ's term.
+// Rows [first, first + rows) of a weight's gradient. product [rows, n]: int32 with column_scale [n] and weight_scale, or
+// float (column_scale null). -> dweight masked by |weight| <= clip, and what each row adds to the gradient of its
+// clip; `in_range` adds LSQ's term.
 LSQ_EXPORT void lsq_weight_straight_through(const void* product, const float* column_scale, const float* weight_scale,
                                             const float* weight, const float* clip, int64_t clips, int64_t largest,
-                                            int64_t in_range, float factor, float* dweight, float* dclip, int64_t rows,
-                                            int64_t n) {
+                                            int64_t in_range, float* dweight, float* clip_sums, int64_t first,
+                                            int64_t rows, int64_t n) {
     const float q = static_cast<float>(largest);
-    std::vector<double> sums(rows, 0.0);
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t block_row = 0; block_row < rows; ++block_row) {
+        const int64_t row = first + block_row;
         float* out = dweight + row * n;
         const float* w = weight + row * n;
         if (column_scale) {
-            const int32_t* line = static_cast<const int32_t*>(product) + row * n;
+            const int32_t* line = static_cast<const int32_t*>(product) + block_row * n;
             const float scale = weight_scale[row];
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(line[i]) * column_scale[i] / scale;
         } else {
-            std::memcpy(out, static_cast<const float*>(product) + row * n, n * sizeof(float));
+            std::memcpy(out, static_cast<const float*>(product) + block_row * n, n * sizeof(float));
         }
         const float limit = clip[clips > 1 ? row : 0];
         float sum = 0.0f;
         if (in_range) {
             const float step = limit / q;
+#pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < n; ++i) {
-                const float code = std::nearbyint(w[i] / step);
-                if (std::fabs(w[i]) <= limit) sum += out[i] * (code * step - w[i]) / limit;
+                const float rounded = std::nearbyint(w[i] / step) * step;
+                sum += std::fabs(w[i]) <= limit ? out[i] * (rounded - w[i]) / limit : 0.0f;
             }
         }
 #pragma omp simd reduction(+ : sum)
@@ -107,11 +114,6 @@ LSQ_EXPORT void lsq_weight_straight_through(const void* product, const float* co
             sum += outside ? signed_gradient : 0.0f;
             out[i] = outside ? 0.0f : out[i];
         }
-        sums[row] = sum;
-    }
-    if (clips > 1) {
-        for (int64_t row = 0; row < rows; ++row) dclip[row] = static_cast<float>(sums[row] * factor);
-    } else {
-        write_sum(sums, factor, dclip);
+        clip_sums[row] = sum;
     }
 }

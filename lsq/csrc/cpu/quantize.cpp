@@ -38,6 +38,7 @@ LSQ_EXPORT void lsq_quantize_weight(const float* weight, const float* clip, int6
                 continue;
             }
             const float step = clip[clips > 1 ? row : 0] / q;
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) scaled[i] = weight[row * n + i] / step;
             missing[row] = rounding.write(row * n, n, scaled.data(), nullptr, q);
             scale[row] = poisoned(step, missing[row]);
@@ -78,6 +79,7 @@ LSQ_EXPORT void lsq_read_product(const void* y, int64_t kind, const float* y_sca
         float* line = out + row * n;
         product.read(row, n, line);
         if (bias) {
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) line[i] += bias[i];
         }
     }

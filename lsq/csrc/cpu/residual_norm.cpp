@@ -42,8 +42,10 @@ LSQ_EXPORT void lsq_residual_norm(const void* y, int64_t kind, const float* y_sc
             const float* add = residual + row * n;
             if (y) {
                 product.read(row, n, z);
+#pragma omp simd
                 for (int64_t i = 0; i < n; ++i) z[i] += bias[i];
                 dropout.apply(row * n, n, z, scratch.words.data());
+#pragma omp simd
                 for (int64_t i = 0; i < n; ++i) z[i] += add[i];
             } else {
                 std::memcpy(z, add, n * sizeof(float));
@@ -51,9 +53,11 @@ LSQ_EXPORT void lsq_residual_norm(const void* y, int64_t kind, const float* y_sc
             if (z_out) std::memcpy(z_out + row * n, z, n * sizeof(float));
             if (!weight) continue;
             const float mean = sum_of(z, n) / static_cast<float>(n);
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) x[i] = z[i] - mean;
             const float variance = sum_of_products(x, x, n) / static_cast<float>(n);
             const float rstd = 1.0f / std::sqrt(variance + epsilon);
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) x[i] = x[i] * rstd * weight[i] + norm_bias[i];
             mean_out[row] = mean;
             rstd_out[row] = rstd;
@@ -90,16 +94,20 @@ LSQ_EXPORT void lsq_residual_norm_backward(const float* dout, const float* dz, c
                 if (dout) {
                     const float *upstream = dout + row * n, *line = z + row * n;
                     const float centre = mean[row], factor_of_row = rstd[row];
+#pragma omp simd
                     for (int64_t i = 0; i < n; ++i) normalised[i] = (line[i] - centre) * factor_of_row;
                     weight_sums.add_product(block, upstream, normalised);
                     norm_bias_sums.add(block, upstream);
+#pragma omp simd
                     for (int64_t i = 0; i < n; ++i) g[i] = upstream[i] * weight[i];
                     const float average = sum_of(g, n) / static_cast<float>(n);
                     const float projection = sum_of_products(g, normalised, n) / static_cast<float>(n);
+#pragma omp simd
                     for (int64_t i = 0; i < n; ++i) {
                         g[i] = factor_of_row * (g[i] - average - normalised[i] * projection);
                     }
                     if (dz) {
+#pragma omp simd
                         for (int64_t i = 0; i < n; ++i) g[i] += dz[row * n + i];
                     }
                     std::memcpy(dresidual + row * n, g, n * sizeof(float));

@@ -12,6 +12,8 @@
 #include <limits>
 #include <vector>
 
+#include "philox.h"
+
 #define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace lsq {
@@ -32,52 +34,17 @@ struct Product {
         if (kind == kInt8) {
             const int8_t* codes = static_cast<const int8_t*>(values) + row * n;
             const float s = scale[0];
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(codes[i]) * s;
         } else if (kind == kInt32) {
             const int32_t* sums = static_cast<const int32_t*>(values) + row * n;
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(sums[i]) * scale[i];
         } else {
             std::memcpy(out, static_cast<const float*>(values) + row * n, n * sizeof(float));
         }
     }
 };
-
-// Philox4x32-10 words [first, first + n) of a stream; see lsq/ops/random.py. `first` must be a multiple of 4.
-inline void philox(int64_t key, int64_t stream, int64_t first, int64_t n, uint32_t* out) {
-    constexpr int kLanes = 16;
-    alignas(64) uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
-    for (int64_t done = 0; done < n; done += 4 * kLanes) {
-        const uint64_t group = static_cast<uint64_t>(first + done) / 4;
-        for (int i = 0; i < kLanes; ++i) {
-            const uint64_t counter = group + i;
-            c0[i] = static_cast<uint32_t>(counter);
-            c1[i] = static_cast<uint32_t>(counter >> 32);
-            c2[i] = static_cast<uint32_t>(stream);
-            c3[i] = 0;
-        }
-        uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
-        for (int round = 0; round < 10; ++round) {
-            for (int i = 0; i < kLanes; ++i) {
-                const uint64_t p0 = static_cast<uint64_t>(c0[i]) * 0xD2511F53u;
-                const uint64_t p1 = static_cast<uint64_t>(c2[i]) * 0xCD9E8D57u;
-                c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
-                c1[i] = static_cast<uint32_t>(p1);
-                c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
-                c3[i] = static_cast<uint32_t>(p0);
-            }
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
-        alignas(64) uint32_t words[4 * kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-            words[4 * i] = c0[i];
-            words[4 * i + 1] = c1[i];
-            words[4 * i + 2] = c2[i];
-            words[4 * i + 3] = c3[i];
-        }
-        std::memcpy(out + done, words, sizeof(uint32_t) * std::min<int64_t>(4 * kLanes, n - done));
-    }
-}
 
 // Dropout with masks that are drawn again wherever they are needed.
 struct Dropout {
@@ -93,6 +60,7 @@ struct Dropout {
         philox(key[0], stream, first - offset, n + offset, words);
         const uint32_t limit = static_cast<uint32_t>(threshold);
         const uint32_t* drawn = words + offset;
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) x[i] = drawn[i] >= limit ? x[i] * keep : 0.0f;
     }
 };
@@ -122,6 +90,7 @@ struct Rounding {
     bool write(int64_t first, int64_t n, const float* scaled, const uint8_t* outside, float q) const {
         int8_t* out = codes + first;
         int missing = 0;
+#pragma omp simd reduction(| : missing)
         for (int64_t i = 0; i < n; ++i) {
             const float x = scaled[i];
             missing |= x != x;
@@ -132,6 +101,7 @@ struct Rounding {
         }
         if (clipped) pack_bits(outside, n, clipped + first / 8);
         if (error) {
+#pragma omp simd
             for (int64_t i = 0; i < n; ++i) {
                 error[first + i] = outside[i] ? 0.0f : (static_cast<float>(out[i]) - scaled[i]) / q;
             }
@@ -142,7 +112,9 @@ struct Rounding {
     // Round float values under `clip`; scratch: n floats, n bytes.
     bool round(int64_t first, int64_t n, const float* x, float clip, float q, float* scaled, uint8_t* outside) const {
         const float scale = clip / q;
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) scaled[i] = x[i] / scale;
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) outside[i] = std::fabs(x[i]) > clip;
         return write(first, n, scaled, outside, q);
     }
@@ -183,6 +155,7 @@ struct StraightThrough {
 // Largest |x|, where NaN counts as larger than infinity: magnitudes order like their bits.
 inline float largest_magnitude(const float* x, int64_t n) {
     uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
         uint32_t bits;
         std::memcpy(&bits, x + i, 4);
@@ -226,6 +199,7 @@ struct GradientSink {
             std::memcpy(static_cast<float*>(out) + row * n, gradient, n * sizeof(float));
             return;
         }
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) gradient[i] *= weight_scale[i];
         const GradientScale s = gradient_scale(largest_magnitude(gradient, n));
         row_scale[row] = s.scale;
@@ -233,6 +207,7 @@ struct GradientSink {
         philox(key[0], stream, row * n - offset, n + offset, words);
         int8_t* codes = static_cast<int8_t*>(out) + row * n;
         const uint32_t* drawn = words + offset;
+#pragma omp simd
         for (int64_t i = 0; i < n; ++i) codes[i] = round_at_random(gradient[i] * s.reciprocal, drawn[i]);
     }
 };
@@ -255,12 +230,14 @@ public:
     void add(int64_t block, const float* x) {
         if (partial_.empty()) return;
         float* sum = partial_.data() + block * n_;
+#pragma omp simd
         for (int64_t i = 0; i < n_; ++i) sum[i] += x[i];
     }
 
     void add_product(int64_t block, const float* x, const float* y) {
         if (partial_.empty()) return;
         float* sum = partial_.data() + block * n_;
+#pragma omp simd
         for (int64_t i = 0; i < n_; ++i) sum[i] += x[i] * y[i];
     }
 
@@ -268,6 +245,7 @@ public:
         if (!out || partial_.empty()) return;
         std::fill(out, out + n_, 0.0f);
         for (int64_t b = 0; b < blocks_; ++b) {
+#pragma omp simd
             for (int64_t i = 0; i < n_; ++i) out[i] += partial_[b * n_ + i];
         }
     }

@@ -1,0 +1,103 @@
+// Philox4x32-10 (Salmon et al. 2011), many counters at a time; see lsq/ops/random.py for keys and counters.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace lsq {
+
+constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
+constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch makes
+
+#if defined(__AVX512F__)
+
+// Counters group .. group + 15. The 32-bit words stand in 64-bit lanes, whose upper halves may hold anything:
+// the multiplication reads the lower ones alone.
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t group, uint32_t* out) {
+    const __m512i multiplier0 = _mm512_set1_epi64(kPhiloxMultiplier0);
+    const __m512i multiplier1 = _mm512_set1_epi64(kPhiloxMultiplier1);
+    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i c0[2], c1[2], c2[2], c3[2];
+    for (int half = 0; half < 2; ++half) {
+        c0[half] = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(group + 8 * half)), lanes);
+        c1[half] = _mm512_srli_epi64(c0[half], 32);
+        c2[half] = _mm512_set1_epi64(stream);
+        c3[half] = _mm512_setzero_si512();
+    }
+    for (int round = 0; round < 10; ++round) {
+        const __m512i k0 = _mm512_set1_epi64(key0), k1 = _mm512_set1_epi64(key1);
+        for (int half = 0; half < 2; ++half) {
+            const __m512i p0 = _mm512_mul_epu32(c0[half], multiplier0), p1 = _mm512_mul_epu32(c2[half], multiplier1);
+            c0[half] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p1, 32), c1[half], k0, 0x96);  // a ^ b ^ c
+            c2[half] = _mm512_ternarylogic_epi64(_mm512_srli_epi64(p0, 32), c3[half], k1, 0x96);
+            c1[half] = p1;
+            c3[half] = p0;
+        }
+        key0 += kPhiloxWeyl0;
+        key1 += kPhiloxWeyl1;
+    }
+    const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), second = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
+    for (int half = 0; half < 2; ++half) {
+        const __m512i low = _mm512_mask_shuffle_epi32(c0[half], 0xAAAA, c1[half], _MM_PERM_CCAA);
+        const __m512i high = _mm512_mask_shuffle_epi32(c2[half], 0xAAAA, c3[half], _MM_PERM_CCAA);
+        _mm512_storeu_si512(out + 32 * half, _mm512_permutex2var_epi64(low, first, high));
+        _mm512_storeu_si512(out + 32 * half + 16, _mm512_permutex2var_epi64(low, second, high));
+    }
+}
+
+#else
+
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t group, uint32_t* out) {
+    constexpr int kLanes = kPhiloxWords / 4;
+    uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+        c0[i] = static_cast<uint32_t>(group + i);
+        c1[i] = static_cast<uint32_t>((group + i) >> 32);
+        c2[i] = stream;
+        c3[i] = 0;
+    }
+    for (int round = 0; round < 10; ++round) {
+        for (int i = 0; i < kLanes; ++i) {
+            const uint64_t p0 = static_cast<uint64_t>(c0[i]) * kPhiloxMultiplier0;
+            const uint64_t p1 = static_cast<uint64_t>(c2[i]) * kPhiloxMultiplier1;
+            c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ key0;
+            c1[i] = static_cast<uint32_t>(p1);
+            c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ key1;
+            c3[i] = static_cast<uint32_t>(p0);
+        }
+        key0 += kPhiloxWeyl0;
+        key1 += kPhiloxWeyl1;
+    }
+    for (int i = 0; i < kLanes; ++i) {
+        out[4 * i] = c0[i];
+        out[4 * i + 1] = c1[i];
+        out[4 * i + 2] = c2[i];
+        out[4 * i + 3] = c3[i];
+    }
+}
+
+#endif
+
+// Words [first, first + n) of a stream; `first` must be a multiple of 4.
+inline void philox(int64_t key, int64_t stream, int64_t first, int64_t n, uint32_t* out) {
+    const uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
+    int64_t done = 0;
+    for (; done < n; done += kPhiloxWords) {
+        const uint64_t group = static_cast<uint64_t>(first + done) / 4;
+        if (n - done >= kPhiloxWords) {
+            philox_batch(key0, key1, static_cast<uint32_t>(stream), group, out + done);
+            continue;
+        }
+        uint32_t words[kPhiloxWords];
+        philox_batch(key0, key1, static_cast<uint32_t>(stream), group, words);
+        std::memcpy(out + done, words, sizeof(uint32_t) * (n - done));
+    }
+}
+
+}  // namespace lsq
