@@ -1,0 +1,14 @@
+"""The fairseq plugin. Importing it registers model, architectures, task and criterion with fairseq.
+
+fairseq imports it through `--user-dir $(lsq user-dir)`; docs/fairseq.md says how to use it.
+"""
+
+from lsq.fairseq import (  # isort: skip
+    compatibility,  # first: it prepares fairseq for this PyTorch
+    architectures,
+    criterion,
+    model,
+    task,
+)
+
+__all__ = ["architectures", "compatibility", "criterion", "model", "task"]

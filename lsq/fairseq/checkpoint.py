@@ -1,0 +1,188 @@
+"""Checkpoints: starting from fairseq's own transformer, and what is checked in checkpoints of this model.
+
+fairseq keeps the projections of one attention apart; here the self-attention's query, key and value and the
+cross-attention's key and value are rows of one weight, in this order.
+"""
+
+import os
+import re
+from typing import Any
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.models.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from lsq import quant
+from lsq.fairseq import calibration
+from lsq.layers import quantized_tensors
+from lsq.layers.module import CLIP
+
+_RENAMED = (
+    (r"embed_positions\.weight", "embed_tokens.position_weight"),
+    (r"layernorm_embedding\.", "embed_tokens.layer_norm."),
+    (r"\.(self_attn|encoder_attn)\.out_proj\.", r".\1.out_"),
+    (r"\.encoder_attn\.q_proj\.", ".encoder_attn.query_"),
+    (r"(layers\.\d+)\.(fc[12])\.", r"\1.feed_forward.\2_"),
+)
+"""(pattern in fairseq's name, replacement)"""
+
+_JOINED = (
+    (r"\.self_attn\.([qkv])_proj\.", "qkv", ".self_attn.qkv_"),
+    (r"\.encoder_attn\.([kv])_proj\.", "kv", ".encoder_attn.key_value_"),
+)
+"""(pattern in fairseq's name with the part in a group, all parts in order, replacement)"""
+
+_CONSTANT = re.compile(r"(en|de)coder\.(version|embed_positions\._float_tensor)")
+"""What fairseq's checkpoints hold besides parameters."""
+
+_SAME = (
+    "activation_fn",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "encoder_learned_pos",
+    "decoder_learned_pos",
+    "encoder_normalize_before",
+    "decoder_normalize_before",
+    "layernorm_embedding",
+    "no_scale_embedding",
+)
+"""Options that change what the same parameters compute, so that the two models must agree on them."""
+
+
+def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of fairseq's transformer under this model's names, those of one joined weight concatenated.
+
+    Names that fairseq's transformer does not have stay as they are.
+
+    Raises:
+        ValueError: a part of a joined weight is missing.
+    """
+    renamed: dict[str, Tensor] = {}
+    joined: dict[str, dict[str, Tensor]] = {}
+    order: dict[str, str] = {}
+    for name, tensor in state.items():
+        if _CONSTANT.fullmatch(name):
+            continue
+        for pattern, parts, replacement in _JOINED:
+            match = re.search(pattern, name)
+            if match:
+                target = name.replace(match[0], replacement)
+                joined.setdefault(target, {})[match[1]] = tensor
+                order[target] = parts
+                break
+        else:
+            for pattern, replacement in _RENAMED:
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = tensor
+    for target, tensors in joined.items():
+        missing = [part for part in order[target] if part not in tensors]
+        if missing:
+            raise ValueError(
+                f"{target} needs the projections {', '.join(order[target])} of fairseq's transformer, but the "
+                f"checkpoint has no {', '.join(missing)}"
+            )
+        renamed[target] = torch.cat([tensors[part] for part in order[target]])
+    return renamed
+
+
+def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy the parameters of fairseq's transformer into `model` and measure the clips of its weights on them.
+
+    The clips of activations are measured on the next batch.
+
+    Raises:
+        ValueError: lists every parameter that only one of the two has, or that has another shape; nothing is copied.
+    """
+    if any(name.endswith(CLIP) for name in state):
+        raise ValueError(
+            "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from fairseq's own "
+            "transformer; continue an int8 model with --restore-file or --finetune-from-model"
+        )
+    given, clips = rename(state), {name + CLIP for name, _ in quantized_tensors(model)}
+    own = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in clips}
+    problems = [f"  {name}: only in the checkpoint, {list(given[name].shape)}" for name in given if name not in own]
+    problems += [f"  {name}: not in the checkpoint" for name in own if name not in given]
+    problems += [
+        f"  {name}: {list(given[name].shape)} in the checkpoint, {list(own[name].shape)} here"
+        for name in own
+        if name in given and given[name].shape != own[name].shape
+    ]
+    problems += _untied(own, given)
+    if problems:
+        raise ValueError(
+            "the checkpoint does not fit this model; choose the architecture, the dictionaries and the sharing of "
+            "embeddings that it was trained with:\n" + "\n".join(sorted(problems))
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
+    calibration.restart(model)
+
+
+def _untied(own: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
+    """A line for each parameter with several names here that has several values in the checkpoint."""
+    first: dict[int, str] = {}
+    found = []
+    for name, parameter in own.items():
+        other = first.setdefault(id(parameter), name)
+        if name in given and other in given and not torch.equal(given[name], given[other]):
+            found.append(f"  {name}: the same parameter as {other} here, but different values in the checkpoint")
+    return found
+
+
+def check_clips(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Check the clips in a checkpoint of this model before they are loaded.
+
+    Raises:
+        ValueError: the checkpoint has no clips and the model needs them, or the other way round; or a clip is not
+            above 0, NaN or infinite.
+    """
+    wanted = any(True for _ in quantized_tensors(model))
+    found = sorted(name for name in state if name.endswith(CLIP))
+    if wanted and not found:
+        raise ValueError(
+            "the checkpoint holds no clips: it is a float model's. To start from its weights, train with "
+            "--lsq-from CHECKPOINT; to use it as it is, with --lsq-mode float"
+        )
+    if found and not wanted:
+        raise ValueError(
+            f"the checkpoint holds {len(found)} clips: it is an int8 model's, but this model was made with "
+            "--lsq-mode float; use --lsq-mode int8"
+        )
+    for name in found:
+        quant.check_clip(state[name], f"{name} in the checkpoint")
+
+
+def start_from(model: nn.Module, path: str, args: Any) -> None:
+    """Start `model`, built from fairseq's options `args`, from the checkpoint of a fairseq transformer at `path`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is another kind of file, or a model that does not fit (see `load_float`), or one with
+            options under which the same parameters compute something else.
+    """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"--lsq-from {path}: there is no such file")
+    try:
+        state = checkpoint_utils.load_checkpoint_to_cpu(path)
+        weights, trained_with = state["model"], _options(state)
+    except Exception as error:
+        raise ValueError(f"--lsq-from {path} is not a checkpoint of fairseq ({error!r})") from error
+    before, now = TransformerConfig.from_namespace(trained_with), TransformerConfig.from_namespace(args)
+    different = [
+        f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint, {getattr(now, name)} here"
+        for name in _SAME
+        if getattr(before, name) != getattr(now, name)
+    ]
+    if different:
+        raise ValueError(f"--lsq-from {path}: the model there was trained with other options:\n" + "\n".join(different))
+    try:
+        load_float(model, weights)
+    except ValueError as error:
+        raise ValueError(f"--lsq-from {path}: {error}") from None
+
+
+def _options(state: dict[str, Any]) -> Any:
+    """The model's options in a checkpoint: fairseq before 0.10 kept them all in `args`, later in `cfg`."""
+    return state["args"] if state.get("args") is not None else state["cfg"]["model"]

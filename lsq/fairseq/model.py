@@ -1,0 +1,135 @@
+"""The model: fairseq's transformer with lsq's layers."""
+
+from argparse import Namespace
+from typing import Any
+
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerModel, transformer_legacy
+from torch import Tensor, nn
+
+from lsq.fairseq import calibration, checkpoint, options
+from lsq.fairseq.decoder import LSQTransformerDecoder
+from lsq.fairseq.encoder import LSQTransformerEncoder
+
+MODEL = "lsq_transformer"
+
+
+@register_model(MODEL)
+class LSQTransformerModel(TransformerModel):
+    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options and interface."""
+
+    computes_loss = True
+    """`forward` takes a target and returns the loss, for lsq_label_smoothed_cross_entropy."""
+
+    def __init__(self, args: Any, encoder: LSQTransformerEncoder, decoder: LSQTransformerDecoder):
+        super().__init__(args, encoder, decoder)
+        self._held_clips: set[str] = set()
+
+    @classmethod
+    def add_args(cls, parser) -> None:
+        """Add fairseq's options of a transformer and --lsq-*."""
+        super().add_args(parser)
+        options.add_arguments(parser)
+
+    @classmethod
+    def build_model(cls, args: Namespace, task) -> "LSQTransformerModel":
+        """Build from fairseq's options; with --lsq-from also load that checkpoint.
+
+        The option is then cleared in `args`, which fairseq keeps in its own checkpoints, so that resuming or
+        generating from those does not look for that file again.
+
+        Raises:
+            ValueError: an option is not supported or does not fit, or the checkpoint does not.
+            FileNotFoundError: there is no such checkpoint.
+        """
+        transformer_legacy.base_architecture(args)
+        options.set_defaults(args)
+        options.check_supported(args)
+        model = super().build_model(args, task)
+        if args.lsq_from is not None:
+            checkpoint.start_from(model, args.lsq_from, args)
+            args.lsq_from = None
+        return model
+
+    @classmethod
+    def build_encoder(cls, args: Any, src_dict, embed_tokens: nn.Embedding) -> LSQTransformerEncoder:
+        return LSQTransformerEncoder(args, src_dict, embed_tokens.weight)
+
+    @classmethod
+    def build_decoder(cls, args: Any, tgt_dict, embed_tokens: nn.Embedding) -> LSQTransformerDecoder:
+        return LSQTransformerDecoder(args, tgt_dict, embed_tokens.weight)
+
+    def forward(
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor,
+        prev_output_tokens: Tensor,
+        return_all_hiddens: bool = False,
+        features_only: bool = False,
+        alignment_layer: int | None = None,
+        alignment_heads: int | None = None,
+        target: Tensor | None = None,
+        label_smoothing: float = 0.0,
+    ) -> tuple:
+        """Encode src_tokens int64 [B, S] and decode prev_output_tokens int64 [B, T].
+
+        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns them. With
+        `target` int64 [B, T]: (loss, nll_loss, features float32 [B, T, H]), the losses summed over the targets that
+        are not padding; the logits are never stored. It is a part of this method so that data parallel wrappers
+        see it.
+
+        Raises:
+            ValueError: attention weights are wanted, or a sentence is too long.
+        """
+        if self.training:
+            calibration.together(self, src_tokens, src_lengths, prev_output_tokens)
+        encoder_out = self.encoder(src_tokens, src_lengths, return_all_hiddens)
+        features, extra = self.decoder(
+            prev_output_tokens,
+            encoder_out,
+            features_only=features_only or target is not None,
+            alignment_layer=alignment_layer,
+            alignment_heads=alignment_heads,
+        )
+        if target is None:
+            return features, extra
+        return *self.decoder.output_projection.loss(features, target, label_smoothing), features
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None):
+        """Load a checkpoint of this model.
+
+        Raises:
+            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`).
+        """
+        checkpoint.check_clips(self, state_dict)
+        return super().load_state_dict(state_dict, strict, model_cfg, args)
+
+    def train(self, mode: bool = True) -> "LSQTransformerModel":
+        """As torch.nn.Module; fairseq calls it before every batch, so no pass sees a clip that fell to 0."""
+        calibration.hold_above_zero(self, self._held_clips)
+        return super().train(mode)
+
+    def state_dict(self, *arguments, **options) -> dict[str, Tensor]:
+        """As torch.nn.Module, with usable clips only."""
+        calibration.hold_above_zero(self, self._held_clips)
+        return super().state_dict(*arguments, **options)
+
+    def prepare_for_inference_(self, cfg) -> None:
+        """Called by fairseq before generating.
+
+        Raises:
+            ValueError: the generation wants attention weights or dropout.
+        """
+        for name in ("print_alignment", "retain_dropout"):
+            value = getattr(cfg.generation, name, None)
+            if value:
+                raise ValueError(f"lsq_transformer does not support --{name.replace('_', '-')} ({value}); leave it out")
+        super().prepare_for_inference_(cfg)
+
+    def half(self):
+        """Refused: the float parts compute in float32.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("lsq_transformer computes in int8 and float32; leave out --fp16")

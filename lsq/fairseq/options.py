@@ -1,0 +1,137 @@
+"""Options of the model: --lsq-<field> for every field of QuantConfig, and which options of fairseq are refused."""
+
+import ast
+import inspect
+import textwrap
+from argparse import ArgumentParser, Namespace
+from dataclasses import Field, fields
+from typing import Any
+
+from lsq.config import LayerConfig, QuantConfig
+
+PREFIX = "lsq_"
+"""A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
+
+
+def documentation(dataclass: type) -> dict[str, str]:
+    """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there is none."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass))).body
+    found = {field.name: "" for field in fields(dataclass)}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        text = following.value if isinstance(following, ast.Expr) else None
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Constant):
+            found[statement.target.id] = inspect.cleandoc(str(text.value))
+    return found
+
+
+def option(field: Field) -> str:
+    """Name of a field's option on the command line."""
+    return "--" + (PREFIX + field.name).replace("_", "-")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add --lsq-from and an option for every field of QuantConfig.
+
+    No option has a default here: `set_defaults` fills in what was not given, so that architectures may have their own.
+    """
+    parser.add_argument(
+        "--lsq-from",
+        metavar="CHECKPOINT",
+        help="start from the weights of this checkpoint of fairseq's own transformer; clips of weights are measured on "
+        "them, clips of activations on the first batch",
+    )
+    texts = documentation(QuantConfig)
+    for field in fields(QuantConfig):
+        help_text = f"{texts[field.name]} Default: {field.default}.".replace("%", "%%")
+        parser.add_argument(option(field), type=field.type, metavar=field.type.__name__.upper(), help=help_text)
+
+
+def set_defaults(args: Namespace) -> None:
+    """Give `args` every option of `add_arguments` that it lacks, in place."""
+    args.lsq_from = getattr(args, "lsq_from", None)
+    for field in fields(QuantConfig):
+        name = PREFIX + field.name
+        setattr(args, name, getattr(args, name, field.default))
+
+
+def quantization(args: Any) -> QuantConfig:
+    """The QuantConfig that the options ask for.
+
+    Raises:
+        ValueError: an option has a value that is not allowed.
+    """
+    return QuantConfig(**{field.name: getattr(args, PREFIX + field.name) for field in fields(QuantConfig)})
+
+
+def layer_config(args: Any, side: str) -> LayerConfig:
+    """The LayerConfig of one side, "encoder" or "decoder", from fairseq's options.
+
+    Raises:
+        ValueError: a size or an option that the layers cannot take.
+    """
+    return LayerConfig(
+        hidden=getattr(args, f"{side}_embed_dim"),
+        heads=getattr(args, f"{side}_attention_heads"),
+        feed_forward=getattr(args, f"{side}_ffn_embed_dim"),
+        dropout=float(args.dropout),
+        attention_dropout=float(args.attention_dropout),
+        activation_dropout=float(args.activation_dropout or getattr(args, "relu_dropout", 0.0) or 0.0),
+        activation=str(args.activation_fn),
+        pre_norm=getattr(args, f"{side}_normalize_before"),
+        quant=quantization(args),
+    )
+
+
+UNSUPPORTED = (
+    "adaptive_input",
+    "adaptive_softmax_cutoff",
+    "amp",
+    "base_layers",
+    "bf16",
+    "char_inputs",
+    "checkpoint_activations",
+    "cross_self_attention",
+    "decoder_layerdrop",
+    "decoder_layers_to_keep",
+    "decoder_xformers_att_config",
+    "encoder_layerdrop",
+    "encoder_layers_to_keep",
+    "encoder_xformers_att_config",
+    "export",
+    "fp16",
+    "merge_src_tgt_embed",
+    "no_cross_attention",
+    "no_token_positional_embeddings",
+    "offload_activations",
+    "quant_noise_pq",
+    "quant_noise_scalar",
+    "quantization_config_path",
+    "scale_attn",
+    "scale_fc",
+    "scale_heads",
+    "scale_resids",
+    "tie_adaptive_proj",
+    "tie_adaptive_weights",
+)
+"""Options of fairseq that the layers have no counterpart for; all are off by default."""
+
+
+def check_supported(args: Any) -> None:
+    """Refuse options of fairseq that this model would otherwise ignore.
+
+    Raises:
+        ValueError: names every such option that is on, with its value.
+    """
+    given = [f"--{name.replace('_', '-')} ({getattr(args, name)})" for name in UNSUPPORTED if getattr(args, name, None)]
+    if given:
+        raise ValueError(
+            f"lsq_transformer does not support {', '.join(given)}; drop the option or train with "
+            "fairseq's own transformer"
+        )
+    widths = {
+        name: getattr(args, name, None) or args.encoder_embed_dim
+        for name in ("encoder_embed_dim", "decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")
+    }
+    if len(set(widths.values())) > 1:
+        listed = ", ".join(f"--{name.replace('_', '-')} {width}" for name, width in widths.items())
+        raise ValueError(f"lsq_transformer has one width throughout, but was given {listed}; make them equal")

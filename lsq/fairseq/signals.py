@@ -1,0 +1,161 @@
+"""Training signals: what the quantisers of a model do while it trains.
+
+Every few updates, for each quantised tensor: its clip, the share of values that are clipped, the share of codes that
+are 0 and the gradient of the clip (means over the channels of a weight). They go to TensorBoard; a tensor that looks
+unhealthy is warned of once; a table at the end shows the last values.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from lsq.layers import TensorStatistics, observe, quantized_tensors
+
+logger = logging.getLogger(__name__)
+
+LARGEST_CLIPPED_SHARE = 0.05
+"""A tensor with a larger share of its values clipped is warned of."""
+SMALLEST_CODE = 7
+"""An 8-bit tensor whose largest |code| is at most this uses fewer than 4 of the 7 bits of a magnitude."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """One quantised tensor in one update."""
+
+    statistics: TensorStatistics
+    clip_gradient: float | None
+    """Gradient of the clip as the optimizer sees it; None where the clip has none."""
+
+
+def complaint(statistics: TensorStatistics, bits: int) -> str | None:
+    """What is wrong with a tensor of `bits`-bit codes, in words, or None."""
+    if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
+        return (
+            f"{statistics.clipped_share:.1%} of its values are clipped (clip {statistics.clip:.4g}); the clip is too "
+            'small: calibrate with "absmax" or "percentile", or lower the learning rate'
+        )
+    if bits == 8 and statistics.largest_code <= SMALLEST_CODE:
+        return (
+            f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip {statistics.clip:.4g}); "
+            'the clip is too large: calibrate with "mse" instead of "fixed"'
+        )
+    return None
+
+
+class TrainingSignals:
+    """Collects, logs and summarises the signals of one training run.
+
+    Args:
+        model: the model itself, without data parallel wrappers.
+        bits: width of its codes.
+        interval: updates between two collections; the first update is collected as well.
+        folder: where TensorBoard's files go, under "lsq"; None writes none.
+    """
+
+    def __init__(self, model: nn.Module, *, bits: int, interval: int, folder: str | None = None):
+        self.model, self.bits, self.interval, self.folder = model, bits, max(interval, 1), folder
+        self.clips = dict(quantized_tensors(model))
+        self.last: dict[str, Signal] = {}
+        self.last_update = 0
+        self._found: dict[str, TensorStatistics] = {}
+        self._observed_update: int | None = None
+        self._warned: set[str] = set()
+        self._writer = None
+
+    @contextmanager
+    def observing(self, update: int) -> Iterator[None]:
+        """Around a forward and backward pass of update number `update`, which counts from 1.
+
+        Only the first pass of an update is observed, and only in updates whose signals are wanted.
+        """
+        if self.clips and self._wanted(update) and self._observed_update != update:
+            self._observed_update = update
+            with observe(self.model) as self._found:
+                yield
+        else:
+            yield
+
+    def record(self, update: int) -> None:
+        """Once the gradients of update number `update` are there, before the optimizer uses them."""
+        if self._observed_update != update:
+            return
+        self.last = {
+            name: Signal(statistics=statistics, clip_gradient=_mean_gradient(self.clips[name]))
+            for name, statistics in self._found.items()
+        }
+        self.last_update = update
+        self._warn(update)
+        if self.folder is not None:
+            self._write(update)
+
+    def summary(self) -> str:
+        """The last signals as a table, one row for the same tensor of all layers; "" before the first."""
+        if not self.last:
+            return ""
+        rows: dict[tuple[str, str], list[Signal]] = {}
+        for name, signal in self.last.items():
+            rows.setdefault((re.sub(r"\.\d+\.", ".*.", name), signal.statistics.kind), []).append(signal)
+        lines = [
+            f"Quantised tensors at update {self.last_update}; rows with * span several layers",
+            f"{'tensor':44} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8} {'largest code':>12}",
+        ]
+        lines += [_row(name, kind, [signal.statistics for signal in signals]) for (name, kind), signals in rows.items()]
+        lines.append(f"{len(self._warned)} of {len(self.clips)} tensors were warned of")
+        return "\n".join(lines)
+
+    def finish(self) -> None:
+        """Log the summary and close TensorBoard's file."""
+        if self.last:
+            logger.info(self.summary())
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _wanted(self, update: int) -> bool:
+        return update == 1 or update % self.interval == 0
+
+    def _warn(self, update: int) -> None:
+        for name, signal in self.last.items():
+            text = complaint(signal.statistics, self.bits)
+            if text and name not in self._warned:
+                self._warned.add(name)
+                logger.warning("%s, update %d: %s", name, update, text)
+
+    def _write(self, update: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import: only where it is wanted
+
+            self._writer = SummaryWriter(os.path.join(self.folder, "lsq"), purge_step=update)
+        for name, signal in self.last.items():
+            statistics = signal.statistics
+            self._writer.add_scalar(f"clip/{name}", statistics.clip, update)
+            self._writer.add_scalar(f"clipped_share/{name}", statistics.clipped_share, update)
+            self._writer.add_scalar(f"zero_share/{name}", statistics.zero_share, update)
+            if signal.clip_gradient is not None:
+                self._writer.add_scalar(f"clip_gradient/{name}", signal.clip_gradient, update)
+        self._writer.flush()
+
+
+def _mean_gradient(clip: nn.Parameter) -> float | None:
+    return None if clip.grad is None else clip.grad.mean().item()
+
+
+def _row(name: str, kind: str, found: list[TensorStatistics]) -> str:
+    """One line: the range of clips and codes, the largest shares."""
+    clips = [statistics.clip for statistics in found]
+    codes = [statistics.largest_code for statistics in found]
+    return (
+        f"{name:44} {kind:10} {_span(clips, '.4g'):>17} {max(s.clipped_share for s in found):8.3%} "
+        f"{max(s.zero_share for s in found):8.2%} {_span(codes, 'd'):>12}"
+    )
+
+
+def _span(values: list, form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low}..{high}"

@@ -1,0 +1,87 @@
+"""A toy translation task, models on it, and training in this process."""
+
+import random
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import preprocess
+from fairseq_cli import train as fairseq_train
+
+import lsq.fairseq  # noqa: F401  registers the plugin
+
+WORDS = "abcdefghij"
+TINY = (
+    "--encoder-embed-dim 32 --encoder-ffn-embed-dim 48 --encoder-attention-heads 4 --encoder-layers 2 "
+    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2"
+).split()
+SHORT = (
+    "--arch lsq_transformer --task lsq_translation --criterion lsq_label_smoothed_cross_entropy --label-smoothing 0.1 "
+    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 8 --cpu --no-progress-bar --log-interval 1 "
+    "--no-epoch-checkpoints --disable-validation --num-workers 0 --dropout 0.1"
+).split()
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory) -> Path:
+    """A folder of binarised text: sources of random letters, targets the same reversed."""
+    folder = tmp_path_factory.mktemp("toy")
+    chance = random.Random(1)
+    for split, count in (("train", 90), ("valid", 12)):
+        lines = [" ".join(chance.choices(WORDS, k=chance.randint(2, 9))) for _ in range(count)]
+        (folder / f"{split}.xx").write_text("\n".join(lines) + "\n")
+        (folder / f"{split}.yy").write_text("\n".join(line[::-1] for line in lines) + "\n")
+    arguments = ["-s", "xx", "-t", "yy", "--destdir", str(folder / "bin"), "--joined-dictionary", "--workers", "1"]
+    arguments += ["--trainpref", str(folder / "train"), "--validpref", str(folder / "valid")]
+    preprocess.main(options.get_preprocessing_parser().parse_args(arguments))
+    return folder / "bin"
+
+
+@pytest.fixture
+def parse(toy):
+    """parse("--option value ...") -> the namespace that fairseq makes of a training's command line."""
+
+    def parse(arguments: str | list[str] = "") -> Namespace:
+        extra = arguments.split() if isinstance(arguments, str) else arguments
+        return options.parse_args_and_arch(options.get_training_parser(), [str(toy), *TINY, *SHORT, *extra])
+
+    return parse
+
+
+@pytest.fixture
+def build(parse):
+    """build("--option value ...") -> (task, model) on the toy data."""
+
+    def build(arguments: str = ""):
+        config = convert_namespace_to_omegaconf(parse(arguments))
+        task = tasks.setup_task(config.task)
+        return task, task.build_model(config.model)
+
+    return build
+
+
+@pytest.fixture
+def train(parse):
+    """train(save folder, "--option value ...") trains as fairseq-train does and returns the last checkpoint's state."""
+
+    def train(folder: Path, arguments: str = "") -> dict:
+        extra = [*arguments.split(), "--save-dir", str(folder)]
+        fairseq_train.main(convert_namespace_to_omegaconf(parse(extra)))
+        return torch.load(folder / "checkpoint_last.pt")
+
+    return train
+
+
+@pytest.fixture
+def batch():
+    """batch(task) -> the first batch of its validation set, as a criterion gets it."""
+
+    def batch(task, size: int = 7) -> dict:
+        task.load_dataset("valid")
+        dataset = task.dataset("valid")
+        return dataset.collater([dataset[i] for i in range(size)])
+
+    return batch
