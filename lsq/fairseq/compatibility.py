@@ -10,9 +10,10 @@ Importing this module prepares fairseq once for the whole process:
 """
 
 import argparse
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fairseq.models.distributed_fairseq_model
@@ -87,6 +88,19 @@ def _write_whole(filename: str, write: Callable[[Path], object]) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def replaced(module: object, **attributes: object) -> Iterator[None]:
+    """Within this context these attributes of a module are others: where fairseq has no hook of its own."""
+    before = {name: getattr(module, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _safe_globals() -> list:

@@ -1,0 +1,68 @@
+"""`lsq`: the command line."""
+
+import argparse
+import importlib
+import sys
+
+import lsq
+from lsq.commands import COMMANDS, logs
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line up to the name of the subcommand; each subcommand parses the rest by itself."""
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    made = argparse.ArgumentParser(
+        prog="lsq",
+        description="Train Transformers with 8-bit integers.",
+        epilog=f"commands:\n{listed}\n\n`lsq COMMAND --help` shows the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=f"lsq {lsq.__version__}")
+    made.add_argument(
+        "--traceback", action="store_true", help="show where in the program an error was found, for bug reports"
+    )
+    made.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command line (default: the process's own) and return its exit status.
+
+    0: done. 1: something failed while running. 2: a mistake in the options or the files. 128 + n: stopped by signal n.
+    Mistakes are reported in one line on standard error.
+    """
+    given = parser().parse_args(arguments)
+    command = COMMANDS[given.command]
+    logs.configure()
+    try:
+        return importlib.import_module(command.module).run(given.arguments)
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
+        status, message = describe(error)
+        if message is None or given.traceback:
+            raise
+        print(f"lsq {given.command}: {message}", file=sys.stderr, flush=True)
+        return status
+
+
+def describe(error: BaseException) -> tuple[int, str | None]:
+    """(exit status, message in one line); no message for what is not a user's mistake, or has been reported."""
+    message = " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped by SIGINT"
+    if isinstance(error, SystemExit):
+        return error.code, getattr(error, "message", None)
+    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
+        return 2, f"error: {message}"
+    if isinstance(error, OSError):
+        return 1, f"error: {message}"
+    if isinstance(error, ValueError) or type(error) is Exception:  # fairseq reports users' mistakes as Exception
+        cause = error.__context__
+        detail = f" ({' '.join(str(cause).split())})" if type(error) is Exception and cause is not None else ""
+        return 2, f"error: {message}{detail}"
+    return 1, None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

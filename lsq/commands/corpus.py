@@ -1,0 +1,106 @@
+"""Parallel text: plain files with one sentence a line, checked, cleaned and split."""
+
+import codecs
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsq.commands.stages import write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Sentence pairs: `source[i]` means the same as `target[i]`."""
+
+    source: list[str]
+    target: list[str]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def select(self, rows: list[int]) -> "Corpus":
+        """The pairs of these rows, in this order."""
+        return Corpus(source=[self.source[row] for row in rows], target=[self.target[row] for row in rows])
+
+    def write(self, folder: Path, split: str) -> None:
+        """Write folder/split.src and folder/split.tgt, one sentence a line."""
+        for side, lines in (("src", self.source), ("tgt", self.target)):
+            write_text(folder / f"{split}.{side}", "".join(line + "\n" for line in lines))
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file, each with its runs of white space turned into single spaces.
+
+    Lines end at a line feed (or carriage return and line feed) only: the other line ends that Unicode knows
+    are white space within a sentence, so that both files of a pair are always counted alike.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a folder, an empty file, or bytes that are not UTF-8 (names the line).
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file {path}")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file")
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if not data.strip():
+        raise ValueError(f"{path} is empty; it must hold one sentence a line")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path}, line {line}: byte 0x{data[error.start]:02x} is not valid UTF-8;"
+            " convert the file first, e.g. with iconv"
+        ) from None
+    return [" ".join(line.replace("\0", " ").split()) for line in text.removesuffix("\n").split("\n")]
+
+
+def read_pairs(source: Path, target: Path) -> Corpus:
+    """Read two files whose lines correspond.
+
+    Raises:
+        ValueError: the files have different numbers of lines (names both), or see `read_lines`.
+    """
+    corpus = Corpus(source=read_lines(source), target=read_lines(target))
+    if len(corpus.source) != len(corpus.target):
+        raise ValueError(
+            f"{source} has {len(corpus.source)} lines but {target} has {len(corpus.target)};"
+            " line i of one must be the translation of line i of the other"
+        )
+    return corpus
+
+
+def without_empty(corpus: Corpus) -> Corpus:
+    """The pairs that have words on both sides."""
+    pairs = zip(corpus.source, corpus.target, strict=True)
+    return corpus.select([row for row, (source, target) in enumerate(pairs) if source and target])
+
+
+def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
+    """Split off `count` pairs at random; what remains shares no source sentence with them.
+
+    Returns:
+        (what remains, what is held out)
+
+    Raises:
+        ValueError: fewer than two different source sentences would remain.
+    """
+    different = list(dict.fromkeys(corpus.source))
+    if len(different) < count + 2:
+        raise ValueError(
+            f"{len(different)} different source sentences are too few to hold out {count} of them;"
+            " give more text, or validation and test files of your own"
+        )
+    chosen = set(random.Random(seed).sample(different, count))
+    first = {}
+    for row, sentence in enumerate(corpus.source):
+        if sentence in chosen:
+            first.setdefault(sentence, row)
+    remaining = [row for row, sentence in enumerate(corpus.source) if sentence not in chosen]
+    return corpus.select(remaining), corpus.select(sorted(first.values()))
+
+
+def held_out_count(pairs: int) -> int:
+    """How many pairs to hold out of a text of `pairs` pairs: one in twenty, at most 2,000."""
+    return min(2000, max(1, pairs // 20))

@@ -1,0 +1,60 @@
+"""SIGINT and SIGTERM during training: finish the update, write a checkpoint, say so, and stop."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+
+class Interrupted(SystemExit):
+    """A signal ended the training; the exit status is 128 plus its number, as shells have it."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(128 + number)
+        self.number = number
+        self.message = message
+
+
+class Interruption:
+    """Context manager that notes a signal instead of dying of it; a second one ends the process at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self.requested: int | None = None
+        """Number of the signal that came, or None."""
+        self._immediate = True
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """From now on only note signals; see `requested`."""
+        self._immediate = False
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this context a signal raises Interrupted at once."""
+        before, self._immediate = self._immediate, True
+        try:
+            yield
+        finally:
+            self._immediate = before
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.requested is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.requested = number
+        if self._immediate:
+            raise Interrupted(number, f"stopped by {signal.Signals(number).name} before the first update")

@@ -1,0 +1,69 @@
+"""Which process of which training this is: fairseq's distributed options from torchrun's environment."""
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+
+import torch
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def on_cpu(args: Namespace) -> bool:
+    """Whether this training runs on the CPU."""
+    return args.cpu or not torch.cuda.is_available()
+
+
+def check_precision(args: Namespace) -> None:
+    """Refuse what fairseq would fail on, or ignore, on the CPU.
+
+    Raises:
+        ValueError: --fp16 or --amp without a GPU, or --tpu without its library.
+    """
+    reason = "--cpu is given" if args.cpu else "PyTorch sees no GPU here"
+    for option in ("fp16", "amp"):
+        if getattr(args, option, False) and on_cpu(args):
+            raise ValueError(f"--{option} needs a GPU, but {reason}; leave it out or use --bf16")
+    if args.tpu:
+        raise ValueError("--tpu is not supported; leave it out")
+
+
+def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> None:
+    """Set fairseq's distributed options in `args`, in place, so that every process takes part in one training.
+
+    Under torchrun they come from its environment. Otherwise fairseq starts one process for each GPU by itself.
+
+    Raises:
+        ValueError: the launch would train nothing, or contradicts torchrun.
+    """
+    if all(name in environment for name in TORCHRUN):
+        _from_torchrun(args, environment)
+    elif args.distributed_world_size > 1 and not args.distributed_no_spawn and on_cpu(args):
+        raise ValueError(
+            f"--distributed-world-size {args.distributed_world_size} without GPUs would train nothing; start"
+            f" {args.distributed_world_size} processes with torchrun --nproc-per-node"
+            f" {args.distributed_world_size} --no-python lsq train ..."
+        )
+    if on_cpu(args) and args.distributed_backend == "nccl":
+        args.distributed_backend = "gloo"
+
+
+def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
+    world_size, local_rank = int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
+    default = max(1, torch.cuda.device_count())
+    if args.distributed_world_size not in (default, world_size):
+        raise ValueError(
+            f"--distributed-world-size {args.distributed_world_size} contradicts torchrun, which started"
+            f" {world_size} processes; leave it out"
+        )
+    if not on_cpu(args) and local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"torchrun started process {local_rank} of this machine (counted from 0), but PyTorch sees only"
+            f" {torch.cuda.device_count()} GPUs; lower --nproc-per-node, or give --cpu"
+        )
+    args.distributed_world_size = world_size
+    args.device_id = local_rank
+    args.distributed_no_spawn = True
+    if world_size > 1:
+        args.distributed_rank = int(environment["RANK"])
+        args.distributed_init_method = "env://"

@@ -1,0 +1,55 @@
+"""What reaches the screen: fairseq's log without the noise of its imports and its use of other libraries."""
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
+"""fairseq's own."""
+NOISE = (
+    "'pin_memory' argument is set as true",
+    "Support for mismatched key_padding_mask",
+    r"`torch\.cuda\.amp",
+    r"hydra\.experimental",
+    r"\s*The version_base parameter",
+    r"\s*The strict flag in the compose API",
+    "In 'config': Usage of deprecated keyword",
+    r"\s*'config' is validated against ConfigStore",
+)
+"""Beginnings of warnings about how fairseq uses PyTorch and hydra, which its users can do nothing about."""
+
+
+def configure() -> None:
+    """Log warnings to standard output, as fairseq does.
+
+    To be called before fairseq is imported: some of its modules set up logging in ways of their own otherwise.
+    """
+    logging.basicConfig(format=FORMAT, datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING, stream=sys.stdout)
+
+
+def quieten() -> None:
+    """Ignore the warnings of NOISE."""
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Within this context everything that is logged, and every warning, goes to a file instead of the screen."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.handlers = handlers
+        root.setLevel(level)
+        handler.close()

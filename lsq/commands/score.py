@@ -1,0 +1,38 @@
+"""BLEU and chrF by sacrebleu, and pictures of loss curves."""
+
+from pathlib import Path
+
+import matplotlib
+from sacrebleu.metrics import BLEU, CHRF
+
+from lsq.commands.progress import LossCurve
+
+
+def scores(hypotheses: list[str], references: list[str]) -> dict[str, float | str]:
+    """BLEU and chrF of a corpus in percent, each with sacrebleu's signature."""
+    found = {}
+    for name, metric in (("bleu", BLEU()), ("chrf", CHRF())):
+        found[name] = round(metric.corpus_score(hypotheses, [references]).score, 2)
+        found[f"{name}_signature"] = str(metric.get_signature())
+    return found
+
+
+def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
+    """Draw training (thin) and validation (thick, dotted points) losses of named trainings into one PNG file."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = f"C{number}"
+        axes.plot(*_points(curve.training), color=colour, alpha=0.4, linewidth=1, label=f"{name}, training")
+        axes.plot(*_points(curve.validation), color=colour, marker="o", markersize=3, label=f"{name}, validation")
+    axes.set(title=title, xlabel="updates", ylabel="bits per target token", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _points(losses: dict[int, float]) -> tuple[list[int], list[float]]:
+    return list(losses), list(losses.values())

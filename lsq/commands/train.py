@@ -1,0 +1,140 @@
+"""`lsq train`: fairseq-train with lsq's plugin loaded and fairseq's traps removed."""
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+
+import fairseq_cli.train as fairseq_train
+from fairseq import checkpoint_utils, options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.distributed import utils as distributed_utils
+from omegaconf import DictConfig
+
+from lsq.commands import launch, logs
+from lsq.commands.interruption import Interrupted, Interruption
+from lsq.commands.options import one_line_errors
+from lsq.commands.user_dir import user_dir
+from lsq.dist.agreement import any_process
+from lsq.fairseq.compatibility import replaced
+
+ARCHITECTURE = "lsq_transformer"
+TASK = "lsq_translation"
+CRITERION = "lsq_label_smoothed_cross_entropy"
+
+
+def parse(
+    parser: ArgumentParser, arguments: list[str], program: str, description: str, defaults: dict[str, str]
+) -> Namespace:
+    """Parse with a parser of fairseq's; --help also shows the options of the model, task and so on.
+
+    Exits as argparse does: with status 0 after help and 2 after a mistake.
+    """
+    logs.quieten()
+    parser.prog, parser.description = program, description
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    one_line_errors(parser)
+    wants_help = bool({"-h", "--help"} & set(arguments))
+    if wants_help:
+        arguments = [argument for argument in arguments if argument not in ("-h", "--help")]
+    passes = 0
+
+    def modify(parser: ArgumentParser) -> None:  # fairseq calls it before each of its two passes
+        nonlocal passes
+        passes += 1
+        parser.set_defaults(required_batch_size_multiple=1, **defaults)  # with 8, fairseq drops sentences
+        if wants_help and passes == 2:
+            parser.print_help()
+            parser.exit(0)
+
+    if not any(argument.partition("=")[0] == "--user-dir" for argument in arguments):
+        arguments = ["--user-dir", str(user_dir()), *arguments]
+    args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
+    args.tpu = any(argument == "--tpu" for argument in arguments)  # fairseq takes --bf16 to mean a TPU
+    return args
+
+
+def parse_training(arguments: list[str]) -> DictConfig:
+    """fairseq's configuration of a training from its command line.
+
+    Raises:
+        ValueError: the options do not fit this machine.
+    """
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--arch", "-a", default=ARCHITECTURE)
+    architecture = first.parse_known_args(arguments)[0].arch
+    defaults = {"arch": ARCHITECTURE}
+    if architecture.startswith(ARCHITECTURE):
+        defaults["criterion"] = CRITERION
+    args = parse(
+        options.get_training_parser(default_task=TASK),
+        arguments,
+        "lsq train",
+        "Train a model: the options are fairseq-train's and those of lsq's quantisers (--lsq-...).",
+        defaults,
+    )
+    if args.max_tokens is None and args.batch_size is None:
+        raise ValueError("give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)")
+    launch.check_precision(args)
+    launch.fill_in(args)
+    return convert_namespace_to_omegaconf(args)
+
+
+def train_process(cfg: DictConfig) -> None:
+    """One process's part of a training, answering to SIGINT and SIGTERM.
+
+    Raises:
+        Interrupted: a signal came; a checkpoint was written if there was something to write.
+    """
+    for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
+        if hasattr(function, "best"):  # of an earlier training in this process
+            del function.best
+    with Interruption() as interruption, stopping_between_updates(interruption):
+        fairseq_train.main(cfg)
+
+
+@contextlib.contextmanager
+def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
+    """Within this context fairseq's training looks for an interruption after every update."""
+    validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
+
+    def save_and_stop(cfg: DictConfig, trainer, epoch_itr) -> None:
+        path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+        number = interruption.requested or signal.SIGTERM  # it may have reached another process only
+        what = f"wrote {path}" if path else "no checkpoint was asked of this process"
+        name, updates = signal.Signals(number).name, trainer.get_num_updates()
+        raise Interrupted(number, f"stopped by {name} after {updates} updates; {what}")
+
+    def after_update(cfg: DictConfig, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
+        interruption.defer()
+        if any_process(interruption.requested is not None, trainer.device):
+            save_and_stop(cfg, trainer, epoch_itr)
+        try:
+            return validate_and_save(cfg, trainer, task, epoch_itr, valid_subsets, end_of_epoch)
+        except Interrupted:
+            save_and_stop(cfg, trainer, epoch_itr)
+
+    def interruptible_validate(cfg: DictConfig, *arguments):
+        alone = cfg.distributed_training.distributed_world_size == 1
+        with interruption.at_once() if alone else contextlib.nullcontext():
+            return validate(cfg, *arguments)
+
+    with replaced(fairseq_train, validate_and_save=after_update, validate=interruptible_validate):
+        yield
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand: train as the options say.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the data.
+        Interrupted: a signal came.
+    """
+    cfg = parse_training(arguments)
+    logging.getLogger().setLevel(logging.INFO)
+    distributed_utils.call_main(cfg, train_process)
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,202 @@
+"""`lsq train-text`: from two plain text files to a trained translator and its scores, in one resumable command."""
+
+import argparse
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+from pathlib import Path
+
+from lsq.commands.options import one_line_errors, positive
+from lsq.commands.prepare import TextFiles, VocabularyOptions, prepare, say
+from lsq.commands.text_run import RunOptions
+from lsq.commands.text_run import run as run_training
+from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
+from lsq.config import MODES, QuantConfig
+from lsq.fairseq import options as quantizer_options
+
+DESCRIPTION = """
+Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise, train, translate the test
+set and score it (BLEU, chrF). Line i of one file is the translation of line i of the other. Run the same command
+again to continue after an interruption; finished stages are skipped.
+"""
+EPILOG = """
+Options after a lone -- go to `lsq train` as they are, e.g. `-- --encoder-normalize-before`. Several runs share one
+output folder under different --name; the text, vocabulary and data are then made once.
+"""
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq train-text`."""
+    made = ArgumentParser(
+        prog="lsq train-text",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    one_line_errors(made)
+    files = made.add_argument_group("text")
+    files.add_argument("--src", type=Path, required=True, metavar="FILE", help="source sentences, one a line")
+    files.add_argument("--tgt", type=Path, required=True, metavar="FILE", help="their translations")
+    held_out = "; without it, pairs are held out of the training text (one in twenty, at most 2,000)"
+    for split, purpose in (("valid", "to choose the best checkpoint by"), ("test", "to translate and score")):
+        for side in ("src", "tgt"):
+            help_text = f"{'source' if side == 'src' else 'target'} sentences {purpose}{held_out}"
+            files.add_argument(f"--{split}-{side}", type=Path, metavar="FILE", help=help_text)
+    files.add_argument("--output", type=Path, required=True, metavar="DIR", help="where everything is written")
+    add_vocabulary_options(made)
+    add_training_options(made)
+    return made
+
+
+def add_vocabulary_options(parser: ArgumentParser, size: int = 8000) -> None:
+    """Options of how text becomes pieces."""
+    group = parser.add_argument_group("vocabulary")
+    group.add_argument("--vocabulary-size", type=positive, default=size, help="number of subwords")
+    group.add_argument(
+        "--character-coverage", type=float, default=0.9995, help="share of the characters that have a piece"
+    )
+    group.add_argument(
+        "--max-length", type=positive, default=256, help="longest sentence in pieces; longer pairs are left out"
+    )
+
+
+def add_training_options(parser: ArgumentParser) -> None:
+    """Options of the model, the training and the translation."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--mode", choices=MODES, default="int8", help="int8: lsq's layers; float: fairseq's own")
+    model.add_argument("--arch", help=f"fairseq architecture (default: {ARCHITECTURE} for int8, transformer for float)")
+    model.add_argument("--layers", type=positive, default=3, help="layers of the encoder, and of the decoder")
+    model.add_argument("--hidden", type=positive, default=256, help="hidden size")
+    model.add_argument("--feed-forward", type=positive, default=1024, help="inner size of feed-forward blocks")
+    model.add_argument("--heads", type=positive, default=4, help="attention heads")
+    model.add_argument("--dropout", type=float, default=0.1, help="dropout")
+    training = parser.add_argument_group("training")
+    training.add_argument("--name", help="name of this run, a folder in --output (default: the mode)")
+    training.add_argument("--updates", type=positive, default=10000, help="updates of the weights")
+    training.add_argument("--max-tokens", type=positive, default=4096, help="tokens in a batch, with padding")
+    training.add_argument("--update-freq", type=positive, default=1, help="batches in an update")
+    training.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
+    training.add_argument("--warmup", type=positive, default=1000, help="updates until the highest learning rate")
+    training.add_argument("--label-smoothing", type=float, default=0.1, help="label smoothing")
+    training.add_argument("--clip-norm", type=float, default=1.0, help="largest norm of the gradient")
+    training.add_argument(
+        "--validate-every", type=positive, default=500, help="updates between validations, each with a checkpoint"
+    )
+    training.add_argument("--log-every", type=positive, default=50, help="updates between points of the loss curve")
+    training.add_argument("--seed", type=int, default=1, help="seed of weights, order of batches and dropout")
+    training.add_argument("--beam", type=positive, default=5, help="beam size of the translation")
+    training.add_argument("--overwrite", action="store_true", help="delete an earlier run of this name that differs")
+    training.add_argument("--quiet", action="store_true", help="no progress bars")
+    add_quantizer_options(parser)
+
+
+def add_quantizer_options(parser: ArgumentParser) -> None:
+    """--lsq-from and --lsq-<field> for every field of QuantConfig but the mode."""
+    group = parser.add_argument_group("quantisers, with --mode int8", argument_default=argparse.SUPPRESS)
+    group.add_argument("--lsq-from", metavar="CHECKPOINT", help="start from fairseq's own transformer")
+    texts = quantizer_options.documentation(QuantConfig)
+    for field in fields(QuantConfig):
+        if field.name != "mode":
+            help_text = f"{texts[field.name]} Default: {field.default}.".replace("%", "%%")
+            group.add_argument(
+                quantizer_options.option(field), type=field.type, metavar=field.type.__name__.upper(), help=help_text
+            )
+
+
+def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
+    """The two files of a split, or None where neither is given.
+
+    Raises:
+        ValueError: one is given without the other.
+    """
+    source, target = getattr(given, f"{split}_src"), getattr(given, f"{split}_tgt")
+    if (source is None) != (target is None):
+        raise ValueError(f"--{split}-src and --{split}-tgt go together; only one of them is given")
+    return None if source is None else (source, target)
+
+
+def run_options(given: Namespace, extra: list[str]) -> RunOptions:
+    """What to train, from the options of `add_training_options`.
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+    quantizers = {
+        "--" + name.replace("_", "-"): str(value) for name, value in vars(given).items() if name.startswith("lsq_")
+    }
+    architecture = given.arch or (ARCHITECTURE if given.mode == "int8" else "transformer")
+    ours = architecture.startswith(ARCHITECTURE)
+    if not ours and (given.mode == "int8" or quantizers):
+        raise ValueError(
+            f"--arch {architecture} has no quantisers; with --mode int8 and --lsq-... options use {ARCHITECTURE}"
+        )
+    if given.max_tokens <= given.max_length:
+        raise ValueError(
+            f"--max-tokens {given.max_tokens} is too small for sentences of --max-length {given.max_length} pieces"
+            f" and their end mark; use at least {given.max_length + 1}"
+        )
+    training = {
+        "--arch": architecture,
+        "--task": TASK if ours else "translation",
+        "--criterion": CRITERION if ours else "label_smoothed_cross_entropy",
+        "--label-smoothing": str(given.label_smoothing),
+        "--share-all-embeddings": None,
+        "--dropout": str(given.dropout),
+        "--max-tokens": str(given.max_tokens),
+        "--update-freq": str(given.update_freq),
+        "--optimizer": "adam",
+        "--adam-betas": "(0.9, 0.98)",
+        "--lr": str(given.lr),
+        "--lr-scheduler": "inverse_sqrt",
+        "--warmup-updates": str(given.warmup),
+        "--clip-norm": str(given.clip_norm),
+        "--save-interval-updates": str(given.validate_every),
+        "--keep-interval-updates": "1",
+        "--no-epoch-checkpoints": None,
+        "--save-interval": "1000000",
+        "--validate-interval": "1000000",
+        "--log-interval": str(given.log_every),
+        "--seed": str(given.seed),
+    }
+    for side in ("encoder", "decoder"):
+        training[f"--{side}-layers"] = str(given.layers)
+        training[f"--{side}-embed-dim"] = str(given.hidden)
+        training[f"--{side}-ffn-embed-dim"] = str(given.feed_forward)
+        training[f"--{side}-attention-heads"] = str(given.heads)
+    if ours:
+        training |= {"--lsq-mode": given.mode, **quantizers}
+    return RunOptions(
+        name=given.name or given.mode,
+        updates=given.updates,
+        training=training,
+        beam=given.beam,
+        extra=extra,
+        overwrite=given.overwrite,
+        quiet=given.quiet,
+    )
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files.
+        Interrupted: a signal came.
+    """
+    extra = []
+    if "--" in arguments:
+        middle = arguments.index("--")
+        arguments, extra = arguments[:middle], arguments[middle + 1 :]
+    given = parser().parse_args(arguments)
+    files = TextFiles(train=(given.src, given.tgt), valid=file_pair(given, "valid"), test=file_pair(given, "test"))
+    options = run_options(given, extra)
+    vocabulary = VocabularyOptions(
+        size=given.vocabulary_size, coverage=given.character_coverage, max_length=given.max_length
+    )
+    results = run_training(prepare(files, given.output, vocabulary), options)
+    folder = given.output / options.name
+    say(f"BLEU {results['bleu']:.2f}  ({results['bleu_signature']})")
+    say(f"chrF {results['chrf']:.2f}  ({results['chrf_signature']})")
+    say(f"{results['updates']} updates in {results['training_seconds']:.0f} s; everything is in {folder}:")
+    say("results.json, losses.png, translation/hypotheses.txt, model/checkpoint_best.pt")
+    return 0

@@ -1,0 +1,141 @@
+"""A vocabulary of subwords shared by both languages, and text as fairseq's binary data sets."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import sentencepiece
+import torch
+from fairseq.data import Dictionary, indexed_dataset
+from tqdm import tqdm
+
+from lsq.commands.corpus import Corpus
+from lsq.config import DIMENSION_MULTIPLE
+
+MODEL = "sentencepiece.model"
+CHUNK = 10_000
+"""Sentences that are encoded in one call."""
+
+
+def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:
+    """Learn a joint byte-pair encoding of both sides; writes folder/sentencepiece.model and .vocab.
+
+    Raises:
+        ValueError: the text has too few or too many different characters or words for `size` pieces.
+    """
+    sentences = (sentence for side in (corpus.source, corpus.target) for sentence in side)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences,
+            model_prefix=str(folder / MODEL.removesuffix(".model")),
+            model_type="bpe",
+            vocab_size=size,
+            character_coverage=coverage,
+            pad_id=3,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(_vocabulary_problem(size, str(error))) from None
+
+
+def _vocabulary_problem(size: int, message: str) -> str:
+    if found := re.search(r"value <= (\d+)", message):
+        return f"--vocabulary-size {size} is too large for this text; use at most {found[1]}"
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return (
+            f"--vocabulary-size {size} is too small for the characters of this text; use at least {found[1]},"
+            " or a lower --character-coverage"
+        )
+    return f"no vocabulary of {size} pieces could be learnt from this text: {message}"
+
+
+def load_vocabulary(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    """The vocabulary that `learn_vocabulary` wrote into this folder."""
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
+
+
+def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> tuple[Dictionary, numpy.ndarray]:
+    """fairseq's dictionary of the same pieces, padded to the width that int8 products take.
+
+    Returns:
+        (dictionary, its index of every piece: int32 [pieces])
+    """
+    dictionary = Dictionary()
+    special = {
+        vocabulary.unk_id(): dictionary.unk(),
+        vocabulary.bos_id(): dictionary.bos(),
+        vocabulary.eos_id(): dictionary.eos(),
+        vocabulary.pad_id(): dictionary.pad(),
+    }
+    index = numpy.empty(vocabulary.get_piece_size(), dtype=numpy.int32)
+    for piece in range(len(index)):
+        known = special.get(piece)
+        index[piece] = dictionary.add_symbol(vocabulary.id_to_piece(piece)) if known is None else known
+    dictionary.pad_to_multiple_(DIMENSION_MULTIPLE)
+    return dictionary, index
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Pairs that are too long to train on."""
+
+    count: int
+    first_line: int
+    """The first of them, counted from 1 in the split's file."""
+    pieces: int
+    """The pieces of its longer side."""
+
+
+def binarize(
+    corpus: Corpus,
+    vocabulary: sentencepiece.SentencePieceProcessor,
+    folder: Path,
+    split: str,
+    max_length: int,
+) -> tuple[LeftOut | None, list[int]]:
+    """Write one split as fairseq's memory-mapped data set: folder/split.src-tgt.{src,tgt}.{bin,idx}.
+
+    Pairs in which a side has more than `max_length` pieces are left out.
+
+    Returns:
+        (what was left out, or None; the rows that were kept)
+    """
+    dictionary, index = dictionary_of(vocabulary)
+    prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in ("src", "tgt")]
+    builders = [
+        indexed_dataset.make_builder(
+            indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary)
+        )
+        for prefix in prefixes
+    ]
+    kept, too_long = [], []
+    with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False) as bar:
+        for start in range(0, len(corpus), CHUNK):
+            sides = [
+                vocabulary.encode(side[start : start + CHUNK], out_type=int)
+                for side in (corpus.source, corpus.target)
+            ]
+            for row, pair in enumerate(zip(*sides, strict=True), start):
+                longest = max(map(len, pair))
+                if longest > max_length:
+                    too_long.append((row, longest))
+                    continue
+                kept.append(row)
+                for builder, pieces in zip(builders, pair, strict=True):
+                    codes = numpy.append(index[pieces], numpy.int32(dictionary.eos()))
+                    builder.add_item(torch.from_numpy(codes))
+            bar.update(len(sides[0]))
+    for builder, prefix in zip(builders, prefixes, strict=True):
+        builder.finalize(indexed_dataset.index_file_path(prefix))
+    if not too_long:
+        return None, kept
+    row, pieces = too_long[0]
+    return LeftOut(count=len(too_long), first_line=row + 1, pieces=pieces), kept
+
+
+def write_dictionaries(vocabulary: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
+    """Write folder/dict.src.txt and folder/dict.tgt.txt, which are the same."""
+    dictionary, _ = dictionary_of(vocabulary)
+    for side in ("src", "tgt"):
+        dictionary.save(str(folder / f"dict.{side}.txt"))

@@ -1,0 +1,1 @@
+"""Everything that processes say to each other."""
