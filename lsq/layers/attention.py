@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, initialise_uniform, key_padding
+from lsq.layers.module import ProgramModule, initialise_uniform, key_padding, rows_of
 from lsq.program import layers as programs
 
 
@@ -57,7 +57,7 @@ class MultiheadAttention(ProgramModule):
             raise ValueError(f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given")
         time, batch, hidden = x.shape
         mask = key_padding(key_padding_mask)
-        inputs = {"x": x.reshape(-1, hidden)}
+        inputs = {"x": rows_of(x, self.config.hidden)}
         if mask is not None:
             inputs["padding"] = mask
         if memory is None:
@@ -70,6 +70,6 @@ class MultiheadAttention(ProgramModule):
             program = programs.cross_attention(
                 self.config, batch, time, memory.shape[0], mask is not None, self.training, backward
             )
-            inputs["memory"] = memory.reshape(-1, hidden)
+            inputs["memory"] = rows_of(memory, self.config.hidden)
         (y,) = self.execute(program, inputs)
         return y.view(time, batch, hidden)

@@ -6,7 +6,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers.attention import MultiheadAttention
 from lsq.layers.feed_forward import FeedForward
-from lsq.layers.module import ProgramModule, key_padding
+from lsq.layers.module import ProgramModule, key_padding, rows_of
 from lsq.program import layers as programs
 
 
@@ -38,16 +38,16 @@ class TransformerDecoderLayer(ProgramModule):
         one step [1, B, H]; the layer keeps its keys and values in the state, each [B, heads, time, width].
 
         Raises:
-            ValueError: a state in training mode, or with more than one step.
+            ValueError: a state in training mode, with more than one step, or before calibration.
         """
         time, batch, hidden = x.shape
-        inputs = {"x": x.reshape(-1, hidden)}
+        inputs = {"x": rows_of(x, self.config.hidden)}
         mask = key_padding(encoder_padding_mask)
         if mask is not None:
             inputs["padding"] = mask
         if state is not None:
             return self._step(inputs, encoder_out, state).view(x.shape)
-        inputs["memory"] = encoder_out.reshape(-1, hidden)
+        inputs["memory"] = rows_of(encoder_out, self.config.hidden)
         self_mask = key_padding(self_padding_mask)
         if self_mask is not None:
             inputs["self_padding"] = self_mask
@@ -66,9 +66,14 @@ class TransformerDecoderLayer(ProgramModule):
                 f"incremental decoding takes one step [1, {batch}, {config.hidden}] in eval mode; given "
                 f"{inputs['x'].shape[0]} rows, training {self.training}"
             )
+        if config.quant.quantized and not self.calibrated:
+            raise ValueError(
+                "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "
+                "once on a whole target"
+            )
         with torch.no_grad():
             if not state:
-                memory = encoder_out.reshape(-1, config.hidden)
+                memory = rows_of(encoder_out, config.hidden)
                 program = programs.decoder_memory(config, batch, source)
                 state["cross_key"], state["cross_value"] = self.execute(program, {"memory": memory})
                 state["key"] = state["value"] = torch.empty(batch, config.heads, 0, config.hidden // config.heads)

@@ -77,9 +77,16 @@ class Embedding(ProgramModule):
         """tokens int64 [B, T]; `offset` is the position of the first column, for incremental decoding.
 
         Raises:
-            ValueError: a sentence is longer than max_positions.
+            ValueError: a sentence is longer than max_positions, the batch is empty, or a token is not in the vocabulary.
         """
         batch, time = tokens.shape
+        if tokens.numel() == 0:
+            raise ValueError(f"tokens are {tuple(tokens.shape)}; a batch needs at least one")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.weight.shape[0]:
+            raise ValueError(
+                f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary has "
+                f"{self.weight.shape[0]} words"
+            )
         if time + offset > self.max_positions:
             raise ValueError(
                 f"a sentence of {time + offset} tokens is longer than max_positions = {self.max_positions}; "

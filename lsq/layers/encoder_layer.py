@@ -6,7 +6,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers.attention import MultiheadAttention
 from lsq.layers.feed_forward import FeedForward
-from lsq.layers.module import ProgramModule, key_padding
+from lsq.layers.module import ProgramModule, key_padding, rows_of
 from lsq.program import layers as programs
 
 
@@ -28,7 +28,7 @@ class TransformerEncoderLayer(ProgramModule):
         program = programs.encoder_layer(
             self.config, batch, time, mask is not None, self.training, self.wants_backward(x)
         )
-        inputs = {"x": x.reshape(-1, hidden)}
+        inputs = {"x": rows_of(x, self.config.hidden)}
         if mask is not None:
             inputs["padding"] = mask
         (y,) = self.execute(program, inputs)

@@ -3,7 +3,7 @@
 import torch
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, initialise_uniform
+from lsq.layers.module import ProgramModule, initialise_uniform, rows_of
 from lsq.program import layers as programs
 
 
@@ -21,7 +21,7 @@ class FeedForward(ProgramModule):
         self.calibrate_weights()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.config.hidden)
+        rows = rows_of(x, self.config.hidden)
         program = programs.feed_forward(self.config, rows.shape[0], self.training, self.wants_backward(x))
         (y,) = self.execute(program, {"x": rows})
         return y.view(x.shape)

@@ -3,7 +3,7 @@
 import torch
 
 from lsq.config import QuantConfig, check_dimension
-from lsq.layers.module import ProgramModule, initialise_uniform
+from lsq.layers.module import ProgramModule, initialise_uniform, rows_of
 from lsq.program import layers as programs
 
 
@@ -30,7 +30,7 @@ class QuantizedLinear(ProgramModule):
         self.calibrate_weights()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.inputs)
+        rows = rows_of(x, self.inputs)
         program = programs.linear(
             self.quant, rows.shape[0], self.inputs, self.outputs, self.bias is not None, self.training,
             self.wants_backward(x),

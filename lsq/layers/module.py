@@ -1,5 +1,6 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
+import logging
 import math
 
 import torch
@@ -11,6 +12,8 @@ from lsq.ops.quantize import weight_reference
 from lsq.ops.random import draw_key
 from lsq.program.executor import Execution, Hooks
 from lsq.program.program import Program
+
+logger = logging.getLogger(__name__)
 
 CLIP = "_clip"
 """Suffix of every clip parameter."""
@@ -30,7 +33,9 @@ class ProgramModule(nn.Module):
         super().__init__()
         self.quant = quantization
         self._codes: dict[str, torch.Tensor] = {}
+        self._codes_made_from: tuple = ()
         self._observer = None
+        self._held_clips: set[str] = set()
         if quantization.quantized:
             self.register_buffer("calibrated", torch.tensor(quantization.activation_init == "fixed"))
 
@@ -94,7 +99,7 @@ class ProgramModule(nn.Module):
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters; the first run calibrates."""
         if self.training:
-            self._keep_clips_positive()
+            self.hold_clips_above_zero()
         tensors = {**dict(self.named_parameters()), **inputs, "random_key": draw_key()}
         if not program.output_gradients:
             tensors.update(self._weight_codes())
@@ -111,11 +116,25 @@ class ProgramModule(nn.Module):
         return outputs
 
     @torch.no_grad()
-    def _keep_clips_positive(self) -> None:
-        """An optimizer may step over zero; a clip that does so rests at the smallest one that works."""
-        clips = [clip for name, clip in self.named_parameters() if name.endswith(CLIP)]
-        if clips:
-            torch._foreach_clamp_min_(clips, quant.SMALLEST_CLIP)
+    def hold_clips_above_zero(self) -> None:
+        """Raise every clip below SMALLEST_CLIP to it, in place, and say so once for each.
+
+        A step of an optimizer is about as long as its learning rate, whatever it steps on, and may take a small
+        clip across 0, where it would mean nothing. NaN stays, to be seen.
+        """
+        clips = {name: clip for name, clip in self.named_parameters() if name.endswith(CLIP)}
+        if not clips or not torch.cat([*clips.values()]).lt(quant.SMALLEST_CLIP).any():
+            return
+        for name, clip in clips.items():
+            if clip.lt(quant.SMALLEST_CLIP).any():
+                clip.data.clamp_(min=quant.SMALLEST_CLIP)
+                if name not in self._held_clips:
+                    self._held_clips.add(name)
+                    logger.warning(
+                        "%s: the optimizer took a clip to 0 or below; it is held just above 0, which makes what it "
+                        "clips 0 as well, and may grow again. If many tensors are affected, lower the learning rate.",
+                        name,
+                    )
 
     def _calibrate_operation(self, operation, values) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""
@@ -132,12 +151,13 @@ class ProgramModule(nn.Module):
         values[clip].copy_(measured)
 
     def _weight_codes(self) -> dict[str, torch.Tensor]:
-        """Codes and scale of every weight; kept in eval mode."""
+        """Codes and scale of every weight; kept in eval mode until a parameter changes."""
         if not self.quant.quantized:
             return {}
-        if self._codes and not self.training:
-            return self._codes
         parameters = dict(self.named_parameters())
+        made_from = tuple((tensor.data_ptr(), tensor._version) for tensor in parameters.values())
+        if self._codes and not self.training and self._codes_made_from == made_from:
+            return self._codes
         codes = {}
         with torch.no_grad():
             for name, clip in parameters.items():
@@ -147,7 +167,7 @@ class ProgramModule(nn.Module):
                     codes[name.removesuffix(CLIP) + ".codes"] = rounded
                     codes[name.removesuffix(CLIP) + ".scale"] = scale
         if not self.training:
-            self._codes = codes
+            self._codes, self._codes_made_from = codes, made_from
         return codes
 
     def round_weight(self, weight: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,11 +178,16 @@ class ProgramModule(nn.Module):
 
     def train(self, mode: bool = True):
         self._codes.clear()
+        self.hold_clips_above_zero()
         return super().train(mode)
 
     def _apply(self, *arguments, **options):
         self._codes.clear()
         return super()._apply(*arguments, **options)
+
+    def _save_to_state_dict(self, *arguments, **options):
+        self.hold_clips_above_zero()
+        super()._save_to_state_dict(*arguments, **options)
 
     def _load_from_state_dict(self, *arguments, **options):
         self._codes.clear()
@@ -173,6 +198,17 @@ def initialise_uniform(parameter: torch.Tensor, fan_in: int) -> None:
     """Uniform in ±1/sqrt(fan_in), as torch.nn.Linear draws both weights and biases."""
     bound = 1.0 / math.sqrt(fan_in)
     nn.init.uniform_(parameter, -bound, bound)
+
+
+def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
+    """x [..., width] as rows [M, width].
+
+    Raises:
+        ValueError: another width, or nothing in it.
+    """
+    if x.shape[-1] != width or x.numel() == 0:
+        raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
+    return x.reshape(-1, width)
 
 
 def key_padding(mask: torch.Tensor | None) -> torch.Tensor | None:

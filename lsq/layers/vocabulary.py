@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig, check_dimension
-from lsq.layers.module import ProgramModule
+from lsq.layers.module import ProgramModule, rows_of
 from lsq.ops.quantize import weight_reference
 from lsq.program import layers as programs
 
@@ -19,7 +19,7 @@ class VocabularyProjection(ProgramModule):
         padding_idx: targets with this value count for nothing.
 
     Raises:
-        ValueError: the shape of `weight` is not [V, H], or int8 products cannot take H.
+        ValueError: V is below 2, the shape of `weight` is not [V, H], or int8 products cannot take H.
     """
 
     def __init__(
@@ -33,6 +33,8 @@ class VocabularyProjection(ProgramModule):
     ):
         quant = quant or QuantConfig()
         super().__init__(quant)
+        if vocabulary < 2:
+            raise ValueError(f"vocabulary is {vocabulary}; it must have at least 2 words")
         if quant.quantized:
             check_dimension("hidden", hidden)
         self.vocabulary, self.hidden = vocabulary, hidden
@@ -48,7 +50,7 @@ class VocabularyProjection(ProgramModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits float32 [..., V]."""
-        rows = x.reshape(-1, self.hidden)
+        rows = rows_of(x, self.hidden)
         program = programs.vocabulary_logits(
             self.quant, rows.shape[0], self.hidden, self.vocabulary, self.rows, self.training, self.wants_backward(x)
         )
@@ -67,8 +69,8 @@ class VocabularyProjection(ProgramModule):
         """
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be at least 0 and below 1")
-        rows, target = x.reshape(-1, self.hidden), target.reshape(-1)
-        if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
+        rows, target = rows_of(x, self.hidden), target.reshape(-1)
+        if not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
             raise ValueError(
                 f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary has "
                 f"{self.vocabulary} words"
