@@ -1,0 +1,27 @@
+"""Architectures: registered, with fairseq's dimensions and lsq's defaults."""
+
+from argparse import Namespace
+from dataclasses import fields
+
+import pytest
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+
+from lsq.config import QuantConfig
+from lsq.fairseq.architectures import SUFFIXES
+from lsq.fairseq.model import LSQTransformerModel
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_dimensions_are_those_of_fairseq(suffix):
+    ours, theirs = Namespace(), Namespace()
+    ARCH_CONFIG_REGISTRY["lsq_transformer" + suffix](ours)
+    ARCH_CONFIG_REGISTRY["transformer" + suffix](theirs)
+    assert ARCH_MODEL_REGISTRY["lsq_transformer" + suffix] is LSQTransformerModel
+    added = {"lsq_from": None} | {f"lsq_{field.name}": field.default for field in fields(QuantConfig)}
+    assert vars(ours) == vars(theirs) | added
+
+
+def test_given_options_win():
+    args = Namespace(encoder_layers=1, lsq_bits=4)
+    ARCH_CONFIG_REGISTRY["lsq_transformer_wmt_en_de_big"](args)
+    assert (args.encoder_layers, args.decoder_layers, args.encoder_embed_dim, args.lsq_bits) == (1, 6, 1024, 4)

@@ -1,0 +1,142 @@
+"""Starting from fairseq's transformer, and what is refused in checkpoints."""
+
+import pytest
+import torch
+
+from lsq.fairseq import checkpoint
+from lsq.layers import quantized_tensors
+
+FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
+
+
+@pytest.fixture
+def fairseq_state(build):
+    """The parameters of fairseq's transformer, by its names."""
+    return build(FAIRSEQ)[1].state_dict()
+
+
+@pytest.fixture
+def model(build):
+    return build("")[1]
+
+
+def test_projections_are_concatenated_in_order(fairseq_state):
+    renamed = checkpoint.rename(fairseq_state)
+    old, new = "decoder.layers.1.", "decoder.layers.1."
+    joined = [fairseq_state[f"{old}self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(renamed[new + "self_attn.qkv_weight"], torch.cat(joined))
+    joined = [fairseq_state[f"{old}encoder_attn.{part}_proj.bias"] for part in "kv"]
+    assert torch.equal(renamed[new + "encoder_attn.key_value_bias"], torch.cat(joined))
+    assert renamed[new + "encoder_attn.query_weight"] is fairseq_state[old + "encoder_attn.q_proj.weight"]
+    assert renamed[new + "self_attn.out_bias"] is fairseq_state[old + "self_attn.out_proj.bias"]
+    assert renamed[new + "feed_forward.fc2_weight"] is fairseq_state[old + "fc2.weight"]
+
+
+def test_loading_measures_the_clips_of_weights_and_asks_for_those_of_activations(model, fairseq_state):
+    name, clip = next((name, clip) for name, clip in quantized_tensors(model) if name.endswith("fc1_weight"))
+    model.encoder.layers[0].calibrated.fill_(True)
+    fairseq_state["encoder.layers.0.fc1.weight"] *= 100.0
+    before = clip.clone()
+    checkpoint.load_float(model, fairseq_state)
+    assert name == "encoder.layers.0.feed_forward.fc1_weight"
+    assert (clip > 10 * before).all()
+    assert not model.encoder.layers[0].calibrated
+
+
+def test_everything_that_does_not_fit_is_listed_and_nothing_is_copied(model, fairseq_state):
+    del fairseq_state["encoder.layers.0.fc1.bias"]
+    fairseq_state["encoder.layers.7.fc1.bias"] = torch.zeros(48)
+    fairseq_state["decoder.embed_tokens.weight"] = torch.zeros(99, 32)
+    fairseq_state["decoder.attention_of_another_kind"] = torch.zeros(3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError) as caught:
+        checkpoint.load_float(model, fairseq_state)
+    message = str(caught.value)
+    assert "encoder.layers.0.feed_forward.fc1_bias: not in the checkpoint" in message
+    assert "encoder.layers.7.feed_forward.fc1_bias: only in the checkpoint, [48]" in message
+    assert "decoder.embed_tokens.weight: [99, 32] in the checkpoint, [16, 32] here" in message
+    assert "decoder.attention_of_another_kind: only in the checkpoint, [3]" in message
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_missing_part_of_a_joined_weight_is_named(model, fairseq_state):
+    del fairseq_state["encoder.layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(ValueError, match="encoder.layers.0.self_attn.qkv_weight needs .* q, k, v .* has no k"):
+        checkpoint.load_float(model, fairseq_state)
+
+
+def test_shared_here_but_different_there(build, fairseq_state):
+    _, model = build("--share-all-embeddings")
+    with pytest.raises(ValueError, match="decoder.embed_tokens.weight: the same parameter as encoder.embed_tokens"):
+        checkpoint.load_float(model, fairseq_state)
+
+
+def test_int8_checkpoint_is_not_a_start(build, model):
+    with pytest.raises(ValueError, match="--lsq-from was given an int8 model's checkpoint"):
+        checkpoint.load_float(model, build("")[1].state_dict())
+
+
+def test_start_from_a_trained_transformer(train, build, batch, tmp_path):
+    trained = train(tmp_path / "float", FAIRSEQ)
+    path = tmp_path / "float" / "checkpoint_last.pt"
+    task, model = build(f"--lsq-from {path}")
+    weight = trained["model"]["encoder.embed_tokens.weight"]
+    assert torch.equal(model.encoder.embed_tokens.weight, weight)
+
+    state = train(tmp_path / "int8", f"--lsq-from {path} --max-update 2 --lr 1e-9")
+    assert state["cfg"]["model"].lsq_from is None, "an int8 checkpoint must not need the float one"
+    torch.testing.assert_close(state["model"]["encoder.embed_tokens.weight"], weight, rtol=0, atol=1e-6)
+    assert all(value for name, value in state["model"].items() if name.endswith("calibrated"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--encoder-attention-heads 2", "--encoder-attention-heads: 4 in the checkpoint, 2 here"),
+        ("--activation-fn gelu", "--activation-fn: relu in the checkpoint, gelu here"),
+        ("--decoder-layers 1", "decoder.layers.1.feed_forward.fc1_bias: only in the checkpoint"),
+    ],
+)
+def test_start_from_another_model_is_refused(train, build, tmp_path, given, message):
+    train(tmp_path, FAIRSEQ + " --max-update 1")
+    with pytest.raises(ValueError, match=message):
+        build(f"--lsq-from {tmp_path}/checkpoint_last.pt {given}")
+
+
+def test_start_from_nothing(build, tmp_path):
+    with pytest.raises(FileNotFoundError, match="--lsq-from .*none.pt: there is no such file"):
+        build(f"--lsq-from {tmp_path}/none.pt")
+    for content in (b"", b"no checkpoint"):
+        (tmp_path / "other.pt").write_bytes(content)
+        with pytest.raises(ValueError, match="other.pt is not a checkpoint of fairseq"):
+            build(f"--lsq-from {tmp_path}/other.pt")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_unusable_clip_in_a_checkpoint_is_named(model, value):
+    state = model.state_dict()
+    state["encoder.layers.1.feed_forward.hidden_clip"] = torch.tensor([value])
+    with pytest.raises(ValueError, match="encoder.layers.1.feed_forward.hidden_clip in the checkpoint is"):
+        model.load_state_dict(state)
+
+
+def test_checkpoint_without_clips(build, model):
+    with pytest.raises(ValueError, match="holds no clips.*--lsq-from"):
+        model.load_state_dict(build("--lsq-mode float")[1].state_dict())
+
+
+def test_checkpoint_with_clips_for_a_float_model(build, model):
+    with pytest.raises(ValueError, match="holds 64 clips.*--lsq-mode int8"):
+        build("--lsq-mode float")[1].load_state_dict(model.state_dict())
+
+
+def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
+    from fairseq import checkpoint_utils
+
+    state = train(tmp_path, "--max-update 1")
+    state["model"]["decoder.output_projection.input_clip"].fill_(float("nan"))
+    torch.save(state, tmp_path / "broken.pt")
+    with pytest.raises(ValueError, match="decoder.output_projection.input_clip in the checkpoint is nan"):
+        checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "broken.pt")])
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint_last.pt")])
+    assert type(model).__name__ == "LSQTransformerModel"

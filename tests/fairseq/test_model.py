@@ -1,0 +1,176 @@
+"""The model: equal to fairseq's in float, usable by fairseq's generators, and the same step by step."""
+
+import pytest
+import torch
+from fairseq.models.transformer import TransformerModel
+
+from lsq.fairseq import checkpoint
+from lsq.layers import quantized_tensors
+
+VARIANTS = {
+    "post-norm": "",
+    "pre-norm": "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
+    "shared": "--share-all-embeddings --encoder-learned-pos --decoder-learned-pos",
+    "normed embedding": "--layernorm-embedding --no-scale-embedding --share-decoder-input-output-embed",
+    "uneven": "--encoder-layers 1 --decoder-layers 3 --encoder-attention-heads 2 --decoder-ffn-embed-dim 80",
+}
+
+
+@pytest.fixture
+def pair(build):
+    """pair(options) -> (task, fairseq's transformer, ours in float mode with the same weights), in eval mode."""
+
+    def pair(options: str):
+        task, theirs = build(options + " --arch transformer --criterion label_smoothed_cross_entropy")
+        assert type(theirs) is TransformerModel
+        _, ours = build(options + " --lsq-mode float")
+        checkpoint.load_float(ours, theirs.state_dict())
+        return task, theirs.eval(), ours.eval()
+
+    return pair
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float_mode_equals_fairseq(pair, batch, name):
+    task, theirs, ours = pair(VARIANTS[name])
+    sample = batch(task)
+    expected, actual = theirs(**sample["net_input"])[0], ours(**sample["net_input"])[0]
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for output, model in ((expected, theirs), (actual, ours)):
+        model.zero_grad()
+        model.get_normalized_probs((output, None), log_probs=True).square().mean().backward()
+    gradient = theirs.encoder.embed_tokens.weight.grad
+    bound = 1e-4 * gradient.abs().max().item()
+    torch.testing.assert_close(ours.encoder.embed_tokens.weight.grad, gradient, rtol=0, atol=bound)
+
+
+def test_int8_is_close_to_float(pair, build, batch):
+    task, theirs, _ = pair("")
+    _, ours = build("")
+    checkpoint.load_float(ours, theirs.state_dict())
+    sample = batch(task)
+    expected, actual = theirs(**sample["net_input"])[0], ours.eval()(**sample["net_input"])[0]
+    error = (actual - expected).square().mean() / expected.square().mean()
+    assert 0 < error < 1e-2
+
+
+def test_interface_of_encoder_and_decoder(build, batch):
+    task, model = build("")
+    net_input = batch(task)["net_input"]
+    model.eval()
+    out = model.encoder(net_input["src_tokens"], net_input["src_lengths"], return_all_hiddens=True)
+    sentences, length = net_input["src_tokens"].shape
+    assert out["encoder_out"][0].shape == (length, sentences, 32)
+    assert len(out["encoder_states"]) == 3
+    assert torch.equal(out["src_lengths"][0].flatten().long(), net_input["src_lengths"])
+    again = model.encoder.forward_torchscript(net_input)
+    torch.testing.assert_close(again["encoder_out"], out["encoder_out"], rtol=0, atol=0)
+
+    order = torch.tensor([3, 3, 0])
+    reordered = model.encoder.reorder_encoder_out(out, order)
+    assert torch.equal(reordered["encoder_out"][0], out["encoder_out"][0][:, order])
+    assert torch.equal(reordered["encoder_padding_mask"][0], out["encoder_padding_mask"][0][order])
+
+    features, extra = model.extract_features(**net_input)
+    assert features.shape == (*net_input["prev_output_tokens"].shape, 32)
+    assert extra["attn"] == [None] and len(extra["inner_states"]) == 3
+    logits, _ = model.forward_decoder(net_input["prev_output_tokens"], encoder_out=out)
+    assert logits.shape == (*net_input["prev_output_tokens"].shape, len(task.target_dictionary))
+    torch.testing.assert_close(model.decoder.output_layer(features), logits, rtol=0, atol=0)
+    assert model.max_positions() == (1024, 1024) and model.max_decoder_positions() == 1024
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_one_step_at_a_time_gives_the_logits_of_the_whole(build, batch, mode):
+    task, model = build(f"--lsq-mode {mode}")
+    net_input = batch(task)["net_input"]
+    model.eval()
+    whole, _ = model(**net_input)
+    encoder_out = model.encoder(net_input["src_tokens"])
+    tokens, state = net_input["prev_output_tokens"], {}
+    present = tokens.ne(task.target_dictionary.pad())
+    for step in range(tokens.shape[1]):
+        logits, _ = model.decoder(tokens[:, : step + 1], encoder_out=encoder_out, incremental_state=state)
+        assert logits.shape[1] == 1
+        here = present[:, step]
+        torch.testing.assert_close(logits[here, 0], whole[here, step], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", ["", "--lsq-mode float", "--share-all-embeddings --encoder-normalize-before"])
+def test_incremental_decoding_gives_the_hypotheses_of_decoding_from_scratch(build, batch, options):
+    task, model = build(options)
+    sample = batch(task)
+    model.eval()
+    model(**sample["net_input"])
+    found = []
+    for incremental in (True, False):
+        generator = task.build_generator([model], Beam())
+        generator.model.has_incremental = incremental
+        found.append(task.inference_step(generator, [model], sample))
+    for with_state, without in zip(*found, strict=True):
+        assert [list(h["tokens"]) for h in with_state] == [list(h["tokens"]) for h in without]
+        scores = [torch.stack([h["score"] for h in sentence]) for sentence in (with_state, without)]
+        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-4)
+
+
+class Beam:
+    """Options of a generator."""
+
+    beam = 4
+    max_len_b = 12
+
+
+def test_loss_equals_that_of_the_logits(build, batch):
+    task, model = build("")
+    sample = batch(task)
+    model.eval()
+    logits, _ = model(**sample["net_input"])
+    loss, nll, features = model(**sample["net_input"], target=sample["target"], label_smoothing=0.1)
+    words = sample["target"].ne(task.target_dictionary.pad())
+    expected = torch.nn.functional.cross_entropy(logits[words], sample["target"][words], reduction="sum")
+    torch.testing.assert_close(nll, expected)
+    expected = torch.nn.functional.cross_entropy(
+        logits[words], sample["target"][words], reduction="sum", label_smoothing=0.1 * 16 / 15
+    )
+    torch.testing.assert_close(loss, expected)
+    assert features.shape == (*sample["target"].shape, 32)
+
+
+def test_attention_weights_are_refused(build, batch):
+    task, model = build("")
+    with pytest.raises(ValueError, match="keeps no attention weights"):
+        model(**batch(task)["net_input"], alignment_layer=0)
+
+
+@pytest.mark.parametrize("name", ["print_alignment", "retain_dropout"])
+def test_generation_options_are_refused(build, name):
+    class Generation:
+        beam = 1
+
+    setattr(Generation, name, True)
+    _, model = build("")
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
+        model.prepare_for_inference_(type("Config", (), {"generation": Generation}))
+
+
+def test_half_precision_is_refused(build):
+    with pytest.raises(ValueError, match="leave out --fp16"):
+        build("")[1].half()
+
+
+def test_clip_that_fell_below_zero_is_held_and_said_once(build, batch, caplog):
+    task, model = build("")
+    net_input = batch(task)["net_input"]
+    model(**net_input)
+    name, clip = next(quantized_tensors(model))
+    for _ in range(2):
+        clip.data.fill_(-0.01)
+        model.eval()
+        assert (clip > 0).all()
+    assert sum(name in record.message for record in caplog.records) == 1
+    clip.data.fill_(-0.01)
+    assert (model.state_dict()[name + "_clip"] > 0).all()
+    clip.data.fill_(float("nan"))
+    model.eval()
+    assert clip.isnan().all() and model(**net_input)[0].isnan().all()
