@@ -9,7 +9,7 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from lsq.commands import launch
-from lsq.commands.train import TASK, parse
+from lsq.commands.train import TASK, check_data, parse
 
 HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
 """A line of fairseq-generate: number of the sentence, score, text with the subwords joined."""
@@ -30,6 +30,7 @@ def run(arguments: list[str]) -> int:
     )
     if args.path is None:
         raise ValueError("give the checkpoint to translate with: --path")
+    check_data(args)
     launch.check_precision(args)
     logging.getLogger().setLevel(logging.INFO)
     fairseq_generate.main(convert_namespace_to_omegaconf(args))

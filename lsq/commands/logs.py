@@ -13,6 +13,7 @@ NOISE = (
     "'pin_memory' argument is set as true",
     "Support for mismatched key_padding_mask",
     r"`torch\.cuda\.amp",
+    "`broadcast_buffers` is deprecated",
     r"hydra\.experimental",
     r"\s*The version_base parameter",
     r"\s*The strict flag in the compose API",

@@ -3,10 +3,12 @@
 import argparse
 import contextlib
 import logging
+import os
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from pathlib import Path
 
 import fairseq_cli.train as fairseq_train
 from fairseq import checkpoint_utils, options
@@ -34,7 +36,7 @@ def parse(
     Exits as argparse does: with status 0 after help and 2 after a mistake.
     """
     logs.quieten()
-    parser.prog, parser.description = program, description
+    parser.prog, parser.description, parser.usage = program, description, f"{program} DATA [options]"
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     one_line_errors(parser)
     wants_help = bool({"-h", "--help"} & set(arguments))
@@ -55,6 +57,13 @@ def parse(
     args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
     args.tpu = any(argument == "--tpu" for argument in arguments)  # fairseq takes --bf16 to mean a TPU
     return args
+
+
+def check_data(args: Namespace) -> None:
+    """Raise ValueError unless every folder of binarised data is there."""
+    for folder in args.data.split(os.pathsep):
+        if not Path(folder).is_dir():
+            raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
 
 
 def parse_training(arguments: list[str]) -> DictConfig:
@@ -78,6 +87,7 @@ def parse_training(arguments: list[str]) -> DictConfig:
     )
     if args.max_tokens is None and args.batch_size is None:
         raise ValueError("give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)")
+    check_data(args)
     launch.check_precision(args)
     launch.fill_in(args)
     return convert_namespace_to_omegaconf(args)

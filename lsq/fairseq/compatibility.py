@@ -13,15 +13,19 @@ import argparse
 import contextlib
 import os
 import shutil
+import typing
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fairseq.distributed.utils
 import fairseq.models.distributed_fairseq_model
 import numpy
 import omegaconf
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
+from numpy._core import multiarray
 from torch.nn.parallel import DistributedDataParallel
 
 _fairseq_save = checkpoint_utils.torch_persistent_save
@@ -104,16 +108,12 @@ def replaced(module: object, **attributes: object) -> Iterator[None]:
 
 
 def _safe_globals() -> list:
-    reconstruct, scalar = numpy._core.multiarray._reconstruct, numpy._core.multiarray.scalar
-    of_numpy = [numpy.ndarray, numpy.dtype, reconstruct, scalar]
-    of_omegaconf = [
-        omegaconf.DictConfig,
-        omegaconf.ListConfig,
-        omegaconf.base.ContainerMetadata,
-        omegaconf.base.Metadata,
-        omegaconf.nodes.AnyNode,
-    ]
-    return [argparse.Namespace, *of_numpy, *(type(numpy.dtype(name)) for name in NUMPY_DTYPES), *of_omegaconf]
+    """Types in fairseq's checkpoints, on disk and as the first process sends them to the others."""
+    of_numpy = [numpy.ndarray, numpy.dtype, multiarray._reconstruct, multiarray.scalar]
+    of_numpy += [type(numpy.dtype(name)) for name in NUMPY_DTYPES]
+    of_omegaconf = [omegaconf.DictConfig, omegaconf.ListConfig, omegaconf.base.ContainerMetadata]
+    of_omegaconf += [omegaconf.base.Metadata, omegaconf.nodes.AnyNode, typing.Any, defaultdict, dict, list, int]
+    return [argparse.Namespace, *of_numpy, *of_omegaconf, fairseq.distributed.utils._TensorPlaceholder]
 
 
 def apply() -> None:

@@ -77,7 +77,7 @@ class Embedding(ProgramModule):
         """tokens int64 [B, T]; `offset` is the position of the first column, for incremental decoding.
 
         Raises:
-            ValueError: a sentence is longer than max_positions, the batch is empty, or a token is not in the vocabulary.
+            ValueError: a sentence longer than max_positions, an empty batch, or a token outside the vocabulary.
         """
         batch, time = tokens.shape
         if tokens.numel() == 0:
