@@ -1,0 +1,162 @@
+"""TransformerEncoderLayer against the float64 reference and against fairseq's own layer."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from lsq.layers import TransformerEncoderLayer
+from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
+from tests.layers.oracle import compare_with_reference
+from tests.layers.shapes import HIDDEN, config_of, gradients, padding_mask
+
+
+def check(config, *, batch=3, time=7, padded=False, training=True):
+    mask = padding_mask(batch, time) if padded else None
+    return compare_with_reference(
+        TransformerEncoderLayer(config).train(training),
+        config,
+        lambda layer, x: layer(x, mask),
+        lambda reference, x: reference.encoder_layer(x, mask),
+        lambda: (torch.randn(time, batch, config.hidden),),
+    )
+
+
+@pytest.mark.parametrize("clip_gradient", ["pact", "lsq"])
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_equals_the_reference(clip_gradient, pre_norm, activation):
+    for dropout, padded in product((0.0, 0.2), (False, True)):
+        config = config_of(dropout=dropout, pre_norm=pre_norm, activation=activation, clip_gradient=clip_gradient)
+        check(config, padded=padded)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 7])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_narrow_integers_equal_the_reference(bits, granularity):
+    outcome = check(config_of(bits=bits, weight_granularity=granularity, clip_gradient="lsq", activation="gelu"))
+    assert max(int(codes.abs().max()) for codes in outcome.codes.values()) == 2 ** (bits - 1) - 1
+
+
+@pytest.mark.parametrize("time, batch", [(1, 1), (1, 5), (13, 1), (41, 2)])
+def test_odd_shapes(time, batch):
+    check(config_of(dropout=0.1), time=time, batch=batch, padded=time > 1)
+
+
+@pytest.mark.parametrize("heads", [1, 6])
+def test_other_head_widths(heads):
+    check(config_of(heads=heads, pre_norm=True))
+
+
+def test_without_training_nothing_is_dropped():
+    config = config_of(dropout=0.5)
+    mask = padding_mask(3, 7)
+    compare_with_reference(
+        TransformerEncoderLayer(config).eval(),
+        config_of(),
+        lambda layer, x: layer(x, mask),
+        lambda reference, x: reference.encoder_layer(x, mask),
+        lambda: (torch.randn(7, 3, HIDDEN),),
+    )
+
+
+def test_gradients_do_not_change_the_result():
+    layer = TransformerEncoderLayer(config_of()).eval()
+    x = torch.randn(7, 3, HIDDEN)
+    with_gradients = layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), with_gradients)
+
+
+def test_padded_tokens_change_nothing_elsewhere():
+    layer = TransformerEncoderLayer(config_of()).eval()
+    mask = padding_mask(3, 7)
+    x = torch.randn(7, 3, HIDDEN)
+    layer(x, mask)
+    other = torch.where(mask.t()[..., None], torch.randn_like(x), x)
+    with torch.no_grad():
+        difference = (layer(x, mask) - layer(other, mask)).abs().amax(dim=2).t()
+    assert difference[~mask].max() == 0
+    assert difference[mask].min() > 0
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_float_mode_equals_fairseq(pre_norm, activation):
+    mask = padding_mask(3, 7)
+    for padding in (None, mask):
+        compare_with_fairseq(
+            TransformerEncoderLayer(config_of(mode="float", pre_norm=pre_norm, activation=activation)),
+            fairseq_layer("encoder", pre_norm=pre_norm, activation=activation),
+            lambda layer, x, padding=padding: layer(x, padding),
+            lambda layer, x, padding=padding: layer(x, padding),
+            lambda: (torch.randn(7, 3, HIDDEN),),
+        )
+
+
+@pytest.mark.parametrize("mode", ["float", "int8"])
+def test_nan_in_the_input_reaches_the_output(mode):
+    layer = TransformerEncoderLayer(config_of(mode=mode))
+    layer(torch.randn(7, 3, HIDDEN))
+    x = torch.randn(7, 3, HIDDEN)
+    x[4, 1, 5] = float("nan")
+    assert layer(x)[:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("backward", ["float", "int8"])
+@pytest.mark.parametrize("mode", ["float", "int8"])
+def test_overflow_in_the_gradient_reaches_the_gradients(value, backward, mode):
+    layer = TransformerEncoderLayer(config_of(mode=mode, backward=backward))
+    x = torch.randn(7, 3, HIDDEN, requires_grad=True)
+    output = layer(x)
+    upstream = torch.randn_like(output)
+    upstream[2, 1, 3] = value
+    found = torch.autograd.grad(output, [x, *layer.parameters()], upstream)
+    named = dict(zip(["x", *dict(layer.named_parameters())], found, strict=True))
+    for name in ("x", "self_attn.qkv_weight", "feed_forward.fc1_weight", "final_layer_norm.bias"):
+        assert not named[name].isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype, allowed", [("bfloat16", 0.02), ("float16", 0.003)])
+def test_narrow_backward_products_are_close(dtype, allowed):
+    x = torch.randn(7, 3, HIDDEN, requires_grad=True)
+    found = []
+    for backward_dtype in ("float32", dtype):
+        torch.manual_seed(1)
+        layer = TransformerEncoderLayer(config_of(backward_dtype=backward_dtype))
+        found.append(gradients(layer, layer(x), x))
+    exact, narrow = found
+    for name, wanted in exact.items():
+        assert narrow[name].dtype == torch.float32
+        assert (narrow[name] - wanted).norm() <= allowed * wanted.norm() + 1e-6, name
+    assert any(not torch.equal(narrow[name], wanted) for name, wanted in exact.items())
+
+
+def test_backward_twice():
+    layer = TransformerEncoderLayer(config_of(dropout=0.2, backward="int8"))
+    x = torch.randn(5, 3, HIDDEN, requires_grad=True)
+    total = layer(x).square().sum()
+    leaves = [x, *layer.parameters()]
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    second = torch.autograd.grad(total, leaves)
+    assert all(map(torch.equal, first, second))
+
+
+def test_frozen_parameters_get_no_gradient():
+    layer = TransformerEncoderLayer(config_of())
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.endswith("_clip"))
+    layer(torch.randn(5, 3, HIDDEN)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert (parameter.grad is None) == name.endswith("_clip"), name
+
+
+def test_wrong_shapes_are_named():
+    layer = TransformerEncoderLayer(config_of())
+    with pytest.raises(ValueError, match=r"padding is torch.bool \(7, 3\).*\(3, 7\)"):
+        layer(torch.randn(7, 3, HIDDEN), torch.ones(7, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"64.*48"):
+        layer(torch.randn(7, 3, 64))
+    with pytest.raises(ValueError, match="x is torch.bfloat16"):
+        layer(torch.randn(7, 3, HIDDEN, dtype=torch.bfloat16))
