@@ -43,6 +43,11 @@ class QuantConfig:
     """First clip of every weight under weight_init="fixed"."""
     activation_clip: float = 16.0
     """First clip of every activation under activation_init="fixed"."""
+    calibration_passes: int = 4096
+    """Clips are measured again at training passes 4, 16, 64, ... up to this one, while tensors still grow fast."""
+    clip_step: float = 0.002
+    """Largest relative change of a clip in one update. An optimizer such as Adam takes steps as long as its
+    learning rate, which may be several percent of a small clip; see docs/numbers.md."""
     percentile: float = 99.99
     """Share of |x| in percent that lies inside the first clip under "percentile"."""
     weight_granularity: str = "channel"
@@ -62,6 +67,10 @@ class QuantConfig:
         _require_choice("activation_init", self.activation_init, CALIBRATIONS)
         _require_positive("weight_clip", self.weight_clip)
         _require_positive("activation_clip", self.activation_clip)
+        if not isinstance(self.calibration_passes, int) or self.calibration_passes < 0:
+            raise ValueError(f"calibration_passes is {self.calibration_passes!r}; it must be a whole number, 0 or more")
+        if not 0 < self.clip_step < 1:
+            raise ValueError(f"clip_step is {self.clip_step!r}; it must be above 0 and below 1")
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
         _require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)

@@ -21,10 +21,6 @@ class LSQTransformerModel(TransformerModel):
     computes_loss = True
     """`forward` takes a target and returns the loss, for lsq_label_smoothed_cross_entropy."""
 
-    def __init__(self, args: Any, encoder: LSQTransformerEncoder, decoder: LSQTransformerDecoder):
-        super().__init__(args, encoder, decoder)
-        self._held_clips: set[str] = set()
-
     @classmethod
     def add_args(cls, parser) -> None:
         """Add fairseq's options of a transformer and --lsq-*."""
@@ -81,16 +77,20 @@ class LSQTransformerModel(TransformerModel):
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
         """
+
+        def run(features_only: bool):
+            encoder_out = self.encoder(src_tokens, src_lengths, return_all_hiddens)
+            return self.decoder(
+                prev_output_tokens,
+                encoder_out,
+                features_only=features_only,
+                alignment_layer=alignment_layer,
+                alignment_heads=alignment_heads,
+            )
+
         if self.training:
-            calibration.together(self, src_tokens, src_lengths, prev_output_tokens)
-        encoder_out = self.encoder(src_tokens, src_lengths, return_all_hiddens)
-        features, extra = self.decoder(
-            prev_output_tokens,
-            encoder_out,
-            features_only=features_only or target is not None,
-            alignment_layer=alignment_layer,
-            alignment_heads=alignment_heads,
-        )
+            calibration.together(self, lambda: run(features_only=False))
+        features, extra = run(features_only or target is not None)
         if target is None:
             return features, extra
         return *self.decoder.output_projection.loss(features, target, label_smoothing), features
@@ -103,16 +103,6 @@ class LSQTransformerModel(TransformerModel):
         """
         checkpoint.check_clips(self, state_dict)
         return super().load_state_dict(state_dict, strict, model_cfg, args)
-
-    def train(self, mode: bool = True) -> "LSQTransformerModel":
-        """As torch.nn.Module; fairseq calls it before every batch, so no pass sees a clip that fell to 0."""
-        calibration.hold_above_zero(self, self._held_clips)
-        return super().train(mode)
-
-    def state_dict(self, *arguments, **options) -> dict[str, Tensor]:
-        """As torch.nn.Module, with usable clips only."""
-        calibration.hold_above_zero(self, self._held_clips)
-        return super().state_dict(*arguments, **options)
 
     def prepare_for_inference_(self, cfg) -> None:
         """Called by fairseq before generating.

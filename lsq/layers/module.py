@@ -1,6 +1,5 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
-import logging
 import math
 
 import torch
@@ -13,10 +12,10 @@ from lsq.ops.random import draw_key
 from lsq.program.executor import Execution, Hooks
 from lsq.program.program import Program
 
-logger = logging.getLogger(__name__)
-
 CLIP = "_clip"
 """Suffix of every clip parameter."""
+_BEFORE = "_clip_before"
+_CALIBRATED_AT = frozenset(4**k for k in range(1, 16))
 
 
 class ProgramModule(nn.Module):
@@ -25,7 +24,8 @@ class ProgramModule(nn.Module):
     Its parameters have the names that the program uses. A module inside another one (the attention of an encoder
     layer) only holds parameters; the outer module runs them all in one program.
 
-    The buffer `calibrated` (bool) says whether the activations' clips hold measured values. Codes of weights are
+    The buffer `calibrated` (bool) says whether the activations' clips hold measured values, `passes` (int64) counts
+    training passes: clips are measured in the first one and again while tensors still grow fast. Codes of weights are
     made anew for every training pass, and kept while the module is in eval mode and no gradient is wanted.
     """
 
@@ -35,9 +35,10 @@ class ProgramModule(nn.Module):
         self._codes: dict[str, torch.Tensor] = {}
         self._codes_made_from: tuple = ()
         self._observer = None
-        self._held_clips: set[str] = set()
+        self._measured_at = 0
         if quantization.quantized:
             self.register_buffer("calibrated", torch.tensor(quantization.activation_init == "fixed"))
+            self.register_buffer("passes", torch.tensor(0))
 
     # Construction
 
@@ -77,6 +78,7 @@ class ProgramModule(nn.Module):
                     )
                 )
         self._codes.clear()
+        self._forget_clips()
 
     def check_clips(self) -> None:
         """Refuse clips that no quantiser can work with, as a damaged checkpoint would bring.
@@ -97,15 +99,18 @@ class ProgramModule(nn.Module):
         )
 
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run `program` on `inputs` and this module's parameters; the first run calibrates."""
-        if self.training:
-            self.hold_clips_above_zero()
+        """Run `program` on `inputs` and this module's parameters, calibrating first if that is due."""
+        calibrating = self.quant.quantized and (self.calibration_due() if self.training else not self.calibrated)
+        if self.quant.quantized and self.training:
+            self.limit_clip_steps()
+            if calibrating and self.calibrated and self.quant.weight_init != "fixed":
+                self.calibrate_weights()
         tensors = {**dict(self.named_parameters()), **inputs, "random_key": draw_key()}
         if not program.output_gradients:
             tensors.update(self._weight_codes())
-        calibrating = self.quant.quantized and not self.calibrated
+        measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
-            before=self._calibrate_operation if calibrating else None,
+            before=self._calibrate_operation if measuring else None,
             after=self._observer,
         )
         outputs = Execution(program, hooks)(tensors)
@@ -113,28 +118,43 @@ class ProgramModule(nn.Module):
             for module in self.modules():
                 if isinstance(module, ProgramModule):
                     module.calibrated.fill_(True)
+            self._measured_at = int(self.passes)
+        if self.quant.quantized and self.training and program.output_gradients:
+            self._remember_clips()
+            self.passes += 1
         return outputs
 
     @torch.no_grad()
-    def hold_clips_above_zero(self) -> None:
-        """Raise every clip below SMALLEST_CLIP to it, in place, and say so once for each.
+    def limit_clip_steps(self) -> None:
+        """Bring every clip back to within `clip_step`, relatively, of where the last training pass saw it. NaN stays.
 
-        A step of an optimizer is about as long as its learning rate, whatever it steps on, and may take a small
-        clip across 0, where it would mean nothing. NaN stays, to be seen.
+        An optimizer such as Adam takes steps about as long as its learning rate, whatever it steps on: several percent
+        of a small clip each time, in a random direction, and across zero sooner or later. Where a clip was is
+        remembered on the parameter itself, and forgotten when it is measured or loaded.
         """
-        clips = {name: clip for name, clip in self.named_parameters() if name.endswith(CLIP)}
-        if not clips or not torch.cat([*clips.values()]).lt(quant.SMALLEST_CLIP).any():
-            return
-        for name, clip in clips.items():
-            if clip.lt(quant.SMALLEST_CLIP).any():
-                clip.data.clamp_(min=quant.SMALLEST_CLIP)
-                if name not in self._held_clips:
-                    self._held_clips.add(name)
-                    logger.warning(
-                        "%s: the optimizer took a clip to 0 or below; it is held just above 0, which makes what it "
-                        "clips 0 as well, and may grow again. If many tensors are affected, lower the learning rate.",
-                        name,
-                    )
+        step = self.quant.clip_step
+        for name, clip in self.named_parameters():
+            before = getattr(clip, _BEFORE, None)
+            if name.endswith(CLIP) and before is not None:
+                torch.clamp(clip.data, before * (1 - step), before * (1 + step), out=clip.data)
+
+    def _remember_clips(self) -> None:
+        for name, clip in self.named_parameters():
+            if name.endswith(CLIP):
+                setattr(clip, _BEFORE, clip.detach().clone())
+
+    def _forget_clips(self) -> None:
+        for name, clip in self.named_parameters():
+            if name.endswith(CLIP):
+                setattr(clip, _BEFORE, None)
+
+    def calibration_due(self) -> bool:
+        """Whether the next training pass measures the clips: the first one does, then 4, 16, 64, ..."""
+        if not self.quant.quantized:
+            return False
+        passes = int(self.passes)
+        again = passes in _CALIBRATED_AT and passes <= self.quant.calibration_passes and self._measured_at != passes
+        return not self.calibrated or again
 
     def _calibrate_operation(self, operation, values) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""
@@ -178,7 +198,7 @@ class ProgramModule(nn.Module):
 
     def train(self, mode: bool = True):
         self._codes.clear()
-        self.hold_clips_above_zero()
+        self.limit_clip_steps()
         return super().train(mode)
 
     def _apply(self, *arguments, **options):
@@ -186,11 +206,12 @@ class ProgramModule(nn.Module):
         return super()._apply(*arguments, **options)
 
     def _save_to_state_dict(self, *arguments, **options):
-        self.hold_clips_above_zero()
+        self.limit_clip_steps()
         super()._save_to_state_dict(*arguments, **options)
 
     def _load_from_state_dict(self, *arguments, **options):
         self._codes.clear()
+        self._forget_clips()
         super()._load_from_state_dict(*arguments, **options)
 
 

@@ -45,7 +45,7 @@ def _gradient(logits, normaliser, target, target_weight, each, padding, columns)
 
 
 def reference(x, x_scale, weight, weight_scale, target, key, *, vocabulary, padding, smoothing, stream):
-    """-> loss [1], nll loss [1], log normaliser [M]; with a stream also codes int8 [M, P], row scale [M] of the gradient."""
+    """-> loss [1], nll loss [1], log normaliser [M]; with a stream the gradient: codes int8 [M, P], row scale [M]."""
     logits = _logits(x, x_scale, weight, weight_scale, vocabulary)
     target_weight, each = weights_of(vocabulary, smoothing)
     normaliser = logits.logsumexp(dim=1)

@@ -16,6 +16,8 @@ OTHER = {
     "weight_clip": 0.5,
     "activation_clip": 8.0,
     "percentile": 99.0,
+    "calibration_passes": 16,
+    "clip_step": 0.01,
     "weight_granularity": "tensor",
     "clip_gradient": "lsq",
     "backward": "int8",
