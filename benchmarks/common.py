@@ -25,6 +25,9 @@ import lsq
 MINIMUM_SECONDS = 0.01
 """A measurement repeats its side until it lasts about this long, so that the clock's own cost is nothing."""
 
+LONG_SECONDS = 0.5
+"""A measurement longer than this is worth a line of progress."""
+
 ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD")
 """Environment variables that change how fast torch runs; those that are set are reported."""
 
@@ -71,7 +74,7 @@ def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) 
 
 
 def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2) -> dict[str, Timing]:
-    """Time every side in turn, `rounds` times.
+    """Time every side in turn, `rounds` times. Sides that take long say so on standard error as they go.
 
     Args:
         sides: name -> function without arguments.
@@ -83,9 +86,11 @@ def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up
         for name, run in sides.items():
             repeats[name] = max(1, int(MINIMUM_SECONDS / seconds(run)))
     measured: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for name, run in sides.items():
             measured[name].append(seconds(run, repeats[name]))
+            if measured[name][-1] > LONG_SECONDS:
+                print(f"round {number} of {rounds}: {name} {measured[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: timing(values) for name, values in measured.items()}
 
 
