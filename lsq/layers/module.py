@@ -63,14 +63,19 @@ class ProgramModule(nn.Module):
             for name in names:
                 self.register_parameter(name + CLIP, nn.Parameter(torch.full((1,), self.quant.activation_clip)))
 
-    @torch.no_grad()
     def calibrate_weights(self) -> None:
         """Measure the clip of every weight in this module, as `weight_init` says."""
+        self._measure_weights()
+        torch.autograd.graph.increment_version(self._clips().values())
+
+    @torch.no_grad()
+    def _measure_weights(self) -> None:
+        """The same, unseen by autograd: an earlier pass of this module may still await its backward pass."""
         parameters = dict(self.named_parameters())
-        for name, clip in parameters.items():
+        for name, clip in self._clips().items():
             weight = parameters.get(name.removesuffix(CLIP))
-            if name.endswith(CLIP) and weight is not None:
-                clip.copy_(
+            if weight is not None:
+                clip.data.copy_(
                     quant.calibrate(
                         weight, self.quant.weight_init, self.quant.bits,
                         per_channel=self.quant.weight_granularity == "channel",
@@ -80,15 +85,18 @@ class ProgramModule(nn.Module):
         self._codes.clear()
         self._forget_clips()
 
+    def _clips(self) -> dict[str, nn.Parameter]:
+        """Every clip in this module by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if name.endswith(CLIP)}
+
     def check_clips(self) -> None:
         """Refuse clips that no quantiser can work with, as a damaged checkpoint would bring.
 
         Raises:
             ValueError: a clip is not above 0, NaN or infinite.
         """
-        for name, parameter in self.named_parameters():
-            if name.endswith(CLIP):
-                quant.check_clip(parameter, name)
+        for name, clip in self._clips().items():
+            quant.check_clip(clip, name)
 
     # Running
 
@@ -104,7 +112,7 @@ class ProgramModule(nn.Module):
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
             if calibrating and self.calibrated and self.quant.weight_init != "fixed":
-                self.calibrate_weights()
+                self._measure_weights()
         tensors = {**dict(self.named_parameters()), **inputs, "random_key": draw_key()}
         if not program.output_gradients:
             tensors.update(self._weight_codes())
@@ -133,20 +141,18 @@ class ProgramModule(nn.Module):
         remembered on the parameter itself, and forgotten when it is measured or loaded.
         """
         step = self.quant.clip_step
-        for name, clip in self.named_parameters():
+        for clip in self._clips().values():
             before = getattr(clip, _BEFORE, None)
-            if name.endswith(CLIP) and before is not None:
+            if before is not None:
                 torch.clamp(clip.data, before * (1 - step), before * (1 + step), out=clip.data)
 
     def _remember_clips(self) -> None:
-        for name, clip in self.named_parameters():
-            if name.endswith(CLIP):
-                setattr(clip, _BEFORE, clip.detach().clone())
+        for clip in self._clips().values():
+            setattr(clip, _BEFORE, clip.detach().clone())
 
     def _forget_clips(self) -> None:
-        for name, clip in self.named_parameters():
-            if name.endswith(CLIP):
-                setattr(clip, _BEFORE, None)
+        for clip in self._clips().values():
+            setattr(clip, _BEFORE, None)
 
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips: the first one does, then 4, 16, 64, ..."""
@@ -168,7 +174,7 @@ class ProgramModule(nn.Module):
             operation.definition.unquantized(*inputs, **operation.attributes), self.quant.activation_init,
             self.quant.bits, fixed=self.quant.activation_clip, percentile=self.quant.percentile,
         )
-        values[clip].copy_(measured)
+        values[clip].data.copy_(measured)
 
     def _weight_codes(self) -> dict[str, torch.Tensor]:
         """Codes and scale of every weight; kept in eval mode until a parameter changes."""

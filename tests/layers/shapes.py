@@ -27,3 +27,27 @@ def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
     names = [f"input {i}" for i in range(len(inputs))] + [name for name, _ in module.named_parameters()]
     found = torch.autograd.grad(output, [*inputs, *module.parameters()], upstream)
     return dict(zip(names, found, strict=True))
+
+
+FIXED = {"activation_init": "fixed", "activation_clip": 1.8, "weight_init": "fixed", "weight_clip": 0.1}
+"""Clips that nothing measures and that leave some of every tensor outside."""
+
+
+def assert_unbiased(exact, drawn, exempt=()):
+    """The mean of many random gradients lies within 5.5 standard errors of the exact ones, element by element.
+
+    exact: name -> gradient; drawn: a list of the same. All but `exempt` must vary.
+    """
+    for name, expected in exact.items():
+        each = torch.stack([gradients[name] for gradients in drawn]).double()
+        standard_error = each.std(dim=0) / len(drawn) ** 0.5
+        allowed = 5.5 * standard_error + 1e-5 * expected.abs().max()
+        ratio = ((each.mean(dim=0) - expected).abs() / allowed.clamp_min(1e-30)).max()
+        assert ratio <= 1, f"{name}: the mean is off by {ratio:.2f} of what is allowed"
+        assert name in exempt or standard_error.max() > 0, f"{name} is not rounded at random"
+
+
+def decibels(exact, rounded) -> float:
+    """Signal-to-noise ratio of one gradient."""
+    noise = (rounded - exact).norm().clamp_min(1e-20)
+    return (20 * torch.log10(exact.norm() / noise)).item()

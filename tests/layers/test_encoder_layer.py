@@ -8,7 +8,7 @@ import torch
 from lsq.layers import TransformerEncoderLayer
 from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import compare_with_reference
-from tests.layers.shapes import HIDDEN, config_of, gradients, padding_mask
+from tests.layers.shapes import FIXED, HIDDEN, assert_unbiased, config_of, decibels, gradients, padding_mask
 
 
 def check(config, *, batch=3, time=7, padded=False, training=True):
@@ -131,6 +131,30 @@ def test_narrow_backward_products_are_close(dtype, allowed):
         assert narrow[name].dtype == torch.float32
         assert (narrow[name] - wanted).norm() <= allowed * wanted.norm() + 1e-6, name
     assert any(not torch.equal(narrow[name], wanted) for name, wanted in exact.items())
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_int8_gradients_are_unbiased(pre_norm):
+    x = torch.randn(5, 3, HIDDEN, requires_grad=True)
+    found = {}
+    for backward, draws in (("float", 1), ("int8", 200)):
+        torch.manual_seed(4)
+        layer = TransformerEncoderLayer(config_of(backward=backward, pre_norm=pre_norm, activation="gelu", **FIXED))
+        found[backward] = [gradients(layer, layer(x), x) for _ in range(draws)]
+    untouched = ("feed_forward.fc2_bias", "final_layer_norm.weight", "final_layer_norm.bias")
+    assert_unbiased(found["float"][0], found["int8"], exempt=untouched)
+
+
+def test_int8_gradients_have_little_noise():
+    x = torch.randn(13, 5, HIDDEN, requires_grad=True)
+    found = []
+    for backward in ("float", "int8"):
+        torch.manual_seed(3)
+        layer = TransformerEncoderLayer(config_of(backward=backward))
+        found.append(gradients(layer, layer(x), x))
+    exact, rounded = found
+    for name in ("input 0", "self_attn.qkv_weight", "self_attn.out_weight", "feed_forward.fc1_weight"):
+        assert decibels(exact[name], rounded[name]) > 32, name
 
 
 def test_backward_twice():
