@@ -29,10 +29,6 @@ def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
     return dict(zip(names, found, strict=True))
 
 
-FIXED = {"activation_init": "fixed", "activation_clip": 1.8, "weight_init": "fixed", "weight_clip": 0.1}
-"""Clips that nothing measures and that leave some of every tensor outside."""
-
-
 def assert_unbiased(exact, drawn, exempt=()):
     """The mean of many random gradients lies within 5.5 standard errors of the exact ones, element by element.
 

@@ -1,0 +1,129 @@
+"""QuantizedLinear against the float64 reference, and its int8 backward pass against its float one."""
+
+import pytest
+import torch
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
+from tests.layers.oracle import compare_with_reference, only, prepare
+from tests.layers.shapes import assert_unbiased, decibels, gradients
+
+INPUTS, OUTPUTS = 48, 32
+
+
+def check(quant, *, shape=(7, 3), bias=True, inputs=INPUTS, outputs=OUTPUTS):
+    def reference(layer, x):
+        y = layer.linear(layer.round(x, "input_clip"), "weight", None)
+        return y + layer.parameters["bias"] if bias else y
+
+    return compare_with_reference(
+        QuantizedLinear(inputs, outputs, bias=bias, quant=quant),
+        only(quant),
+        lambda layer, x: layer(x),
+        reference,
+        lambda: (torch.randn(*shape, inputs),),
+    )
+
+
+@pytest.mark.parametrize("clip_gradient", ["pact", "lsq"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_reference(clip_gradient, granularity, bits, bias):
+    check(QuantConfig(clip_gradient=clip_gradient, weight_granularity=granularity, bits=bits), bias=bias)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (41,), (5, 1, 3), (341,)])
+def test_odd_shapes(shape):
+    check(QuantConfig(), shape=shape)
+
+
+@pytest.mark.parametrize("inputs, outputs", [(16, 16), (16, 208), (272, 16)])
+def test_other_widths(inputs, outputs):
+    check(QuantConfig(), inputs=inputs, outputs=outputs)
+
+
+def test_float_mode_is_torch_linear():
+    layer = QuantizedLinear(7, 5, quant=QuantConfig(mode="float"))
+    theirs = torch.nn.Linear(7, 5)
+    layer.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 7, requires_grad=True)
+    assert torch.allclose(layer(x), theirs(x), atol=1e-6)
+    ours, expected = gradients(layer, layer(x), x), gradients(theirs, theirs(x), x)
+    assert ours.keys() == expected.keys()
+    assert all(torch.allclose(ours[name], expected[name], atol=1e-5) for name in ours)
+
+
+def test_codes_that_fit_are_multiplied_exactly():
+    """Whole numbers under a clip of 127 are their own codes: the product has no error at all."""
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0))
+    weight = torch.randint(-127, 128, (16, 16)).float()
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.weight_clip.fill_(127.0)
+        layer.bias.zero_()
+        x = torch.randint(-127, 128, (5, 16)).float()
+        assert torch.equal(layer(x), x @ weight.t())
+
+
+def test_nan_in_a_weight_poisons_its_channel_alone():
+    layer = QuantizedLinear(16, 16)
+    x = torch.randn(5, 16)
+    layer(x)
+    with torch.no_grad():
+        layer.weight[3, 2] = float("nan")
+    assert torch.equal(layer(x).isnan(), (torch.arange(16) == 3).expand(5, 16))
+
+
+@pytest.mark.parametrize("backward", ["float", "int8"])
+def test_nan_in_the_gradient_reaches_the_gradients(backward):
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(backward=backward))
+    x = torch.randn(5, 16, requires_grad=True)
+    y = layer(x)
+    upstream = torch.randn_like(y)
+    upstream[2, 7] = float("nan")
+    dx, dweight, dbias = torch.autograd.grad(y, [x, layer.weight, layer.bias], upstream)
+    assert dx[2].isnan().any() and dx[[0, 1, 3, 4]].isfinite().all()
+    assert dweight[7].isnan().any()
+    assert dbias.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("clip_gradient", ["pact", "lsq"])
+def test_int8_gradients_are_unbiased(clip_gradient):
+    x = torch.randn(13, INPUTS, requires_grad=True)
+    exact, rounded = (
+        QuantizedLinear(
+            INPUTS, OUTPUTS,
+            quant=QuantConfig(backward=backward, clip_gradient=clip_gradient, calibration_passes=0),
+        )
+        for backward in ("float", "int8")
+    )
+    prepare(exact, lambda layer, x: layer(x), (x,))
+    rounded.load_state_dict(exact.state_dict())
+    drawn = [gradients(rounded, rounded(x), x) for _ in range(200)]
+    assert_unbiased(gradients(exact, exact(x), x), drawn, exempt=("bias",))
+
+
+def test_int8_gradients_have_little_noise():
+    """127 codes for about three standard deviations leave a noise of 1 %, or 40 dB."""
+    found = []
+    for backward in ("float", "int8"):
+        torch.manual_seed(3)
+        layer = QuantizedLinear(INPUTS, OUTPUTS, quant=QuantConfig(backward=backward))
+        x = torch.randn(341, INPUTS, requires_grad=True)
+        found.append(gradients(layer, layer(x), x))
+    exact, rounded = found
+    for name, least in {"input 0": 38.0, "weight": 35.0, "bias": 120.0}.items():
+        assert decibels(exact[name], rounded[name]) > least, name
+
+
+@pytest.mark.parametrize("inputs, outputs, named", [(40, 32, "inputs is 40.*use 48"), (48, 33, "outputs is 33.*48")])
+def test_widths_that_int8_cannot_take_are_refused(inputs, outputs, named):
+    with pytest.raises(ValueError, match=named):
+        QuantizedLinear(inputs, outputs)
+
+
+def test_a_wrong_width_is_refused():
+    layer = QuantizedLinear(48, 32)
+    with pytest.raises(ValueError, match="96.*48"):
+        layer(torch.randn(5, 96))
