@@ -38,12 +38,12 @@ def complaint(statistics: TensorStatistics, bits: int) -> str | None:
     if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
         return (
             f"{statistics.clipped_share:.1%} of its values are clipped (clip {statistics.clip:.4g}); the clip is too "
-            'small: calibrate with "absmax" or "percentile", or lower the learning rate'
+            f"small: try --lsq-{statistics.kind}-init absmax or a lower learning rate"
         )
     if bits == 8 and statistics.largest_code <= SMALLEST_CODE:
         return (
             f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip {statistics.clip:.4g}); "
-            'the clip is too large: calibrate with "mse" instead of "fixed"'
+            f"the clip is too large: try --lsq-{statistics.kind}-init mse"
         )
     return None
 

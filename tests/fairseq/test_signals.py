@@ -1,0 +1,139 @@
+"""Training signals: what is collected when, what is warned of, and what TensorBoard and the summary show."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lsq.fairseq.signals import Signal, TrainingSignals, complaint
+from lsq.layers import TensorStatistics, quantized_tensors
+
+HEALTHY = TensorStatistics(kind="activation", clip=2.0, clipped_share=0.01, zero_share=0.1, largest_code=127)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bits", "said"),
+    [
+        ({}, 8, None),
+        ({"clipped_share": 0.05}, 8, None),
+        ({"clipped_share": 0.0501}, 8, "5.0% of its values are clipped .clip 2"),
+        ({"clipped_share": 0.3}, 4, "30.0% of its values are clipped"),
+        ({"largest_code": 8}, 8, None),
+        ({"largest_code": 7}, 8, "largest code is 7 of 127, fewer than 4 bits"),
+        ({"largest_code": 7}, 4, None),
+    ],
+)
+def test_complaint(changes, bits, said):
+    text = complaint(replace(HEALTHY, **changes), bits)
+    assert text is None if said is None else said.replace(".clip", "(clip") in text
+
+
+@pytest.fixture
+def step(build, batch):
+    """step(model="--option ...", signals' options) -> (signals, one(update)), where one is a training pass."""
+
+    def step(model: str = "", **options):
+        task, model = build(model)
+        sample = batch(task)
+        signals = TrainingSignals(model, bits=8, **options)
+
+        def one(update: int) -> None:
+            model.zero_grad()
+            with signals.observing(update):
+                loss, *_ = model(**sample["net_input"], target=sample["target"])
+                loss.backward()
+            signals.record(update)
+
+        return signals, one
+
+    return step
+
+
+def test_first_and_every_interval_are_collected(step):
+    signals, one = step(interval=3)
+    collected = []
+    for update in range(1, 8):
+        one(update)
+        collected.append(signals.last_update)
+    assert collected == [1, 1, 3, 3, 3, 6, 6]
+
+
+def test_every_quantised_tensor_has_a_signal(step):
+    signals, one = step(interval=1)
+    assert signals.summary() == ""
+    one(1)
+    assert signals.last.keys() == {name for name, _ in quantized_tensors(signals.model)}
+    kinds = {signal.statistics.kind for signal in signals.last.values()}
+    assert kinds == {"weight", "activation"}
+    name = "encoder.layers.0.feed_forward.hidden"
+    assert signals.last[name].clip_gradient == signals.clips[name].grad.item()
+    assert signals.last[name].statistics.clip == pytest.approx(signals.clips[name].item())
+
+
+def test_only_the_first_batch_of_an_update_is_observed(step):
+    signals, one = step(interval=1)
+    one(1)
+    found = signals._found
+    with signals.observing(1):
+        pass
+    assert signals._found is found
+
+
+def test_warned_once_for_each_tensor(step, caplog):
+    signals, one = step("--lsq-activation-init fixed --lsq-activation-clip 0.01", interval=1)
+    for update in (1, 2):
+        one(update)
+    warned = [record.message for record in caplog.records if record.name == "lsq.fairseq.signals"]
+    activations = {name for name, signal in signals.last.items() if signal.statistics.kind == "activation"}
+    assert len(warned) == len(activations) > 0
+    assert {message.split(",")[0] for message in warned} == activations
+    assert all("update 1: " in message and "try --lsq-activation-init absmax" in message for message in warned)
+    assert signals.summary().endswith(f"{len(activations)} of 64 tensors were warned of")
+
+
+def test_wide_clips_are_warned_of(step, caplog):
+    signals, one = step("--lsq-activation-init fixed --lsq-activation-clip 1000", interval=1)
+    one(1)
+    assert "decoder.output_projection.input, update 1: its largest code is 0 of 127, fewer than 4 bits" in caplog.text
+
+
+def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
+    signals, one = step(interval=2, folder=str(tmp_path))
+    for update in (1, 2, 3, 4):
+        one(update)
+    signals.finish()
+    events = EventAccumulator(str(tmp_path / "lsq")).Reload()
+    names = [name for name, _ in quantized_tensors(signals.model)]
+    figures = ("clip", "clipped_share", "zero_share", "clip_gradient")
+    assert set(events.Tags()["scalars"]) == {f"{figure}/{name}" for figure in figures for name in names}
+    points = events.Scalars("clip/decoder.output_projection.input")
+    assert [point.step for point in points] == [1, 2, 4]
+    assert points[-1].value == pytest.approx(signals.clips["decoder.output_projection.input"].item())
+
+
+def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
+    signals = TrainingSignals(build("")[1], bits=8, interval=1)
+    for layer, (clip, share) in enumerate([(1.5, 0.02), (2.5, 0.04)]):
+        statistics = replace(HEALTHY, clip=clip, clipped_share=share, largest_code=100 + layer)
+        signals.last[f"encoder.layers.{layer}.self_attn.out"] = Signal(statistics=statistics, clip_gradient=None)
+    signals.last_update = 40
+    title, heading, row, warned = signals.summary().splitlines()
+    assert "update 40" in title
+    assert row.split() == ["encoder.layers.*.self_attn.out", "activation", "1.5..2.5", "4.000%", "10.00%", "100..101"]
+    assert [*heading.split()[:3], warned] == ["tensor", "kind", "clip", "0 of 64 tensors were warned of"]
+
+
+def test_training_logs_signals_and_summary(train, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    train(tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board")
+    summaries = [record.message for record in caplog.records if "Quantised tensors at update 2" in record.message]
+    assert len(summaries) == 1
+    events = EventAccumulator(str(tmp_path / "board" / "lsq")).Reload()
+    assert [point.step for point in events.Scalars("zero_share/encoder.layers.0.self_attn.qkv_weight")] == [1, 2]
+
+
+def test_float_training_has_no_signals(train, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    train(tmp_path, "--max-update 1 --lsq-mode float")
+    assert not any("Quantised tensors" in record.message for record in caplog.records)
