@@ -1,8 +1,8 @@
 """From text files to fairseq's binary data, in stages that are skipped when they are done already.
 
-    output/text         cleaned sentence pairs of train, valid and test
-    output/vocabulary   sentencepiece's model of both languages
-    output/data         fairseq's dictionaries and binary data sets, and the same sentences as text
+output/text         cleaned sentence pairs of train, valid and test
+output/vocabulary   sentencepiece's model of both languages
+output/data         fairseq's dictionaries and binary data sets, and the same sentences as text
 """
 
 from dataclasses import dataclass

@@ -18,12 +18,12 @@ RECORDED = ("loss", "nll_loss", "lr")
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
-    """Losses of one training: bits per target token, by number of updates."""
+    """Losses of one training: bits per target token, without label smoothing, by number of updates."""
 
     training: dict[int, float] = field(default_factory=dict)
-    """Mean label-smoothed loss of the updates since the entry before."""
+    """Mean loss of the updates since the entry before, without label smoothing but with dropout."""
     validation: dict[int, float] = field(default_factory=dict)
-    """Loss without label smoothing on the validation set."""
+    """Mean loss on the validation set, without label smoothing and dropout."""
     seconds: float = 0.0
     """Time spent in updates."""
 
@@ -43,7 +43,7 @@ def read_losses(path: Path) -> LossCurve:
     for line in lines:
         entry = json.loads(line)
         if entry["kind"] == "train":
-            training[entry["update"]] = entry["loss"]
+            training[entry["update"]] = entry.get("nll_loss", entry["loss"])
             seconds = entry["seconds"]
         else:
             validation[entry["update"]] = entry["nll_loss"]

@@ -73,7 +73,5 @@ def differences(before: dict, now: dict) -> list[str]:
     """What changed between two keys, one readable entry each: "updates: 100 before, 200 now"."""
     names = sorted(before.keys() | now.keys())
     return [
-        f"{name}: {before.get(name)} before, {now.get(name)} now"
-        for name in names
-        if before.get(name) != now.get(name)
+        f"{name}: {before.get(name)} before, {now.get(name)} now" for name in names if before.get(name) != now.get(name)
     ]

@@ -1,8 +1,8 @@
 """One training on prepared data, its translation of the test set and its scores.
 
-    output/<run>/model          checkpoints, losses.jsonl, train.log
-    output/<run>/translation    hypotheses.txt, generate-test.txt, generate.log
-    output/<run>/               results.json, losses.png
+output/<run>/model          checkpoints, losses.jsonl, train.log
+output/<run>/translation    hypotheses.txt, generate-test.txt, generate.log
+output/<run>/               results.json, losses.png
 """
 
 import platform
@@ -33,6 +33,7 @@ class RunOptions:
     training: dict[str, str | None]
     """Options of `lsq train`, with their values; None for switches."""
     beam: int
+    bleu_tokenizer: str
     extra: list[str] = field(default_factory=list)
     """Further options of `lsq train`, as the user gave them."""
     overwrite: bool = False
@@ -66,9 +67,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
         train_model(prepared, options, model)
         stages.write_stamp(model, key)
     translation_key = {"model": stages.key_digest(key), "beam": options.beam}
-    stages.run_stage(
-        translation, translation_key, lambda target: translate(prepared, options, model, target), say
-    )
+    stages.run_stage(translation, translation_key, lambda target: translate(prepared, options, model, target), say)
     return report(prepared, options, key)
 
 
@@ -126,7 +125,7 @@ def report(prepared: Prepared, options: RunOptions, key: dict) -> dict:
     hypotheses = hypotheses_of(prepared, options.name)
     results = {
         "run": options.name,
-        **scores(hypotheses, prepared.lines("test", "tgt")),
+        **scores(hypotheses, prepared.lines("test", "tgt"), options.bleu_tokenizer),
         "test_pairs": len(hypotheses),
         "updates": curve.updates,
         "training_seconds": round(curve.seconds, 1),

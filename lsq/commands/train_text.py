@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lsq.commands.options import one_line_errors, positive
 from lsq.commands.prepare import TextFiles, VocabularyOptions, prepare, say
+from lsq.commands.score import TOKENIZERS
 from lsq.commands.text_run import RunOptions
 from lsq.commands.text_run import run as run_training
 from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
@@ -85,6 +86,9 @@ def add_training_options(parser: ArgumentParser) -> None:
     training.add_argument("--log-every", type=positive, default=50, help="updates between points of the loss curve")
     training.add_argument("--seed", type=int, default=1, help="seed of weights, order of batches and dropout")
     training.add_argument("--beam", type=positive, default=5, help="beam size of the translation")
+    training.add_argument(
+        "--bleu-tokenizer", choices=TOKENIZERS, default="13a", help="what BLEU counts as words (sacrebleu's names)"
+    )
     training.add_argument("--overwrite", action="store_true", help="delete an earlier run of this name that differs")
     training.add_argument("--quiet", action="store_true", help="no progress bars")
     add_quantizer_options(parser)
@@ -170,6 +174,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         updates=given.updates,
         training=training,
         beam=given.beam,
+        bleu_tokenizer=given.bleu_tokenizer,
         extra=extra,
         overwrite=given.overwrite,
         quiet=given.quiet,

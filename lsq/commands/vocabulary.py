@@ -104,17 +104,14 @@ def binarize(
     dictionary, index = dictionary_of(vocabulary)
     prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in ("src", "tgt")]
     builders = [
-        indexed_dataset.make_builder(
-            indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary)
-        )
+        indexed_dataset.make_builder(indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary))
         for prefix in prefixes
     ]
     kept, too_long = [], []
     with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False) as bar:
         for start in range(0, len(corpus), CHUNK):
             sides = [
-                vocabulary.encode(side[start : start + CHUNK], out_type=int)
-                for side in (corpus.source, corpus.target)
+                vocabulary.encode(side[start : start + CHUNK], out_type=int) for side in (corpus.source, corpus.target)
             ]
             for row, pair in enumerate(zip(*sides, strict=True), start):
                 longest = max(map(len, pair))

@@ -1,0 +1,197 @@
+"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8 side by side.
+
+The text is made here (num2words), so nothing has to be downloaded, and no number that is tested is trained on.
+"""
+
+import argparse
+import os
+import random
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from num2words import num2words
+from tqdm import tqdm
+
+from lsq.commands import stages
+from lsq.commands.corpus import Corpus
+from lsq.commands.options import one_line_errors, positive
+from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare, say
+from lsq.commands.progress import read_losses
+from lsq.commands.score import draw_losses
+from lsq.commands.side_by_side import Training, train_side_by_side
+from lsq.commands.text_run import LOSSES, hypotheses_of
+from lsq.config import MODES
+
+DIGITS = 6
+"""Numbers of up to this many digits are named."""
+VALID_PAIRS = 200
+SAMPLES = 8
+"""Translations that are shown."""
+VOCABULARY = VocabularyOptions(size=200, coverage=1.0, max_length=100)
+MODEL = {
+    "--layers": "2",
+    "--hidden": "128",
+    "--feed-forward": "512",
+    "--heads": "4",
+    "--dropout": "0.1",
+    "--lr": "0.002",
+    "--max-tokens": "2500",
+    "--beam": "4",
+    "--bleu-tokenizer": "char",
+}
+"""Options of `lsq train-text`, the same for both runs. BLEU counts characters: German names are single words."""
+
+
+def sample_numbers(count: int, generator: random.Random, excluded: set[int] = frozenset()) -> list[int]:
+    """`count` different numbers, none of them in `excluded`; as many of each number of digits as there are.
+
+    Raises:
+        ValueError: there are not so many numbers.
+    """
+    available = 10**DIGITS - len(excluded)
+    if count > available // 2:
+        raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
+    found: dict[int, None] = {}
+    while len(found) < count:
+        digits = generator.randint(1, DIGITS)
+        number = generator.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+        if number not in excluded:
+            found[number] = None
+    return list(found)
+
+
+def name_numbers(numbers: list[int], description: str) -> Corpus:
+    """English and German names."""
+    bar = tqdm(numbers, desc=description, unit=" numbers", leave=False)
+    names = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in bar]
+    return Corpus(source=[english for english, _ in names], target=[german for _, german in names])
+
+
+def write_numbers(folder: Path, train_pairs: int, test_pairs: int, seed: int) -> None:
+    """Write train, valid and test; no number is in two of them."""
+    generator = random.Random(seed)
+    held_out = sample_numbers(VALID_PAIRS + test_pairs, generator)
+    splits = {
+        "train": sample_numbers(train_pairs, generator, set(held_out)),
+        "valid": held_out[:VALID_PAIRS],
+        "test": held_out[VALID_PAIRS:],
+    }
+    for split, numbers in splits.items():
+        name_numbers(numbers, f"naming the numbers of {split}").write(folder, split)
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq numbers`."""
+    made = ArgumentParser(
+        prog="lsq numbers",
+        description=(
+            "Train two small translators of English number names into German, one in float and one in int8, with the"
+            " same data, options and seed, in two processes at the same time; compare them on numbers that neither has"
+            " seen. Run the same command again to continue after an interruption."
+        ),
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    one_line_errors(made)
+    made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")
+    made.add_argument("--updates", type=positive, default=600, help="updates of the weights, in each run")
+    made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
+    made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
+    made.add_argument("--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout")
+    made.add_argument("--quiet", action="store_true", help="no progress bars")
+    return made
+
+
+def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[str]:
+    """The command line of `lsq train-text` for one of the two runs."""
+    paths = {f"--{split}": pair for split, pair in files.splits().items()}
+    arguments = ["--src", str(paths["--train"][0]), "--tgt", str(paths["--train"][1])]
+    for split in ("valid", "test"):
+        source, target = paths[f"--{split}"]
+        arguments += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]
+    every = max(1, given.updates // 20)
+    options = {
+        "--output": str(given.output),
+        "--mode": mode,
+        "--vocabulary-size": str(VOCABULARY.size),
+        "--character-coverage": str(VOCABULARY.coverage),
+        "--max-length": str(VOCABULARY.max_length),
+        "--updates": str(given.updates),
+        "--warmup": str(max(1, given.updates // 6)),
+        "--validate-every": str(every),
+        "--log-every": str(max(1, every // 4)),
+        "--seed": str(given.seed),
+        **MODEL,
+    }
+    return arguments + [word for option in options.items() for word in option] + ["--quiet"]
+
+
+def report(prepared: Prepared, results: dict[str, dict]) -> dict:
+    """Compare the runs: prints a table and samples, writes results.json, samples.txt and losses.png.
+
+    Returns:
+        The content of results.json.
+    """
+    source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
+    hypotheses = {name: hypotheses_of(prepared, name) for name in results}
+    runs = {}
+    for name, result in results.items():
+        exact = sum(map(str.__eq__, hypotheses[name], target))
+        runs[name] = {"exact_match": round(100 * exact / len(target), 2), **result}
+    shown = random.Random(0).sample(range(len(source)), min(SAMPLES, len(source)))
+    samples = []
+    for row in sorted(shown, key=lambda row: len(source[row])):
+        samples += ["", f"English     {source[row]}", f"reference   {target[row]}"]
+        for name in results:
+            right = "right" if hypotheses[name][row] == target[row] else "WRONG"
+            samples.append(f"{name:11} {hypotheses[name][row]}  ({right})")
+    stages.write_text(prepared.output / "samples.txt", "\n".join(samples[1:]) + "\n")
+    curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in results}
+    draw_losses(curves, prepared.output / "losses.png", "English number names to German")
+    content = {"test_pairs": len(target), "runs": runs}
+    stages.write_json(prepared.output / "results.json", content)
+    say("\n".join(samples))
+    say(f"\n{len(target)} numbers that were not trained on:")
+    say(f"{'run':8}{'exact match':>13}{'BLEU (characters)':>19}{'chrF':>8}{'validation loss':>17}{'seconds':>9}")
+    for name, run in runs.items():
+        say(
+            f"{name:8}{run['exact_match']:12.1f}%{run['bleu']:19.2f}{run['chrf']:8.2f}"
+            f"{run['best_validation_loss']:17.4f}{run['training_seconds']:9.0f}"
+        )
+    say(f"\nEverything is in {prepared.output}: losses.png, samples.txt, results.json")
+    return content
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        ValueError, OSError: a mistake in the options, or a run failed.
+        Interrupted: a signal came.
+    """
+    given = parser().parse_args(arguments)
+    text = given.output / "numbers"
+    key = {"train": given.train_pairs, "test": given.test_pairs, "seed": given.seed}
+    stages.run_stage(
+        text, key, lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed), say
+    )
+    train, valid, test = ((text / f"{split}.src", text / f"{split}.tgt") for split in ("train", "valid", "test"))
+    files = TextFiles(train=train, valid=valid, test=test)
+    prepared = prepare(files, given.output, VOCABULARY)
+    threads = max(1, len(os.sched_getaffinity(0)) // len(MODES))
+    say(f"training in float and in int8 at the same time; threads for each: {threads}")
+    results = train_side_by_side(
+        [
+            Training(
+                name=mode,
+                arguments=["train-text", *train_text_arguments(given, files, mode)],
+                folder=given.output / mode,
+                updates=given.updates,
+            )
+            for mode in MODES
+        ],
+        threads=threads,
+        quiet=given.quiet,
+    )
+    report(prepared, results)
+    return 0
