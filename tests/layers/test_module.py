@@ -1,0 +1,301 @@
+"""What all modules share: calibration, clips in step with training, kept codes of weights, state dicts, randomness."""
+
+import copy
+
+import pytest
+import torch
+
+from lsq import quant
+from lsq.config import QuantConfig
+from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer
+from tests.layers.oracle import recorded
+from tests.layers.shapes import HIDDEN, config_of
+
+
+def clips_of(module, kind="activation"):
+    """Clips of activations or of weights, copied, by name."""
+    return {
+        name: clip.detach().clone()
+        for name, clip in module.named_parameters()
+        if name.endswith("_clip") and ("weight" in name) == (kind == "weight")
+    }
+
+
+def linear(**options):
+    return QuantizedLinear(16, 16, quant=QuantConfig(**options))
+
+
+# Calibration
+
+
+@pytest.mark.parametrize("method", ["absmax", "percentile", "mse"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_first_batch_is_measured(method, training, grad):
+    layer = linear(activation_init=method, percentile=90.0).train(training)
+    x = torch.randn(41, 16)
+    assert not layer.calibrated
+    with torch.set_grad_enabled(grad):
+        layer(x)
+    assert layer.calibrated
+    assert torch.equal(layer.input_clip, quant.calibrate(x, method, percentile=90.0))
+
+
+def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
+    layer = TransformerEncoderLayer(config_of(activation_init="absmax"))
+    assert all(clip == 16.0 for clip in clips_of(layer).values())
+    with recorded(layer) as outcome:
+        layer(torch.randn(7, 3, HIDDEN))
+    assert all(clip != 16.0 for clip in clips_of(layer).values())
+    for name in clips_of(layer):
+        assert outcome.codes[name].abs().max() == 127, name  # the largest value is the clip
+    assert all(module.calibrated for module in (layer, layer.self_attn, layer.feed_forward))
+
+
+def test_the_second_batch_is_not_measured():
+    layer = linear()
+    layer(torch.randn(41, 16))
+    before = clips_of(layer)
+    layer(9 * torch.randn(41, 16))
+    layer.eval()(9 * torch.randn(41, 16))
+    assert clips_of(layer) == before
+
+
+def test_a_fixed_clip_is_never_measured():
+    layer = linear(activation_init="fixed", activation_clip=3.0, weight_init="fixed", weight_clip=0.5)
+    assert layer.calibrated
+    for _ in range(20):
+        layer(torch.randn(41, 16))
+    assert layer.input_clip == 3.0 and (layer.weight_clip == 0.5).all()
+
+
+def test_clips_are_measured_again_while_tensors_grow():
+    layer = linear(activation_init="absmax", weight_init="absmax", calibration_passes=16)
+    with torch.no_grad():
+        layer.weight_clip.fill_(7.0)
+    measured = []
+    for number in range(70):
+        x = torch.randn(5, 16)
+        layer(x)
+        measured += [number] if layer.input_clip == x.abs().max() else []
+        assert (layer.weight_clip == 7.0).all() == (number < 4)
+    assert measured == [0, 4, 16]
+
+
+def test_non_finite_values_are_not_measured():
+    layer = linear()
+    x = torch.randn(2, 16)
+    x[1, 3] = float("inf")
+    with pytest.raises(ValueError, match="1 of 32 values are NaN or infinite"):
+        layer(x)
+    assert not layer.calibrated
+
+
+@pytest.mark.parametrize("granularity, clips", [("channel", 16), ("tensor", 1)])
+def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
+    layer = linear(weight_granularity=granularity)
+    per_channel = granularity == "channel"
+    assert layer.weight_clip.shape == (clips,)
+    assert torch.equal(layer.weight_clip, quant.calibrate(layer.weight, "mse", per_channel=per_channel))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    layer.calibrate_weights()
+    assert torch.equal(layer.weight_clip, quant.calibrate(layer.weight, "mse", per_channel=per_channel))
+
+
+# Clips and optimizers
+
+
+@pytest.mark.parametrize("leave", ["forward", "eval", "state_dict"])
+def test_no_step_takes_a_clip_far_or_below_zero(leave):
+    layer = TransformerEncoderLayer(config_of(clip_step=0.01))
+    optimizer = torch.optim.SGD([clip for name, clip in layer.named_parameters() if name.endswith("_clip")], lr=1e3)
+    x = torch.randn(7, 3, HIDDEN)
+    layer(x).square().sum().backward()
+    before = {**clips_of(layer), **clips_of(layer, "weight")}
+    optimizer.step()
+    assert any((clip <= 0).any() for clip in layer.parameters())
+    if leave == "forward":
+        layer(x)
+    elif leave == "eval":
+        layer.eval()
+    state = layer.state_dict()
+    for name, clip in before.items():
+        assert (state[name] >= 0.9899 * clip).all() and (state[name] <= 1.0101 * clip).all(), name
+    layer.check_clips()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_clips_that_cannot_work_are_named(value):
+    layer = TransformerEncoderLayer(config_of())
+    layer.check_clips()
+    layer.feed_forward.hidden_clip.data.fill_(value)
+    with pytest.raises(ValueError, match=f"feed_forward.hidden_clip is {value}"):
+        layer.check_clips()
+
+
+@pytest.mark.parametrize("passes", [2, 5])
+def test_several_passes_before_one_backward(passes):
+    """The fifth pass measures clips that earlier passes have saved."""
+    layer = linear()
+    xs = [torch.randn(3, 16, requires_grad=True) for _ in range(passes)]
+    sum(layer(x).square().sum() for x in xs).backward()
+    assert all(x.grad is not None for x in xs)
+
+
+# Kept codes
+
+
+def changed_by(change):
+    """Whether the output of a layer in eval mode follows a change of its parameters."""
+    layer = TransformerEncoderLayer(config_of())
+    x = torch.randn(5, 3, HIDDEN)
+    layer(x)
+    layer.eval()
+    with torch.no_grad():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+    change(layer)
+    with torch.no_grad():
+        return not torch.equal(layer.eval()(x) if layer.training else layer(x), before)
+
+
+def optimize(layer):
+    optimizer = torch.optim.SGD([layer.feed_forward.fc1_weight], lr=10.0)
+    layer(torch.randn(5, 3, HIDDEN)).square().sum().backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def load_a_part(layer):
+    state = layer.feed_forward.state_dict()
+    layer.feed_forward.load_state_dict(state | {"fc1_weight": -state["fc1_weight"]})
+
+
+@torch.no_grad()
+def widen_clips(layer):
+    layer.feed_forward.fc2_weight_clip.mul_(4)
+
+
+@torch.no_grad()
+def measure_a_part(layer):
+    layer.feed_forward.fc1_weight.data.mul_(3)
+    layer.feed_forward.calibrate_weights()
+
+
+def replace_a_weight(layer):
+    layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
+
+
+def train_in_between(layer):
+    layer.train()
+    layer.feed_forward.fc1_weight.data.neg_()
+
+
+@pytest.mark.parametrize(
+    "change", [optimize, load_a_part, widen_clips, measure_a_part, replace_a_weight, train_in_between]
+)
+def test_codes_are_made_again_when_weights_change(change):
+    assert changed_by(change)
+
+
+def test_codes_are_kept_while_nothing_changes(monkeypatch):
+    layer = linear().eval()
+    x = torch.randn(3, 16)
+    made = []
+    original = layer.round_weight
+    monkeypatch.setattr(layer, "round_weight", lambda *pair: made.append(1) or original(*pair))
+    with torch.no_grad():
+        for _ in range(3):
+            layer(x)
+    assert made == [1]
+
+
+# State
+
+
+def test_a_state_dict_brings_everything():
+    first = TransformerEncoderLayer(config_of(dropout=0.1))
+    x = torch.randn(7, 3, HIDDEN)
+    for _ in range(3):
+        first(x)
+    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    second = TransformerEncoderLayer(config_of(dropout=0.1))
+    second.load_state_dict(state)
+    assert second.calibrated and second.passes == 3
+    for _ in range(3):  # through the pass that measures again
+        outputs = []
+        for layer in (first, second):
+            torch.manual_seed(5)
+            outputs.append(layer(x))
+        assert torch.equal(*outputs)
+    assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
+
+
+def test_float_mode_has_no_trace_of_quantisation():
+    layer = TransformerEncoderLayer(config_of(mode="float"))
+    assert not any("clip" in name or "calibrated" in name or "passes" in name for name in layer.state_dict())
+
+
+def test_copies_are_independent():
+    layer = linear()
+    x = torch.randn(3, 16)
+    layer(x)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.neg_()
+        assert not torch.equal(layer.eval()(x), twin.eval()(x))
+
+
+# Randomness
+
+
+def test_seeds_repeat_dropout_and_nothing_else_does():
+    layer = FeedForward(config_of(dropout=0.3))
+    x = torch.randn(7, HIDDEN)
+    layer(x)
+    torch.manual_seed(3)
+    first = layer(x)
+    assert not torch.equal(layer(x), first)
+    torch.manual_seed(3)
+    assert torch.equal(layer(x), first)
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_a_restored_generator_repeats_a_run():
+    layer = TransformerEncoderLayer(config_of(dropout=0.3, backward="int8"))
+    x = torch.randn(5, 3, HIDDEN)
+    layer(x)
+    generator = torch.get_rng_state()
+    runs = []
+    for _ in range(2):
+        torch.set_rng_state(generator)
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        runs.append([parameter.grad for parameter in layer.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+# Memory
+
+
+@pytest.mark.parametrize("backward", ["float", "int8"])
+def test_what_autograd_saves_is_int8(backward):
+    """Beside parameters, inputs and one row of statistics, only the sums before a LayerNorm are float [M, N]."""
+    layer = TransformerEncoderLayer(config_of(backward=backward, dropout=0.1))
+    x = torch.randn(41, 3, HIDDEN)
+    borders = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
+    saved = []
+
+    def pack(tensor):
+        if tensor.data_ptr() not in borders:
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    rows = [tensor for tensor in saved if tensor.dim() == 2 and tensor.is_floating_point()]
+    assert [tuple(tensor.shape) for tensor in rows] == [(123, HIDDEN)] * 2
+    assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 8
+    assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int64}
