@@ -1,0 +1,121 @@
+"""observe() against direct computation, and the names under which tensors are found."""
+
+import pytest
+import torch
+from torch import nn
+
+from lsq import quant
+from lsq.config import QuantConfig
+from lsq.layers import (
+    Embedding,
+    QuantizedLinear,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    VocabularyProjection,
+    observe,
+    quantized_tensors,
+)
+from tests.layers.oracle import recorded
+from tests.layers.shapes import HIDDEN, config_of
+
+
+class Model(nn.Module):
+    """A little of everything, as a translation model nests it."""
+
+    def __init__(self, **quantization):
+        super().__init__()
+        config = config_of(**quantization)
+        self.embedding = Embedding(33, HIDDEN, 1)
+        self.layers = nn.ModuleList([TransformerEncoderLayer(config), TransformerDecoderLayer(config)])
+        self.output = VocabularyProjection(33, HIDDEN, quant=config.quant, weight=self.embedding.weight)
+
+    def forward(self, tokens):
+        encoded = self.layers[0](self.embedding(tokens))
+        return self.output(self.layers[1](self.embedding(tokens), encoded))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+def test_one_layer_against_direct_computation(bits, granularity):
+    layer = QuantizedLinear(32, 16, quant=QuantConfig(bits=bits, weight_granularity=granularity))
+    x = torch.randn(41, 32)
+    layer(x)
+    layer.load_state_dict({name: 0.7 * t if "clip" in name else t for name, t in layer.state_dict().items()})
+    with observe(layer) as found:
+        layer(x)
+    assert found.keys() == {"input", "weight"}
+    for name, tensor, clip in (("input", x, layer.input_clip), ("weight", layer.weight, layer.weight_clip)):
+        codes, _, clipped = quant.quantize(tensor.detach(), clip.detach(), bits)
+        statistics = found[name]
+        assert statistics.kind == ("weight" if name == "weight" else "activation")
+        assert statistics.clip == pytest.approx(clip.mean().item())
+        assert statistics.clipped_share == pytest.approx(clipped.float().mean().item()) and clipped.any()
+        assert statistics.zero_share == pytest.approx((codes == 0).float().mean().item())
+        assert statistics.largest_code == codes.abs().max() == quant.maximum_code(bits)
+
+
+def test_codes_in_use():
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_init="fixed", activation_clip=127.0))
+    with observe(layer) as found:
+        layer(torch.tensor([[0.0, 5.2, -9.4, 0.3] * 4]))
+    assert found["input"].largest_code == 9
+    assert found["input"].zero_share == 0.5
+    assert found["input"].clipped_share == 0
+
+
+def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
+    model = Model()
+    with observe(model) as found:
+        model(torch.randint(2, 33, (3, 7)))
+    names = dict(quantized_tensors(model))
+    assert found.keys() == names.keys()
+    assert len(names) == 11 + 20 + 2
+    assert {"layers.0.self_attn.qkv_weight", "layers.1.encoder_attn.memory", "output.input"} <= names.keys()
+    for name, clip in names.items():
+        assert clip is model.get_parameter(name + "_clip")
+        assert found[name].clip == pytest.approx(clip.mean().item())
+        assert found[name].kind == ("weight" if name.endswith("weight") else "activation")
+        assert 0 <= found[name].clipped_share < 0.2
+
+
+def test_the_last_pass_counts():
+    layer = QuantizedLinear(16, 16)
+    layer(torch.randn(41, 16))
+    with observe(layer) as found:
+        layer(torch.zeros(3, 16))
+        assert found["input"].zero_share == 1.0
+        layer(torch.full((3, 16), 100.0))
+    assert found["input"].clipped_share == 1.0
+
+
+def test_nothing_is_seen_outside():
+    layer = QuantizedLinear(16, 16)
+    with observe(layer) as found:
+        pass
+    layer(torch.randn(3, 16))
+    assert not found
+
+
+def test_an_error_inside_ends_the_watching():
+    layer = QuantizedLinear(16, 16)
+    with pytest.raises(ValueError, match="not empty"), observe(layer):
+        layer(torch.randn(0, 16))
+    with recorded(layer) as outcome:
+        layer(torch.randn(3, 16))
+    assert outcome.codes.keys() == {"input_clip", "weight_clip"}
+
+
+def test_a_float_model_has_nothing_to_see():
+    model = Model(mode="float")
+    with observe(model) as found:
+        model(torch.randint(2, 33, (3, 7)))
+    assert not found
+    assert not list(quantized_tensors(model))
+
+
+def test_decoding_shows_activations():
+    """In eval mode without gradients the codes of weights are kept, and nothing rounds them."""
+    layer = QuantizedLinear(16, 16).eval()
+    with torch.no_grad(), observe(layer) as found:
+        layer(torch.randn(3, 16))
+    assert found.keys() == {"input"}
