@@ -44,7 +44,7 @@ class QuantConfig:
     activation_clip: float = 16.0
     """First clip of every activation under activation_init="fixed"."""
     calibration_passes: int = 4096
-    """Clips are measured again at training passes 4, 16, 64, ... up to this one, while tensors still grow fast."""
+    """Clips are measured again at training passes 2, 4, 8, ... up to this one, while tensors still grow fast."""
     clip_step: float = 0.002
     """Largest relative change of a clip in one update. An optimizer such as Adam takes steps as long as its
     learning rate, which may be several percent of a small clip; see docs/numbers.md."""

@@ -15,7 +15,7 @@ from lsq.program.program import Program
 CLIP = "_clip"
 """Suffix of every clip parameter."""
 _BEFORE = "_clip_before"
-_CALIBRATED_AT = frozenset(4**k for k in range(1, 16))
+_CALIBRATED_AT = frozenset(2**k for k in range(1, 32))
 
 
 class ProgramModule(nn.Module):
@@ -155,7 +155,7 @@ class ProgramModule(nn.Module):
             setattr(clip, _BEFORE, None)
 
     def calibration_due(self) -> bool:
-        """Whether the next training pass measures the clips: the first one does, then 4, 16, 64, ..."""
+        """Whether the next training pass measures the clips: the first one does, then 2, 4, 8, ..."""
         if not self.quant.quantized:
             return False
         passes = int(self.passes)
