@@ -29,6 +29,7 @@ def configure() -> None:
     To be called before fairseq is imported: some of its modules set up logging in ways of their own otherwise.
     """
     logging.basicConfig(format=FORMAT, datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING, stream=sys.stdout)
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # says that it caches the fonts, once
 
 
 def quieten() -> None:

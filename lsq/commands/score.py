@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
 from sacrebleu.metrics import BLEU, CHRF
 
 from lsq.commands.progress import LossCurve
@@ -21,11 +21,9 @@ def scores(hypotheses: list[str], references: list[str], tokenizer: str) -> dict
 
 
 def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
-    """Draw training (thin) and validation (thick, dotted points) losses of named trainings into one PNG file."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    """Draw training (pale) and validation (with a dot at each) losses of named trainings into one PNG file."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
         colour = f"C{number}"
         axes.plot(*_points(curve.training), color=colour, alpha=0.4, linewidth=1, label=f"{name}, training")
@@ -34,7 +32,6 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _points(losses: dict[int, float]) -> tuple[list[int], list[float]]:

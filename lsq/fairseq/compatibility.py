@@ -17,6 +17,7 @@ import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import fairseq.distributed.utils
 import fairseq.models.distributed_fairseq_model
@@ -55,7 +56,7 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
     if PathManager.path_requires_pathmanager(filename):
         _fairseq_save(content, filename, async_write)
         return
-    _write_whole(filename, lambda temporary: torch.save(content, temporary))
+    _write_whole(filename, lambda file: torch.save(content, file))
 
 
 def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
@@ -68,30 +69,36 @@ def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
         return _fairseq_copy(source, target, overwrite)
     if not overwrite and os.path.exists(target):
         raise FileExistsError(f"{target} exists")
-    _write_whole(target, lambda temporary: shutil.copyfile(source, temporary))
+    with open(source, "rb") as original:
+        _write_whole(target, lambda file: shutil.copyfileobj(original, file))
     return True
 
 
-def _write_whole(filename: str, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary name beside `filename`, then rename: all of the new file or all of the old."""
+def _write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
+    """Call `write` with a temporary file beside `filename`, then rename it: all of the new file or all of the old."""
     temporary = Path(f"{filename}.tmp")
     try:
-        write(temporary)
-        with temporary.open("rb") as file:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, filename)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError when a write falls short
-        _, _, free = shutil.disk_usage(temporary.parent)
+    except (OSError, RuntimeError) as error:
+        reason = _refusal(error)
+        if reason is None:
+            raise
         raise CheckpointNotWritten(
-            f"could not write {filename} ({_first_line(error)}; {free / 2**20:.0f} MiB free);"
-            " the checkpoints written before are kept"
+            f"could not write {filename} ({reason.strerror}); the checkpoints that were there before are kept"
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def _refusal(error: BaseException | None) -> OSError | None:
+    """What the file system said: torch.save hides it behind a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 @contextlib.contextmanager
