@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +136,9 @@ def test_unknown_option_is_refused(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--lsq-bit 8")
     assert "unrecognized arguments: --lsq-bit 8" in capsys.readouterr().err
+
+
+def test_manual_lists_every_option_with_its_default():
+    manual = (Path(__file__).parents[2] / "docs" / "fairseq.md").read_text(encoding="utf-8")
+    for field in fields(QuantConfig):
+        assert f"| `{options.option(field)}` | `{field.default}` |" in manual
