@@ -15,7 +15,7 @@ train() { # name seed options...
     local name=$1 seed=$2
     shift 2
     lsq train-text --src "$text/train.en" --tgt "$text/train.de" --valid-src "$text/valid.en" --valid-tgt "$text/valid.de" \
-        --test-src "$text/test.en" --test-tgt "$text/test.de" --output "$output" --vocabulary-size 4000 --max-length 128 \
+        --test-src "$text/test.en" --test-tgt "$text/test.de" --output "$output" --vocabulary-size 4000 --max-length 256 \
         --layers 2 --hidden 128 --feed-forward 512 --heads 4 --dropout 0.1 --max-tokens 4096 --lr 0.002 --warmup 400 \
         --validate-every "$((updates / 4))" --log-every 25 --updates "$updates" --seed "$seed" --name "$name" "$@"
 }
