@@ -79,7 +79,7 @@ def fused(name: str, *inputs, unwanted=(), **attributes) -> tuple:
 
 
 def assert_equal(outputs, expected, where: str) -> None:
-    """Floats to TOLERANCE, NaN and infinity in the same places; integers and bits up to one in a thousand.
+    """Floats to TOLERANCE, NaN and infinity in the same places; sums exactly; codes and bits up to one in a thousand.
 
     Codes may differ by 1 where float sums before the rounding differ in their last bits; so may the error of
     that rounding, which is an output of the same shape.
@@ -92,6 +92,8 @@ def assert_equal(outputs, expected, where: str) -> None:
         assert wanted is not None and output.shape == wanted.shape and output.dtype == wanted.dtype, what
         if wanted.dtype.is_floating_point:
             assert_close(output, wanted, moved if moved.shape == wanted.shape else None, what)
+        elif wanted.dtype == torch.int32:
+            assert torch.equal(output, wanted), f"{what}: sums differ"
         elif wanted.numel():
             differs = output != wanted
             assert differs.sum() <= max(1, output.numel() // 1000), f"{what}: {differs.sum()} differ"
