@@ -25,6 +25,7 @@ class Interruption:
         self.requested: int | None = None
         """Number of the signal that came, or None."""
         self._immediate = True
+        self._process = os.getpid()  # those that it forks, to load data, die of signals as usual
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
@@ -52,7 +53,7 @@ class Interruption:
             self._immediate = before
 
     def _handle(self, number: int, frame: object) -> None:
-        if self.requested is not None:
+        if self.requested is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.requested = number

@@ -5,6 +5,7 @@ Importing this module prepares fairseq once for the whole process:
 * checkpoints: the types that fairseq puts into its own are registered as safe for torch.load, which stays as strict
   as it is by default about all others;
 * data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only;
+* batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
 * writing checkpoints: under another name first, then renamed. fairseq does so for the first file of a save but copies
   checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full.
 """
@@ -25,12 +26,14 @@ import numpy
 import omegaconf
 import torch
 from fairseq import checkpoint_utils
+from fairseq.data import data_utils
 from fairseq.file_io import PathManager
 from numpy._core import multiarray
 from torch.nn.parallel import DistributedDataParallel
 
 _fairseq_save = checkpoint_utils.torch_persistent_save
 _fairseq_copy = PathManager.copy
+_fairseq_batches = data_utils.batch_by_size
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
 
@@ -101,6 +104,25 @@ def _refusal(error: BaseException | None) -> OSError | None:
     return error
 
 
+def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, **options):
+    """Takes the place of fairseq's data_utils.batch_by_size, which groups the sentences `indices` into batches.
+
+    Raises:
+        ValueError: there are none, or one of them alone is beyond `max_tokens`.
+    """
+    if len(indices) == 0:
+        raise ValueError("no sentence is left to make batches of; all are longer than --max-tokens or the model allow")
+    if max_tokens is not None:
+        sizes = [num_tokens_fn(index) for index in indices] if num_tokens_vec is None else num_tokens_vec
+        longest = int(numpy.argmax(sizes))
+        if sizes[longest] > max_tokens:
+            raise ValueError(
+                f"sentence {indices[longest]} has {sizes[longest]} tokens, but a batch has at most {max_tokens};"
+                " raise --max-tokens (--max-tokens-valid where it validates), or leave out sentences that long"
+            )
+    return _fairseq_batches(indices, num_tokens_fn, num_tokens_vec, max_tokens, **options)
+
+
 @contextlib.contextmanager
 def replaced(module: object, **attributes: object) -> Iterator[None]:
     """Within this context these attributes of a module are others: where fairseq has no hook of its own."""
@@ -127,6 +149,7 @@ def apply() -> None:
     """Prepare fairseq; calling it again changes nothing."""
     torch.serialization.add_safe_globals(_safe_globals())
     fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel
+    data_utils.batch_by_size = batch_by_size
     checkpoint_utils.torch_persistent_save = save_checkpoint
     PathManager.copy = staticmethod(copy_checkpoint)
 

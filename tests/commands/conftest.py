@@ -1,0 +1,76 @@
+"""A toy language pair, prepared once, and the smallest models for it."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lsq.commands import train
+from lsq.commands.logs import logging_to
+from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare
+
+WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
+VOCABULARY = VocabularyOptions(size=60, coverage=1.0, max_length=40)
+SIZES = ["--share-all-embeddings", "--dropout", "0.1"]
+for side in ("encoder", "decoder"):
+    SIZES += [f"--{side}-layers", "1", f"--{side}-embed-dim", "16"]
+    SIZES += [f"--{side}-ffn-embed-dim", "32", f"--{side}-attention-heads", "2"]
+TRAINING = [
+    *SIZES,
+    "--optimizer",
+    "adam",
+    "--lr",
+    "0.001",
+    "--max-tokens",
+    "300",
+    "--no-epoch-checkpoints",
+    "--num-workers",
+    "0",
+]
+"""Options of `lsq train`: batches of about ten sentences."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What fairseq's use of newer libraries makes them say is not for us."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"))
+
+
+def write_pairs(folder: Path, name: str, count: int, seed: int) -> tuple[Path, Path]:
+    """Write folder/name.en and folder/name.de: random words, and the same words backwards in capitals."""
+    chance = random.Random(seed)
+    sentences = [chance.choices(WORDS, k=chance.randint(2, 7)) for _ in range(count)]
+    source, target = folder / f"{name}.en", folder / f"{name}.de"
+    source.write_text("".join(" ".join(words) + "\n" for words in sentences))
+    target.write_text("".join(" ".join(reversed(words)).upper() + "\n" for words in sentences))
+    return source, target
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> TextFiles:
+    """Text of 200 pairs to train on, 12 to validate with and 9 to test with."""
+    folder = tmp_path_factory.mktemp("text")
+    return TextFiles(
+        train=write_pairs(folder, "train", 200, seed=1),
+        valid=write_pairs(folder, "valid", 12, seed=2),
+        test=write_pairs(folder, "test", 9, seed=3),
+    )
+
+
+@pytest.fixture(scope="session")
+def prepared(files, tmp_path_factory) -> Prepared:
+    """The same as fairseq's data; shared, so not to be changed."""
+    return prepare(files, tmp_path_factory.mktemp("prepared"), VOCABULARY)
+
+
+@pytest.fixture
+def lsq_train(prepared, tmp_path):
+    """lsq_train(save folder, *options) runs `lsq train` in this process; the log goes to the save folder."""
+
+    def lsq_train(folder: Path, *options: str) -> None:
+        folder.mkdir(exist_ok=True)
+        with logging_to(folder / "train.log"):
+            train.run([str(prepared.data), "--save-dir", str(folder), "--cpu", *TRAINING, *options])
+
+    return lsq_train

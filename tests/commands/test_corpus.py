@@ -1,0 +1,77 @@
+import pytest
+
+from lsq.commands.corpus import Corpus, held_out_count, hold_out, read_lines, read_pairs, without_empty
+
+
+def test_lines_end_at_line_feeds_only(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes("a\tb\u2028c \u00a0 d\r\n\ne\rf\x00g\x85h\n".encode())
+    assert read_lines(path) == ["a b c d", "", "e f g h"]
+
+
+def test_byte_order_mark_and_missing_last_line_feed(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"\xef\xbb\xbfone\ntwo")
+    assert read_lines(path) == ["one", "two"]
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere\.en"):
+        read_lines(tmp_path / "nowhere.en")
+
+
+def test_folder_instead_of_file(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"):
+        read_lines(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_empty_file(tmp_path, content):
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="text is empty"):
+        read_lines(path)
+
+
+def test_invalid_utf8_names_the_line(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"fine\nstill fine\nGr\xfc\xdfe\n")
+    with pytest.raises(ValueError, match=r"line 3: byte 0xfc is not valid UTF-8"):
+        read_lines(path)
+
+
+def test_different_lengths_name_both_counts(tmp_path):
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.write_text("1\n2\n3\n")
+    target.write_text("1\n2\n")
+    with pytest.raises(ValueError, match=r"a has 3 lines but .*b has 2"):
+        read_pairs(source, target)
+
+
+def test_pairs_with_an_empty_side_are_dropped():
+    corpus = Corpus(source=["a", "", "c"], target=["A", "B", ""])
+    assert without_empty(corpus) == Corpus(source=["a"], target=["A"])
+
+
+def test_held_out_sentences_do_not_remain():
+    source = [str(number % 30) for number in range(100)]
+    corpus = Corpus(source=source, target=[f"t{row}" for row in range(100)])
+    remaining, held_out = hold_out(corpus, 7, seed=1)
+    assert len(held_out) == len(set(held_out.source)) == 7
+    assert not set(remaining.source) & set(held_out.source)
+    assert set(remaining.source) | set(held_out.source) == set(source)
+    rows = [int(sentence[1:]) for sentence in held_out.target]
+    assert [source[row] for row in rows] == held_out.source  # pairs stay pairs
+    assert hold_out(corpus, 7, seed=1) == (remaining, held_out)
+    assert hold_out(corpus, 7, seed=2)[1] != held_out
+
+
+def test_too_few_sentences_to_hold_out():
+    corpus = Corpus(source=["a", "a", "b"], target=["1", "2", "3"])
+    with pytest.raises(ValueError, match="2 different source sentences are too few to hold out 1"):
+        hold_out(corpus, 1, seed=1)
+
+
+@pytest.mark.parametrize(("pairs", "count"), [(3, 1), (200, 10), (1_000_000, 2000)])
+def test_held_out_count(pairs, count):
+    assert held_out_count(pairs) == count

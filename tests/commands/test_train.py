@@ -1,0 +1,192 @@
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from fairseq.trainer import Trainer
+
+from lsq.commands import train
+from lsq.commands.interruption import Interrupted
+from lsq.fairseq.compatibility import CheckpointNotWritten
+from tests.commands.conftest import TRAINING
+
+
+def model(folder, name="checkpoint_last.pt") -> dict[str, torch.Tensor]:
+    return torch.load(folder / name)["model"]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def signal_after(monkeypatch):
+    """signal_after(number, n): this process gets the signal while it computes update n."""
+
+    def signal_after(number: int, update: int) -> None:
+        step = Trainer.train_step
+
+        def train_step(trainer, samples, raise_oom=False):
+            if trainer.get_num_updates() == update - 1:
+                os.kill(os.getpid(), number)
+            return step(trainer, samples, raise_oom)
+
+        monkeypatch.setattr(Trainer, "train_step", train_step)
+
+    return signal_after
+
+
+@contextlib.contextmanager
+def full_disk_at(size: int):
+    """Within this context no file can grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_defaults_are_lsqs(prepared):
+    cfg = train.parse_training([str(prepared.data), "--max-tokens", "100"])
+    assert cfg.model.arch == "lsq_transformer" and cfg.task._name == "lsq_translation"
+    assert cfg.criterion._name == "lsq_label_smoothed_cross_entropy"
+    assert cfg.dataset.required_batch_size_multiple == 1
+
+
+def test_fairseqs_architectures_keep_fairseqs_criterion(prepared):
+    cfg = train.parse_training([str(prepared.data), "--max-tokens", "100", "--arch", "transformer"])
+    assert cfg.criterion._name == "cross_entropy"
+
+
+def test_bfloat16_is_not_a_tpu(prepared, lsq_train, tmp_path):
+    assert not train.parse_training([str(prepared.data), "--max-tokens", "100", "--bf16"]).common.tpu
+    lsq_train(tmp_path / "model", "--arch", "transformer", "--bf16", "--max-update", "2")
+    assert (tmp_path / "model" / "checkpoint_last.pt").exists()
+
+
+def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.run(["--help"])
+    printed = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for option in ("--lsq-backward", "--encoder-layers", "--label-smoothing", "--source-lang", "--max-tokens"):
+        assert option in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "100", "--fo", "1"], "unrecognized arguments: --fo"),
+        (["--max-tokens", "many"], "--max-tokens"),
+        (["--max-tokens", "100", "--arch", "lsq_transformr"], "did you mean lsq_transformer"),
+    ],
+)
+def test_mistaken_options(prepared, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        train.run([str(prepared.data), *options])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_no_batch_size(prepared):
+    with pytest.raises(ValueError, match="--max-tokens .* or --batch-size"):
+        train.run([str(prepared.data)])
+
+
+def test_no_data_folder(tmp_path):
+    with pytest.raises(ValueError, match="there is no data folder .*nowhere"):
+        train.run([str(tmp_path / "nowhere"), "--max-tokens", "100"])
+
+
+def test_sizes_that_do_not_fit(lsq_train, tmp_path):
+    with pytest.raises(ValueError, match="hidden size 16 is not divisible by 3 heads"):
+        lsq_train(tmp_path / "model", "--encoder-attention-heads", "3", "--max-update", "1")
+
+
+def test_sentence_beyond_max_tokens_of_validation(lsq_train, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"sentence \d+ has \d+ tokens, but a batch has at most 12; raise --max-tokens"
+    ):
+        lsq_train(tmp_path, "--max-tokens", "12", "--max-update", "1")
+
+
+def test_sentences_beyond_max_tokens_of_training_are_counted(lsq_train, tmp_path):
+    lsq_train(tmp_path, "--max-tokens", "12", "--disable-validation", "--arch", "transformer", "--max-update", "1")
+    assert re.search(r"\d+ samples have invalid sizes and will be skipped", (tmp_path / "train.log").read_text())
+
+
+def test_all_sentences_beyond_max_tokens(lsq_train, tmp_path):
+    with pytest.raises(ValueError, match="no sentence is left to make batches of"):
+        lsq_train(tmp_path, "--max-tokens", "2", "--disable-validation", "--max-update", "1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_training_continues_bit_exactly(lsq_train, tmp_path, signal_after, monkeypatch, number):
+    options = ["--max-update", "5"]
+    lsq_train(tmp_path / "whole", *options)
+    signal_after(number, 3)
+    handler = signal.getsignal(number)
+    with pytest.raises(Interrupted) as stopped:
+        lsq_train(tmp_path / "parts", *options)
+    assert signal.getsignal(number) == handler
+    assert stopped.value.code == 128 + number
+    assert f"stopped by {number.name} after 3 updates; wrote " in stopped.value.message
+    assert torch.load(tmp_path / "parts" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 3
+    monkeypatch.undo()
+    lsq_train(tmp_path / "parts", *options)
+    assert equal(model(tmp_path / "whole"), model(tmp_path / "parts"))
+
+
+def test_interrupted_in_validation(lsq_train, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "valid_step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match="143") as stopped:
+        lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "2")
+    assert "after 2 updates; wrote" in stopped.value.message
+    assert (tmp_path / "model" / "checkpoint_last.pt").exists()
+
+
+def test_interrupted_before_the_first_update(lsq_train, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "get_train_iterator", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(Interrupted) as stopped:
+        lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "2")
+    assert stopped.value.message == "stopped by SIGINT before the first update"
+
+
+def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
+    signal_after(signal.SIGTERM, 2)
+    with pytest.raises(Interrupted) as stopped:
+        lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "4", "--no-save")
+    assert "no checkpoint was asked" in stopped.value.message
+    assert not list((tmp_path / "model").glob("*.pt"))
+
+
+def test_full_disk_keeps_the_previous_checkpoints(lsq_train, tmp_path):
+    folder = tmp_path / "model"
+    lsq_train(folder, "--arch", "transformer", "--max-update", "2")
+    before = {path.name: path.read_bytes() for path in folder.glob("*.pt")}
+    assert before.keys() == {"checkpoint_best.pt", "checkpoint_last.pt"}
+    with full_disk_at(len(before["checkpoint_last.pt"]) // 2):
+        with pytest.raises(CheckpointNotWritten, match="could not write .*best.pt .File too large.; the checkpoints"):
+            lsq_train(folder, "--arch", "transformer", "--max-update", "4")
+    assert {path.name: path.read_bytes() for path in folder.glob("*.pt*")} == before
+    lsq_train(folder, "--arch", "transformer", "--max-update", "4")
+    assert (folder / "checkpoint_last.pt").read_bytes() != before["checkpoint_last.pt"]
+
+
+def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tmp_path):
+    lsq_train(tmp_path, "--arch", "transformer", "--max-update", "2", "--disable-validation")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, "-m", "lsq.cli", "train", str(prepared.data), "--save-dir", str(tmp_path), "--cpu"]
+    options = [*TRAINING, "--arch", "transformer", "--max-update", "3", "--disable-validation"]
+    done = subprocess.run([*launcher, *command, *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "training on 2 devices" in done.stdout
+    assert "Loaded checkpoint" in done.stdout
+    assert torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 3

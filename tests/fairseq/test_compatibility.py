@@ -1,0 +1,120 @@
+import argparse
+import io
+import resource
+
+import numpy
+import omegaconf
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils
+from fairseq.distributed.utils import _split_tensors_from_obj
+from fairseq.file_io import PathManager
+from torch import distributed, nn
+
+from lsq.fairseq import compatibility
+from lsq.fairseq.compatibility import CheckpointNotWritten, CPUSafeDataParallel
+
+
+def reloaded(content):
+    """`content` after a save and a strict load."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        argparse.Namespace(arch="x", lr=[0.1]),
+        numpy.float64(1.5),
+        numpy.int64(3),
+        numpy.array([1.0, 2.0], dtype=numpy.float32),
+        omegaconf.OmegaConf.create({"task": {"data": "x", "n": 1}, "lr": [0.1, None], "flag": True}),
+        omegaconf.OmegaConf.create({"args": argparse.Namespace(a=1)}, flags={"allow_objects": True}),
+        _split_tensors_from_obj({"weights": torch.ones(2), "step": 1}, []),
+    ],
+    ids=lambda content: type(content).__name__,
+)
+def test_what_fairseq_saves_loads_strictly(content):
+    found = reloaded({"content": content})["content"]
+    assert numpy.all(found == content) and type(found) is type(content)
+
+
+def test_other_types_are_still_refused():
+    with pytest.raises(Exception, match="Weights only load failed"):
+        reloaded({"content": nn.Linear(1, 1)})
+
+
+def test_data_parallel_on_the_cpu_ignores_the_device(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = CPUSafeDataParallel(nn.Linear(2, 2), device_ids=[0], output_device=0)
+        assert wrapped.device_ids is None
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.fixture
+def full_disk():
+    """No file can grow beyond 10 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_save_is_whole_or_not_at_all(tmp_path, full_disk):
+    path = tmp_path / "checkpoint1.pt"
+    checkpoint_utils.torch_persistent_save({"x": torch.ones(10)}, str(path))
+    before = path.read_bytes()
+    with pytest.raises(CheckpointNotWritten, match=r"could not write .*checkpoint1\.pt \(File too large\)"):
+        checkpoint_utils.torch_persistent_save({"x": torch.ones(10_000)}, str(path))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_copy_is_whole_or_not_at_all(tmp_path, full_disk):
+    source, target = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"x" * 100)
+    assert PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == source.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(CheckpointNotWritten, match="checkpoint_last"):
+        PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == source.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [source, target]
+    with pytest.raises(FileExistsError):
+        PathManager.copy(str(source), str(target))
+
+
+def test_other_failures_of_a_save_are_not_disguised(tmp_path):
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint_utils.torch_persistent_save({"x": lambda: 0}, str(tmp_path / "x.pt"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batch_beyond_max_tokens_names_both_numbers():
+    sizes = numpy.array([3, 9, 5])
+    with pytest.raises(ValueError, match="sentence 4 has 9 tokens, but a batch has at most 8"):
+        data_utils.batch_by_size(numpy.array([7, 4, 2]), None, sizes, max_tokens=8)
+    with pytest.raises(ValueError, match="sentence 2 has 20 tokens"):
+        data_utils.batch_by_size([1, 2], lambda index: 10 * index, max_tokens=11)
+    batches = data_utils.batch_by_size(numpy.array([7, 2, 4]), None, numpy.array([3, 5, 9]), max_tokens=10)
+    assert [list(batch) for batch in batches] == [[7, 2], [4]]
+
+
+def test_no_sentence_left():
+    with pytest.raises(ValueError, match="no sentence is left"):
+        data_utils.batch_by_size([], None, numpy.array([]), max_tokens=8)
+
+
+def test_replaced_puts_everything_back():
+    class Module:
+        one, two = 1, 2
+
+    with pytest.raises(KeyError), compatibility.replaced(Module, one=10, two=20):
+        assert (Module.one, Module.two) == (10, 20)
+        raise KeyError
+    assert (Module.one, Module.two) == (1, 2)
