@@ -1,0 +1,95 @@
+"""Configurations are checked when they are made, and every error names the value and what is allowed."""
+
+import dataclasses
+import re
+
+import pytest
+
+from lsq.config import LayerConfig, QuantConfig, check_dimension
+
+LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
+
+
+def test_defaults():
+    config = QuantConfig()
+    assert config.quantized and config.bits == 8
+    assert (config.weight_init, config.activation_init, config.weight_granularity) == ("mse", "mse", "channel")
+    assert (config.clip_gradient, config.backward) == ("pact", "float")
+    assert LayerConfig(**LAYER).quant == config
+    assert not QuantConfig(mode="float").quantized
+
+
+@pytest.mark.parametrize("name, value, allowed", [
+    ("mode", "int4", "'float', 'int8'"),
+    ("weight_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),
+    ("activation_init", "", "'fixed', 'absmax', 'percentile', 'mse'"),
+    ("weight_granularity", "row", "'tensor', 'channel'"),
+    ("clip_gradient", "ste", "'pact', 'lsq'"),
+    ("backward", "int4", "'float', 'int8'"),
+    ("backward_dtype", "float64", "'float32', 'bfloat16', 'float16'"),
+    ("bits", 1, "from 2 to 8"),
+    ("bits", 9, "from 2 to 8"),
+    ("bits", 8.0, "from 2 to 8"),
+    ("weight_clip", 0.0, "above 0"),
+    ("weight_clip", float("nan"), "above 0"),
+    ("activation_clip", -1.0, "above 0"),
+    ("activation_clip", float("inf"), "above 0"),
+    ("activation_clip", "16", "above 0"),
+    ("percentile", 0.0, "above 0 and at most 100"),
+    ("percentile", 100.1, "above 0 and at most 100"),
+    ("percentile", float("nan"), "above 0 and at most 100"),
+])
+def test_quantisers_refuse(name, value, allowed):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)):
+        QuantConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name, value, allowed", [
+    ("hidden", 0, "whole number above 0"),
+    ("heads", -1, "whole number above 0"),
+    ("feed_forward", 112.0, "whole number above 0"),
+    ("dropout", 1.0, "at least 0 and below 1"),
+    ("attention_dropout", -0.1, "at least 0 and below 1"),
+    ("activation_dropout", float("nan"), "at least 0 and below 1"),
+    ("activation", "swish", "'relu', 'gelu'"),
+    ("layer_norm_epsilon", 0.0, "above 0"),
+])
+def test_layers_refuse(name, value, allowed):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)):
+        LayerConfig(**LAYER | {name: value})
+
+
+def test_heads_divide_the_width():
+    with pytest.raises(ValueError, match="hidden size 48 is not divisible by 5 heads"):
+        LayerConfig(**LAYER | {"heads": 5})
+
+
+@pytest.mark.parametrize("name, value, use", [("hidden", 51, 64), ("feed_forward", 100, 112)])
+def test_widths_that_int8_cannot_take(name, value, use):
+    with pytest.raises(ValueError, match=f"{name} is {value}.*multiple of 16; use {use}"):
+        LayerConfig(**LAYER | {name: value})
+    LayerConfig(**LAYER | {name: value}, quant=QuantConfig(mode="float"))
+
+
+@pytest.mark.parametrize("value, use", [(1, 16), (15, 16), (17, 32), (8191, 8192)])
+def test_the_next_width_is_named(value, use):
+    check_dimension("width", use)
+    with pytest.raises(ValueError, match=f"width is {value}.*use {use}"):
+        check_dimension("width", value)
+
+
+def test_configurations_are_frozen_and_hashable():
+    config = LayerConfig(**LAYER)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden = 64
+    assert hash(config) == hash(LayerConfig(**LAYER))
+    assert dataclasses.replace(config, heads=4).heads == 4
+    with pytest.raises(ValueError):
+        dataclasses.replace(config, heads=5)
+
+
+def test_fields_are_named():
+    with pytest.raises(TypeError):
+        QuantConfig("float")
+    with pytest.raises(TypeError, match="bit"):
+        QuantConfig(bit=4)
