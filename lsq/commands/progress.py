@@ -41,7 +41,10 @@ def read_losses(path: Path) -> LossCurve:
     training, validation, seconds = {}, {}, 0.0
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # being written, or cut short by a full disk
+            continue
         if entry["kind"] == "train":
             training[entry["update"]] = entry.get("nll_loss", entry["loss"])
             seconds = entry["seconds"]
@@ -92,7 +95,8 @@ class _Recorder(progress_bar.BaseProgressBar):
 
     def _record(self, kind: str, stats: dict, step: int) -> None:
         values = {name: float(stats[name]) for name in RECORDED if name in stats}
-        entry = {"kind": kind, "update": step, "seconds": metrics.get_meter("default", "train_wall").sum, **values}
+        clock = metrics.get_meter("default", "train_wall")  # None before the first update
+        entry = {"kind": kind, "update": step, "seconds": clock.sum if clock else 0.0, **values}
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
 

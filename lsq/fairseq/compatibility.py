@@ -5,6 +5,7 @@ Importing this module prepares fairseq once for the whole process:
 * checkpoints: the types that fairseq puts into its own are registered as safe for torch.load, which stays as strict
   as it is by default about all others;
 * data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only;
+* files that are no checkpoints of fairseq's are named;
 * batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
 * writing checkpoints: under another name first, then renamed. fairseq does so for the first file of a save but copies
   checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full.
@@ -13,6 +14,7 @@ Importing this module prepares fairseq once for the whole process:
 import argparse
 import contextlib
 import os
+import pickle
 import shutil
 import typing
 from collections import defaultdict
@@ -31,6 +33,7 @@ from fairseq.file_io import PathManager
 from numpy._core import multiarray
 from torch.nn.parallel import DistributedDataParallel
 
+_fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
 _fairseq_save = checkpoint_utils.torch_persistent_save
 _fairseq_copy = PathManager.copy
 _fairseq_batches = data_utils.batch_by_size
@@ -48,6 +51,18 @@ class CPUSafeDataParallel(DistributedDataParallel):
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
         super().__init__(module, device_ids=device_ids, output_device=output_device, **options)
+
+
+def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False) -> dict:
+    """Takes the place of fairseq's load_checkpoint_to_cpu.
+
+    Raises:
+        ValueError: the file is not a checkpoint of fairseq's, or holds types that are not safe to load.
+    """
+    try:
+        return _fairseq_load(path, arg_overrides, load_on_all_ranks)
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a checkpoint of fairseq's ({_first_line(error)})") from error
 
 
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
@@ -95,6 +110,10 @@ def _write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _refusal(error: BaseException | None) -> OSError | None:
@@ -150,6 +169,7 @@ def apply() -> None:
     torch.serialization.add_safe_globals(_safe_globals())
     fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel
     data_utils.batch_by_size = batch_by_size
+    checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint
     checkpoint_utils.torch_persistent_save = save_checkpoint
     PathManager.copy = staticmethod(copy_checkpoint)
 

@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from lsq.commands import generate
+from lsq.commands.logs import logging_to
+
+
+@pytest.fixture
+def lsq_generate(prepared, tmp_path):
+    """lsq_generate(checkpoint, *options): run `lsq generate` in this process; returns the file that it writes."""
+
+    def lsq_generate(checkpoint, *options):
+        with logging_to(tmp_path / "generate.log"):
+            data = [str(prepared.data), "--gen-subset", "test", "--path", str(checkpoint)]
+            generate.run([*data, "--results-path", str(tmp_path), "--cpu", *options])
+        return tmp_path / "generate-test.txt"
+
+    return lsq_generate
+
+
+@pytest.mark.parametrize("arch", ["transformer", "lsq_transformer"])
+def test_every_sentence_is_translated_with_its_number(lsq_train, lsq_generate, prepared, tmp_path, arch):
+    """fairseq-generate drops the sentences of the last batch if they are not a multiple of eight."""
+    lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
+    sentencepiece = ["--bpe", "sentencepiece", "--sentencepiece-model"]
+    sentencepiece += [str(prepared.output / "vocabulary" / "sentencepiece.model")]
+    path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", "--beam", "2", "--max-len-b", "8", *sentencepiece)
+    lines = path.read_text().splitlines()
+    sources = {line.split("\t")[0]: line.split("\t")[1] for line in lines if line.startswith("S-")}
+    expected = prepared.lines("test", "src")
+    assert [sources[f"S-{number}"] for number in range(len(expected))] == expected
+    assert len(generate.read_hypotheses(path, 9)) == 9
+    with pytest.raises(ValueError, match="has no translation of 1 sentences, the first of them 9"):
+        generate.read_hypotheses(path, 10)
+
+
+def test_scores_with_sacrebleu(lsq_train, lsq_generate, tmp_path):
+    lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
+    options = ["--scoring", "sacrebleu", "--beam", "1", "--max-len-b", "8", "--remove-bpe", "sentencepiece"]
+    path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", *options)
+    assert "Generate test with beam=1: " in path.read_text().splitlines()[-1]
+
+
+def test_empty_translations_are_read(tmp_path):
+    path = tmp_path / "generate-test.txt"
+    path.write_text("S-0\tx\nH-0\t-1.0\ty\nD-0\t-1.0\t\nD-1\t-0.5\tone\u2028two\tthree\nD-1\t-0.7\tsecond best\n")
+    assert generate.read_hypotheses(path, 2) == ["", "one\u2028two\tthree"]
+
+
+def test_no_checkpoint_is_named(prepared):
+    with pytest.raises(ValueError, match="give the checkpoint to translate with: --path"):
+        generate.run([str(prepared.data)])
+
+
+def test_missing_checkpoint(lsq_generate, tmp_path):
+    with pytest.raises(OSError, match="Model file not found: .*nowhere.pt"):
+        lsq_generate(tmp_path / "nowhere.pt")
+
+
+def test_half_precision_on_the_cpu(lsq_generate, tmp_path):
+    with pytest.raises(ValueError, match="--fp16 needs a GPU"):
+        lsq_generate(tmp_path / "x.pt", "--fp16")
+
+
+def test_foreign_file_instead_of_a_checkpoint(lsq_generate, tmp_path):
+    torch.save({"weights": 1}, tmp_path / "x.pt")
+    (tmp_path / "y.pt").write_text("not a checkpoint")
+    for name in ("x.pt", "y.pt"):
+        with pytest.raises(ValueError, match=f"{name} is not a checkpoint of fairseq's"):
+            lsq_generate(tmp_path / name)

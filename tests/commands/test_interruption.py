@@ -1,0 +1,82 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lsq.commands.interruption import Interrupted, Interruption
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", Interruption.SIGNALS)
+def test_immediate_at_first(number):
+    with pytest.raises(Interrupted) as stopped, Interruption():
+        send(number)
+    assert stopped.value.code == 128 + number
+
+
+def test_deferred_signal_is_only_noted():
+    with Interruption() as interruption:
+        interruption.defer()
+        assert interruption.requested is None
+        send(signal.SIGTERM)
+        assert interruption.requested == signal.SIGTERM
+
+
+def test_at_once_within_a_context():
+    with Interruption() as interruption:
+        interruption.defer()
+        with pytest.raises(Interrupted), interruption.at_once():
+            send(signal.SIGINT)
+
+
+def test_handlers_come_back():
+    before = [signal.getsignal(number) for number in Interruption.SIGNALS]
+    with Interruption():
+        assert [signal.getsignal(number) for number in Interruption.SIGNALS] != before
+    assert [signal.getsignal(number) for number in Interruption.SIGNALS] == before
+
+
+def test_ignored_signals_stay_ignored():
+    """As nohup and shells' background jobs want it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            send(signal.SIGINT)
+            assert interruption.requested is None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+SCRIPT = """
+import os, signal, time
+from lsq.commands.interruption import Interruption
+with Interruption() as interruption:
+    interruption.defer()
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b"x")
+        time.sleep(60)
+        os._exit(1)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), interruption.requested, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noted", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_second_signal_and_forked_processes_are_not_deferred():
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == ["-15", "None", "noted"]
+    assert done.returncode == -signal.SIGTERM
+    assert time.monotonic() - start < 40

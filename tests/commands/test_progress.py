@@ -1,0 +1,45 @@
+import json
+
+from fairseq.logging import metrics, progress_bar
+
+from lsq.commands.progress import LossCurve, one_bar, read_losses, recording
+
+
+def test_curve_of_a_missing_file(tmp_path):
+    assert read_losses(tmp_path / "losses.jsonl") == LossCurve()
+    assert LossCurve().updates == 0
+
+
+def test_later_entries_of_a_resumed_training_count(tmp_path):
+    entries = [("train", 10, 5.0), ("valid", 10, 4.0), ("train", 20, 3.0), ("train", 20, 2.0), ("valid", 20, 1.5)]
+    path = tmp_path / "losses.jsonl"
+    lines = [
+        json.dumps({"kind": kind, "update": update, "seconds": 7.5 + update, "loss": 9.0, "nll_loss": loss})
+        for kind, update, loss in entries
+    ]
+    path.write_text("\n".join(lines) + "\n" + '{"kind": "tra')  # a line that is being written
+    curve = read_losses(path)
+    assert curve == LossCurve(training={10: 5.0, 20: 2.0}, validation={10: 4.0, 20: 1.5}, seconds=27.5)
+    assert curve.updates == 20
+
+
+def test_recording_writes_what_fairseq_logs(tmp_path):
+    path = tmp_path / "losses.jsonl"
+    fairseqs = progress_bar.progress_bar
+    with recording(path, updates=4, description="x", quiet=True), metrics.aggregate("train"):
+        bar = progress_bar.progress_bar(["a", "b"], epoch=1, tensorboard_logdir=None)
+        assert list(bar) == ["a", "b"]
+        bar.update_config({})
+        bar.log({"loss": 3.0, "nll_loss": 2.5, "lr": 0.1, "wps": 7}, tag="train_inner", step=2)
+        bar.print({"loss": 9.0}, tag="train", step=2)
+        bar.print({"loss": 2.0, "nll_loss": 1.5}, tag="valid", step=4)
+    assert progress_bar.progress_bar is fairseqs
+    curve = read_losses(path)
+    assert (curve.training, curve.validation) == ({2: 2.5}, {4: 1.5})
+
+
+def test_one_bar_passes_everything_through():
+    with one_bar("x", quiet=True):
+        bar = progress_bar.progress_bar([1, 2, 3], log_format=None, default_log_format="tqdm")
+        assert list(bar) == [1, 2, 3]
+        bar.log({"wps": 1})
