@@ -8,7 +8,7 @@ import torch
 from lsq.layers import TransformerDecoderLayer
 from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import assert_same_codes, compare_with_reference, recorded
-from tests.layers.shapes import HEADS, HIDDEN, config_of, padding_mask
+from tests.layers.shapes import HEADS, HIDDEN, config_of, decibels, gradients, padding_mask
 
 TIME, SOURCE, BATCH = 7, 9, 3
 
@@ -103,6 +103,18 @@ def test_nan_in_the_memory_reaches_the_output():
     x, memory = draw()
     memory[3, 1, 2] = float("nan")
     assert layer(x, memory)[:, 1].isnan().all()
+
+
+def test_int8_gradients_have_little_noise():
+    x, memory = (tensor.requires_grad_() for tensor in draw(time=13))
+    found = []
+    for backward in ("float", "int8"):
+        torch.manual_seed(3)
+        layer = TransformerDecoderLayer(config_of(backward=backward))
+        found.append(gradients(layer, layer(x, memory), x, memory))
+    exact, rounded = found
+    for name in ("input 0", "input 1", "self_attn.qkv_weight", "encoder_attn.key_value_weight"):
+        assert decibels(exact[name], rounded[name]) > 30, name
 
 
 # One step at a time

@@ -103,6 +103,17 @@ def test_nan_in_the_input_reaches_the_output(mode):
     assert layer(x)[:, 1].isnan().all()
 
 
+@pytest.mark.parametrize("mode", ["float", "int8"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_infinity_in_the_input_reaches_the_output(mode, value):
+    """Its code is clipped, but the residual carries it."""
+    layer = TransformerEncoderLayer(config_of(mode=mode))
+    layer(torch.randn(7, 3, HIDDEN))
+    x = torch.randn(7, 3, HIDDEN)
+    x[4, 1, 5] = value
+    assert not layer(x)[4, 1].isfinite().all()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("backward", ["float", "int8"])
 @pytest.mark.parametrize("mode", ["float", "int8"])
