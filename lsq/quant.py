@@ -12,6 +12,7 @@ Shapes: R rows, N elements in one row, K candidate clips.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -154,6 +155,7 @@ def calibrate(
     *,
     fixed: float | None = None,
     percentile: float = 99.99,
+    least_error: Callable[[Tensor, int, bool], Tensor] | None = None,
 ) -> Tensor:
     """Measure the first clip of a tensor on a sample of it.
 
@@ -164,6 +166,7 @@ def calibrate(
         per_channel: one clip for each row x[i] instead of one for all of x.
         fixed: the clip under "fixed", which does not look at the values of x.
         percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
+        least_error: what finds the clip under "mse", with octav_clip's arguments; octav_clip by default.
 
     Returns:
         float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor or row of zeros.
@@ -191,7 +194,7 @@ def calibrate(
             "find the operation that made them"
         )
     if method == "mse":
-        return octav_clip(x, bits, per_channel)
+        return (least_error or octav_clip)(x, bits, per_channel)
     rows = _magnitude_rows(x, per_channel)
     if method == "absmax":
         clip = rows.amax(1)
@@ -219,10 +222,14 @@ def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
     """
     maximum = maximum_code(bits)
     rows = _magnitude_rows(x, per_channel)
-    stride = -(-rows.shape[1] // LARGEST_SAMPLE) | 1  # odd: visits every column of a matrix of even width
-    rows = rows[:, ::stride].contiguous()
+    rows = rows[:, :: sample_stride(rows.shape[1])].contiguous()
     at_a_time = max(_BLOCK // rows.shape[1], 1)
     return torch.cat([_least_error_clip(block, maximum) for block in rows.split(at_a_time)])
+
+
+def sample_stride(values: int) -> int:
+    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a matrix."""
+    return -(-values // LARGEST_SAMPLE) | 1
 
 
 def _least_error_clip(rows: Tensor, maximum: int) -> Tensor:

@@ -7,6 +7,7 @@ from torch import nn
 
 from lsq import quant
 from lsq.config import QuantConfig
+from lsq.ops.calibration import calibrate
 from lsq.ops.quantize import weight_reference
 from lsq.ops.random import draw_key
 from lsq.program.executor import Execution, Hooks
@@ -76,7 +77,7 @@ class ProgramModule(nn.Module):
             weight = parameters.get(name.removesuffix(CLIP))
             if weight is not None:
                 clip.data.copy_(
-                    quant.calibrate(
+                    calibrate(
                         weight, self.quant.weight_init, self.quant.bits,
                         per_channel=self.quant.weight_granularity == "channel",
                         fixed=self.quant.weight_clip, percentile=self.quant.percentile,
@@ -170,7 +171,7 @@ class ProgramModule(nn.Module):
         if clip is None:
             return
         inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        measured = quant.calibrate(
+        measured = calibrate(
             operation.definition.unquantized(*inputs, **operation.attributes), self.quant.activation_init,
             self.quant.bits, fixed=self.quant.activation_clip, percentile=self.quant.percentile,
         )
