@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lsq.csrc import loader
+from lsq.ops.calibration import least_error_clip
 from lsq.program import layers
 from lsq.program.executor import allocate
 from tests.layers.shapes import config_of
@@ -66,3 +67,14 @@ def test_softmax(threads, threshold):
         loader.call("lsq_softmax_backward", probabilities, KEY, 3, threshold, 1.25, gradient, 6 * 41, 67)
         results.append((probabilities, out, gradient))
     assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (341, 48), (41, 4100)])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_calibration(threads, shape, per_channel):
+    x = torch.randn(shape)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(least_error_clip(x, 8, per_channel))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from lsq import quant
 from lsq.config import QuantConfig
 from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer
+from lsq.ops.calibration import calibrate
 from tests.layers.oracle import recorded
 from tests.layers.shapes import HIDDEN, config_of
 
@@ -38,7 +38,7 @@ def test_the_first_batch_is_measured(method, training, grad):
     with torch.set_grad_enabled(grad):
         layer(x)
     assert layer.calibrated
-    assert torch.equal(layer.input_clip, quant.calibrate(x, method, percentile=90.0))
+    assert torch.equal(layer.input_clip, calibrate(x, method, percentile=90.0))
 
 
 def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
@@ -82,6 +82,17 @@ def test_clips_are_measured_again_while_tensors_grow():
     assert measured == [0, 2, 4, 8, 16]
 
 
+def test_what_a_pass_without_gradients_measures_stays():
+    layer = linear(weight_init="fixed", activation_init="absmax")
+    for _ in range(2):
+        layer(torch.randn(5, 16))
+    x = 10 * torch.randn(5, 16)
+    with torch.no_grad():
+        layer(x)
+    layer(x)
+    assert layer.input_clip == x.abs().max()
+
+
 def test_non_finite_values_are_not_measured():
     layer = linear()
     x = torch.randn(2, 16)
@@ -96,11 +107,11 @@ def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
     layer = linear(weight_granularity=granularity)
     per_channel = granularity == "channel"
     assert layer.weight_clip.shape == (clips,)
-    assert torch.equal(layer.weight_clip, quant.calibrate(layer.weight, "mse", per_channel=per_channel))
+    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", per_channel=per_channel))
     with torch.no_grad():
         layer.weight.mul_(3)
     layer.calibrate_weights()
-    assert torch.equal(layer.weight_clip, quant.calibrate(layer.weight, "mse", per_channel=per_channel))
+    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", per_channel=per_channel))
 
 
 # Clips and optimizers
