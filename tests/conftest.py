@@ -1,10 +1,15 @@
 """What every test shares: few threads, fixed seeds, and a plain word where a GPU is missing."""
 
 import random
+import signal
 
 import numpy
 import pytest
 import torch
+
+# A shell's background job ignores SIGINT and passes that on; tests of interruption need it as at a terminal.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
