@@ -33,9 +33,18 @@ def int8_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None =
         ValueError: K could overflow the sums.
     """
     check_inner(a.shape[1])
+    a, b = _unambiguous(a), _unambiguous(b)
     if out is None:
         return torch._int_mm(a, b.t())
     return torch._int_mm(a, b.t(), out=out)
+
+
+def _unambiguous(x: torch.Tensor) -> torch.Tensor:
+    """x [1, n] or [n, 1] with strides that say which; with strides (1, 1), torch._int_mm (2.13) reads past its end."""
+    if x.stride() != (1, 1):
+        return x
+    rows, columns = x.shape
+    return x.as_strided(x.shape, (columns, 1) if rows == 1 else (1, rows))
 
 
 def row_blocks(a: torch.Tensor, b: torch.Tensor, rows: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -128,6 +128,7 @@ class ProgramModule(nn.Module):
                 if isinstance(module, ProgramModule):
                     module.calibrated.fill_(True)
             self._measured_at = int(self.passes)
+            self._forget_clips()
         if self.quant.quantized and self.training and program.output_gradients:
             self._remember_clips()
             self.passes += 1

@@ -10,34 +10,30 @@ from lsq.ops import product_gradient, rounding
 from lsq.ops.registry import OpDefinition, register
 
 
-def split_reference(y, y_scale, bias, *, batch, heads, factors, bits):
-    """y product [T * B, P * H], bias [P * H] -> P tensors float32 [B, N, T, D] = (y + bias) * factors[p]."""
+def split_reference(y, y_scale, bias, *, batch, heads, parts, factor, bits):
+    """y product [T * B, P * H], bias [P * H] -> P tensors float32 [B, N, T, D]; the first is multiplied by `factor`."""
     values = rounding.read_product(y, y_scale) + bias
-    parts = values.view(-1, batch, len(factors), heads, values.shape[1] // (len(factors) * heads))
-    return tuple(
-        (parts[:, :, p].permute(1, 2, 0, 3) * factor).contiguous() for p, factor in enumerate(factors)
-    )
+    blocks = values.view(-1, batch, parts, heads, values.shape[1] // (parts * heads))
+    first, *rest = (blocks[:, :, part].permute(1, 2, 0, 3).contiguous() for part in range(parts))
+    return first * factor, *rest
 
 
-def split_cpu(y, y_scale, bias, *outputs, batch, heads, factors, bits):
+def split_cpu(y, y_scale, bias, *outputs, batch, heads, parts, factor, bits):
     rows, columns = y.shape
     padded = (*outputs, None, None)[:3]
     loader.call(
         "lsq_split_heads", *product_gradient.arguments(y, y_scale, None, None, bits)[:3], bias, *padded,
-        float(factors[0]), len(factors), rows, batch, heads, columns // (len(factors) * heads),
+        float(factor), parts, rows, batch, heads, columns // (parts * heads),
     )
 
 
 def split_backward_reference(
-    *inputs, batch, heads, factors, bits, gradient_stream=None
+    *inputs, batch, heads, parts, factor, bits, gradient_stream=None
 ):
     """P gradients float32 [B, N, T, D], then the product -> dy or its codes [M, P * H], row scale, dclip, dbias."""
     gradients, (y, _, clipped, y_error, weight_scale, key) = inputs[:-6], inputs[-6:]
-    rows = [
-        (gradient * factor).permute(2, 0, 1, 3).reshape(gradient.shape[2] * batch, -1)
-        for gradient, factor in zip(gradients, factors, strict=True)
-    ]
-    gradient = torch.cat(rows, dim=1)
+    first, *rest = (gradient.permute(2, 0, 1, 3).reshape(gradient.shape[2] * batch, -1) for gradient in gradients)
+    gradient = torch.cat([first * factor, *rest], dim=1)
     dbias = gradient.sum(dim=0)
     dy, row_scale, dclip = product_gradient.finish(
         gradient, y, clipped, y_error, weight_scale, key, bits=bits, stream=gradient_stream
@@ -45,15 +41,15 @@ def split_backward_reference(
     return dy, row_scale, dclip, dbias
 
 
-def split_backward_cpu(*tensors, batch, heads, factors, bits, gradient_stream=None):
-    gradients = tensors[: len(factors)]
-    y, y_scale, clipped, y_error, weight_scale, key, dy, row_scale, dclip, dbias = tensors[len(factors) :]
+def split_backward_cpu(*tensors, batch, heads, parts, factor, bits, gradient_stream=None):
+    gradients = tensors[:parts]
+    y, y_scale, clipped, y_error, weight_scale, key, dy, row_scale, dclip, dbias = tensors[parts:]
     _, _, time, width = gradients[0].shape
     source = (None, 2, None, None, None, 1.0)
     if y is not None:
         source = product_gradient.arguments(y, y_scale, clipped, y_error, bits)
     loader.call(
-        "lsq_split_heads_backward", *(*gradients, None, None)[:3], float(factors[0]), len(factors), *source,
+        "lsq_split_heads_backward", *(*gradients, None, None)[:3], float(factor), parts, *source,
         weight_scale, key, gradient_stream or 0, dy, row_scale, dclip, dbias, time * batch, batch, heads, width,
     )
 

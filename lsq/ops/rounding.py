@@ -78,10 +78,11 @@ def round_columns(x, key, stream):
 
 def gradient_scale(largest: torch.Tensor):
     """(scale, reciprocal) for largest magnitudes: (0, 0) for vanishing ones, (NaN, 0) for non-finite ones."""
+    # A number divided by a tensor would be rounded twice, as a reciprocal and a product.
     vanishing = largest < SMALLEST_GRADIENT
     finite = largest.isfinite()
     scale = torch.where(vanishing, 0.0, torch.where(finite, largest / GRADIENT_CODE, math.nan))
-    reciprocal = torch.where(vanishing | ~finite, 0.0, GRADIENT_CODE / largest)
+    reciprocal = torch.where(vanishing | ~finite, 0.0, torch.full_like(largest, GRADIENT_CODE) / largest)
     return scale, reciprocal
 
 

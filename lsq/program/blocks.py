@@ -132,10 +132,9 @@ def split_heads(builder: Builder, product: Product, bias: str, names, *, batch: 
     rows, columns = product.value.shape
     width = columns // (len(names) * heads)
     outputs = tuple(builder.temporary(name, (batch, heads, rows // batch, width)) for name in names)
-    factors = (width**-0.5 if scale_first else 1.0, *(1.0 for _ in names[1:]))
     builder.emit(
         "split_heads", (product.value, product.scale, builder.parameter(bias, (columns,))), outputs,
-        batch=batch, heads=heads, factors=factors, bits=builder.quant.bits,
+        batch=batch, heads=heads, parts=len(names), factor=width**-0.5 if scale_first else 1.0, bits=builder.quant.bits,
     )
     return outputs
 

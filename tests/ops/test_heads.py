@@ -30,7 +30,7 @@ def test_split(kind, parts, batch, time):
     y, scale = product_of(kind, batch * time, parts * HEADS * WIDTH)
     bias = torch.randn(parts * HEADS * WIDTH)
     factors = (0.25, 1.0, 1.0)[:parts]
-    found = compare("split_heads", y, scale, bias, batch=batch, heads=HEADS, factors=factors, bits=8)
+    found = compare("split_heads", y, scale, bias, batch=batch, heads=HEADS, parts=parts, factor=0.25, bits=8)
     values = ((y if scale is None else y * scale) + bias).view(time, batch, parts, HEADS, WIDTH)
     for part, (tensor, factor) in enumerate(zip(found, factors, strict=True)):
         assert torch.equal(tensor, values[:, :, part].permute(1, 2, 0, 3) * factor)
@@ -41,7 +41,7 @@ def test_gradient_of_split_is_its_inverse(parts):
     shape = (3, HEADS, 7, WIDTH)
     gradients = [torch.randn(shape) for _ in range(parts)]
     dy, row_scale, dclip, dbias = compare(
-        "split_heads_backward", *gradients, *(None,) * 6, batch=3, heads=HEADS, factors=(0.5, 1.0, 1.0)[:parts], bits=8
+        "split_heads_backward", *gradients, *(None,) * 6, batch=3, heads=HEADS, parts=parts, factor=0.5, bits=8
     )
     assert row_scale is None and dclip is None
     parted = dy.view(7, 3, parts, HEADS, WIDTH)
@@ -60,7 +60,7 @@ def test_gradient_of_split_under_a_clip(rounded, error):
     dy, row_scale, dclip, _ = compare(
         "split_heads_backward", *gradients, y, scale, clipped_bits(y),
         torch.rand(41, columns) if error else None, torch.rand(columns) if rounded else None, KEY,
-        batch=1, heads=HEADS, factors=(0.25, 1.0, 1.0), bits=8, **options,
+        batch=1, heads=HEADS, parts=3, factor=0.25, bits=8, **options,
     )
     assert dy.dtype == (torch.int8 if rounded else torch.float32)
     assert dclip.shape == (1,) and (row_scale is not None) == rounded
