@@ -27,7 +27,7 @@ DIGITS = 6
 VALID_PAIRS = 200
 SAMPLES = 8
 """Translations that are shown."""
-VOCABULARY = VocabularyOptions(size=200, coverage=1.0, max_length=100)
+VOCABULARY = VocabularyOptions(size=200, coverage=1.0, max_length=60)
 MODEL = {
     "--layers": "2",
     "--hidden": "128",

@@ -33,6 +33,8 @@ class RunOptions:
     training: dict[str, str | None]
     """Options of `lsq train`, with their values; None for switches."""
     beam: int
+    max_length: int
+    """Largest number of pieces of a translation."""
     bleu_tokenizer: str
     extra: list[str] = field(default_factory=list)
     """Further options of `lsq train`, as the user gave them."""
@@ -66,7 +68,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     else:
         train_model(prepared, options, model)
         stages.write_stamp(model, key)
-    translation_key = {"model": stages.key_digest(key), "beam": options.beam}
+    translation_key = {"model": stages.key_digest(key), "beam": options.beam, "max_length": options.max_length}
     stages.run_stage(translation, translation_key, lambda target: translate(prepared, options, model, target), say)
     return report(prepared, options, key)
 
@@ -103,8 +105,17 @@ def train_model(prepared: Prepared, options: RunOptions, folder: Path) -> None:
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
     """Translate the test set with the checkpoint of least validation loss."""
     arguments = [str(prepared.data), "--path", str(model / "checkpoint_best.pt"), "--gen-subset", "test"]
-    arguments += ["--results-path", str(folder), "--beam", str(options.beam), "--max-tokens", "4096"]
-    arguments += ["--bpe", "sentencepiece"]
+    arguments += [
+        "--results-path",
+        str(folder),
+        "--beam",
+        str(options.beam),
+        "--max-tokens",
+        "4096",
+        "--num-workers",
+        "0",
+    ]
+    arguments += ["--max-len-b", str(options.max_length), "--bpe", "sentencepiece"]
     arguments += ["--sentencepiece-model", str(prepared.output / "vocabulary" / "sentencepiece.model")]
     with logging_to(folder / "generate.log"), one_bar(f"translating with {options.name}", options.quiet):
         generate.run(arguments)

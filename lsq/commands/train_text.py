@@ -57,7 +57,10 @@ def add_vocabulary_options(parser: ArgumentParser, size: int = 8000) -> None:
         "--character-coverage", type=float, default=0.9995, help="share of the characters that have a piece"
     )
     group.add_argument(
-        "--max-length", type=positive, default=256, help="longest sentence in pieces; longer pairs are left out"
+        "--max-length",
+        type=positive,
+        default=256,
+        help="longest sentence in pieces; longer pairs are left out, longer translations end there",
     )
 
 
@@ -160,6 +163,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         "--save-interval": "1000000",
         "--validate-interval": "1000000",
         "--log-interval": str(given.log_every),
+        "--num-workers": "0",
         "--seed": str(given.seed),
     }
     for side in ("encoder", "decoder"):
@@ -174,6 +178,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         updates=given.updates,
         training=training,
         beam=given.beam,
+        max_length=given.max_length,
         bleu_tokenizer=given.bleu_tokenizer,
         extra=extra,
         overwrite=given.overwrite,

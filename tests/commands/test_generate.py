@@ -12,7 +12,7 @@ def lsq_generate(prepared, tmp_path):
     def lsq_generate(checkpoint, *options):
         with logging_to(tmp_path / "generate.log"):
             data = [str(prepared.data), "--gen-subset", "test", "--path", str(checkpoint)]
-            generate.run([*data, "--results-path", str(tmp_path), "--cpu", *options])
+            generate.run([*data, "--results-path", str(tmp_path), "--cpu", "--num-workers", "0", *options])
         return tmp_path / "generate-test.txt"
 
     return lsq_generate

@@ -1,6 +1,5 @@
 import argparse
 import io
-import resource
 
 import numpy
 import omegaconf
@@ -57,30 +56,31 @@ def test_data_parallel_on_the_cpu_ignores_the_device(tmp_path):
 
 
 @pytest.fixture
-def full_disk():
-    """No file can grow beyond 10 kB."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def on_a_full_disk():
+    """on_a_full_disk(path): the next file that is written in the place of `path` finds no space."""
+    return lambda path: path.with_name(f"{path.name}.tmp").symlink_to("/dev/full")
 
 
-def test_save_is_whole_or_not_at_all(tmp_path, full_disk):
+def test_save_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
     path = tmp_path / "checkpoint1.pt"
     checkpoint_utils.torch_persistent_save({"x": torch.ones(10)}, str(path))
     before = path.read_bytes()
-    with pytest.raises(CheckpointNotWritten, match=r"could not write .*checkpoint1\.pt \(File too large\)"):
-        checkpoint_utils.torch_persistent_save({"x": torch.ones(10_000)}, str(path))
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+    for size in (1, 100_000):  # refused at the end, and in the middle
+        on_a_full_disk(path)
+        with pytest.raises(
+            CheckpointNotWritten, match=r"could not write .*checkpoint1\.pt \(No space left on device\)"
+        ):
+            checkpoint_utils.torch_persistent_save({"x": torch.ones(size)}, str(path))
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
 
 
-def test_copy_is_whole_or_not_at_all(tmp_path, full_disk):
+def test_copy_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
     source, target = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
     source.write_bytes(b"x" * 100)
     assert PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_bytes() == source.read_bytes()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    on_a_full_disk(target)
     with pytest.raises(CheckpointNotWritten, match="checkpoint_last"):
         PathManager.copy(str(source), str(target), overwrite=True)
     assert target.read_bytes() == source.read_bytes()

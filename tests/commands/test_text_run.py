@@ -1,0 +1,39 @@
+import pytest
+
+from lsq.commands import text_run
+from lsq.commands.text_run import RunOptions, claim
+
+
+def options(**given) -> RunOptions:
+    defaults = {"name": "x", "updates": 3, "training": {}, "beam": 1, "max_length": 9, "bleu_tokenizer": "13a"}
+    return RunOptions(**(defaults | given))
+
+
+def test_command_line_of_the_training():
+    training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1"}
+    assert options(training=training, extra=["--fp16"]).arguments() == [
+        "--arch", "transformer", "--share-all-embeddings", "--lr", "0.1", "--max-update", "3", "--fp16",
+    ]  # fmt: skip
+
+
+def test_claim(tmp_path):
+    folder = tmp_path / "run"
+    claim(folder, {"--lr": "1"}, overwrite=False)
+    (folder / "model").mkdir()
+    claim(folder, {"--lr": "1"}, overwrite=False)
+    assert (folder / "model").exists()
+    with pytest.raises(ValueError, match=r"--lr: 1 before, 2 now.*--overwrite"):
+        claim(folder, {"--lr": "2"}, overwrite=False)
+    claim(folder, {"--lr": "2"}, overwrite=True)
+    assert not (folder / "model").exists()
+
+
+def test_finished_run_is_only_reported_again(prepared, tmp_path, monkeypatch):
+    """A run whose stamps are there is neither trained nor translated."""
+    trained, reported = [], []
+    monkeypatch.setattr(text_run, "train_model", lambda prepared, options, folder: (folder.mkdir(), trained.append(1)))
+    monkeypatch.setattr(text_run, "translate", lambda *_: trained.append(2))
+    monkeypatch.setattr(text_run, "report", lambda *_: reported.append(3))
+    for _ in range(2):
+        text_run.run(prepared, options(name="stamped"))
+    assert trained == [1, 2] and reported == [3, 3]

@@ -1,0 +1,134 @@
+import subprocess
+import sys
+
+import pytest
+
+from lsq import cli
+from lsq.commands import COMMANDS
+from lsq.commands.interruption import Interrupted
+from lsq.commands.user_dir import user_dir
+from lsq.fairseq.compatibility import CheckpointNotWritten
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """command(function): `lsq user-dir` calls this instead."""
+    return lambda function: monkeypatch.setattr("lsq.commands.user_dir.run", function)
+
+
+def raising(error: BaseException):
+    def run(arguments):
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    for name, described in COMMANDS.items():
+        assert f"  {name} " in printed and described.help in printed
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("lsq 0.")
+
+
+def test_help_is_quick():
+    """It imports neither torch nor fairseq."""
+    code = "import sys, lsq.cli; lsq.cli.parser(); assert not {'torch', 'fairseq'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"]])
+def test_mistaken_command(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "lsq: error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: lsq {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_unknown_options(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "--no-such-option", "1"])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"lsq {name}: error: ") and printed.err.count("\n") == 1
+
+
+def test_user_dir(capsys):
+    assert cli.main(["user-dir"]) == 0
+    folder = user_dir()
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert (folder / "__init__.py").exists()
+    assert [path.name for path in folder.parent.iterdir() if path.name != "__pycache__"] == ["lsq_fairseq"]
+
+
+def test_doctor(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "CPU" in capsys.readouterr().out
+
+
+def test_arguments_reach_the_command(command):
+    seen = []
+    command(lambda arguments: seen.append(arguments) or 7)
+    assert cli.main(["user-dir", "-x", "--", "--help", "y"]) == 7
+    assert seen == [["-x", "--", "--help", "y"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ValueError("3 is\nodd"), 2, "error: 3 is odd"),
+        (FileNotFoundError("there is no file x"), 2, "error: there is no file x"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'"),
+        (CheckpointNotWritten("could not write x"), 1, "error: could not write x"),
+        (Exception("Could not infer language pair"), 2, "error: Could not infer language pair"),
+        (Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x"), 143, "stopped by SIGTERM after 3 updates"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, capsys, error, status, message):
+    command(raising(error))
+    assert cli.main(["user-dir"]) == status
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"lsq user-dir: {message}")
+
+
+def test_what_fairseq_hides_is_shown(command, capsys):
+    def run(arguments):
+        try:
+            raise RuntimeError("size mismatch for encoder")
+        except RuntimeError:
+            raise Exception("Cannot load model parameters from checkpoint x") from None
+
+    command(run)
+    assert cli.main(["user-dir"]) == 2
+    assert "checkpoint x (size mismatch for encoder)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("a bug"), AssertionError()])
+def test_bugs_keep_their_traceback(command, error):
+    command(raising(error))
+    with pytest.raises(type(error)):
+        cli.main(["user-dir"])
+
+
+def test_traceback_on_demand(command):
+    command(raising(ValueError("3 is odd")))
+    with pytest.raises(ValueError, match="odd"):
+        cli.main(["--traceback", "user-dir"])
