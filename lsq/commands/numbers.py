@@ -123,7 +123,7 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
         "--seed": str(given.seed),
         **MODEL,
     }
-    return arguments + [word for option in options.items() for word in option] + ["--quiet"]
+    return arguments + [word for option in options.items() for word in option] + ["--cpu", "--quiet"]
 
 
 def report(prepared: Prepared, results: dict[str, dict]) -> dict:

@@ -56,6 +56,11 @@ class Prepared:
         """fairseq's data folder."""
         return self.output / "data"
 
+    @property
+    def vocabulary(self) -> Path:
+        """sentencepiece's model."""
+        return self.output / "vocabulary" / vocabulary.MODEL
+
     def lines(self, split: str, side: str) -> list[str]:
         """The sentences of one side, "src" or "tgt", of a split as it was binarised."""
         text = (self.data / f"{split}.{side}").read_text(encoding="utf-8")

@@ -21,6 +21,8 @@ from lsq.commands.score import draw_losses, scores
 
 REPORTED_PACKAGES = ("lsq", "torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 LOSSES = "losses.jsonl"
+MACHINE_OPTIONS = ("--cpu", "--num-workers")
+"""Options that may differ when a run is continued."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,8 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     """
     folder = prepared.output / options.name
     model, translation = folder / "model", folder / "translation"
-    key = {"data": prepared.digest, "--max-update": options.updates, **options.training, "more": options.extra}
+    training = {option: value for option, value in options.training.items() if option not in MACHINE_OPTIONS}
+    key = {"data": prepared.digest, "--max-update": options.updates, **training, "more": options.extra}
     claim(folder, key, options.overwrite)
     if stages.read_stamp(model) == key:
         say(f"{options.name}: already trained")
@@ -116,7 +119,9 @@ def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path
         "0",
     ]
     arguments += ["--max-len-b", str(options.max_length), "--bpe", "sentencepiece"]
-    arguments += ["--sentencepiece-model", str(prepared.output / "vocabulary" / "sentencepiece.model")]
+    arguments += ["--sentencepiece-model", str(prepared.vocabulary)]
+    if "--cpu" in options.training:
+        arguments.append("--cpu")
     with logging_to(folder / "generate.log"), one_bar(f"translating with {options.name}", options.quiet):
         generate.run(arguments)
     hypotheses = generate.read_hypotheses(folder / "generate-test.txt", len(prepared.lines("test", "tgt")))

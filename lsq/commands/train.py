@@ -23,6 +23,8 @@ from lsq.commands.user_dir import user_dir
 from lsq.dist.agreement import any_process
 from lsq.fairseq.compatibility import replaced
 
+logger = logging.getLogger(__name__)
+
 ARCHITECTURE = "lsq_transformer"
 TASK = "lsq_translation"
 CRITERION = "lsq_label_smoothed_cross_entropy"
@@ -88,6 +90,9 @@ def parse_training(arguments: list[str]) -> DictConfig:
     if args.max_tokens is None and args.batch_size is None:
         raise ValueError("give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)")
     check_data(args)
+    if architecture.startswith(ARCHITECTURE) and not launch.on_cpu(args):
+        logger.warning("%s computes on the CPU in this version, so --cpu is set; the GPU stays unused", architecture)
+        args.cpu = True
     launch.check_precision(args)
     launch.fill_in(args)
     return convert_namespace_to_omegaconf(args)

@@ -44,6 +44,7 @@ def parser() -> ArgumentParser:
             help_text = f"{'source' if side == 'src' else 'target'} sentences {purpose}{held_out}"
             files.add_argument(f"--{split}-{side}", type=Path, metavar="FILE", help=help_text)
     files.add_argument("--output", type=Path, required=True, metavar="DIR", help="where everything is written")
+    files.add_argument("--prepare-only", action="store_true", help="make the data for `lsq train`, and stop")
     add_vocabulary_options(made)
     add_training_options(made)
     return made
@@ -88,6 +89,9 @@ def add_training_options(parser: ArgumentParser) -> None:
     )
     training.add_argument("--log-every", type=positive, default=50, help="updates between points of the loss curve")
     training.add_argument("--seed", type=int, default=1, help="seed of weights, order of batches and dropout")
+    training.add_argument(
+        "--cpu", action="store_true", help="use no GPU; int8 uses none in this version, with or without this option"
+    )
     training.add_argument("--beam", type=positive, default=5, help="beam size of the translation")
     training.add_argument(
         "--bleu-tokenizer", choices=TOKENIZERS, default="13a", help="what BLEU counts as words (sacrebleu's names)"
@@ -171,6 +175,8 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         training[f"--{side}-embed-dim"] = str(given.hidden)
         training[f"--{side}-ffn-embed-dim"] = str(given.feed_forward)
         training[f"--{side}-attention-heads"] = str(given.heads)
+    if given.cpu or ours:
+        training["--cpu"] = None
     if ours:
         training |= {"--lsq-mode": given.mode, **quantizers}
     return RunOptions(
@@ -203,7 +209,11 @@ def run(arguments: list[str]) -> int:
     vocabulary = VocabularyOptions(
         size=given.vocabulary_size, coverage=given.character_coverage, max_length=given.max_length
     )
-    results = run_training(prepare(files, given.output, vocabulary), options)
+    prepared = prepare(files, given.output, vocabulary)
+    if given.prepare_only:
+        say(f"The data are in {prepared.data}; the vocabulary is {prepared.vocabulary}")
+        return 0
+    results = run_training(prepared, options)
     folder = given.output / options.name
     say(f"BLEU {results['bleu']:.2f}  ({results['bleu_signature']})")
     say(f"chrF {results['chrf']:.2f}  ({results['chrf_signature']})")

@@ -46,6 +46,16 @@ def test_defaults_are_lsqs(prepared):
     assert cfg.dataset.required_batch_size_multiple == 1
 
 
+def test_unused_gpu_is_told(prepared, monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    options = [str(prepared.data), "--max-tokens", "100"]
+    assert train.parse_training(options).common.cpu
+    assert "lsq_transformer computes on the CPU in this version, so --cpu is set" in caplog.text
+    caplog.clear()
+    assert not train.parse_training([*options, "--arch", "transformer"]).common.cpu
+    assert "CPU" not in caplog.text
+
+
 def test_fairseqs_architectures_keep_fairseqs_criterion(prepared):
     cfg = train.parse_training([str(prepared.data), "--max-tokens", "100", "--arch", "transformer"])
     assert cfg.criterion._name == "cross_entropy"

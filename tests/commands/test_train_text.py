@@ -55,6 +55,12 @@ def test_from_text_to_scores(command, tmp_path, capsys, options, criterion):
     assert json.loads((folder / "results.json").read_text()) == results
 
 
+def test_prepare_only(command, tmp_path, capsys):
+    assert train_text.run(command("--prepare-only")) == 0
+    assert "The data are in " in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"text", "vocabulary", "data"}
+
+
 def test_interrupted_run_continues(command, tmp_path, monkeypatch):
     arguments = command("--updates", "4", "--mode", "float")
     step = Trainer.train_step
