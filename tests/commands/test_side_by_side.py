@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import textwrap
 import pytest
 
 from lsq.commands import side_by_side
+from lsq.commands.interruption import Interrupted
 from lsq.commands.side_by_side import Training, train_side_by_side
 
 
@@ -68,36 +68,19 @@ def test_failure_stops_the_others_and_says_why(trainings, tmp_path):
     assert (tmp_path / "run0" / "stopped").exists()
 
 
-def test_interruption_reaches_every_process(tmp_path):
-    """Through the command line itself: SIGTERM to `lsq numbers` reaches both trainings."""
-    command = [sys.executable, "-m", "lsq.cli", "numbers", "--output", str(tmp_path), "--train-pairs", "300"]
-    command += ["--test-pairs", "5", "--updates", "100"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        for name in ("float", "int8"):
-            wait_for(process, lambda path=tmp_path / name / "model" / "losses.jsonl": read(path))
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.terminate()  # not kill: it has processes of its own to stop
-        process.wait()
-    assert process.returncode == 143
-    assert errors.splitlines()[-1].startswith("lsq numbers: stopped; run the same command again")
-    for name in ("float", "int8"):
-        assert "stopped by SIGTERM after" in read(tmp_path / f"{name}-output.txt")
-        assert (tmp_path / name / "model" / "checkpoint_last.pt").exists()
-
-
-def read(path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def wait_for(process: subprocess.Popen, condition) -> None:
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=0.2)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_reaches_every_process(trainings, tmp_path, number):
+    interrupt = f"""
+        while not (os.path.exists("../run0/started") and os.path.exists("../run1/started")):
+            time.sleep(0.05)
+        os.kill(os.getppid(), {number})
+        time.sleep(60)
+    """
+    with pytest.raises(Interrupted) as stopped:
+        train_side_by_side(trainings(SLOW, SLOW, interrupt), threads=1, quiet=True)
+    assert stopped.value.code == 128 + number
+    assert stopped.value.message == "stopped; run the same command again to continue from the last checkpoints"
+    assert (tmp_path / "run0" / "stopped").exists() and (tmp_path / "run1" / "stopped").exists()
 
 
 def test_bars_follow_the_loss_files(tmp_path):

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# English number names to German, in float and in int8 side by side: run.sh [--dry-run] [options of lsq numbers]
+set -euo pipefail
+if [ "${1:-}" = --dry-run ]; then
+    shift
+    set -- --updates 3 --train-pairs 300 --test-pairs 12 "$@"
+fi
+exec lsq numbers "$@"

@@ -1,0 +1,51 @@
+# Shared by the prepare.sh of the public tasks, which set: task, source, target, urls, vocabulary_size, max_length.
+#
+#   prepare.sh OUTPUT [--download] [--dry-run]
+#
+# Looks for the archives in OUTPUT/raw; downloads what is missing only with --download. Writes OUTPUT/raw,
+# OUTPUT/plain and, by lsq train-text, OUTPUT/{text,vocabulary,data}.
+set -euo pipefail
+recipes=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+download=0 dry_run=0 output=
+for argument in "$@"; do
+    case $argument in
+        --download) download=1 ;;
+        --dry-run) dry_run=1 ;;
+        -*) echo "prepare.sh: unknown option $argument; there are --download and --dry-run" >&2; exit 2 ;;
+        *) output=$argument ;;
+    esac
+done
+[ -n "$output" ] || { echo "usage: prepare.sh OUTPUT [--download] [--dry-run]" >&2; exit 2; }
+mkdir -p "$output/raw"
+
+fetch() { # make sure of every archive and unpack it
+    local url archive
+    for url in "${urls[@]}"; do
+        archive=$output/raw/$(basename "$url")
+        if [ ! -e "$archive" ]; then
+            if [ $download = 0 ]; then
+                echo "prepare.sh: $archive is missing; get it from $url, or give --download" >&2
+                exit 2
+            fi
+            echo "downloading $url"
+            curl --fail --location --output "$archive.partial" "$url"
+            mv "$archive.partial" "$archive"
+        fi
+        tar --extract --gzip --file "$archive" --directory "$output/raw"
+    done
+}
+
+if [ $dry_run = 1 ]; then
+    python3 "$recipes/extract.py" toy "$output/plain"
+    vocabulary_size=60
+else
+    fetch
+    python3 "$recipes/extract.py" "$task" "$output/raw" "$output/plain"
+fi
+files=()
+for split in train valid test; do
+    prefix=${split/train/} prefix=${prefix:+$prefix-}
+    files+=("--${prefix}src" "$output/plain/$split.$source" "--${prefix}tgt" "$output/plain/$split.$target")
+done
+lsq train-text --prepare-only "${files[@]}" --output "$output" --vocabulary-size "$vocabulary_size" --max-length "$max_length"

@@ -1,0 +1,73 @@
+# Shared by the run.sh of the public tasks, which set: here, training (options of lsq train), updates, max_length,
+# and, where the batch should stay the same on any number of processes, batches (max-tokens batches in an update).
+#
+#   run.sh OUTPUT [--mode int8|float] [--processes N] [--machines M --machine R --master HOST]
+#                 [--updates N] [--print] [--dry-run] [-- further options of lsq train]
+#
+# OUTPUT is what prepare.sh filled. Processes are per machine: one for each GPU, or more than one on the CPU with --cpu
+# after the --. Machines are counted from 0; all see the same OUTPUT, and run.sh is started on each. --print only shows
+# the command. --dry-run trains three updates of a tiny model on toy text.
+set -euo pipefail
+
+usage() {
+    sed -n 's/^#   //p' "${BASH_SOURCE[0]}" >&2
+    exit 2
+}
+
+mode=int8 processes=1 machines=1 machine=0 master=localhost print=0 dry_run=0 output=
+while [ $# -gt 0 ]; do
+    case $1 in
+        --mode | --processes | --machines | --machine | --master | --updates)
+            [ $# -gt 1 ] || usage
+            declare "${1#--}=$2"
+            shift
+            ;;
+        --print) print=1 ;;
+        --dry-run) dry_run=1 ;;
+        --) shift && break ;;
+        -*) usage ;;
+        *) output=$1 ;;
+    esac
+    shift
+done
+[ -n "$output" ] || usage
+
+if [ $mode = int8 ]; then
+    training+=(--arch "lsq_$architecture" --task lsq_translation --criterion lsq_label_smoothed_cross_entropy)
+else
+    training+=(--arch "$architecture" --task translation --criterion label_smoothed_cross_entropy)
+fi
+total=$((processes * machines))
+if [ -n "${batches:-}" ]; then
+    training+=(--update-freq $((batches > total ? batches / total : 1)))
+fi
+if [ $dry_run = 1 ]; then
+    "$here/prepare.sh" "$output" --dry-run
+    updates=3
+    training+=(--max-tokens 400 --cpu --num-workers 0 --update-freq 1)
+    for side in encoder decoder; do
+        training+=(--$side-layers 1 --$side-embed-dim 16 --$side-ffn-embed-dim 32 --$side-attention-heads 2)
+    done
+fi
+
+command=(lsq train "$output/data" --save-dir "$output/$mode/model" "${training[@]}" --max-update "$updates" "$@")
+if [ "$machines" -gt 1 ]; then
+    command=(torchrun --nnodes "$machines" --node-rank "$machine" --master-addr "$master" --master-port 29500
+        --nproc-per-node "$processes" --no-python "${command[@]}")
+elif [ "$processes" -gt 1 ]; then
+    command=(torchrun --standalone --nproc-per-node "$processes" --no-python "${command[@]}")
+fi
+printf '%q ' "${command[@]}"
+echo
+[ $print = 0 ] || exit 0
+"${command[@]}"
+[ "$machine" = 0 ] || exit 0
+
+translations=$output/$mode/translation
+mkdir -p "$translations"
+generation=(--path "$output/$mode/model/checkpoint_best.pt" --gen-subset test --beam 5 --lenpen "$length_penalty"
+    --max-len-b "$max_length" --bpe sentencepiece --sentencepiece-model "$output/vocabulary/sentencepiece.model")
+[ $dry_run = 0 ] || generation+=(--cpu --num-workers 0)
+lsq generate "$output/data" --results-path "$translations" "${generation[@]}"
+sed -n 's/^D-//p' "$translations/generate-test.txt" | sort --numeric-sort --stable | cut -f 3 > "$translations/hypotheses.txt"
+sacrebleu "$output/data/test.tgt" --input "$translations/hypotheses.txt" --metrics bleu chrf | tee "$output/$mode/scores.json"

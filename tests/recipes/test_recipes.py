@@ -1,0 +1,180 @@
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PUBLIC = ("iwslt14_de_en", "wmt14_en_de")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(script, *arguments) starts a script of recipes/ in an empty folder, where nothing can be downloaded."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    curl = programs / "curl"
+    curl.write_text('#!/bin/sh\necho "curl $*" >&2\nexit 22\n')
+    curl.chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+        command = [str(RECIPES / script), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+
+    return run
+
+
+def check(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_numbers(run, tmp_path):
+    check(run("numbers/run.sh", "--dry-run", "--quiet"))
+    assert json.loads((tmp_path / "runs/numbers/results.json").read_text())["test_pairs"] == 12
+
+
+def test_text(run, tmp_path):
+    check(run("text/run.sh", "--dry-run", "out", "--quiet"))
+    for mode in ("float", "int8"):
+        assert json.loads((tmp_path / "out" / mode / "results.json").read_text())["updates"] == 3
+
+
+def test_text_without_files(run):
+    done = run("text/run.sh", "only.en")
+    assert done.returncode == 2 and done.stderr.startswith("usage: run.sh SOURCE TARGET OUTPUT")
+
+
+@pytest.mark.parametrize(("recipe", "mode"), zip(PUBLIC, ("int8", "float"), strict=True))
+def test_dry_run(run, tmp_path, recipe, mode):
+    done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode)
+    check(done)
+    scores = json.loads((tmp_path / "out" / mode / "scores.json").read_text())
+    assert [score["name"] for score in scores] == ["BLEU", "chrF2"]
+    assert len((tmp_path / "out" / mode / "translation" / "hypotheses.txt").read_text().splitlines()) == 10
+
+
+@pytest.mark.parametrize("recipe", PUBLIC)
+def test_nothing_is_downloaded_unasked(run, tmp_path, recipe):
+    done = run(f"{recipe}/prepare.sh", "out")
+    assert done.returncode == 2
+    assert "is missing; get it from http" in done.stderr and "curl" not in done.stderr
+    done = run(f"{recipe}/prepare.sh", "out", "--download")
+    assert done.returncode == 22 and "curl --fail --location" in done.stderr
+    assert not list((tmp_path / "out" / "raw").iterdir())
+
+
+@pytest.mark.parametrize("script", ["prepare.sh", "run.sh"])
+def test_unknown_options(run, script):
+    assert run(f"iwslt14_de_en/{script}", "out", "--no-such-option").returncode == 2
+    assert run(f"iwslt14_de_en/{script}").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "update_freq"),
+    [
+        ([], "lsq train ", 8),
+        (["--processes", "8"], "torchrun --standalone --nproc-per-node 8 --no-python lsq train ", 1),
+        (
+            ["--processes", "8", "--machines", "2", "--machine", "1", "--master", "host0"],
+            "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 8 --no-python"
+            " lsq train ",
+            1,
+        ),
+    ],
+)
+def test_launches(run, options, start, update_freq):
+    done = run("wmt14_en_de/run.sh", "out", "--print", *options, "--", "--lr", "1e-3")
+    check(done)
+    assert done.stdout.startswith(start)
+    assert f"--update-freq {update_freq} " in done.stdout
+    assert done.stdout.split()[-2:] == ["--lr", "1e-3"]
+
+
+def archive(path: Path, files: dict[str, str]) -> None:
+    """Write a .tgz with these files."""
+    folder = path.parent / path.stem
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    with tarfile.open(path, "w:gz") as tar:
+        for top in folder.iterdir():
+            tar.add(top, arcname=top.name)
+
+
+def evaluation(sentences: list[str]) -> str:
+    segments = "".join(f'<seg id="{number}"> {text} </seg>\n' for number, text in enumerate(sentences, 1))
+    return f"<?xml version='1.0'?>\n<refset><doc>\n{segments}</doc></refset>\n"
+
+
+def test_iwslt_archive(run, tmp_path):
+    train = {
+        "de": ["<url>http://x</url>", "<title>Titel hier</title>"],
+        "en": ["<url>http://x</url>", "<title>A title</title>"],
+    }
+    for number in range(30):
+        train["de"].append(f"das ist Satz {number}")
+        train["en"].append(f"this is sentence {number}" if number != 5 else "far too many words for such a short one")
+    files = {f"de-en/train.tags.de-en.{side}": "\n".join(train[side]) + "\n" for side in train}
+    for name in ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012"):
+        for side in ("de", "en"):
+            files[f"de-en/IWSLT14.{name}.de-en.{side}.xml"] = evaluation([f"{side} &amp; {name}"])
+    (tmp_path / "raw").mkdir()
+    archive(tmp_path / "de-en.tgz", files)
+    with tarfile.open(tmp_path / "de-en.tgz") as tar:
+        tar.extractall(tmp_path / "raw", filter="data")
+    check(subprocess.run([sys.executable, RECIPES / "extract.py", "iwslt14", tmp_path / "raw", tmp_path / "plain"],
+                         capture_output=True, text=True))  # fmt: skip
+    lines = {
+        (split, side): (tmp_path / "plain" / f"{split}.{side}").read_text().splitlines()
+        for split in ("train", "valid", "test")
+        for side in ("de", "en")
+    }
+    assert [len(lines[split, "de"]) for split in ("train", "valid", "test")] == [28, 2, 5]
+    assert lines["valid", "en"] == ["A title", "this is sentence 23"]
+    assert lines["valid", "de"] == ["Titel hier", "das ist Satz 23"]
+    assert "das ist Satz 5" not in lines["train", "de"]
+    assert lines["test", "de"][0] == "de & TED.dev2010"
+
+
+def test_wmt_archives_to_data(run, tmp_path):
+    """From the archives to fairseq's data, with nothing downloaded."""
+    raw = tmp_path / "out" / "raw"
+    raw.mkdir(parents=True)
+    chance = ["red", "green", "blue", "white"]
+    text = {
+        side: "".join(f"{chance[row % 4]} {chance[row % 3]} {side} {row}\n" for row in range(1100))
+        for side in ("de", "en")
+    }
+    for name, corpus in (
+        ("training-parallel-europarl-v7.tgz", "training/europarl-v7"),
+        ("training-parallel-commoncrawl.tgz", "commoncrawl"),
+        ("training-parallel-nc-v9.tgz", "training/news-commentary-v9"),
+    ):
+        archive(raw / name, {f"{corpus}.de-en.{side}": text[side] for side in text})
+    test = {"ref.de": evaluation(["rot 1", "blau 2"]), "src.en": evaluation(["red 1", "blue 2"])}
+    archive(raw / "test-full.tgz", {f"test-full/newstest2014-deen-{kind}.sgm": test[kind] for kind in test})
+    small = (RECIPES / "wmt14_en_de" / "prepare.sh").read_text().replace("32000", "70")
+    script = tmp_path / "recipes" / "wmt14_en_de" / "prepare.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(small)
+    script.chmod(0o755)
+    for name in ("prepare.sh", "extract.py"):
+        (tmp_path / "recipes" / name).symlink_to(RECIPES / name)
+    check(run(str(script), "out"))
+    plain = tmp_path / "out" / "plain"
+    assert (plain / "test.en").read_text() == "red 1\nblue 2\n"
+    assert len((plain / "train.de").read_text().splitlines()) == 3296
+    assert len((plain / "valid.de").read_text().splitlines()) == 4
+    assert (tmp_path / "out" / "data" / "train.src-tgt.src.bin").exists()
+
+
+@pytest.mark.parametrize("recipe", ["numbers", "text", *PUBLIC])
+def test_every_recipe_explains_itself(recipe):
+    text = (RECIPES / recipe / "README.md").read_text()
+    assert "run.sh" in text and "--dry-run" in text
+    assert os.access(RECIPES / recipe / "run.sh", os.X_OK)
