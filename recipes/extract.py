@@ -80,7 +80,7 @@ def iwslt14(raw: Path, text: Path) -> None:
 
 
 def _metadata(line: str) -> bool:
-    return line.startswith(("<url>", "<talkid>", "<keywords>", "<speaker>", "<reviewer", "<translator")) or not line
+    return line.startswith(("<url>", "<talkid>", "<keywords>", "<speaker>", "<reviewer", "<translator"))
 
 
 def _evaluation(folder: Path, name: str) -> list[list[str]]:

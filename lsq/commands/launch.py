@@ -1,6 +1,7 @@
 """Which process of which training this is: fairseq's distributed options from torchrun's environment."""
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 
@@ -31,13 +32,16 @@ def check_precision(args: Namespace) -> None:
 def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> None:
     """Set fairseq's distributed options in `args`, in place, so that every process takes part in one training.
 
-    Under torchrun they come from its environment. Otherwise fairseq starts one process for each GPU by itself.
+    Under torchrun they come from its environment. `distributed_world_size` is None where it was not given: then there
+    is a process for each GPU, and one on the CPU.
 
     Raises:
         ValueError: the launch would train nothing, or contradicts torchrun.
     """
     if all(name in environment for name in TORCHRUN):
         _from_torchrun(args, environment)
+    elif args.distributed_world_size is None:
+        args.distributed_world_size = 1 if on_cpu(args) else torch.cuda.device_count()
     elif args.distributed_world_size > 1 and not args.distributed_no_spawn and on_cpu(args):
         raise ValueError(
             f"--distributed-world-size {args.distributed_world_size} without GPUs would train nothing; start"
@@ -50,8 +54,7 @@ def fill_in(args: Namespace, environment: Mapping[str, str] = os.environ) -> Non
 
 def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
     world_size, local_rank = int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
-    default = max(1, torch.cuda.device_count())
-    if args.distributed_world_size not in (default, world_size):
+    if args.distributed_world_size not in (None, world_size):
         raise ValueError(
             f"--distributed-world-size {args.distributed_world_size} contradicts torchrun, which started"
             f" {world_size} processes; leave it out"
@@ -67,3 +70,17 @@ def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
     if world_size > 1:
         args.distributed_rank = int(environment["RANK"])
         args.distributed_init_method = "env://"
+
+
+def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:
+    """The command that starts one process for each GPU, where fairseq would fork them itself; else None.
+
+    fairseq's own processes would each get an interrupt twice, from the terminal and when their parent ends, and so
+    have no time to write a checkpoint; torchrun's get it once.
+    """
+    by_fairseq = args.distributed_world_size > 1 and not args.distributed_no_spawn
+    if not by_fairseq or args.distributed_init_method is not None or args.distributed_port > 0:
+        return None
+    processes = min(args.distributed_world_size, torch.cuda.device_count())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, "-m", "lsq.cli", "train", *arguments]

@@ -31,7 +31,7 @@ CRITERION = "lsq_label_smoothed_cross_entropy"
 
 
 def parse(
-    parser: ArgumentParser, arguments: list[str], program: str, description: str, defaults: dict[str, str]
+    parser: ArgumentParser, arguments: list[str], program: str, description: str, defaults: dict[str, str | None]
 ) -> Namespace:
     """Parse with a parser of fairseq's; --help also shows the options of the model, task and so on.
 
@@ -68,8 +68,8 @@ def check_data(args: Namespace) -> None:
             raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
 
 
-def parse_training(arguments: list[str]) -> DictConfig:
-    """fairseq's configuration of a training from its command line.
+def parse_training(arguments: list[str]) -> Namespace:
+    """fairseq's options of a training from its command line.
 
     Raises:
         ValueError: the options do not fit this machine.
@@ -77,7 +77,7 @@ def parse_training(arguments: list[str]) -> DictConfig:
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--arch", "-a", default=ARCHITECTURE)
     architecture = first.parse_known_args(arguments)[0].arch
-    defaults = {"arch": ARCHITECTURE}
+    defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}
     if architecture.startswith(ARCHITECTURE):
         defaults["criterion"] = CRITERION
     args = parse(
@@ -95,7 +95,7 @@ def parse_training(arguments: list[str]) -> DictConfig:
         args.cpu = True
     launch.check_precision(args)
     launch.fill_in(args)
-    return convert_namespace_to_omegaconf(args)
+    return args
 
 
 def train_process(cfg: DictConfig) -> None:
@@ -118,8 +118,9 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
     def save_and_stop(cfg: DictConfig, trainer, epoch_itr) -> None:
         path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+        any_process(False, trainer.device)  # wait for the one that writes: torchrun stops all when the first one ends
         number = interruption.requested or signal.SIGTERM  # it may have reached another process only
-        what = f"wrote {path}" if path else "no checkpoint was asked of this process"
+        what = f"wrote {path}" if path else "this process was not to write a checkpoint"
         name, updates = signal.Signals(number).name, trainer.get_num_updates()
         raise Interrupted(number, f"stopped by {name} after {updates} updates; {what}")
 
@@ -148,8 +149,11 @@ def run(arguments: list[str]) -> int:
         ValueError, OSError: a mistake in the options or the data.
         Interrupted: a signal came.
     """
-    cfg = parse_training(arguments)
+    args = parse_training(arguments)
+    command = launch.torchrun_command(args, arguments)
+    if command is not None:
+        os.execv(command[0], command)
     logging.getLogger().setLevel(logging.INFO)
-    distributed_utils.call_main(cfg, train_process)
+    distributed_utils.call_main(convert_namespace_to_omegaconf(args), train_process)
     sys.stdout.flush()
     return 0

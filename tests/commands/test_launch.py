@@ -2,7 +2,7 @@ from argparse import Namespace
 
 import pytest
 
-from lsq.commands.launch import check_precision, fill_in
+from lsq.commands.launch import check_precision, fill_in, torchrun_command
 
 
 @pytest.fixture
@@ -22,11 +22,12 @@ def options(**given) -> Namespace:
     defaults = {
         "cpu": False,
         "tpu": False,
-        "distributed_world_size": 1,
+        "distributed_world_size": None,
         "distributed_rank": 0,
         "distributed_init_method": None,
         "distributed_no_spawn": False,
         "distributed_backend": "nccl",
+        "distributed_port": -1,
         "device_id": 0,
     }
     return Namespace(**(defaults | given))
@@ -52,7 +53,7 @@ def test_torchrun_on_the_cpu(gpus):
 
 def test_torchrun_on_the_second_machine_of_eight_gpus(gpus):
     gpus(8)
-    args = options(distributed_world_size=8)
+    args = options()
     fill_in(args, torchrun(11, 16, local_rank=3))
     assert args.distributed_world_size == 16 and args.distributed_rank == 11 and args.device_id == 3
     assert args.distributed_backend == "nccl"
@@ -60,7 +61,7 @@ def test_torchrun_on_the_second_machine_of_eight_gpus(gpus):
 
 def test_torchrun_with_one_process_trains_alone(gpus):
     gpus(4)
-    args = options(distributed_world_size=4)
+    args = options()
     fill_in(args, torchrun(0, 1))
     assert args.distributed_world_size == 1 and args.distributed_init_method is None
 
@@ -90,11 +91,33 @@ def test_processes_started_by_hand(gpus):
     assert args.distributed_init_method == "tcp://localhost:1" and args.distributed_backend == "gloo"
 
 
-def test_fairseq_starts_one_process_for_each_gpu(gpus):
-    gpus(2)
-    args = options(distributed_world_size=2)
+def test_one_process_on_the_cpu(gpus):
+    for count in (0, 8):
+        gpus(count)
+        args = options(cpu=True)
+        fill_in(args, {})
+        assert args.distributed_world_size == 1 and torchrun_command(args, []) is None
+
+
+def test_one_process_for_each_gpu(gpus):
+    gpus(1)
+    args = options()
     fill_in(args, {})
-    assert args == options(distributed_world_size=2)
+    assert args.distributed_world_size == 1 and torchrun_command(args, []) is None
+    gpus(2)
+    args = options()
+    fill_in(args, {})
+    assert args.distributed_world_size == 2
+    command = torchrun_command(args, ["data", "--lr", "1"])
+    assert command[3:] == [*"--standalone --nproc-per-node 2 -m lsq.cli train".split(), "data", "--lr", "1"]
+
+
+def test_fairseqs_own_ways_to_start_several_machines_stay(gpus):
+    gpus(8)
+    for given in ({"distributed_port": 9218}, {"distributed_init_method": "tcp://host:1"}):
+        args = options(distributed_world_size=16, **given)
+        fill_in(args, {})
+        assert args.distributed_world_size == 16 and torchrun_command(args, []) is None
 
 
 @pytest.mark.parametrize("option", ["fp16", "amp"])

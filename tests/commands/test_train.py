@@ -40,29 +40,44 @@ def signal_after(monkeypatch):
 
 
 def test_defaults_are_lsqs(prepared):
-    cfg = train.parse_training([str(prepared.data), "--max-tokens", "100"])
-    assert cfg.model.arch == "lsq_transformer" and cfg.task._name == "lsq_translation"
-    assert cfg.criterion._name == "lsq_label_smoothed_cross_entropy"
-    assert cfg.dataset.required_batch_size_multiple == 1
+    args = train.parse_training([str(prepared.data), "--max-tokens", "100"])
+    assert args.arch == "lsq_transformer" and args.task == "lsq_translation"
+    assert args.criterion == "lsq_label_smoothed_cross_entropy"
+    assert args.required_batch_size_multiple == 1 and args.distributed_world_size == 1
 
 
 def test_unused_gpu_is_told(prepared, monkeypatch, caplog):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     options = [str(prepared.data), "--max-tokens", "100"]
-    assert train.parse_training(options).common.cpu
+    assert train.parse_training(options).cpu
     assert "lsq_transformer computes on the CPU in this version, so --cpu is set" in caplog.text
     caplog.clear()
-    assert not train.parse_training([*options, "--arch", "transformer"]).common.cpu
+    assert not train.parse_training([*options, "--arch", "transformer"]).cpu
     assert "CPU" not in caplog.text
 
 
+def test_a_process_for_each_gpu(prepared, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    started = []
+    monkeypatch.setattr("os.execv", lambda program, command: started.append(command) or sys.exit(0))
+    options = [str(prepared.data), "--max-tokens", "100", "--arch", "transformer"]
+    with pytest.raises(SystemExit):
+        train.run(options)
+    assert started[0][1:] == [
+        *"-m torch.distributed.run --standalone --nproc-per-node 8 -m lsq.cli train".split(),
+        *options,
+    ]
+    assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 1  # on the CPU
+
+
 def test_fairseqs_architectures_keep_fairseqs_criterion(prepared):
-    cfg = train.parse_training([str(prepared.data), "--max-tokens", "100", "--arch", "transformer"])
-    assert cfg.criterion._name == "cross_entropy"
+    args = train.parse_training([str(prepared.data), "--max-tokens", "100", "--arch", "transformer"])
+    assert args.criterion == "cross_entropy"
 
 
 def test_bfloat16_is_not_a_tpu(prepared, lsq_train, tmp_path):
-    assert not train.parse_training([str(prepared.data), "--max-tokens", "100", "--bf16"]).common.tpu
+    assert not train.parse_training([str(prepared.data), "--max-tokens", "100", "--bf16"]).tpu
     lsq_train(tmp_path / "model", "--arch", "transformer", "--bf16", "--max-update", "2")
     assert (tmp_path / "model" / "checkpoint_last.pt").exists()
 
@@ -160,7 +175,7 @@ def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
     signal_after(signal.SIGTERM, 2)
     with pytest.raises(Interrupted) as stopped:
         lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "4", "--no-save")
-    assert "no checkpoint was asked" in stopped.value.message
+    assert "this process was not to write a checkpoint" in stopped.value.message
     assert not list((tmp_path / "model").glob("*.pt"))
 
 
