@@ -70,13 +70,13 @@ LSQ_EXPORT void lsq_cross_entropy(const void* logits, int64_t kind, const float*
     }
 }
 
-// The gradient itself, float [M, columns], for an upstream gradient dloss [1].
+// The gradient itself, float [M, columns], from the log normalisers [M], for an upstream gradient dloss [1].
 LSQ_EXPORT void lsq_cross_entropy_gradient(const void* logits, int64_t kind, const float* scale, const int64_t* target,
-                                           const float*, const float* dloss, float target_weight, float each,
-                                           int64_t padding, int64_t vocabulary, int64_t columns, int64_t first,
-                                           int64_t rows, float* dlogits) {
+                                           const float* normaliser, const float* dloss, float target_weight,
+                                           float each, int64_t padding, int64_t vocabulary, int64_t columns,
+                                           int64_t first, int64_t rows, float* dlogits) {
     const Product product{logits, kind, scale};
-    const float factor = target_weight + each * static_cast<float>(vocabulary);
+    const float factor = target_weight + each * static_cast<float>(vocabulary), upstream = dloss[0];
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t m = first + row, word = target[m];
@@ -85,12 +85,11 @@ LSQ_EXPORT void lsq_cross_entropy_gradient(const void* logits, int64_t kind, con
             std::fill(x, x + columns, 0.0f);
             continue;
         }
-        float target_logit;
-        const Row sums = exponentials(product, row, columns, vocabulary, word, &target_logit, x);
-        const float share = factor / sums.sum;
+        product.read(row, columns, x);
+        const float shift = normaliser[m];
 #pragma omp simd
-        for (int64_t v = 0; v < vocabulary; ++v) x[v] = (x[v] * share - each) * dloss[0];
-        x[word] -= target_weight * dloss[0];
+        for (int64_t v = 0; v < vocabulary; ++v) x[v] = (exponential(x[v] - shift) * factor - each) * upstream;
+        x[word] -= target_weight * upstream;
         std::fill(x + vocabulary, x + columns, 0.0f);
     }
 }
