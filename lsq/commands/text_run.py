@@ -97,12 +97,12 @@ def claim(folder: Path, key: dict, overwrite: bool) -> None:
 def train_model(prepared: Prepared, options: RunOptions, folder: Path) -> None:
     """Train into `folder`, from the last checkpoint there if there is one."""
     folder.mkdir(exist_ok=True)
-    arguments = [str(prepared.data), "--save-dir", str(folder), *options.arguments()]
+    arguments = [str(prepared.data), "--save-dir", str(folder), "--distributed-world-size", "1"]
     with (
         logging_to(folder / "train.log"),
         recording(folder / LOSSES, options.updates, f"training {options.name}", options.quiet),
     ):
-        train.run(arguments)
+        train.run([*arguments, *options.arguments()])
 
 
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:

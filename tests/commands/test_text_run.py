@@ -37,3 +37,13 @@ def test_finished_run_is_only_reported_again(prepared, tmp_path, monkeypatch):
     for _ in range(2):
         text_run.run(prepared, options(name="stamped"))
     assert trained == [1, 2] and reported == [3, 3]
+
+
+def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("lsq.commands.train.distributed_utils.call_main", lambda cfg, main: seen.append(cfg))
+    training = {"--arch": "transformer", "--max-tokens": "100"}
+    text_run.train_model(prepared, options(training=training, quiet=True), tmp_path / "model")
+    assert seen[0].distributed_training.distributed_world_size == 1
