@@ -13,6 +13,7 @@ def test_logging_to_a_file_and_back(tmp_path, capsys):
     before = (root.handlers, root.level)
     with pytest.raises(KeyError), logging_to(tmp_path / "log"):
         logging.getLogger("somewhere").info("an update")
+        warnings.simplefilter("always")
         warnings.warn("look out", stacklevel=1)
         raise KeyError
     assert (root.handlers, root.level) == before
