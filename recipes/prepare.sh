@@ -17,17 +17,20 @@ for argument in "$@"; do
     esac
 done
 [ -n "$output" ] || { echo "usage: prepare.sh OUTPUT [--download] [--dry-run]" >&2; exit 2; }
-mkdir -p "$output/raw"
 
 fetch() { # make sure of every archive and unpack it
-    local url archive
+    local url archive missing=()
+    for url in "${urls[@]}"; do
+        [ -e "$output/raw/$(basename "$url")" ] || missing+=("$url")
+    done
+    if [ ${#missing[@]} -gt 0 ] && [ $download = 0 ]; then
+        echo "prepare.sh: $output/raw is incomplete; get ${missing[*]} or give --download" >&2
+        exit 2
+    fi
+    mkdir -p "$output/raw"
     for url in "${urls[@]}"; do
         archive=$output/raw/$(basename "$url")
         if [ ! -e "$archive" ]; then
-            if [ $download = 0 ]; then
-                echo "prepare.sh: $archive is missing; get it from $url, or give --download" >&2
-                exit 2
-            fi
             echo "downloading $url"
             curl --fail --location --output "$archive.partial" "$url"
             mv "$archive.partial" "$archive"

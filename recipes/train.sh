@@ -31,6 +31,17 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ -n "$output" ] || usage
+case $mode in
+    int8 | float) ;;
+    *) echo "run.sh: --mode $mode is not a mode; there are int8 and float" >&2; exit 2 ;;
+esac
+for number in processes machines updates; do
+    [[ ${!number} =~ ^[1-9][0-9]*$ ]] || { echo "run.sh: --$number ${!number} is not a whole number above 0" >&2; exit 2; }
+done
+[[ $machine =~ ^[0-9]+$ && $machine -lt $machines ]] || {
+    echo "run.sh: --machine $machine is not one of 0 to $((machines - 1)), given --machines $machines" >&2
+    exit 2
+}
 
 if [ $mode = int8 ]; then
     training+=(--arch "lsq_$architecture" --task lsq_translation --criterion lsq_label_smoothed_cross_entropy)
@@ -67,7 +78,10 @@ translations=$output/$mode/translation
 mkdir -p "$translations"
 generation=(--path "$output/$mode/model/checkpoint_best.pt" --gen-subset test --beam 5 --lenpen "$length_penalty"
     --max-len-b "$max_length" --bpe sentencepiece --sentencepiece-model "$output/vocabulary/sentencepiece.model")
-[ $dry_run = 0 ] || generation+=(--cpu --num-workers 0)
+if [ $mode = int8 ] || [ $dry_run = 1 ]; then
+    generation+=(--cpu)
+fi
+[ $dry_run = 0 ] || generation+=(--num-workers 0)
 lsq generate "$output/data" --results-path "$translations" "${generation[@]}"
 sed -n 's/^D-//p' "$translations/generate-test.txt" | sort --numeric-sort --stable | cut -f 3 > "$translations/hypotheses.txt"
 sacrebleu "$output/data/test.tgt" --input "$translations/hypotheses.txt" --metrics bleu chrf | tee "$output/$mode/scores.json"

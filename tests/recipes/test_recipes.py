@@ -49,7 +49,7 @@ def test_text_without_files(run):
     assert done.returncode == 2 and done.stderr.startswith("usage: run.sh SOURCE TARGET OUTPUT")
 
 
-@pytest.mark.parametrize(("recipe", "mode"), zip(PUBLIC, ("int8", "float"), strict=True))
+@pytest.mark.parametrize(("recipe", "mode"), list(zip(PUBLIC, ("int8", "float"), strict=True)))
 def test_dry_run(run, tmp_path, recipe, mode):
     done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode)
     check(done)
@@ -62,7 +62,9 @@ def test_dry_run(run, tmp_path, recipe, mode):
 def test_nothing_is_downloaded_unasked(run, tmp_path, recipe):
     done = run(f"{recipe}/prepare.sh", "out")
     assert done.returncode == 2
-    assert "is missing; get it from http" in done.stderr and "curl" not in done.stderr
+    assert "out/raw is incomplete; get http" in done.stderr and "curl" not in done.stderr
+    assert done.stderr.count(".tgz") == {"iwslt14_de_en": 1, "wmt14_en_de": 4}[recipe]
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
     done = run(f"{recipe}/prepare.sh", "out", "--download")
     assert done.returncode == 22 and "curl --fail --location" in done.stderr
     assert not list((tmp_path / "out" / "raw").iterdir())
@@ -72,6 +74,21 @@ def test_nothing_is_downloaded_unasked(run, tmp_path, recipe):
 def test_unknown_options(run, script):
     assert run(f"iwslt14_de_en/{script}", "out", "--no-such-option").returncode == 2
     assert run(f"iwslt14_de_en/{script}").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--mode", "in8"], ["--processes", "0"], ["--processes", "many"], ["--updates", "-1"], ["--machine", "1"]],
+)
+def test_unusable_values(run, options):
+    done = run("wmt14_en_de/run.sh", "out", "--print", *options)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"run.sh: {' '.join(options)} ") and len(done.stderr.splitlines()) == 1
+
+
+def test_training_without_data(run):
+    done = run("iwslt14_de_en/run.sh", "out")
+    assert done.returncode == 2 and "there is no data folder out/data" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -119,6 +136,7 @@ def test_iwslt_archive(run, tmp_path):
     for number in range(30):
         train["de"].append(f"das ist Satz {number}")
         train["en"].append(f"this is sentence {number}" if number != 5 else "far too many words for such a short one")
+    train["de"][10] = train["en"][20] = ""
     files = {f"de-en/train.tags.de-en.{side}": "\n".join(train[side]) + "\n" for side in train}
     for name in ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012"):
         for side in ("de", "en"):
@@ -134,10 +152,12 @@ def test_iwslt_archive(run, tmp_path):
         for split in ("train", "valid", "test")
         for side in ("de", "en")
     }
-    assert [len(lines[split, "de"]) for split in ("train", "valid", "test")] == [28, 2, 5]
-    assert lines["valid", "en"] == ["A title", "this is sentence 23"]
-    assert lines["valid", "de"] == ["Titel hier", "das ist Satz 23"]
+    assert [len(lines[split, "de"]) for split in ("train", "valid", "test")] == [26, 2, 5]
+    assert lines["valid", "en"] == ["A title", "this is sentence 25"]
+    assert lines["valid", "de"] == ["Titel hier", "das ist Satz 25"]
     assert "das ist Satz 5" not in lines["train", "de"]
+    pairs = zip(lines["train", "de"], lines["train", "en"], strict=True)
+    assert all(german.split()[-1] == english.split()[-1] for german, english in pairs)
     assert lines["test", "de"][0] == "de & TED.dev2010"
 
 
