@@ -1,1 +1,1 @@
-"""Everything that processes say to each other."""
+"""What processes say to each other: so far, that a signal came."""
