@@ -135,13 +135,15 @@ def conditions(options: argparse.Namespace, **more) -> dict:
 
 
 def processor() -> str:
-    """Model name of the processor."""
+    """Model name of the processor, with its family and model number, which virtual machines leave out of the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
+    name = found.get("model name") or platform.processor() or platform.machine()
+    numbers = ", ".join(f"{key} {found[key]}" for key in ("cpu family", "model") if key in found)
+    return f"{name} ({numbers})" if numbers else name
 
 
 def version(package: str) -> str | None:
