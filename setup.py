@@ -7,6 +7,7 @@ Everything else about the package stands in pyproject.toml.
 
 import os
 import platform
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,10 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.h"))
+STAMPED = str(Path("lsq/csrc/cpu/sources.cpp"))
+"""The source that is compiled anew with every library: it carries the checksum of all of them."""
+
+checksum = runpy.run_path("lsq/csrc/sources.py")["checksum"]
 
 # -ffp-contract=off: no fused multiply-adds, so that every level rounds exactly like the reference.
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Wall", "-fPIC", "-fopenmp"]
@@ -82,8 +87,9 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
     staged = target.with_suffix(".partial")
     try:
         for source, made in compiled.items():
-            if not is_current(made, [source]):
-                execute([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", str(made)])
+            if source == STAMPED or not is_current(made, [source]):
+                stamp = [f"-DLSQ_SOURCES={checksum()}u"] if source == STAMPED else []
+                execute([*compiler(), *COMPILE_FLAGS, *flags, *stamp, "-c", source, "-o", str(made)])
         execute([*compiler(), *map(str, compiled.values()), *LINK_FLAGS, "-o", str(staged)])
     except RuntimeError:
         target.unlink(missing_ok=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the library shares with PyTorch
 
+from lsq.csrc.sources import checksum
+
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
@@ -35,7 +37,11 @@ def cpu_features() -> frozenset[str]:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None (said once) where none was built."""
+    """The loaded library, or None (said once) where none was built.
+
+    Raises:
+        RuntimeError: the library was built from other sources than those beside it.
+    """
     found = _load()
     if found is None:
         logger.warning(
@@ -49,8 +55,30 @@ def _load() -> ctypes.CDLL | None:
     for level, features in _REQUIRED.items():
         path = _FOLDER / f"libcpu_{level}.so"
         if features <= cpu_features() and path.exists():
-            return ctypes.CDLL(os.fspath(path))
+            return _checked(ctypes.CDLL(os.fspath(path)))
     return None
+
+
+def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Refuse a library that was built from other sources than those beside it: its functions may take other arguments.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    wanted = checksum()
+    try:
+        function = found.lsq_sources
+    except AttributeError:
+        built = None
+    else:
+        function.restype = ctypes.c_uint32
+        built = function()
+    if wanted and built != wanted:
+        raise RuntimeError(
+            f"{Path(found._name).name} was built from other C++ sources than those in {_FOLDER / 'cpu'}; build it again: "
+            "`make library`, or `pip install --no-build-isolation --editable .` in the repository"
+        )
+    return found
 
 
 def available() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.csrc import loader
+from lsq.csrc import loader, sources
 from lsq.layers import TransformerDecoderLayer
 from lsq.ops.registry import fused_available
 from lsq.program import layers
@@ -51,6 +51,22 @@ def test_a_lesser_processor_gets_a_lesser_library(monkeypatch, level):
         pytest.skip(f"the library for x86-64-{level} is not built here")
     monkeypatch.setattr(loader, "cpu_features", lambda: frozenset(loader._REQUIRED[level]))
     assert Path(loader._load()._name) == path_of(level)
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(sources, "FOLDER", tmp_path)
+    assert loader._load() is not None, "without sources there is nothing to compare with"
+    (tmp_path / "later.cpp").write_text("// another signature")
+    with pytest.raises(RuntimeError, match=r"libcpu_v\d.so was built from other C\+\+ sources.*make library"):
+        loader._load()
+
+
+def test_a_library_that_cannot_tell_its_sources_is_refused():
+    class Old:
+        _name = "libcpu_v1.so"
+
+    with pytest.raises(RuntimeError, match="other C"):
+        loader._checked(Old())
 
 
 @pytest.mark.parametrize("level", LEVELS)
