@@ -75,8 +75,8 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
         built = function()
     if wanted and built != wanted:
         raise RuntimeError(
-            f"{Path(found._name).name} was built from other C++ sources than those in {_FOLDER / 'cpu'}; build it again: "
-            "`make library`, or `pip install --no-build-isolation --editable .` in the repository"
+            f"{Path(found._name).name} was built from other C++ sources than those in {_FOLDER / 'cpu'}; build it "
+            "again: `make library`, or `pip install --no-build-isolation --editable .` in the repository"
         )
     return found
 
