@@ -1,0 +1,136 @@
+"""Files of the planner: MiniMalloc's CSV (github.com/google/minimalloc), plans as CSV and as JSON."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from lsq.memory.buffer import LARGEST, Buffer, Plan
+
+REQUIRED = ("id", "lower", "upper", "size")
+
+
+def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
+    """Read `id,lower,upper,size[,alignment]`; a buffer lives on [lower, upper), so its last operation is upper - 1.
+
+    Args:
+        path: the file; further columns are ignored.
+        alignment: bytes, of rows that give none.
+
+    Raises:
+        ValueError: the file is empty or a row is wrong; the message names its line.
+        OSError: the file cannot be read.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        try:
+            missing = [name for name in REQUIRED if name not in (rows.fieldnames or ())]
+            if missing:
+                heading = ",".join(rows.fieldnames or ())
+                raise ValueError(
+                    f"{path}, line 1: no column {', '.join(missing)} in {heading!r}; "
+                    f"the heading must be {','.join(REQUIRED)} and may have alignment"
+                )
+            buffers, lines = [], {}
+            for row in rows:
+                buffer = _buffer(row, alignment, f"{path}, line {rows.line_num}")
+                if buffer.name in lines:
+                    raise ValueError(
+                        f"{path}, line {rows.line_num}: id {buffer.name!r} stands in line {lines[buffer.name]} already"
+                    )
+                lines[buffer.name] = rows.line_num
+                buffers.append(buffer)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {rows.line_num}: this is not a CSV file ({error})") from error
+    if not buffers:
+        raise ValueError(f"{path} has no buffers; give one row {','.join(REQUIRED)} for each")
+    return buffers
+
+
+def _buffer(row: dict[str, str | None], alignment: int, where: str) -> Buffer:
+    if None in row or any(row[name] in (None, "") for name in REQUIRED):
+        raise ValueError(f"{where}: the row has not as many values as the heading has columns")
+    numbers = {"alignment": alignment}
+    for name in ("lower", "upper", "size", "alignment"):
+        if name in REQUIRED or row.get(name):
+            numbers[name] = _number(row[name], name, where)
+    if numbers["upper"] <= numbers["lower"]:
+        raise ValueError(f"{where}: upper is {numbers['upper']}; it must be above lower, which is {numbers['lower']}")
+    try:
+        return Buffer(
+            name=row["id"],
+            size=numbers["size"],
+            first=numbers["lower"],
+            last=numbers["upper"] - 1,
+            alignment=numbers["alignment"],
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _number(text: str, name: str, where: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{where}: {name} is {text!r}; it must be a whole number") from None
+    if abs(value) > LARGEST:
+        raise ValueError(f"{where}: {name} is {text}; it must be at most 2^62")
+    return value
+
+
+def write_buffers(buffers: Iterable[Buffer], path: Path) -> None:
+    """Write what `read_buffers` reads. Aliases, pools and fixed offsets have no column there.
+
+    Raises:
+        ValueError: a buffer has one of them.
+    """
+    rows = []
+    for buffer in buffers:
+        if buffer.alias is not None or buffer.offset is not None or buffer.pool != "default":
+            raise ValueError(f"buffer {buffer.name!r} has an alias, an offset or a pool, which this file cannot hold")
+        rows.append((buffer.name, buffer.first, buffer.last + 1, buffer.size, buffer.alignment))
+    _write_text(path, _csv([(*REQUIRED, "alignment"), *rows]))
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write `id,offset,segment`, whole or not at all."""
+    rows = [(name, offset, plan.segments[name]) for name, offset in plan.offsets.items()]
+    _write_text(path, _csv([("id", "offset", "segment"), *rows]))
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan with all it says as JSON, whole or not at all."""
+    _write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
+
+
+def load_plan(path: Path) -> Plan:
+    """Read what `save_plan` wrote. Check it before use (`lsq.memory.validator.check`): files can be changed.
+
+    Raises:
+        ValueError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sequences = {name: tuple(content[name]) for name in ("used", "capacities", "pools")}
+        return Plan(**{**content, **sequences})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not a plan that save_plan wrote ({error})") from error
+
+
+def _csv(rows: Iterable[Iterable]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

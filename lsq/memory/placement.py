@@ -1,0 +1,107 @@
+"""Best fit: every block goes where it wastes least among those placed before it.
+
+With one segment this is algorithm 3 of Pisarchyk and Lee 2020 (Efficient Memory Management for Deep Neural Net
+Inference): the smallest gap between blocks that are alive at the same time, else above them all. With several
+segments, gaps come first, then what makes the sum of capacities grow least. The C++ of lsq/csrc/cpu/planner.cpp does
+the same; `reference` is what it is tested against, and what runs where it is not built.
+"""
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lsq.csrc import loader
+from lsq.memory.buffer import LARGEST, Block
+
+UNPLACED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the blocks of one pool lie."""
+
+    offsets: list[int]
+    """Bytes from the start of the segment."""
+    segments: list[int]
+    """Index of the segment; UNPLACED where a block fits into none."""
+    used: list[int]
+    """Bytes up to the end of the highest block, per segment that may be used."""
+
+
+def place(
+    blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int] = (LARGEST,), granularity: int = 1
+) -> Placement:
+    """Place blocks one after the other; those with a fixed offset go first, into segment 0.
+
+    Args:
+        blocks: those of one pool, none of size 0.
+        order: indices into `blocks`.
+        limits: largest capacity in bytes of every segment that may be used. Of those that are still empty, only the
+            first that is large enough is considered.
+        granularity: capacities are multiples of so many bytes, or their limit.
+    """
+    order = [i for i in order if blocks[i].offset is not None] + [i for i in order if blocks[i].offset is None]
+    run = _fused if loader.available() else reference
+    return run(blocks, order, limits, granularity)
+
+
+def reference(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int], granularity: int) -> Placement:
+    """The plain implementation; `order` begins with the blocks that have fixed offsets."""
+    offsets, segments, used = [0] * len(blocks), [UNPLACED] * len(blocks), [0] * len(limits)
+    placed: list[list[tuple[int, int]]] = [[] for _ in limits]  # per segment, (offset, block) in order of offset
+    for i in order:
+        block = blocks[i]
+        empty = next((s for s, limit in enumerate(limits) if not placed[s] and limit >= block.size), None)
+        found = []
+        for segment, limit in enumerate(limits):
+            if placed[segment] or segment == empty:
+                neighbours = [
+                    (offset, offset + blocks[j].size)
+                    for offset, j in placed[segment]
+                    if blocks[j].first <= block.last and block.first <= blocks[j].last
+                ]
+                for cost, offset in _places(block, neighbours, limit, used[segment], granularity):
+                    found.append((cost, segment, offset))
+        if block.offset is not None:
+            found = [(None, 0, block.offset)] if block.offset + block.size <= limits[0] else []
+        if found:
+            _, segments[i], offsets[i] = min(found)
+            insort(placed[segments[i]], (offsets[i], i))
+            used[segments[i]] = max(used[segments[i]], offsets[i] + block.size)
+    return Placement(offsets=offsets, segments=segments, used=used)
+
+
+def capacity_of(used: int, limit: int, granularity: int) -> int:
+    """Bytes to allocate for `used` bytes: the next multiple of `granularity`, but not above the limit."""
+    return min(limit, -(-used // granularity) * granularity)
+
+
+def _places(
+    block: Block, neighbours: Sequence[tuple[int, int]], limit: int, used: int, granularity: int
+) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """Yield (cost, offset) of every place in one segment: its growth, gap (0) or above all (1), bytes of that gap or left above.
+
+    `neighbours` are the (offset, end) of blocks that are alive at the same time, in order of offset.
+    """
+    start = 0
+    for offset, end in neighbours:
+        if start + block.size <= offset:
+            yield (0, 0, offset - start), start
+        start = max(start, -(-end // block.alignment) * block.alignment)
+    end = start + block.size
+    if end <= limit:
+        capacity = capacity_of(max(used, end), limit, granularity)
+        yield (capacity - capacity_of(used, limit, granularity), 1, capacity - end), start
+
+
+def _fused(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int], granularity: int) -> Placement:
+    columns = [(b.size, b.first, b.last, b.alignment, UNPLACED if b.offset is None else b.offset) for b in blocks]
+    table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 5)
+    wanted = torch.tensor(order, dtype=torch.int64)
+    limit = torch.tensor(limits, dtype=torch.int64)
+    offsets, segments = torch.zeros(len(blocks), dtype=torch.int64), torch.full((len(blocks),), UNPLACED)
+    used = torch.zeros_like(limit)
+    loader.call("lsq_place", table, wanted, len(order), limit, len(limits), granularity, offsets, segments, used)
+    return Placement(offsets=offsets.tolist(), segments=segments.tolist(), used=used.tolist())

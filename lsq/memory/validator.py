@@ -1,0 +1,97 @@
+"""Proof that a plan is right, by a sweep over time that shares nothing with the planner's search."""
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+
+from lsq.memory.buffer import Block, Buffer, Plan, blocks_of
+
+SHOWN = 5
+"""Faults that an error message tells."""
+
+
+def faults(buffers: Iterable[Buffer], plan: Plan) -> list[str]:
+    """Everything that is wrong with a plan, one sentence each; an empty list proves that it is right.
+
+    Raises:
+        ValueError: the buffers themselves contradict each other (see `blocks_of`).
+    """
+    buffers = list(buffers)
+    blocks = blocks_of(buffers)
+    names = {buffer.name for buffer in buffers}
+    found = [f"unknown: {name!r} is placed, but is not a buffer" for name in plan.offsets if name not in names]
+    missing = [name for name in names if name not in plan.offsets or name not in plan.segments]
+    if missing:
+        return found + [f"not placed: {name!r}" for name in sorted(missing)]
+    for buffer in buffers:
+        found += _faults_of_buffer(buffer, plan)
+    for block in blocks:
+        places = {(plan.segments[name], plan.offsets[name]) for name in block.names}
+        if len(places) > 1:
+            found.append(f"aliases apart: {', '.join(map(repr, block.names))} lie at (segment, offset) {sorted(places)}")
+    for segment, members in sorted(_by_segment(blocks, plan).items()):
+        offsets = [plan.offsets[block.names[0]] for block in members]
+        for time, one, other in overlaps(members, offsets):
+            found.append(
+                f"overlap: {one.names[0]!r} and {other.names[0]!r} in segment {segment} at operation {time}"
+            )
+    return found
+
+
+def check(buffers: Iterable[Buffer], plan: Plan) -> None:
+    """Accept a right plan in silence.
+
+    Raises:
+        ValueError: the plan is wrong; the message names the first faults.
+    """
+    found = faults(buffers, plan)
+    if found:
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        raise ValueError(f"the plan is wrong: {'; '.join(found[:SHOWN])}{more}")
+
+
+def overlaps(blocks: Sequence[Block], offsets: Sequence[int]) -> Iterator[tuple[int, Block, Block]]:
+    """Yield (time, one, other) where two blocks of one segment share bytes at one time.
+
+    A sweep over time keeps the blocks that are alive in order of their offsets and compares neighbours. At least
+    one pair is found wherever there are any, not every pair.
+    """
+    events = [(block.first, 1, number) for number, block in enumerate(blocks) if block.size]
+    events += [(block.last + 1, 0, number) for number, block in enumerate(blocks) if block.size]
+    alive: list[tuple[int, int]] = []
+    for time, starts, number in sorted(events):
+        entry = (offsets[number], number)
+        if not starts:
+            alive.pop(bisect_left(alive, entry))
+            continue
+        place = bisect_left(alive, entry)
+        insort(alive, entry)
+        for (start, below), (end, above) in itertools.pairwise(alive[max(0, place - 1) : place + 2]):
+            if start + blocks[below].size > end:
+                yield time, blocks[below], blocks[above]
+
+
+def _faults_of_buffer(buffer: Buffer, plan: Plan) -> Iterator[str]:
+    name, offset, segment = buffer.name, plan.offsets[buffer.name], plan.segments[buffer.name]
+    if not 0 <= segment < len(plan.capacities):
+        yield f"no such segment: {name!r} lies in segment {segment} of {len(plan.capacities)}"
+        return
+    if plan.pools[segment] != buffer.pool:
+        yield f"pools mixed: {name!r} of pool {buffer.pool!r} lies in segment {segment} of {plan.pools[segment]!r}"
+        return
+    if offset < 0:
+        yield f"negative offset: {name!r} lies at {offset}"
+    if offset % buffer.alignment:
+        yield f"misaligned: {name!r} lies at {offset}, which is no multiple of {buffer.alignment}"
+    for what, limit in (("capacity", plan.capacities[segment]), ("bytes used", plan.used[segment])):
+        if buffer.size and offset + buffer.size > limit:
+            yield f"beyond {what}: {name!r} ends at {offset + buffer.size}, segment {segment} at {limit}"
+    if buffer.offset is not None and (offset, plan.pools.index(buffer.pool)) != (buffer.offset, segment):
+        yield f"wrong fixed offset: {name!r} lies at {offset} of segment {segment}, not at {buffer.offset} of its first"
+
+
+def _by_segment(blocks: Iterable[Block], plan: Plan) -> dict[int, list[Block]]:
+    found: dict[int, list[Block]] = {}
+    for block in blocks:
+        found.setdefault(plan.segments[block.names[0]], []).append(block)
+    return found
