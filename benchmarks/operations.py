@@ -16,7 +16,7 @@ import torch
 from lsq import gemm, layers
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import loader
-from lsq.program import executor
+from lsq.program import executor, frames
 from lsq.program.tensor import Operation
 
 SHAPE = {"hidden": 512, "feed_forward": 2048, "heads": 8, "vocabulary": 32000, "sentences": 64, "length": 32}
@@ -89,8 +89,8 @@ def calls(names: tuple[str, ...], shape: dict[str, int], dropout: float) -> Iter
 
         original = executor.run
 
-        def recording(program, start, stop, values, hooks, original=original, record=record) -> None:
-            original(program, start, stop, values, executor.Hooks(before=record))
+        def recording(program, start, stop, values, hooks, frame, original=original, record=record) -> None:
+            original(program, start, stop, values, executor.Hooks(before=record), frame)
 
         with mock.patch.object(executor, "run", recording):
             run()
@@ -106,13 +106,14 @@ def calls(names: tuple[str, ...], shape: dict[str, int], dropout: float) -> Iter
 def rows(call: Call, rounds: int) -> Iterator[dict]:
     """Rows of the table for one call."""
     definition, attributes = call.operation.definition, call.operation.attributes
-    outputs = [None if tensor is None else executor.allocate(tensor) for tensor in call.operation.outputs]
+    written = frames.FreshFrame().written(0, call.operation)
+    outputs = written[: len(call.operation.outputs)]
     moved = sum(t.numel() * t.element_size() for t in (*call.inputs, *outputs) if t is not None)
     source = torch.zeros(max(1, moved // 2), dtype=torch.uint8)
     target = torch.zeros_like(source)
     sides = {
         "plain": lambda: definition.reference(*call.inputs, **attributes),
-        "fused": lambda: definition.cpu(*call.inputs, *outputs, **attributes),
+        "fused": lambda: definition.cpu(*call.inputs, *written, **attributes),
         "copy": lambda: target.copy_(source),
     }
     if not loader.available():

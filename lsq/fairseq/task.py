@@ -1,35 +1,53 @@
 """The task: fairseq's translation with training signals."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from fairseq.dataclass import ChoiceEnum
 from fairseq.distributed import utils as distributed
+from fairseq.models import BaseFairseqModel
 from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
+from lsq.fairseq.memory import largest_batch, plan_training
 from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
+from lsq.layers.memory import MODES
+from lsq.layers.module import ProgramModule
 
 
 @dataclass
 class LSQTranslationConfig(TranslationConfig):
-    """fairseq's options of translation, and the common ones that the signals go by."""
+    """fairseq's options of translation, those of memory, and the common ones that signals and memory go by."""
 
+    lsq_memory: ChoiceEnum(MODES) = field(
+        default="planned",
+        metadata={
+            "help": "where the tensors of a training step lie: planned ahead for the largest batch (planned), planned "
+            "and every access checked (guard, slow), or wherever PyTorch finds room (naive)"
+        },
+    )
+    max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045  fairseq cannot read int | None
+    batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045
+    required_seq_len_multiple: int = II("dataset.required_seq_len_multiple")
     log_interval: int = II("common.log_interval")
     tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")  # noqa: UP045  fairseq cannot read str | None
 
 
 @register_task("lsq_translation", dataclass=LSQTranslationConfig)
 class LSQTranslationTask(TranslationTask):
-    """Translation that watches the quantisers of the model in the first process."""
+    """Translation that plans the memory of a training step and watches the quantisers in the first process."""
 
     signals: TrainingSignals | None = None
+    model: BaseFairseqModel | None = None
+    planned: bool = False
 
     def begin_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each epoch, with the model itself."""
         super().begin_epoch(epoch, model)
+        self.model = model
         if self.signals is None and distributed.get_global_rank() == 0 and any(True for _ in quantized_tensors(model)):
             self.signals = TrainingSignals(
                 model,
@@ -44,10 +62,31 @@ class LSQTranslationTask(TranslationTask):
         self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, ignore_grad: bool = False
     ):
         """Called by fairseq for each batch; `update_num` counts the updates that are done."""
+        if not self.planned:
+            self.plan_memory(criterion)
         if self.signals is None:
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
         with self.signals.observing(update_num + 1):
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
+
+    def plan_memory(self, criterion) -> None:
+        """Plan the memory of a training step, once, for the largest batch of this training.
+
+        Raises:
+            ValueError: the step cannot be planned.
+        """
+        self.planned = True
+        if self.model is None or not any(isinstance(module, ProgramModule) for module in self.model.modules()):
+            return
+        limits = zip(self.max_positions(), self.model.max_positions(), strict=True)
+        batch = largest_batch(
+            self.target_dictionary,
+            max_tokens=self.cfg.max_tokens,
+            max_sentences=self.cfg.batch_size,
+            max_positions=tuple(min(pair) for pair in limits),
+            length_multiple=self.cfg.required_seq_len_multiple,
+        )
+        plan_training(self.model, criterion, batch, str(self.cfg.lsq_memory))
 
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
         """Called by fairseq once the gradients of an update are there."""

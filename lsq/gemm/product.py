@@ -47,12 +47,19 @@ def _unambiguous(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided(x.shape, (columns, 1) if rows == 1 else (1, rows))
 
 
-def row_blocks(a: torch.Tensor, b: torch.Tensor, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, int32 sums of at most `rows` rows); the sums are overwritten by the next block."""
-    total, columns = a.shape[0], b.shape[0]
-    blocks = -(-total // rows)
+def block_scratch(rows: int, columns: int, largest: int) -> tuple[tuple[int, int], torch.dtype]:
+    """(shape, dtype) of the scratch memory with which `row_blocks` works on at most `largest` rows at a time."""
+    return (min(rows, largest), columns), torch.int32
+
+
+def row_blocks(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
+
+    The sums are views of `sums` int32 [rows at a time, N]; each block overwrites the one before.
+    """
+    total = a.shape[0]
+    blocks = -(-total // sums.shape[0])
     size = -(-total // blocks)
-    sums = torch.empty(size, columns, dtype=torch.int32)
     for first in range(0, total, size):
         block = a[first : first + size]
         yield first, int8_product(block, b, out=sums[: block.shape[0]])

@@ -10,7 +10,9 @@ from lsq.config import QuantConfig
 from lsq.ops.calibration import calibrate
 from lsq.ops.quantize import weight_reference
 from lsq.ops.random import draw_key
+from lsq.program import rehearsal
 from lsq.program.executor import Execution, Hooks
+from lsq.program.frames import StepMemory
 from lsq.program.program import Program
 
 CLIP = "_clip"
@@ -28,6 +30,8 @@ class ProgramModule(nn.Module):
     The buffer `calibrated` (bool) says whether the activations' clips hold measured values, `passes` (int64) counts
     training passes: clips are measured in the first one and again while tensors still grow fast. Codes of weights are
     made anew for every training pass, and kept while the module is in eval mode and no gradient is wanted.
+
+    `memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
     """
 
     def __init__(self, quantization: QuantConfig):
@@ -37,6 +41,7 @@ class ProgramModule(nn.Module):
         self._codes_made_from: tuple = ()
         self._observer = None
         self._measured_at = 0
+        self.memory: StepMemory | None = None
         if quantization.quantized:
             self.register_buffer("calibrated", torch.tensor(quantization.activation_init == "fixed"))
             self.register_buffer("passes", torch.tensor(0))
@@ -109,6 +114,9 @@ class ProgramModule(nn.Module):
 
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters, calibrating first if that is due."""
+        rehearsed = rehearsal.active()
+        if rehearsed is not None:
+            return rehearsed.run(self, program, {**dict(self.named_parameters()), **inputs})
         calibrating = self.quant.quantized and (self.calibration_due() if self.training else not self.calibrated)
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
@@ -122,7 +130,7 @@ class ProgramModule(nn.Module):
             before=self._calibrate_operation if measuring else None,
             after=self._observer,
         )
-        outputs = Execution(program, hooks)(tensors)
+        outputs = Execution(program, hooks, memory=self.memory, owner=self)(tensors)
         if calibrating:
             for module in self.modules():
                 if isinstance(module, ProgramModule):

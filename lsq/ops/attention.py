@@ -28,21 +28,26 @@ def reference(q, k, v, padding, key, *, causal, dropout, stream):
     return (drop(_probabilities(q, k, padding, causal), dropout, key, stream) @ v,)
 
 
-def _dropped_probabilities(q, k, padding, key, causal, dropout, stream):
-    """(probabilities, the same after dropout, which is the same tensor without dropout), each [B * N, T, S]."""
+def scratch(q, k, v, padding, key, *, causal, dropout, stream):
+    """Probabilities, and the same after dropout."""
+    batch, heads, time, _ = q.shape
+    return [((batch * heads, time, k.shape[2]), torch.float32)] * (2 if dropout else 1)
+
+
+def _dropped_probabilities(q, k, padding, key, scores, dropped, causal, dropout, stream):
+    """Write the probabilities [B * N, T, S] over `scores`, and after dropout over `dropped`, which may be the same."""
     batch, heads, time, width = q.shape
     source = k.shape[2]
-    scores = torch.bmm(q.view(-1, time, width), k.view(-1, source, width).transpose(1, 2))
-    dropped = torch.empty_like(scores) if dropout else scores
+    torch.bmm(q.view(-1, time, width), k.view(-1, source, width).transpose(1, 2), out=scores)
     loader.call(
         "lsq_masked_softmax", scores, padding, key, stream, dropout_threshold(dropout), keep_factor(dropout),
         int(causal), dropped, batch, heads, time, source,
     )
-    return scores, dropped
 
 
-def cpu(q, k, v, padding, key, context, *, causal, dropout, stream):
-    _, dropped = _dropped_probabilities(q, k, padding, key, causal, dropout, stream)
+def cpu(q, k, v, padding, key, context, *scores, causal, dropout, stream):
+    dropped = scores[-1]
+    _dropped_probabilities(q, k, padding, key, scores[0], dropped, causal, dropout, stream)
     torch.bmm(dropped, v.view(dropped.shape[0], -1, v.shape[-1]), out=context.view(dropped.shape[0], -1, v.shape[-1]))
 
 
@@ -56,14 +61,21 @@ def backward_reference(gradient, q, k, v, padding, key, *, causal, dropout, stre
     return dscores @ k, dscores.transpose(-1, -2) @ q, dv
 
 
-def backward_cpu(gradient, q, k, v, padding, key, dq, dk, dv, *, causal, dropout, stream):
+def backward_scratch(gradient, q, k, v, padding, key, *, causal, dropout, stream):
+    """The gradient of the scores, and what forward needs."""
+    forward = scratch(q, k, v, padding, key, causal=causal, dropout=dropout, stream=stream)
+    return [forward[0], *forward]
+
+
+def backward_cpu(gradient, q, k, v, padding, key, dq, dk, dv, dscores, *scores, causal, dropout, stream):
     batch, heads, time, width = q.shape
     source = k.shape[2]
-    probabilities, dropped = _dropped_probabilities(q, k, padding, key, causal, dropout, stream)
+    probabilities, dropped = scores[0], scores[-1]
+    _dropped_probabilities(q, k, padding, key, probabilities, dropped, causal, dropout, stream)
     gradient, q, dq = (tensor.view(-1, time, width) for tensor in (gradient, q, dq))
     k, v, dk, dv = (tensor.view(-1, source, width) for tensor in (k, v, dk, dv))
     torch.bmm(dropped.transpose(1, 2), gradient, out=dv)
-    dscores = torch.bmm(gradient, v.transpose(1, 2))
+    torch.bmm(gradient, v.transpose(1, 2), out=dscores)
     loader.call(
         "lsq_softmax_backward", probabilities, key, stream, dropout_threshold(dropout), keep_factor(dropout), dscores,
         batch * heads * time, source,
@@ -85,5 +97,11 @@ def differentiate(builder, operation):
         builder.accumulate(tensor, gradient)
 
 
-register(OpDefinition(name="attention", reference=reference, cpu=cpu, differentiate=differentiate))
-register(OpDefinition(name="attention_backward", reference=backward_reference, cpu=backward_cpu))
+register(
+    OpDefinition(name="attention", reference=reference, cpu=cpu, differentiate=differentiate, scratch=scratch)
+)
+register(
+    OpDefinition(
+        name="attention_backward", reference=backward_reference, cpu=backward_cpu, scratch=backward_scratch
+    )
+)

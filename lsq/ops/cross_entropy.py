@@ -60,24 +60,35 @@ def reference(x, x_scale, weight, weight_scale, target, key, *, vocabulary, padd
     return loss, nll.sum().reshape(1), normaliser, codes, row_scale
 
 
-def _blocks(x, weight):
-    """(first row, logits of a block) as int32 sums or floats."""
+def _block_scratch(x, weight):
+    shape, sums = gemm.block_scratch(x.shape[0], weight.shape[0], BLOCK_ROWS)
+    return shape, sums if x.dtype == torch.int8 else torch.float32
+
+
+def _blocks(x, weight, scratch):
+    """(first row, logits of a block in `scratch`) as int32 sums or floats."""
     if x.dtype == torch.int8:
-        yield from gemm.row_blocks(x, weight, BLOCK_ROWS)
+        yield from gemm.row_blocks(x, weight, scratch)
     else:
-        for first in range(0, x.shape[0], BLOCK_ROWS):
-            yield first, x[first : first + BLOCK_ROWS] @ weight.t()
+        for first in range(0, x.shape[0], scratch.shape[0]):
+            block = x[first : first + scratch.shape[0]]
+            yield first, torch.mm(block, weight.t(), out=scratch[: block.shape[0]])
+
+
+def scratch(x, x_scale, weight, weight_scale, target, key, **attributes):
+    """Logits of a block, and both losses of each row."""
+    rows = ((x.shape[0],), torch.float32)
+    return [_block_scratch(x, weight), rows, rows]
 
 
 def cpu(
-    x, x_scale, weight, weight_scale, target, key, loss, nll, normaliser, codes, row_scale,
-    *, vocabulary, padding, smoothing, stream,
+    x, x_scale, weight, weight_scale, target, key, loss, nll, normaliser, codes, row_scale, block, *losses,
+    vocabulary, padding, smoothing, stream,
 ):
-    rows, columns = x.shape[0], weight.shape[0]
+    columns = weight.shape[0]
     target_weight, each = weights_of(vocabulary, smoothing)
     scale = None if x_scale is None else x_scale * weight_scale
-    losses = torch.empty(rows), torch.empty(rows)
-    for first, logits in _blocks(x, weight):
+    for first, logits in _blocks(x, weight, block):
         loader.call(
             "lsq_cross_entropy", logits, 1 if x_scale is not None else 2, scale, target, weight_scale, key,
             stream or 0, target_weight, each, padding, vocabulary, columns, first, logits.shape[0],
@@ -96,13 +107,18 @@ def gradient_reference(
     return (_gradient(logits, normaliser, target, target_weight, each, padding, weight.shape[0]) * dloss,)
 
 
+def gradient_scratch(x, x_scale, weight, weight_scale, target, normaliser, dloss, **attributes):
+    return [_block_scratch(x, weight)]
+
+
 def gradient_cpu(
-    x, x_scale, weight, weight_scale, target, normaliser, dloss, dlogits, *, vocabulary, padding, smoothing, stream
+    x, x_scale, weight, weight_scale, target, normaliser, dloss, dlogits, block,
+    *, vocabulary, padding, smoothing, stream,
 ):
     columns = weight.shape[0]
     target_weight, each = weights_of(vocabulary, smoothing)
     scale = None if x_scale is None else x_scale * weight_scale
-    for first, logits in _blocks(x, weight):
+    for first, logits in _blocks(x, weight, block):
         loader.call(
             "lsq_cross_entropy_gradient", logits, 1 if x_scale is not None else 2, scale, target, normaliser, dloss,
             target_weight, each, padding, vocabulary, columns, first, logits.shape[0], dlogits,
@@ -130,10 +146,15 @@ def differentiate(builder, operation):
 
 
 register(
-    OpDefinition(name="vocabulary_cross_entropy", reference=reference, cpu=cpu, differentiate=differentiate)
+    OpDefinition(
+        name="vocabulary_cross_entropy", reference=reference, cpu=cpu, differentiate=differentiate, scratch=scratch
+    )
 )
 register(
-    OpDefinition(name="vocabulary_cross_entropy_gradient", reference=gradient_reference, cpu=gradient_cpu)
+    OpDefinition(
+        name="vocabulary_cross_entropy_gradient", reference=gradient_reference, cpu=gradient_cpu,
+        scratch=gradient_scratch,
+    )
 )
 register(
     OpDefinition(

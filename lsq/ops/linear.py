@@ -71,11 +71,15 @@ def int8_reference(x, x_scale, weight, weight_scale, clip, *, bits, error=False)
     return rounding.round_scaled(sums * _alpha(x_scale, weight_scale, clip, bits), clip, bits=bits, error=error)
 
 
-def int8_cpu(x, x_scale, weight, weight_scale, clip, codes, scale, clipped, error_out, *, bits, error=False):
+def int8_scratch(x, x_scale, weight, weight_scale, clip, *, bits, error=False):
+    return [gemm.block_scratch(x.shape[0], weight.shape[0], BLOCK_ROWS)]
+
+
+def int8_cpu(x, x_scale, weight, weight_scale, clip, codes, scale, clipped, error_out, block, *, bits, error=False):
     alpha = _alpha(x_scale, weight_scale, clip, bits)
     scale.copy_(quant.scale_of(clip, bits))
     columns = weight.shape[0]
-    for first, sums in gemm.row_blocks(x, weight, BLOCK_ROWS):
+    for first, sums in gemm.row_blocks(x, weight, block):
         rows = sums.shape[0]
         loader.call(
             "lsq_round_sums", sums, alpha, codes, scale, clipped, error_out, first, rows, columns,
@@ -138,7 +142,7 @@ def emit_gradients(builder, operands, gradient, row_scale):
 register(
     OpDefinition(
         name="linear_int8", reference=int8_reference, cpu=int8_cpu, differentiate=differentiate,
-        unquantized=int8_unquantized,
+        unquantized=int8_unquantized, scratch=int8_scratch,
     )
 )
 register(

@@ -33,17 +33,25 @@ def input_reference(gradient, row_scale, weight, weight_scale, codes, clipped, e
     return rounding.straight_through(dx, codes, clipped, error, bits=bits)
 
 
+def input_scratch(gradient, row_scale, weight, weight_scale, codes, clipped, error, *, bits, dtype="float32"):
+    if row_scale is not None:
+        return [gemm.block_scratch(*codes.shape, BLOCK_ROWS)]
+    return [(weight.shape, getattr(torch, dtype)), *_narrow_scratch(gradient.shape, codes.shape, dtype)]
+
+
 def input_cpu(
-    gradient, row_scale, weight, weight_scale, codes, clipped, error, dx, dclip, *, bits, dtype="float32"
+    gradient, row_scale, weight, weight_scale, codes, clipped, error, dx, dclip, *scratch, bits, dtype="float32"
 ):
     columns = codes.shape[1]
     factor = 1.0 if error is None else rounding.lsq_factor(codes.numel(), bits)
     dclip.zero_()
     if row_scale is None:
-        dx.copy_(_float_product(gradient, dequantize_weight(weight, weight_scale, dtype), dtype))
+        floats, *narrow = scratch
+        torch.mul(weight, weight_scale[:, None], out=floats)
+        _float_product_into(dx, gradient, floats, narrow)
         blocks = [(0, dx)]
     else:
-        blocks = gemm.row_blocks(gradient, weight.t(), BLOCK_ROWS)
+        blocks = gemm.row_blocks(gradient, weight.t(), *scratch)
     for first, product in blocks:
         loader.call(
             "lsq_straight_through", product, row_scale, codes, clipped, error, factor, dx, dclip,
@@ -51,9 +59,20 @@ def input_cpu(
         )
 
 
-def dequantize_weight(weight, weight_scale, dtype):
-    """weight int8 [N, K] times its scale [N], in `dtype`."""
-    return (weight.to(torch.float32) * weight_scale[:, None]).to(getattr(torch, dtype))
+def _narrow_scratch(gradient, product, dtype):
+    """What `_float_product_into` needs beside a product in `dtype`: shapes of the gradient and of the product."""
+    return [] if dtype == "float32" else [(gradient, getattr(torch, dtype)), (product, getattr(torch, dtype))]
+
+
+def _float_product_into(out, a, b, narrow):
+    """out [M, N] float32 = a [M, K] float32 times b [K, N], computed in b's dtype in the tensors `narrow`."""
+    if not narrow:
+        torch.mm(a, b, out=out)
+        return
+    a_narrow, product = narrow
+    a_narrow.copy_(a)
+    torch.mm(a_narrow, b, out=product)
+    out.copy_(product)
 
 
 def weight_reference(
@@ -85,21 +104,37 @@ def weight_straight_through(product, weight, clip, *, bits, clip_gradient):
     return torch.where(outside, 0.0, product), dclip
 
 
+def weight_scratch(
+    gradient, row_scale, codes, scale, weight_scale, weight, clip, key, *, bits, clip_gradient, stream=0,
+    dtype="float32",
+):
+    rows, columns = gradient.shape[1], codes.shape[1]
+    sums = ((weight.shape[0],), torch.float32)
+    if row_scale is not None:
+        rounded = [(codes.shape, torch.int8), ((columns,), torch.float32)]
+        return [sums, *rounded, gemm.block_scratch(rows, columns, BLOCK_CHANNELS)]
+    product = (rows, columns)
+    floats = [(product, torch.float32), (codes.shape, getattr(torch, dtype))]
+    return [sums, *floats, *_narrow_scratch((rows, codes.shape[0]), product, dtype)]
+
+
 def weight_cpu(
-    gradient, row_scale, codes, scale, weight_scale, weight, clip, key, dweight, dclip, *, bits, clip_gradient,
-    stream=0, dtype="float32",
+    gradient, row_scale, codes, scale, weight_scale, weight, clip, key, dweight, dclip, sums, *scratch, bits,
+    clip_gradient, stream=0, dtype="float32",
 ):
     rows, columns = weight.shape
     per_clip = weight.numel() // clip.numel()
     in_range = clip_gradient == "lsq"
     if row_scale is None:
-        column_scale = None
-        blocks = [(0, _float_product(gradient.t(), (codes.to(torch.float32) * scale).to(getattr(torch, dtype)), dtype))]
+        product, floats, *narrow = scratch
+        torch.mul(codes, scale, out=floats)
+        _float_product_into(product, gradient.t(), floats, narrow)
+        column_scale, blocks = None, [(0, product)]
     else:
-        scaled, column_scale = round_columns(codes, row_scale, key, stream)
+        rounded, column_scale, block = scratch
+        round_columns(codes, row_scale, key, stream, rounded, column_scale)
         column_scale.mul_(scale)
-        blocks = gemm.row_blocks(gradient.t(), scaled.t(), BLOCK_CHANNELS)
-    sums = torch.empty(rows)
+        blocks = gemm.row_blocks(gradient.t(), rounded.t(), block)
     for first, product in blocks:
         loader.call(
             "lsq_weight_straight_through", product, column_scale, weight_scale, weight, clip, clip.numel(),
@@ -109,16 +144,17 @@ def weight_cpu(
     torch.sum(sums.view(clip.numel(), -1), dim=1, out=dclip)
 
 
-def round_columns(codes, row_scale, key, stream):
-    """codes int8 [M, K] * row_scale [M], rounded per column at random -> (int8 [M, K], scale float32 [K])."""
-    rows, columns = codes.shape
-    rounded, column_scale = torch.empty_like(codes), torch.empty(columns)
-    loader.call("lsq_round_columns", codes, row_scale, key, stream, rounded, column_scale, rows, columns)
-    return rounded, column_scale
+def round_columns(codes, row_scale, key, stream, rounded, column_scale):
+    """codes int8 [M, K] * row_scale [M], rounded per column at random, into rounded int8 [M, K], scale float32 [K]."""
+    loader.call("lsq_round_columns", codes, row_scale, key, stream, rounded, column_scale, *codes.shape)
 
 
 BLOCK_CHANNELS = 4096
 """Rows of a weight's gradient, as int32 sums, that are held at a time."""
 
-register(OpDefinition(name="linear_input_gradient", reference=input_reference, cpu=input_cpu))
-register(OpDefinition(name="linear_weight_gradient", reference=weight_reference, cpu=weight_cpu))
+register(
+    OpDefinition(name="linear_input_gradient", reference=input_reference, cpu=input_cpu, scratch=input_scratch)
+)
+register(
+    OpDefinition(name="linear_weight_gradient", reference=weight_reference, cpu=weight_cpu, scratch=weight_scratch)
+)

@@ -1,8 +1,9 @@
 """The table of fused operations: one name, one reference, one implementation per device.
 
 A reference is plain PyTorch: it takes the inputs, returns the outputs, and is what every other
-implementation is tested against. A device implementation takes the inputs and then the outputs, already
-allocated, and writes into them. `differentiate` appends the operations of the backward pass to a program.
+implementation is tested against. A device implementation takes the inputs, then the outputs, already allocated, then
+its scratch memory, if it wants any, and writes into them. `differentiate` appends the operations of the backward
+pass to a program.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,11 @@ class OpDefinition:
     cpu: Callable
     differentiate: Callable | None = None
     unquantized: Callable | None = None
+    scratch: Callable | None = None
+    """(shape, dtype) of each tensor that a device implementation needs for itself while it runs.
+
+    Takes what `reference` takes and looks at shapes and dtypes alone. No size may fall when a dimension grows.
+    """
     recompute: bool = False
     """Whether the backward pass computes the outputs again instead of saving them."""
 

@@ -69,9 +69,13 @@ class Builder:
         self._outputs.append(tensor)
 
     def emit(self, name: str, inputs, outputs, **attributes) -> Operation:
-        """Append an operation."""
+        """Append an operation, with the scratch memory that its definition asks for."""
+        definition, inputs, outputs = registry.definition(name), tuple(inputs), tuple(outputs)
+        result = next(tensor for tensor in outputs if tensor is not None)
+        wanted = definition.scratch(*inputs, **attributes) if definition.scratch else ()
         operation = Operation(
-            definition=registry.definition(name), inputs=tuple(inputs), outputs=tuple(outputs), attributes=attributes
+            definition=definition, inputs=inputs, outputs=outputs, attributes=attributes,
+            scratch=tuple(self.temporary(f"{result.name}.scratch", shape, dtype) for shape, dtype in wanted),
         )
         self._operations.append(operation)
         if self._forward_length is None:

@@ -1,7 +1,7 @@
 """Runs a program op by op, and hangs it into PyTorch's autograd as one node.
 
-The outputs of an operation are allocated when it runs and dropped after their last reader. `allocate` is the one
-place where tensors come from: the seam for planned memory.
+The outputs of an operation are allocated when it runs and dropped after their last reader. They come from the run's
+frame: fresh memory, or the places that a plan of the whole step has for them.
 """
 
 import time
@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lsq.ops.registry import fused_available
+from lsq.program.frames import FreshFrame, StepMemory
 from lsq.program.program import Program
 from lsq.program.tensor import Operation, VirtualTensor
 
@@ -59,11 +60,22 @@ class Hooks:
 
 
 class Execution:
-    """A program with the tensors of one call: `Execution(program, hooks)(tensors by name) -> outputs`."""
+    """A program with the tensors of one call: `Execution(program, hooks)(tensors by name) -> outputs`.
 
-    def __init__(self, program: Program, hooks: Hooks | None = None):
+    Args:
+        program: what to run.
+        hooks: called around each operation of the forward pass.
+        memory: planned memory for runs with a backward pass; without, all tensors get fresh memory.
+        owner: who runs, for the memory.
+    """
+
+    def __init__(
+        self, program: Program, hooks: Hooks | None = None, *, memory: StepMemory | None = None, owner: object = None
+    ):
         self.program = program
         self.hooks = hooks or Hooks()
+        self.memory = memory
+        self.owner = owner
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run forward. Gradients flow to the inputs and parameters of a program that has a backward pass.
@@ -84,10 +96,11 @@ class Execution:
                 )
             arguments.append(tensor)
         if program.output_gradients:
-            return _Node.apply(program, self.hooks, *arguments)
+            frame = FreshFrame() if self.memory is None else self.memory.open(self.owner, program)
+            return _Node.apply(program, self.hooks, frame, *arguments)
         with torch.no_grad():
             values = dict(zip((*program.inputs, *program.parameters), map(_contiguous, arguments), strict=True))
-            run(program, 0, program.forward_length, values, self.hooks)
+            run(program, 0, program.forward_length, values, self.hooks, FreshFrame())
             return tuple(values[output] for output in program.outputs)
 
 
@@ -99,11 +112,11 @@ class _Node(torch.autograd.Function):
     """One program as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx, program: Program, hooks: Hooks, *arguments):
+    def forward(ctx, program: Program, hooks: Hooks, frame: FreshFrame, *arguments):
         borders = (*program.inputs, *program.parameters)
         values = dict(zip(borders, map(_contiguous, arguments), strict=True))
-        run(program, 0, program.forward_length, values, hooks)
-        ctx.program = program
+        run(program, 0, program.forward_length, values, hooks, frame)
+        ctx.program, ctx.frame = program, frame
         ctx.saved = tuple(
             tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
         )
@@ -116,18 +129,17 @@ class _Node(torch.autograd.Function):
         program = ctx.program
         values = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
         values.update(zip(program.output_gradients, map(_contiguous, gradients), strict=True))
-        run(program, program.forward_length, len(program.operations), values, Hooks())
+        ctx.frame.begin_backward()
+        run(program, program.forward_length, len(program.operations), values, Hooks(), ctx.frame)
+        ctx.frame.close()
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
-        return None, None, *(None if gradient is None else values[gradient] for gradient in found)
+        return None, None, None, *(None if gradient is None else values[gradient] for gradient in found)
 
 
-def allocate(tensor: VirtualTensor) -> torch.Tensor:
-    """Memory for a virtual tensor."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def run(program: Program, start: int, stop: int, values: dict[VirtualTensor, torch.Tensor], hooks: Hooks) -> None:
+def run(
+    program: Program, start: int, stop: int, values: dict[VirtualTensor, torch.Tensor], hooks: Hooks, frame: FreshFrame
+) -> None:
     """Run operations `start` to `stop` - 1 on `values`, which gains their outputs and loses what has no reader left."""
     fused = _backend == "cpu" or (_backend is None and fused_available())
     for index in range(start, stop):
@@ -137,8 +149,9 @@ def run(program: Program, start: int, stop: int, values: dict[VirtualTensor, tor
         if hooks.before:
             hooks.before(operation, values)
         if fused:
-            outputs = [None if tensor is None else allocate(tensor) for tensor in operation.outputs]
-            operation.definition.cpu(*inputs, *outputs, **operation.attributes)
+            written = frame.written(index, operation)
+            operation.definition.cpu(*inputs, *written, **operation.attributes)
+            outputs = written[: len(operation.outputs)]
         else:
             outputs = operation.definition.reference(*inputs, **operation.attributes)
         for tensor, output in zip(operation.outputs, outputs, strict=True):
@@ -146,6 +159,7 @@ def run(program: Program, start: int, stop: int, values: dict[VirtualTensor, tor
                 values[tensor] = output
         if hooks.after:
             hooks.after(operation, values)
+        frame.done(index, operation)
         for tensor in (*operation.inputs, *operation.outputs):
             if tensor is not None and program.lifetimes.get(tensor, (0, stop))[1] == index:
                 if tensor.role not in ("output", "gradient"):

@@ -56,7 +56,7 @@ def lifetimes_of(
     """First and last use of every tensor; outputs live to the end of their pass, inputs from its beginning."""
     lifetimes = {tensor: (0, 0) for tensor in inputs}
     for index, operation in enumerate(operations):
-        for tensor in (*operation.inputs, *operation.outputs):
+        for tensor in (*operation.inputs, *operation.written):
             if tensor is not None:
                 first, _ = lifetimes.get(tensor, (index, index))
                 lifetimes[tensor] = (first, index)

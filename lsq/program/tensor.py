@@ -38,6 +38,13 @@ class Operation:
     inputs: tuple[VirtualTensor | None, ...]
     outputs: tuple[VirtualTensor | None, ...]
     attributes: dict = field(default_factory=dict)
+    scratch: tuple[VirtualTensor, ...] = ()
+    """What its implementation uses for itself while it runs."""
+
+    @property
+    def written(self) -> tuple[VirtualTensor | None, ...]:
+        """Outputs and scratch: everything that needs memory when it runs."""
+        return (*self.outputs, *self.scratch)
 
     @property
     def name(self) -> str:

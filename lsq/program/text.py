@@ -19,6 +19,7 @@ def describe(program: Program) -> str:
         inputs = [tensor.name for tensor in operation.inputs if tensor is not None]
         lines.append(f"  {index:3d}  {operation.name}({', '.join(inputs)})")
         lines.extend(f"         -> {output}" for output in outputs)
+        lines.extend(f"         uses {tensor!r}" for tensor in operation.scratch)
     lines.append(f"  saved for the backward pass: {program.saved_bytes:,} bytes")
     lines.extend(f"         {tensor!r}: {tensor.size:,} bytes" for tensor in program.saved)
     return "\n".join(lines)

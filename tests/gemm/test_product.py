@@ -59,7 +59,8 @@ def test_blocks_of_rows_cover_the_product_once(rows, block, transposed):
     a = random_codes(48, rows).t() if transposed else random_codes(rows, 48)
     b = random_codes(32, 48)
     parts, starts = [], []
-    for first, sums in gemm.row_blocks(a, b, block):
+    shape, dtype = gemm.block_scratch(rows, 32, block)
+    for first, sums in gemm.row_blocks(a, b, torch.empty(shape, dtype=dtype)):
         assert len(sums) <= block
         starts.append(first)
         parts.append(sums.clone())

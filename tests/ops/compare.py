@@ -3,7 +3,7 @@
 import torch
 
 from lsq.ops import registry
-from lsq.program.executor import allocate
+from lsq.program.frames import FreshFrame
 from lsq.program.program import Program
 
 TOLERANCE = 2e-5
@@ -45,11 +45,12 @@ def border_tensors(program: Program, seed: int = 0) -> dict:
 def compare_program(program: Program, seed: int = 0) -> set[str]:
     """Compare every operation of `program`; returns the names of those that ran."""
     values = border_tensors(program, seed)
-    for operation in program.operations:
+    for index, operation in enumerate(program.operations):
         inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        outputs = [None if tensor is None else allocate(tensor) for tensor in operation.outputs]
+        written = FreshFrame().written(index, operation)
+        outputs = written[: len(operation.outputs)]
         expected = operation.definition.reference(*inputs, **operation.attributes)
-        operation.definition.cpu(*inputs, *outputs, **operation.attributes)
+        operation.definition.cpu(*inputs, *written, **operation.attributes)
         assert_equal(outputs, expected, f"{program.name}: {operation.name} -> {operation.outputs}")
         values.update((t, wanted) for t, wanted in zip(operation.outputs, expected, strict=True) if t is not None)
     return {operation.name for operation in program.operations}
@@ -74,7 +75,9 @@ def fused(name: str, *inputs, unwanted=(), **attributes) -> tuple:
         None if wanted is None or number in unwanted else torch.full_like(wanted, 85)
         for number, wanted in enumerate(expected)
     )
-    definition.cpu(*inputs, *outputs, **attributes)
+    wanted = definition.scratch(*inputs, **attributes) if definition.scratch else ()
+    scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
+    definition.cpu(*inputs, *outputs, *scratch, **attributes)
     return outputs
 
 

@@ -6,6 +6,7 @@ import torch
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.program import Execution, executor, layers, profile
 from lsq.program.executor import Hooks, backend
+from lsq.program.frames import FreshFrame
 from tests.layers.oracle import assert_same_codes, recorded
 from tests.layers.shapes import config_of, gradients
 from tests.ops.compare import border_tensors
@@ -98,7 +99,7 @@ def test_memory_is_given_back_after_the_last_reader(name):
                     assert program.lifetimes.get(tensor, (0, index))[1] >= index, f"{tensor!r} at {index}"
             assert all(tensor is None or tensor in alive for tensor in operation.inputs)
 
-        executor.run(program, *stretch, values, Hooks(before=check))
+        executor.run(program, *stretch, values, Hooks(before=check), FreshFrame())
     assert {tensor.role for tensor in values} <= {"output", "gradient"}
 
 
@@ -114,14 +115,23 @@ def test_hooks_see_every_operation():
     assert seen == [(when, name) for name in forward for when in ("before", "after")]
 
 
-def test_every_tensor_comes_from_allocate(monkeypatch):
+def test_every_tensor_comes_from_the_frame():
     program = layers.feed_forward(config_of(), 5, False, False)
-    allocated = []
-    original = executor.allocate
-    monkeypatch.setattr(executor, "allocate", lambda tensor: allocated.append(tensor) or original(tensor))
-    Execution(program)(tensors_for(program))
-    written = [t for operation in program.operations for t in operation.outputs if t is not None]
-    assert allocated == written
+    asked, finished = [], []
+
+    class Frame(FreshFrame):
+        def written(self, index, operation):
+            asked.extend(t for t in operation.written if t is not None)
+            return super().written(index, operation)
+
+        def done(self, index, operation):
+            finished.append(index)
+
+    tensors = tensors_for(program)
+    values = {tensor: tensors[tensor.name] for tensor in (*program.inputs, *program.parameters)}
+    executor.run(program, 0, program.forward_length, values, Hooks(), Frame())
+    assert asked == [t for operation in program.operations for t in operation.written if t is not None]
+    assert finished == list(range(program.forward_length))
 
 
 def test_backends_agree():

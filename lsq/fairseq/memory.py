@@ -1,0 +1,75 @@
+"""Planned memory for a training in fairseq: the largest batch that its options allow, and the step that it makes."""
+
+import logging
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from torch import nn
+
+from lsq.layers.memory import plan_memory
+from lsq.program.frames import StepMemory
+
+logger = logging.getLogger(__name__)
+
+
+def largest_batch(
+    dictionary: Dictionary,
+    *,
+    max_tokens: int | None,
+    max_sentences: int | None,
+    max_positions: tuple[int, int],
+    length_multiple: int = 1,
+) -> dict[str, Any]:
+    """A batch, as fairseq's collater makes them, in which no tensor of any batch of these limits is larger.
+
+    With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`. Tensors grow with
+    B * S, B * T, or, inside attention, B * T * S. So enough of the longest sentences to reach `max_tokens` are the most
+    that there can be.
+
+    Args:
+        dictionary: of the target.
+        max_tokens, max_sentences: of a batch, with padding; at least one is given.
+        max_positions: tokens of the longest source and target.
+        length_multiple: lengths are padded to a multiple of this.
+
+    Raises:
+        ValueError: neither limit is given.
+    """
+    if max_tokens is None and max_sentences is None:
+        raise ValueError("memory cannot be planned without a limit: give --max-tokens or --batch-size")
+    source, target = (
+        -(-min(length, max_tokens or length) // length_multiple) * length_multiple for length in max_positions
+    )
+    counts = [-(-max_tokens // min(source, target))] if max_tokens else []
+    sentences = min([*counts, *([max_sentences] if max_sentences else [])])
+    tokens = torch.full((sentences, target), dictionary.unk())
+    return {
+        "id": torch.arange(sentences),
+        "nsentences": sentences,
+        "ntokens": tokens.numel(),
+        "net_input": {
+            "src_tokens": torch.full((sentences, source), dictionary.unk()),
+            "src_lengths": torch.full((sentences,), source),
+            "prev_output_tokens": tokens,
+        },
+        "target": tokens,
+    }
+
+
+def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str) -> StepMemory | None:
+    """Plan the memory of `model` for batches up to `batch`, and say how much it is. See `lsq.layers.memory`."""
+    memory = plan_memory(model, lambda: criterion(model, batch)[0], mode=mode)
+    if memory is not None:
+        plan = memory.step.plan
+        logger.info(
+            "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound, for batches up to "
+            "%d sentences of %d and %d tokens",
+            mode, len(plan.offsets), memory.arena.size / 2**20, 100 * plan.gap, *_shape(batch),
+        )
+    return memory
+
+
+def _shape(batch: dict[str, Any]) -> tuple[int, int, int]:
+    source, target = batch["net_input"]["src_tokens"], batch["target"]
+    return source.shape[0], source.shape[1], target.shape[1]

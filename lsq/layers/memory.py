@@ -1,0 +1,64 @@
+"""Memory of a model's training step, planned ahead: rehearse the step, place its tensors, lend them to its modules."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from lsq.layers.module import ProgramModule
+from lsq.ops.registry import fused_available
+from lsq.program import rehearsal
+from lsq.program.frames import StepMemory
+from lsq.program.guard import MARGIN, GuardedMemory
+from lsq.program.step import StepPlan, node_names, plan_step
+
+MODES = ("planned", "guard", "naive")
+
+
+def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[rehearsal.Rehearsal, tuple[str, ...]]:
+    """The passes of `step` and a name for each node: that of its module in `model`."""
+    rehearsed = rehearsal.rehearse(step, model.parameters())
+    return rehearsed, node_names(rehearsed.owners, {module: name for name, module in model.named_modules()})
+
+
+def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepPlan:
+    """The plan of a step, without memory for it. See `plan_memory`."""
+    rehearsed, names = rehearse_step(model, step)
+    return plan_step(tuple(rehearsed.passes), names, margin=0)
+
+
+def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str = "planned") -> StepMemory | None:
+    """Give the tensors inside the layers of `model` fixed places in one arena.
+
+    Args:
+        model: its ProgramModules run the layers.
+        step: runs the model on the largest batch and returns the loss, a scalar. It is rehearsed: the layers compute
+            nothing, their results are zeros. Every training step must run the same layers in the same order, on batches
+            no larger. Evaluation and decoding are free.
+        mode: "planned"; "guard" checks every access to a planned tensor and is slow; "naive" takes any plan away.
+
+    Returns:
+        The memory, which `release_memory` gives back; None under "naive", and where the C++ library is not built.
+
+    Raises:
+        ValueError: an unknown mode, or a step that trains no layer.
+    """
+    if mode not in MODES:
+        raise ValueError(f"memory is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
+    release_memory(model)
+    if mode == "naive" or not fused_available():
+        return None
+    rehearsed, names = rehearse_step(model, step)
+    margin = MARGIN if mode == "guard" else 0
+    kind = GuardedMemory if mode == "guard" else StepMemory
+    memory = kind(plan_step(tuple(rehearsed.passes), names, margin=margin), rehearsed.owners, names)
+    for owner in rehearsed.owners:
+        owner.memory = memory
+    return memory
+
+
+def release_memory(model: nn.Module) -> None:
+    """Take the planned memory away from every layer; it is freed once nothing uses it any more."""
+    for module in model.modules():
+        if isinstance(module, ProgramModule):
+            module.memory = None

@@ -1,0 +1,150 @@
+"""Guard mode: planned memory in which nothing goes unnoticed.
+
+* A tensor that is written must not overlap one that the plan still has alive.
+* A tensor that is read must be alive by the plan, and its red zone, MARGIN bytes behind its end, untouched.
+* What is written begins as poison, and what has died becomes poison: NaN, or 0x80, which no code is. Should a kernel
+  read where it must not, its results show it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lsq.memory.buffer import Buffer
+from lsq.program.frames import PlannedFrame, StepMemory
+from lsq.program.program import Program
+from lsq.program.step import is_placed, operations_of
+from lsq.program.tensor import Operation, VirtualTensor
+
+MARGIN = 256
+"""Bytes of red zone behind every tensor."""
+RED = 0xA5
+"""What the red zones hold."""
+POISON = 0x80
+"""What dead bytes hold; floating-point tensors hold NaN."""
+
+
+class MemoryGuardError(RuntimeError):
+    """Planned memory was read or written where the plan does not allow it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive:
+    """A tensor that the plan has alive."""
+
+    label: str
+    segment: int
+    start: int
+    end: int
+    """Bytes from the start of the segment; `end` is where the red zone begins."""
+    last: int
+    """The last operation of the step that may read it."""
+    tensor: torch.Tensor
+
+
+class GuardedMemory(StepMemory):
+    """A StepMemory that checks every access. Its plan needs a margin of MARGIN bytes behind every tensor."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.alive: dict[tuple[int, int, int], Alive] = {}
+        self.fired = 0
+        """Faults found."""
+
+    def open(self, owner: object, program: Program) -> "GuardedFrame":
+        if not self._open:
+            self.alive.clear()
+        return super().open(owner, program)
+
+    def _frame(self, node: int, program: Program) -> "GuardedFrame":
+        return GuardedFrame(self, node, program)
+
+    def fire(self, message: str) -> None:
+        """Report a fault.
+
+        Raises:
+            MemoryGuardError: always.
+        """
+        self.fired += 1
+        raise MemoryGuardError(f"memory guard: {message}")
+
+    def moment(self, node: int, backward: bool, index: int) -> int:
+        """The operation `index` of a node's program in the count of the step."""
+        position = (self._backward if backward else self._forward)[node]
+        return self.step.starts[position] + index - operations_of(self.step.passes[position]).start
+
+    def red_zone(self, one: Alive) -> torch.Tensor:
+        return self.arena.tensor(one.segment, one.end, (MARGIN,), torch.uint8)
+
+    def check_red_zone(self, one: Alive, what: str) -> None:
+        if (self.red_zone(one) != RED).any():
+            self.fire(f"something wrote behind the end of {one.label}; found out {what}")
+
+    def write(self, key: tuple[int, int, int], tensor: torch.Tensor, buffer: Buffer, place, what: str) -> None:
+        """`tensor` comes alive, to be written by operation `what`."""
+        segment, start, _ = place
+        end = start + tensor.numel() * tensor.dtype.itemsize
+        for other in self.alive.values():
+            if other.segment == segment and start < other.end + MARGIN and other.start < end + MARGIN:
+                self.fire(f"{what} writes {buffer.name} over {other.label}, which is still needed")
+        one = Alive(label=buffer.name, segment=segment, start=start, end=end, last=buffer.last, tensor=tensor)
+        poison(tensor)
+        self.red_zone(one).fill_(RED)
+        self.alive[key] = one
+
+    def read(self, key: tuple[int, int, int], label: str, what: str) -> None:
+        """Operation `what` is about to read the tensor of `key`."""
+        one = self.alive.get(key)
+        if one is None:
+            self.fire(f"{what} reads {label} after its planned end")
+        self.check_red_zone(one, f"before {what}")
+
+    def pass_by(self, moment: int, what: str) -> None:
+        """Operation `what` at `moment` of the step is over: poison what it was the last to read."""
+        for key, one in list(self.alive.items()):
+            if one.last <= moment:
+                self.check_red_zone(one, f"after {what}")
+                poison(one.tensor)
+                del self.alive[key]
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or with bytes of POISON."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.view(torch.uint8).fill_(POISON)
+
+
+class GuardedFrame(PlannedFrame):
+    """A PlannedFrame that reports every access to its memory."""
+
+    def __init__(self, memory: GuardedMemory, node: int, program: Program):
+        super().__init__(memory, node)
+        self._length = program.forward_length
+        self._writers: dict[VirtualTensor, tuple[int, int]] = {
+            tensor: (index, number)
+            for index, operation in enumerate(program.operations)
+            for number, tensor in enumerate(operation.written)
+            if is_placed(tensor)
+        }
+
+    def written(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+        what = self._label(index, operation)
+        for tensor in operation.inputs:
+            if tensor in self._writers:
+                self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
+        made = super().written(index, operation)
+        for number, (tensor, place) in enumerate(zip(made, self._places[index], strict=True)):
+            if place is not None:
+                key = (self.node, index, number)
+                self.memory.write(key, tensor, self.memory.step.buffers[key], place, what)
+        return made
+
+    def done(self, index: int, operation: Operation) -> None:
+        moment = self.memory.moment(self.node, index >= self._length, index)
+        self.memory.pass_by(moment, self._label(index, operation))
+
+    def _label(self, index: int, operation: Operation) -> str:
+        direction = "backward" if index >= self._length else "forward"
+        return f"{operation.name} ({direction} of {self.memory.names[self.node]})"

@@ -1,0 +1,116 @@
+"""Rehearsal: a training step runs for its order alone. Programs note that they were called and compute nothing.
+
+Everything around them is real: the model's own code, autograd, the order in which it goes back. So the order is right
+for any model, however it shares, repeats or wires its layers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lsq.program.program import Program
+
+_active: "Rehearsal | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass of one program: forward, or backward."""
+
+    node: int
+    """Number of the program's run in the step; a forward and its backward share it."""
+    program: Program
+    backward: bool
+
+
+class Rehearsal:
+    """What a rehearsed step did.
+
+    Attributes:
+        passes: the passes of all programs that have a backward pass, in their order.
+        owners: the module that ran each node.
+    """
+
+    def __init__(self):
+        self.passes: list[Pass] = []
+        self.owners: list[object] = []
+
+    def run(self, owner: object, program: Program, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
+        if not program.output_gradients:
+            return _zeros(program.outputs)
+        borders = (*program.inputs, *program.parameters)
+        return _Noted.apply(self, owner, program, *(tensors.get(tensor.name) for tensor in borders))
+
+    def begin(self, owner: object, program: Program) -> int:
+        """Note a forward pass; the node's number."""
+        node = len(self.owners)
+        self.owners.append(owner)
+        self.passes.append(Pass(node=node, program=program, backward=False))
+        return node
+
+    def end(self, node: int, program: Program) -> None:
+        """Note a backward pass."""
+        self.passes.append(Pass(node=node, program=program, backward=True))
+
+
+class _Noted(torch.autograd.Function):
+    """A run of a program in autograd's graph that leaves only its name."""
+
+    @staticmethod
+    def forward(ctx, rehearsal: Rehearsal, owner: object, program: Program, *arguments):
+        ctx.rehearsal, ctx.program = rehearsal, program
+        ctx.node = rehearsal.begin(owner, program)
+        return _zeros(program.outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        program = ctx.program
+        ctx.rehearsal.end(ctx.node, program)
+        results = dict(zip(program.differentiable, program.gradients, strict=True))
+        found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
+        return None, None, None, *(None if gradient is None else _zeros([gradient])[0] for gradient in found)
+
+
+def _zeros(tensors) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors)
+
+
+def active() -> Rehearsal | None:
+    """The rehearsal that is going on, if any."""
+    return _active
+
+
+@contextmanager
+def rehearsing() -> Iterator[Rehearsal]:
+    """Inside, modules note their programs in the rehearsal instead of running them."""
+    global _active
+    previous, _active = _active, Rehearsal()
+    try:
+        yield _active
+    finally:
+        _active = previous
+
+
+def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
+    """Rehearse `step`, which returns a loss, and its backward pass.
+
+    No gradient is left behind, and torch's random numbers go on as if nothing had been.
+
+    Raises:
+        ValueError: the loss depends on no program with a backward pass.
+    """
+    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    state = torch.get_rng_state()
+    try:
+        with rehearsing() as rehearsal, torch.enable_grad():
+            loss = step()
+            if rehearsal.passes and loss.requires_grad:
+                torch.autograd.grad(loss, wanted, allow_unused=True)
+    finally:
+        torch.set_rng_state(state)
+    if not any(one.backward for one in rehearsal.passes):
+        raise ValueError("the step that was to be planned ran no layer of lsq with a backward pass")
+    return rehearsal

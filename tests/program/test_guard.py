@@ -1,0 +1,96 @@
+"""Guard mode fires when a plan, or a kernel, does what it must not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lsq.layers.memory import plan_memory
+from lsq.program import guard
+from lsq.program.guard import MARGIN, MemoryGuardError
+from tests.layers.toy import Translator, batch, largest
+
+
+@pytest.fixture
+def guarded():
+    torch.manual_seed(1)
+    model = Translator(backward="int8")
+    memory = plan_memory(model, largest(model), mode="guard")
+    memory.step = replace(memory.step, buffers=dict(memory.step.buffers), places=memory.step.places)
+    return model, memory
+
+
+def step(model):
+    model(*batch(3, 7, 9)).backward()
+
+
+def shortenable(memory):
+    """Keys of buffers that are read after the operation that writes them."""
+    return [key for key, buffer in memory.step.buffers.items() if buffer.last > buffer.first]
+
+
+def test_a_sound_plan_is_silent(guarded):
+    model, memory = guarded
+    step(model)
+    assert memory.fired == 0 and not memory.alive
+
+
+@pytest.mark.parametrize("which", [0, 7, 100, -40, -1])
+def test_a_life_that_is_one_operation_too_short(guarded, which):
+    model, memory = guarded
+    key = shortenable(memory)[which]
+    buffer = memory.step.buffers[key]
+    memory.step.buffers[key] = replace(buffer, last=buffer.last - 1)
+    with pytest.raises(MemoryGuardError, match=f"reads {buffer.name.rpartition('/')[2]} after its planned end"):
+        step(model)
+    assert memory.fired == 1
+
+
+def test_two_tensors_in_one_place(guarded):
+    model, memory = guarded
+    first, second = next(
+        (a, b)
+        for a, one in memory.step.buffers.items()
+        for b, other in memory.step.buffers.items()
+        if a < b and one.first < other.first < one.last and one.size > MARGIN < other.size
+    )
+    places = [[list(row) for row in node] for node in memory.step.places]
+    segment, offset, _ = places[first[0]][first[1]][first[2]]
+    places[second[0]][second[1]][second[2]] = (segment, offset, memory.step.buffers[second].size)
+    memory.step = replace(memory.step, places=places)
+    with pytest.raises(MemoryGuardError, match="writes .* over .*, which is still needed"):
+        step(model)
+
+
+def test_a_write_behind_the_end(guarded, monkeypatch):
+    model, memory = guarded
+    original = guard.GuardedFrame.done
+
+    def spill(frame, index, operation):
+        if operation.name == "linear_int8":
+            key = (frame.node, index, 0)
+            frame.memory.red_zone(frame.memory.alive[key])[MARGIN - 1] = 0
+        original(frame, index, operation)
+
+    monkeypatch.setattr(guard.GuardedFrame, "done", spill)
+    with pytest.raises(MemoryGuardError, match="wrote behind the end of .*codes"):
+        step(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.bool, torch.uint8])
+def test_poison(dtype):
+    tensor = torch.zeros(5, dtype=dtype)
+    guard.poison(tensor)
+    if dtype.is_floating_point:
+        assert tensor.isnan().all()
+    else:
+        assert (tensor.view(torch.uint8) == 0x80).all()
+
+
+def test_dead_tensors_are_poisoned(guarded):
+    model, memory = guarded
+    step(model)
+    key = shortenable(memory)[-1]
+    segment, offset, size = memory.step.places[key[0]][key[1]][key[2]]
+    dead = memory.arena.tensor(segment, offset, (4,), torch.float32)
+    assert dead.isnan().all() or (dead.view(torch.uint8) == 0x80).all()
