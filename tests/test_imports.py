@@ -12,7 +12,7 @@ ALLOWED = {
     "config": set(),
     "csrc": set(),
     "quant": {"config"},
-    "memory": {"config"},
+    "memory": {"config", "csrc"},
     "gemm": {"config", "csrc"},
     "ops": {"config", "quant", "csrc", "gemm"},
     "program": {"config", "ops", "memory"},

@@ -95,9 +95,18 @@ private:
         }
         members.clear();
         std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
-        for (auto& part : parts) {
+        std::vector<std::pair<int, int64_t>> placed;  // and their lowest places before
+        for (const auto& part : parts) {
+            const size_t solved = placed.size();
+            for (int i : part) placed.emplace_back(i, low_[i]);
             const Outcome outcome = solve(part, current);
-            if (outcome != kFound) return outcome;
+            if (outcome == kFound) continue;
+            placed.resize(solved);
+            for (auto [i, before] : placed) {
+                offsets_[i] = -1;
+                low_[i] = before;
+            }
+            return outcome;
         }
         return kFound;
     }
