@@ -20,6 +20,7 @@ COMMANDS = {
     "numbers": Command(
         module="lsq.commands.numbers", help="the built-in task: English number names to German, float and int8"
     ),
+    "plan": Command(module="lsq.commands.plan", help="place buffers in as little memory as possible"),
     "doctor": Command(module="lsq.commands.doctor", help="what this machine can do, and what to install for more"),
     "user-dir": Command(module="lsq.commands.user_dir", help="print the folder for fairseq's --user-dir"),
 }

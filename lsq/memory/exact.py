@@ -1,3 +1,163 @@
-"""stub"""
-def improve(blocks, placement, bound, capacity, seconds, progress):
+"""The exact search of `plan`: which capacities to try, in which orders, and for how long.
+
+The search itself, depth first after Moffitt 2023 (MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated
+Machine Learning, ASPLOS), is C++: lsq/csrc/cpu/planner_search.cpp. How long it takes hangs on the order in which it
+tries buffers, with a heavy tail; so it starts again and again with other orders, each time with a larger budget.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from lsq.csrc import loader
+from lsq.memory.buffer import Block
+from lsq.memory.orders import busiest_loads
+from lsq.memory.placement import Placement, place, table
+
+MOST_BLOCKS = 4096
+"""The search compares every pair of blocks; of more, the smallest are set aside."""
+SMALL_SHARE = 2**14
+"""Blocks below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside: placed afterwards, where they fit."""
+FIRST_BUDGET = 4096
+"""Positions that the first round may try with each order; every further round may try twice as many."""
+NOISE = 0.4
+"""Lives and sizes are shortened at random by up to this share where orders are varied."""
+WAIT = 0.1
+"""Seconds between two looks at the clock and two calls of `progress`."""
+
+IMPOSSIBLE, FOUND, STOPPED = range(3)
+
+
+def improve(
+    blocks: Sequence[Block],
+    placement: Placement,
+    bound: int,
+    capacity: int | None,
+    seconds: float,
+    progress: Callable[[int], None] | None = None,
+) -> Placement:
+    """Look for a placement into one segment that is better than the given one.
+
+    Args:
+        blocks: those of one pool, none of size 0.
+        placement: the best that is known; it is returned where no better one is found.
+        bound: the lower bound in bytes.
+        capacity: bytes that are good enough. None asks for the smallest peak: first for the bound with half of the
+            time, then between it and the best that is known, halving what remains.
+        seconds: time for all of it. KeyboardInterrupt ends it, too.
+        progress: called several times a second with the number of positions tried so far.
+
+    Raises:
+        RuntimeError: the C++ host library is not built.
+    """
+    if not loader.available():
+        raise RuntimeError(
+            'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++) and reinstall lsq, '
+            'or use method "portfolio"'
+        )
+    deadline = time.perf_counter() + seconds
+    worker = _Worker(progress or (lambda tried: None))
+    lowest = bound if capacity is None else max(bound, capacity)
+    highest = placement.used[0] - 1 if capacity is None else lowest
+    target = lowest
+    try:
+        while lowest <= highest and target < placement.used[0] and (left := deadline - time.perf_counter()) > 0:
+            share = left if lowest == highest else left / 2
+            found = _search(blocks, target, time.perf_counter() + share, worker)
+            if found is None:
+                lowest = target + 1
+            else:
+                placement, highest = found, found.used[0] - 1
+            target = (lowest + highest) // 2
+    except KeyboardInterrupt:
+        pass
     return placement
+
+
+class _OutOfTime(Exception):
+    """The deadline has come."""
+
+
+class _Worker:
+    """Runs the C++ search in a thread, so that the deadline and Ctrl-C reach this one."""
+
+    def __init__(self, progress: Callable[[int], None]):
+        self.progress = progress
+        self.control = torch.zeros(2, dtype=torch.int64)
+        """What the running search reads and adds to: stop flag, positions tried."""
+
+    def run(
+        self, blocks: Sequence[Block], order: Sequence[int], capacity: int, budget: int, deadline: float
+    ) -> tuple[int, list[int]]:
+        """(outcome, offsets) of one search.
+
+        Raises:
+            _OutOfTime: the deadline came first.
+        """
+        rows, wanted = table(blocks), torch.tensor(order, dtype=torch.int64)
+        offsets, outcome = torch.zeros(len(blocks), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self.control[0] = 0
+        arguments = (rows, wanted, len(blocks), capacity, budget, self.control, offsets, outcome)
+        thread = threading.Thread(target=loader.call, args=("lsq_search_plan", *arguments))
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(max(0.0, min(WAIT, deadline - time.perf_counter())))
+                self.progress(int(self.control[1]))
+                if time.perf_counter() > deadline:
+                    break
+        finally:
+            self.control[0] = 1
+            thread.join()
+        if outcome.item() == STOPPED and time.perf_counter() > deadline:
+            raise _OutOfTime
+        return outcome.item(), offsets.tolist()
+
+
+def _search(blocks: Sequence[Block], capacity: int, deadline: float, worker: _Worker) -> Placement | None:
+    """A placement of at most `capacity` bytes; None where there is none, or the deadline came first."""
+    smallest = capacity // SMALL_SHARE
+    if len(blocks) > MOST_BLOCKS:
+        smallest = max(smallest, sorted((block.size for block in blocks), reverse=True)[MOST_BLOCKS] + 1)
+    budget = FIRST_BUDGET
+    generator = random.Random(0)
+    try:
+        while True:
+            for key in _keys(blocks, generator):
+                large = [i for i, block in enumerate(blocks) if block.size >= smallest or block.offset is not None]
+                searched = [blocks[i] for i in large]
+                order = sorted(range(len(large)), key=lambda i: key[large[i]])  # noqa: B023
+                outcome, offsets = worker.run(searched, order, capacity, budget, deadline)
+                if outcome == IMPOSSIBLE:
+                    return None
+                if outcome == FOUND:
+                    completed = _with_small(blocks, dict(zip(large, offsets, strict=True)))
+                    if completed.used[0] <= capacity:
+                        return completed
+                    if len(blocks) <= MOST_BLOCKS:
+                        smallest //= 4
+            budget *= 2
+    except _OutOfTime:
+        return None
+
+
+def _keys(blocks: Sequence[Block], generator: random.Random) -> Iterator[list[tuple]]:
+    """Sorting keys of one round: three of MiniMalloc's orders, then three that vary at random."""
+    loads = busiest_loads(blocks)
+    lives = [block.last - block.first + 1 for block in blocks]
+    areas = [life * block.size for life, block in zip(lives, blocks, strict=True)]
+    yield [(-a, -b, -c) for a, b, c in zip(loads, lives, areas, strict=True)]
+    yield [(-a, -b, -c) for a, b, c in zip(loads, areas, lives, strict=True)]
+    yield [(-a, -b, -c) for a, b, c in zip(lives, areas, loads, strict=True)]
+    for values in (lives, areas, lives):
+        yield [(-value * generator.uniform(1 - NOISE, 1),) for value in values]
+
+
+def _with_small(blocks: Sequence[Block], offsets: dict[int, int]) -> Placement:
+    """Best fit of the blocks that have no offset yet, the largest first, around the others."""
+    fixed = [replace(block, offset=offsets.get(i, block.offset)) for i, block in enumerate(blocks)]
+    return place(fixed, sorted(range(len(blocks)), key=lambda i: -blocks[i].size))

@@ -81,7 +81,7 @@ def capacity_of(used: int, limit: int, granularity: int) -> int:
 def _places(
     block: Block, neighbours: Sequence[tuple[int, int]], limit: int, used: int, granularity: int
 ) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """Yield (cost, offset) of every place in one segment: its growth, gap (0) or above all (1), bytes of that gap or left above.
+    """Yield (cost, offset) of every place in a segment; cost: growth, gap (0) or above all (1), bytes of that.
 
     `neighbours` are the (offset, end) of blocks that are alive at the same time, in order of offset.
     """
@@ -97,11 +97,16 @@ def _places(
 
 
 def _fused(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int], granularity: int) -> Placement:
-    columns = [(b.size, b.first, b.last, b.alignment, UNPLACED if b.offset is None else b.offset) for b in blocks]
-    table = torch.tensor(columns, dtype=torch.int64).reshape(-1, 5)
     wanted = torch.tensor(order, dtype=torch.int64)
     limit = torch.tensor(limits, dtype=torch.int64)
     offsets, segments = torch.zeros(len(blocks), dtype=torch.int64), torch.full((len(blocks),), UNPLACED)
     used = torch.zeros_like(limit)
-    loader.call("lsq_place", table, wanted, len(order), limit, len(limits), granularity, offsets, segments, used)
+    rows = table(blocks)
+    loader.call("lsq_place", rows, wanted, len(order), limit, len(limits), granularity, offsets, segments, used)
     return Placement(offsets=offsets.tolist(), segments=segments.tolist(), used=used.tolist())
+
+
+def table(blocks: Sequence[Block]) -> torch.Tensor:
+    """What C++ reads of blocks (struct Buffer of lsq/csrc/cpu/planner.h): int64 [n, 5]."""
+    rows = [(b.size, b.first, b.last, b.alignment, UNPLACED if b.offset is None else b.offset) for b in blocks]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)

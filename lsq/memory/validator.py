@@ -18,9 +18,9 @@ def faults(buffers: Iterable[Buffer], plan: Plan) -> list[str]:
     """
     buffers = list(buffers)
     blocks = blocks_of(buffers)
-    names = {buffer.name for buffer in buffers}
-    found = [f"unknown: {name!r} is placed, but is not a buffer" for name in plan.offsets if name not in names]
-    missing = [name for name in names if name not in plan.offsets or name not in plan.segments]
+    known = {buffer.name for buffer in buffers}
+    found = [f"unknown: {name!r} is placed, but is not a buffer" for name in plan.offsets if name not in known]
+    missing = [name for name in known if name not in plan.offsets or name not in plan.segments]
     if missing:
         return found + [f"not placed: {name!r}" for name in sorted(missing)]
     for buffer in buffers:
@@ -28,7 +28,8 @@ def faults(buffers: Iterable[Buffer], plan: Plan) -> list[str]:
     for block in blocks:
         places = {(plan.segments[name], plan.offsets[name]) for name in block.names}
         if len(places) > 1:
-            found.append(f"aliases apart: {', '.join(map(repr, block.names))} lie at (segment, offset) {sorted(places)}")
+            names = ", ".join(map(repr, block.names))
+            found.append(f"aliases apart: {names} lie at (segment, offset) {sorted(places)}")
     for segment, members in sorted(_by_segment(blocks, plan).items()):
         offsets = [plan.offsets[block.names[0]] for block in members]
         for time, one, other in overlaps(members, offsets):

@@ -59,17 +59,11 @@ private:
         const auto index = [&](int64_t time) {
             return static_cast<int>(std::lower_bound(times.begin(), times.end(), time) - times.begin());
         };
-        left_.assign(times.size(), 0);
-        next_.assign(times.size() + 1, 0);
+        stacked_.resize(times.size());
         for (int64_t i = 0; i < n_; ++i) {
             begin_[i] = index(buffers_[i].first);
             end_[i] = index(buffers_[i].last + 1);
-            if (buffers_[i].fixed < 0) add(static_cast<int>(i), buffers_[i].size);
         }
-    }
-
-    void add(int i, int64_t bytes) {
-        for (int s = begin_[i]; s < end_[i]; ++s) left_[s] += bytes;
     }
 
     // The lowest aligned place from `offset` on that no fixed buffer occupies.
@@ -101,49 +95,62 @@ private:
         }
         members.clear();
         std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
-        for (auto& part : parts) {
+        std::vector<std::pair<int, int64_t>> placed;  // and their lowest places before
+        for (const auto& part : parts) {
+            const size_t solved = placed.size();
+            for (int i : part) placed.emplace_back(i, low_[i]);
             const Outcome outcome = solve(part, current);
-            if (outcome != kFound) return outcome;
+            if (outcome == kFound) continue;
+            placed.resize(solved);
+            for (auto [i, before] : placed) {
+                offsets_[i] = -1;
+                low_[i] = before;
+            }
+            return outcome;
         }
         return kFound;
     }
 
     bool waits(int i, int64_t current) const { return low_[i] < current || tabu_[i] == low_[i]; }
 
-    // Raise what waits for a later buffer below it; false where it waits in vain, or too much is left for a section.
+    // Raise what waits for a later buffer below it, then stack all that is left; false where that does not fit.
     bool possible(const std::vector<int>& members, int64_t current) {
         int first = begin_[members[0]], last = 0;
+        waiting_.clear();
         for (int i : members) {
             first = std::min(first, begin_[i]);
             last = std::max(last, end_[i]);
-            raised_[i] = low_[i];
-            if (!waits(i, current)) continue;
-            int64_t support = capacity_ + 1;
-            for (int j : overlapping_[i]) {
-                if (offsets_[j] < 0) support = std::min(support, std::max(current, low_[j]) + buffers_[j].size);
+            raised_[i] = std::max(current, low_[i]);
+            if (waits(i, current)) waiting_.push_back(i);
+        }
+        for (bool again = true; again;) {
+            again = false;
+            for (int i : waiting_) {
+                int64_t support = capacity_ + 1;
+                for (int j : overlapping_[i]) {
+                    if (offsets_[j] < 0) support = std::min(support, raised_[j] + buffers_[j].size);
+                }
+                support = round_up(support, buffers_[i].alignment);
+                if (support + buffers_[i].size > capacity_) return false;
+                again |= support > raised_[i];
+                raised_[i] = std::max(raised_[i], support);
             }
-            raised_[i] = round_up(std::max(support, current), buffers_[i].alignment);
         }
         sorted_ = members;
-        std::sort(sorted_.begin(), sorted_.end(), [&](int a, int b) { return raised_[a] < raised_[b]; });
-        // The lowest buffer of a section is its floor: visit sections once, from the lowest buffer up.
-        for (int s = first; s <= last; ++s) next_[s] = s;
+        std::sort(sorted_.begin(), sorted_.end(), [&](int a, int b) { return raised_[a] > raised_[b]; });
+        // In every section, all that cannot lie below some offset must fit above it.
+        std::fill(stacked_.begin() + first, stacked_.begin() + last, 0);
         for (int i : sorted_) {
-            if (raised_[i] + buffers_[i].size > capacity_) return false;
-            for (int s = find(begin_[i]); s < end_[i]; s = find(s)) {
-                if (raised_[i] + left_[s] > capacity_) return false;
-                next_[s] = s + 1;
+            const int64_t size = buffers_[i].size;
+            int64_t most = 0;
+            int64_t* stacked = stacked_.data();
+            for (int s = begin_[i]; s < end_[i]; ++s) {
+                stacked[s] += size;
+                most = std::max(most, stacked[s]);
             }
+            if (raised_[i] + most > capacity_) return false;
         }
         return true;
-    }
-
-    int find(int s) {
-        while (next_[s] != s) {
-            next_[s] = next_[next_[s]];
-            s = next_[s];
-        }
-        return s;
     }
 
     bool stopped() {
@@ -182,7 +189,6 @@ private:
     Outcome put(const std::vector<int>& members, int i) {
         const int64_t offset = low_[i], end = offset + buffers_[i].size;
         offsets_[i] = offset;
-        add(i, -buffers_[i].size);
         std::vector<std::pair<int, int64_t>> changed;
         for (int j : overlapping_[i]) {
             if (offsets_[j] < 0 && low_[j] < end) {
@@ -197,7 +203,6 @@ private:
         const Outcome outcome = split(rest, offset);
         if (outcome == kFound) return outcome;
         for (auto [j, before] : changed) low_[j] = before;
-        add(i, buffers_[i].size);
         offsets_[i] = -1;
         return outcome;
     }
@@ -213,8 +218,8 @@ private:
     std::vector<int> begin_, end_;  // sections of its life
     std::vector<std::vector<int>> overlapping_;
     std::vector<int64_t> offsets_;  // -1: not placed
-    std::vector<int64_t> left_;     // per section, bytes that are not placed
-    std::vector<int> next_, sorted_;
+    std::vector<int64_t> stacked_;  // per section, bytes that cannot lie below some offset
+    std::vector<int> waiting_, sorted_;
 };
 
 }  // namespace

@@ -1,0 +1,119 @@
+"""`lsq plan`: place the buffers of a file so that they need as little memory as possible."""
+
+import argparse
+import contextlib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lsq.commands.options import one_line_errors, positive
+from lsq.memory.buffer import Buffer, Plan
+from lsq.memory.files import read_buffers, save_plan, write_plan
+from lsq.memory.memory_map import alive_at_peak, draw
+from lsq.memory.planner import METHODS, TIME_LIMIT, plan
+
+SHOWN = 10
+"""Buffers and segments that are listed."""
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq plan`."""
+    made = ArgumentParser(
+        prog="lsq plan",
+        description=(
+            "Choose offsets for buffers, so that those that are alive at the same time do not overlap, and say how"
+            " much memory they need and why. The plan is checked before it is shown."
+        ),
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    one_line_errors(made)
+    columns = "id,lower,upper,size[,alignment]; alive on [lower, upper)"
+    made.add_argument("file", type=Path, nargs="?", metavar="FILE.csv", help=columns)
+    made.add_argument(
+        "--output", type=Path, metavar="PLAN", help="write id,offset,segment; or all of the plan, if it ends in .json"
+    )
+    made.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
+    made.add_argument("--capacity", type=positive, metavar="BYTES", help="what one segment should keep to")
+    made.add_argument("--time-limit", type=_seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact")
+    made.add_argument("--align", type=positive, default=1, metavar="N", help="alignment where the file gives none")
+    made.add_argument("--cap", type=positive, metavar="BYTES", help="plan segments of at most this size")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)")
+    made.add_argument("--quiet", action="store_true", help="no progress bar")
+    return made
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+@contextlib.contextmanager
+def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
+    """Within this context, what to call with the number of positions that the search has tried."""
+    hidden = given.quiet or given.method != "exact"
+    with tqdm(desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden) as bar:
+        yield lambda tried: bar.update(tried - bar.n)
+
+
+def report(buffers: list[Buffer], made: Plan) -> str:
+    """What the plan needs, and why, for people."""
+    lines = [
+        f"buffers      {len(buffers)}",
+        f"peak         {made.peak} bytes",
+        f"lower bound  {made.lower_bound} bytes",
+        f"gap          {made.gap:.4%}",
+        f"method       {made.method}",
+        f"time         {made.seconds * 1000:.1f} ms",
+    ]
+    if made.capacity_met is not None:
+        lines.append(f"capacity     {'met' if made.capacity_met else 'not met'}")
+    lines.append(f"segments     {len(made.used)}, together {sum(made.capacities)} bytes")
+    for segment, (used, capacity) in enumerate(zip(made.used[:SHOWN], made.capacities, strict=False)):
+        lines.append(f"  {segment:3}  {used} bytes used of {capacity}")
+    lines += _more(len(made.used))
+    time, alive = alive_at_peak(buffers, made)
+    lines.append(f"alive at operation {time}, where most bytes are: {len(alive)} buffers")
+    lines += [f"  {buffer.size:14}  {buffer.name}  ({buffer.first} to {buffer.last})" for buffer in alive[:SHOWN]]
+    return "\n".join(lines + _more(len(alive)))
+
+
+def _more(count: int) -> list[str]:
+    return [f"  and {count - SHOWN} more"] if count > SHOWN else []
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the file.
+        RuntimeError: exact is asked for, and the C++ host library is not built.
+    """
+    made_parser = parser()
+    given = made_parser.parse_args(arguments)
+    if given.file is None:
+        made_parser.error("the following arguments are required: FILE.csv")
+    buffers = read_buffers(given.file, alignment=given.align)
+    with _progress(given) as progress:
+        made = plan(
+            buffers,
+            method=given.method,
+            capacity=given.capacity,
+            time_limit=given.time_limit,
+            cap=given.cap,
+            progress=progress,
+        )
+    print(report(buffers, made))
+    if given.output is not None:
+        write = save_plan if given.output.suffix == ".json" else write_plan
+        write(made, given.output)
+    if given.plot is not None:
+        draw(buffers, made, given.plot)
+    return 0

@@ -1,0 +1,88 @@
+"""What memory looks like under a plan: who is alive at its peak, and a picture of offsets over time."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+
+from lsq.memory.buffer import Block, Buffer, Plan, blocks_of, live_load
+
+MEBIBYTE = 2**20
+
+
+def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, list[Buffer]]:
+    """The operation at which most bytes are alive, and the buffers alive then, the largest first.
+
+    These explain the lower bound: no plan can do with less than what they hold. Of aliases, the largest that is alive
+    stands for all; where none is, but others before and after it are, the first does.
+
+    Raises:
+        ValueError: the plan does not place one of the buffers.
+    """
+    buffers = list(buffers)
+    missing = [buffer.name for buffer in buffers if buffer.name not in plan.offsets]
+    if missing:
+        raise ValueError(f"buffer {missing[0]!r} is not in the plan; give the buffers that it was made for")
+    blocks = blocks_of(buffers)
+    by_name = {buffer.name: buffer for buffer in buffers}
+    curve = live_load(blocks)
+    if not curve:
+        return None, []
+    time = max(curve, key=lambda point: point[1])[0]
+    alive = [block for block in blocks if block.first <= time <= block.last and block.size]
+    shown = [_representative([by_name[name] for name in block.names], time) for block in alive]
+    return time, sorted(shown, key=lambda buffer: -buffer.size)
+
+
+def _representative(members: Sequence[Buffer], time: int) -> Buffer:
+    alive = [buffer for buffer in members if buffer.first <= time <= buffer.last]
+    return max(alive, key=lambda buffer: buffer.size, default=members[0])
+
+
+def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
+    """Draw the live load above a rectangle per buffer, time by offset, coloured by size; segments are stacked.
+
+    Args:
+        buffers: those that the plan was made for.
+        plan: where they lie.
+        path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
+
+    Raises:
+        ValueError: there is nothing to draw, or the format is unknown.
+        OSError: the picture cannot be written.
+    """
+    blocks = [block for block in blocks_of(buffers) if block.size]
+    if not blocks:
+        raise ValueError("no buffer occupies any bytes; there is nothing to draw")
+    bases = [sum(plan.capacities[:segment]) for segment in range(len(plan.capacities))]
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    load_axes, map_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
+    times, loads = zip(*live_load(blocks), strict=True)
+    load_axes.fill_between(times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0)
+    load_axes.axhline(plan.lower_bound / MEBIBYTE, color="black", linewidth=0.8, label="lower bound")
+    load_axes.axhline(plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan")
+    load_axes.set(ylabel="alive (MiB)", ylim=(0, None))
+    load_axes.set_title(f"{len(blocks)} blocks, {plan.method}: gap {plan.gap:.3%}")
+    load_axes.legend(loc="lower right")
+    rectangles = PolyCollection(
+        [_corners(block, bases[plan.segments[block.names[0]]] + plan.offsets[block.names[0]]) for block in blocks],
+        array=[block.size / MEBIBYTE for block in blocks],
+        norm="log",
+        cmap="viridis",
+        edgecolors="white",
+        linewidths=0.2,
+    )
+    map_axes.add_collection(rectangles)
+    for base in bases[1:]:
+        map_axes.axhline(base / MEBIBYTE, color="black", linewidth=0.8)
+    map_axes.set(xlabel="operation", ylabel="offset (MiB)", xlim=(times[0], times[-1]))
+    map_axes.set_ylim(0, max(1, sum(plan.capacities)) / MEBIBYTE)
+    figure.colorbar(rectangles, ax=map_axes, label="size (MiB)")
+    figure.savefig(path, dpi=120)
+
+
+def _corners(block: Block, offset: int) -> list[tuple[float, float]]:
+    left, right = block.first, block.last + 1
+    bottom, top = offset / MEBIBYTE, (offset + block.size) / MEBIBYTE
+    return [(left, bottom), (right, bottom), (right, top), (left, top)]
