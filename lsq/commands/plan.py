@@ -1,4 +1,4 @@
-"""`lsq plan`: place the buffers of a file so that they need as little memory as possible."""
+"""`lsq plan`: place the buffers of a file, or of a training step, so that they need as little memory as possible."""
 
 import argparse
 import contextlib
@@ -18,20 +18,31 @@ SHOWN = 10
 """Buffers and segments that are listed."""
 
 
-def parser() -> ArgumentParser:
-    """The command line of `lsq plan`."""
+TRAINING = "--task lsq_translation --criterion lsq_label_smoothed_cross_entropy --optimizer adam --cpu".split()
+"""Options of fairseq-train that need not be given."""
+
+
+def parser(of_file: bool = True) -> ArgumentParser:
+    """The command line of `lsq plan` for a file, or for a training step."""
     made = ArgumentParser(
         prog="lsq plan",
         description=(
             "Choose offsets for buffers, so that those that are alive at the same time do not overlap, and say how"
-            " much memory they need and why. The plan is checked before it is shown."
+            " much memory they need and why. The plan is checked before it is shown. The buffers come from a file, or"
+            " from a training step: lsq plan --arch lsq_transformer_wmt_en_de --max-tokens 4096 --lsq-backward int8"
+            " --max-source-positions 256 --max-target-positions 256, with any options of fairseq-train."
         ),
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     one_line_errors(made)
     columns = "id,lower,upper,size[,alignment]; alive on [lower, upper)"
-    made.add_argument("file", type=Path, nargs="?", metavar="FILE.csv", help=columns)
+    if of_file:
+        made.add_argument("file", type=Path, metavar="FILE.csv", help=columns)
+    made.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
+    made.add_argument(
+        "--vocabulary-size", type=positive, default=32000, metavar="N", help="joined vocabulary, with --arch"
+    )
     made.add_argument(
         "--output", type=Path, metavar="PLAN", help="write id,offset,segment; or all of the plan, if it ends in .json"
     )
@@ -89,6 +100,24 @@ def _more(count: int) -> list[str]:
     return [f"  and {count - SHOWN} more"] if count > SHOWN else []
 
 
+def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
+    """The options, and what is to be planned."""
+    if not any(argument.partition("=")[0] == "--arch" for argument in arguments):
+        given = parser().parse_args(arguments)
+        return given, read_buffers(given.file, alignment=given.align)
+    given, training = parser(of_file=False).parse_known_args(arguments)
+    from fairseq import options  # takes seconds, and a file needs none of it
+
+    from lsq.fairseq.memory import describe_training
+
+    of_fairseq = options.get_training_parser()
+    of_fairseq.prog = "lsq plan"
+    one_line_errors(of_fairseq)
+    command = ["unused-data-folder", *TRAINING, "--arch", given.arch, *training]
+    step = describe_training(options.parse_args_and_arch(of_fairseq, command), given.vocabulary_size)
+    return given, list(step.buffers.values())
+
+
 def run(arguments: list[str]) -> int:
     """The subcommand.
 
@@ -96,11 +125,7 @@ def run(arguments: list[str]) -> int:
         ValueError, OSError: a mistake in the options or the file.
         RuntimeError: exact is asked for, and the C++ host library is not built.
     """
-    made_parser = parser()
-    given = made_parser.parse_args(arguments)
-    if given.file is None:
-        made_parser.error("the following arguments are required: FILE.csv")
-    buffers = read_buffers(given.file, alignment=given.align)
+    given, buffers = _buffers(arguments)
     with _progress(given) as progress:
         made = plan(
             buffers,

@@ -13,6 +13,9 @@ SUFFIXES = ("", "_iwslt_de_en", "_wmt_en_de", "_wmt_en_de_big")
 """fairseq's transformer<suffix> is lsq_transformer<suffix> here."""
 
 
+MODEL_ARCHITECTURES = tuple(MODEL + suffix for suffix in SUFFIXES)
+
+
 def _architecture(of_fairseq: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
     def fill_in(args: Namespace) -> None:
         of_fairseq(args)

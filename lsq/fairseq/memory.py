@@ -1,14 +1,18 @@
 """Planned memory for a training in fairseq: the largest batch that its options allow, and the step that it makes."""
 
 import logging
+from argparse import Namespace
 from typing import Any
 
 import torch
+from fairseq import tasks
 from fairseq.data import Dictionary
 from torch import nn
 
-from lsq.layers.memory import plan_memory
+from lsq.fairseq.architectures import MODEL_ARCHITECTURES
+from lsq.layers.memory import describe_memory, plan_memory
 from lsq.program.frames import StepMemory
+from lsq.program.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,28 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
             mode, len(plan.offsets), memory.arena.size / 2**20, 100 * plan.gap, *_shape(batch),
         )
     return memory
+
+
+def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
+    """The plan of a training step by its options alone: no data is read, nothing is computed.
+
+    Args:
+        given: fairseq-train's options with the task lsq_translation and a limit of batches.
+        vocabulary: words of the joined dictionary.
+
+    Raises:
+        ValueError: the options do not fit, or the architecture is not of lsq.
+    """
+    if given.arch not in MODEL_ARCHITECTURES:
+        raise ValueError(f"arch is {given.arch!r}; allowed: {', '.join(MODEL_ARCHITECTURES)}")
+    words = Dictionary()
+    for number in range(len(words), vocabulary):
+        words.add_symbol(f"word{number}")
+    task = tasks.TASK_REGISTRY[given.task](given, words, words)
+    model = task.build_model(given)
+    batch = task.largest_batch(model)
+    criterion = task.build_criterion(given)
+    return describe_memory(model, lambda: criterion(model, batch)[0])
 
 
 def _shape(batch: dict[str, Any]) -> tuple[int, int, int]:

@@ -76,17 +76,19 @@ class LSQTranslationTask(TranslationTask):
             ValueError: the step cannot be planned.
         """
         self.planned = True
-        if self.model is None or not any(isinstance(module, ProgramModule) for module in self.model.modules()):
-            return
-        limits = zip(self.max_positions(), self.model.max_positions(), strict=True)
-        batch = largest_batch(
+        if self.model is not None and any(isinstance(module, ProgramModule) for module in self.model.modules()):
+            plan_training(self.model, criterion, self.largest_batch(self.model), str(self.cfg.lsq_memory))
+
+    def largest_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
+        """A batch that no batch of this training exceeds. See `lsq.fairseq.memory.largest_batch`."""
+        limits = zip(self.max_positions(), model.max_positions(), strict=True)
+        return largest_batch(
             self.target_dictionary,
             max_tokens=self.cfg.max_tokens,
             max_sentences=self.cfg.batch_size,
             max_positions=tuple(min(pair) for pair in limits),
             length_multiple=self.cfg.required_seq_len_multiple,
         )
-        plan_training(self.model, criterion, batch, str(self.cfg.lsq_memory))
 
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
         """Called by fairseq once the gradients of an update are there."""
