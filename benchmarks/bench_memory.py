@@ -1,0 +1,143 @@
+"""Memory of a training step: what PyTorch's allocator peaks at, side by side with lsq's planned arena.
+
+Two tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and bfloat16 and of lsq
+int8, with fresh memory for every tensor and with the planned arena, every event of the allocator traced. The other is
+planned alone: what a step of larger models takes, how far from the lower bound, and how long planning took.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import common
+import saved
+import transformer
+from torch.profiler import ProfilerActivity, profile
+
+from lsq.layers.memory import describe_memory, plan_memory, release_memory
+from lsq.program.step import StepPlan
+
+FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy"]
+LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
+LSQ += ["--lsq-calibration-passes", "1"]
+INT8 = [*LSQ, "--lsq-backward", "int8"]
+SIDES: dict[str, dict] = {
+    "fairseq float32": {"arguments": FAIRSEQ},
+    "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
+    "lsq int8, backward bfloat16": {"arguments": [*LSQ, "--lsq-backward-dtype", "bfloat16"], "modes": True},
+    "lsq int8, backward int8": {"arguments": INT8, "modes": True},
+}
+BASELINE, HALF = "fairseq float32", "fairseq bfloat16"
+BASE = transformer.Shape()
+BIG = transformer.Shape(hidden=1024, feed_forward=4096, heads=16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and its largest batch."""
+
+    name: str
+    shape: transformer.Shape
+
+
+def sizes(quick: bool) -> list[Size]:
+    """What is planned: base and big, at 4,096 and 8,192 tokens, in sentences of 64."""
+    if quick:
+        return [Size(name="quick", shape=transformer.QUICK)]
+    return [
+        Size(name=f"{name} {tokens}", shape=dataclasses.replace(shape, sentences=tokens // 64, length=64))
+        for name, shape in (("base", BASE), ("big", BIG))
+        for tokens in (4096, 8192)
+    ]
+
+
+def traced_peak(run: Callable[[], object]) -> int:
+    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **options) -> dict:
+    """Peak, arena and kept bytes of one step."""
+    side = transformer.Side(shape, arguments=arguments, **options)
+    sample = transformer.batch(shape, padded=False, seed=1)
+    side.backward(sample, side.loss(sample))  # clips are measured, and gradients exist from here on
+    kept = saved.saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
+    memory = plan_memory(side.model, lambda: side.loss(sample)) if planned else None
+    peak = traced_peak(lambda: side.backward(sample, side.loss(sample)))
+    release_memory(side.model)
+    arena = memory.arena.size if memory else 0
+    return {"allocated": peak, "arena": arena, "together": peak + arena, "kept_for_backward": kept}
+
+
+def measured_rows(shape: transformer.Shape) -> list[dict]:
+    """One row for each side, and for each way of placing tensors."""
+    found = {}
+    for name, recipe in SIDES.items():
+        recipe = dict(recipe)
+        for planned in (False, True) if recipe.pop("modes", False) else (False,):
+            found[f"{name}, planned" if planned else name] = measure(shape, planned=planned, **recipe)
+    return [
+        {
+            "side": name,
+            **{f"{key}_megabytes": 1e-6 * value for key, value in figures.items()},
+            "ratio": found[BASELINE]["together"] / figures["together"],
+            "ratio_to_bfloat16": found[HALF]["together"] / figures["together"],
+        }
+        for name, figures in found.items()
+    ]
+
+
+def plan_of(size: Size) -> StepPlan:
+    """The plan of a step of lsq int8 on a batch of this size."""
+    side = transformer.Side(size.shape, arguments=INT8)
+    sample = transformer.batch(size.shape, padded=False, seed=1)
+    return describe_memory(side.model, lambda: side.loss(sample))
+
+
+def planned_row(size: Size) -> dict:
+    """What is planned for one size."""
+    step = plan_of(size)
+    plan = step.plan
+    return {
+        "size": size.name,
+        "sentences": size.shape.sentences,
+        "length": size.shape.length,
+        "tensors": len(plan.offsets),
+        "apart_megabytes": 1e-6 * sum(buffer.size for buffer in step.buffers.values()),
+        "planned_megabytes": 1e-6 * plan.peak,
+        "gap_percent": 100 * plan.gap,
+        "planner_milliseconds": 1e3 * plan.seconds,
+        "ratio": sum(buffer.size for buffer in step.buffers.values()) / plan.peak,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = common.parse(common.parser(__doc__), arguments)
+    shape = transformer.QUICK if options.quick else transformer.Shape()
+    planned = [planned_row(size) for size in sizes(options.quick)]
+    print("planned alone; ratio: bytes of all tensors side by side, against the plan's")
+    print(common.table(planned), end="\n\n")
+    common.report(
+        "memory",
+        measured_rows(shape),
+        common.conditions(
+            options,
+            packages=("fairseq-fixed",),
+            baseline=BASELINE,
+            shape=dataclasses.asdict(shape),
+            counted="forward and backward pass; parameters, their gradients and the optimizer's state exist before",
+        ),
+        options,
+        planned=planned,
+    )
+
+
+if __name__ == "__main__":
+    main()
