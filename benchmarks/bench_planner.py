@@ -1,8 +1,8 @@
 """Memory plans: how far each method is above the lower bound, and how long it takes.
 
 The instances are made here: lifetimes of training (every layer's saved values live from the forward to the backward
-pass), guillotine cuts of a rectangle (the lower bound can be met, with nothing left free), and random lives. Files
-in MiniMalloc's format (id,lower,upper,size) can be added. `ratio` is the peak of greedy_by_size divided by the method's.
+pass), guillotine cuts of a rectangle (the lower bound can be met, with nothing left free), and random lives; files in
+MiniMalloc's format (id,lower,upper,size) can be added. `ratio` is greedy_by_size's peak divided by the method's.
 """
 
 import random
