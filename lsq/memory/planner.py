@@ -172,15 +172,16 @@ class _Layout:
         capacities: Sequence[int],
     ) -> None:
         """Enter a pool, of which `planned` are the `members` that occupy bytes; its segment s gets index indices[s]."""
+        first = next((number for number, used in enumerate(placement.used) if used), 0)
         for number, index in enumerate(indices):
-            if number == 0 or placement.used[number]:
+            if placement.used[number] or number == first:
                 missing = index + 1 - len(self.used)
                 self.used += [0] * missing
                 self.capacities += [0] * missing
                 self.pools += [UNUSED] * missing
                 self.used[index], self.capacities[index] = placement.used[number], capacities[number]
                 self.pools[index] = pool
-        home = {name: (block.offset or 0, 0) for block in members for name in block.names}
+        home = {name: (block.offset or 0, first) for block in members for name in block.names}
         for block, offset, segment in zip(planned, placement.offsets, placement.segments, strict=True):
             home.update(dict.fromkeys(block.names, (offset, segment)))
         for name, (offset, segment) in home.items():

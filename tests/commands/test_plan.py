@@ -1,0 +1,93 @@
+import pytest
+
+from lsq import cli
+from lsq.memory.files import load_plan
+
+ROWS = "id,lower,upper,size\na,0,3,4\nb,2,5,2\nc,4,6,4\n"
+
+
+@pytest.fixture
+def file(tmp_path):
+    found = tmp_path / "buffers.csv"
+    found.write_text(ROWS)
+    return found
+
+
+def test_report(file, capsys):
+    assert cli.main(["plan", str(file)]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert "peak         6 bytes" in lines and "lower bound  6 bytes" in lines and "gap          0.0000%" in lines
+    assert "method       portfolio" in lines and "segments     1, together 6 bytes" in lines
+    assert "alive at operation 2, where most bytes are: 2 buffers" in lines
+    assert lines[-2].split() == ["4", "a", "(0", "to", "2)"] and lines[-1].split() == ["2", "b", "(2", "to", "4)"]
+    assert not printed.err
+
+
+def test_output(file, tmp_path):
+    output = tmp_path / "plan.csv"
+    assert cli.main(["plan", str(file), "--output", str(output), "--method", "greedy_by_size"]) == 0
+    assert output.read_text() == "id,offset,segment\na,0,0\nb,4,0\nc,0,0\n"
+    assert cli.main(["plan", str(file), "--output", str(tmp_path / "plan.json"), "--align", "16"]) == 0
+    assert load_plan(tmp_path / "plan.json").offsets == {"a": 0, "b": 16, "c": 0}
+
+
+def test_segments(file, capsys):
+    assert cli.main(["plan", str(file), "--cap", "4"]) == 0
+    assert "segments     2, together 8 bytes" in capsys.readouterr().out
+
+
+def test_exact(file, capsys):
+    assert cli.main(["plan", str(file), "--method", "exact", "--time-limit", "5", "--quiet"]) == 0
+    assert "capacity     met" in capsys.readouterr().out
+    assert cli.main(["plan", str(file), "--capacity", "5"]) == 0
+    assert "capacity     not met" in capsys.readouterr().out
+
+
+def test_plot(file, tmp_path):
+    assert cli.main(["plan", str(file), "--plot", str(tmp_path / "map.png")]) == 0
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_long_lists_are_cut(tmp_path, capsys):
+    file = tmp_path / "many.csv"
+    file.write_text("id,lower,upper,size\n" + "".join(f"b{number},0,1,4\n" for number in range(25)))
+    assert cli.main(["plan", str(file), "--cap", "8"]) == 0
+    assert capsys.readouterr().out.count("  and ") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "required: FILE.csv"),
+        (["FILE", "--method", "best"], "invalid choice: 'best'"),
+        (["FILE", "--capacity", "-1"], "'-1' is not a whole number above 0"),
+        (["FILE", "--time-limit", "0"], "'0' is not a number of seconds above 0"),
+    ],
+)
+def test_mistaken_options(file, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", *[str(file) if option == "FILE" else option for option in options]])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (None, [], "No such file"),
+        ("id,lower\n", [], "line 1: no column upper, size"),
+        (ROWS, ["--cap", "3"], "'a' has 4 bytes, but the largest segment may have 3"),
+        (ROWS, ["--align", "3"], "alignment is 3; it must be a power of two"),
+        (ROWS, ["--method", "exact", "--cap", "8"], "plans one segment"),
+        (ROWS, ["--plot", "map.doc"], "doc"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, capsys, text, options, message):
+    file = tmp_path / "wrong.csv"
+    if text is not None:
+        file.write_text(text)
+    assert cli.main(["plan", str(file), *options]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1

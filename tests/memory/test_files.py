@@ -1,0 +1,95 @@
+import random
+from dataclasses import replace
+
+import pytest
+
+from lsq.memory.buffer import Buffer
+from lsq.memory.files import load_plan, read_buffers, save_plan, write_buffers, write_plan
+from lsq.memory.planner import plan
+from tests.memory.instances import buffers_of, random_buffers
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.csv"
+
+
+def test_read(path):
+    path.write_text("id,lower,upper,size,alignment\na,0,3,10,64\nb,-1,2,0,\n")
+    assert read_buffers(path, alignment=8) == [
+        Buffer(name="a", size=10, first=0, last=2, alignment=64),
+        Buffer(name="b", size=0, first=-1, last=1, alignment=8),
+    ]
+
+
+def test_columns_may_stand_in_any_order(path):
+    path.write_text("size,id,more,upper,lower\n10,a,?,3,0\n")
+    assert read_buffers(path) == buffers_of((10, 0, 2))
+
+
+def test_buffers_survive_a_round_trip(path):
+    buffers = random_buffers(random.Random(1), 30)
+    write_buffers(buffers, path)
+    assert read_buffers(path) == buffers
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("change", [{"alias": "b"}, {"offset": 0}, {"pool": "p"}])
+def test_what_a_file_cannot_hold_is_refused(path, change):
+    with pytest.raises(ValueError, match="'a' has an alias, an offset or a pool"):
+        write_buffers([replace(buffers_of((1, 0, 0))[0], **change)], path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: no column id, lower, upper, size"),
+        ("id,lower,size\n", "line 1: no column upper in 'id,lower,size'"),
+        ("id,lower,upper,size\n", "has no buffers"),
+        ("id,lower,upper,size\na,0,1,2\nb,0,1\n", "line 3: the row has not as many values"),
+        ("id,lower,upper,size\na,0,1,2,3\n", "line 2: the row has not as many values"),
+        ("id,lower,upper,size\na,0,1,two\n", "line 2: size is 'two'"),
+        ("id,lower,upper,size\na,0,1,-2\n", "line 2: buffer 'a': size is -2"),
+        ("id,lower,upper,size\na,0,1,4611686018427387905\n", "line 2: size is 4611686018427387905; it must be at most"),
+        ("id,lower,upper,size\na,3,3,2\n", "line 2: upper is 3; it must be above lower, which is 3"),
+        ("id,lower,upper,size\na,0,1,2\nb,0,1,2\na,0,1,2\n", "line 4: id 'a' stands in line 2 already"),
+        ("id,lower,upper,size,alignment\na,0,1,2,3\n", "line 2: buffer 'a': alignment is 3"),
+        ("\xff\xfe", "is not a CSV file"),
+    ],
+)
+def test_mistakes_are_named_with_their_line(path, text, message):
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        read_buffers(path)
+
+
+def test_write_plan(path):
+    write_plan(plan(buffers_of((4, 0, 1), (2, 1, 2))), path)
+    assert path.read_text() == "id,offset,segment\na,0,0\nb,4,0\n"
+
+
+def test_a_plan_survives_a_round_trip(path):
+    for options in ({}, {"capacity": 10**6}, {"cap": 2000}):
+        made = plan(random_buffers(random.Random(2), 20), **options)
+        save_plan(made, path)
+        assert load_plan(path) == made
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"used": [], "capacities": [], "pools": []}'])
+def test_other_files_are_no_plans(path, text):
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a plan that save_plan wrote"):
+        load_plan(path)
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(path, monkeypatch):
+    path.write_text("before")
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("lsq.memory.files.os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_plan(plan(buffers_of((4, 0, 1))), path)
+    assert path.read_text() == "before" and len(list(path.parent.iterdir())) == 1

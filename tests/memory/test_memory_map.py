@@ -1,0 +1,55 @@
+import random
+from dataclasses import replace
+
+import pytest
+
+from lsq.memory.memory_map import alive_at_peak, draw
+from lsq.memory.planner import plan
+from tests.memory.instances import buffers_of, random_buffers
+
+
+def test_alive_at_peak():
+    buffers = buffers_of((4, 0, 3), (9, 3, 5), (7, 4, 6), (0, 3, 9), (5, 5, 5))
+    time, alive = alive_at_peak(buffers, plan(buffers))
+    assert time == 5 and [buffer.name for buffer in alive] == ["b", "c", "e"]
+    assert sum(buffer.size for buffer in alive) == 21
+
+
+def test_aliases_are_told_once():
+    buffers = buffers_of((4, 0, 3), (6, 3, 5), (1, 3, 3))
+    buffers[1] = replace(buffers[1], alias="a")
+    time, alive = alive_at_peak(buffers, plan(buffers))
+    assert time == 3 and [buffer.name for buffer in alive] == ["b", "c"]
+
+
+def test_nothing_is_alive():
+    assert alive_at_peak([], plan([])) == (None, [])
+
+
+def test_another_program_is_refused():
+    with pytest.raises(ValueError, match="'b' is not in the plan"):
+        alive_at_peak(buffers_of((4, 0, 3), (6, 3, 5)), plan(buffers_of((4, 0, 3))))
+
+
+@pytest.mark.parametrize("options", [{}, {"cap": 2000}])
+def test_draw(tmp_path, options):
+    buffers = random_buffers(random.Random(1), 100)
+    made = plan(buffers, **options)
+    for name, start in (("map.png", b"\x89PNG"), ("map.svg", b"<?xml")):
+        draw(buffers, made, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_the_picture_depends_on_the_plan(tmp_path):
+    buffers = buffers_of((4, 0, 3), (6, 3, 5))
+    made = plan(buffers)
+    draw(buffers, made, tmp_path / "one.png")
+    assert made.offsets == {"a": 6, "b": 0}
+    draw(buffers, replace(made, offsets={"a": 0, "b": 4}), tmp_path / "other.png")
+    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "other.png").read_bytes()
+
+
+def test_there_must_be_something_to_draw(tmp_path):
+    buffers = buffers_of((0, 0, 3))
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(buffers, plan(buffers), tmp_path / "map.png")
