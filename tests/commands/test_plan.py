@@ -1,6 +1,9 @@
+import re
+
 import pytest
 
 from lsq import cli
+from lsq.commands.plan import run
 from lsq.memory.files import load_plan
 
 ROWS = "id,lower,upper,size\na,0,3,4\nb,2,5,2\nc,4,6,4\n"
@@ -91,3 +94,39 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, text, options, message)
     assert cli.main(["plan", str(file), *options]) == 2
     printed = capsys.readouterr().err
     assert message in printed and printed.count("\n") == 1
+
+
+TINY_STEP = (
+    "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --share-all-embeddings"
+).split()
+
+
+def test_a_training_step_is_planned_by_its_options(tmp_path, capsys):
+    picture = tmp_path / "map.png"
+    sizes = {}
+    for backward, tokens in (("int8", 64), ("int8", 640), ("float", 640)):
+        more = ["--lsq-backward", backward, "--max-tokens", str(tokens), "--max-source-positions", "32"]
+        assert run([*TINY_STEP, *more, "--max-target-positions", "32", "--plot", str(picture)]) == 0
+        output = capsys.readouterr().out
+        assert "coder.layers.0/" in output
+        sizes[backward, tokens] = int(re.search(r"peak +(\d+) bytes", output)[1])
+    assert 5 * sizes["int8", 64] < sizes["int8", 640] < 11 * sizes["int8", 64]
+    assert sizes["float", 640] != sizes["int8", 640]
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--arch", "transformer", "--max-tokens", "64"], "arch is 'transformer'; allowed: lsq_transformer,"),
+    (["--arch", "lsq_transformer"], "--max-tokens or --batch-size"),
+])
+def test_a_step_that_cannot_be_planned(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(arguments)
+
+
+def test_an_unknown_option_of_training(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run([*TINY_STEP, "--max-tokens", "64", "--colour", "red"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and "unrecognized arguments: --colour red" in error and error.count("\n") == 1
