@@ -105,14 +105,14 @@ TINY_STEP = (
 def test_a_training_step_is_planned_by_its_options(tmp_path, capsys):
     picture = tmp_path / "map.png"
     sizes = {}
-    for backward, tokens in (("int8", 64), ("int8", 640), ("float", 640)):
-        more = ["--lsq-backward", backward, "--max-tokens", str(tokens), "--max-source-positions", "32"]
+    for mode, tokens in (("int8", 64), ("int8", 640), ("float", 640)):
+        more = ["--lsq-mode", mode, "--max-tokens", str(tokens), "--max-source-positions", "32"]
         assert run([*TINY_STEP, *more, "--max-target-positions", "32", "--plot", str(picture)]) == 0
         output = capsys.readouterr().out
         assert "coder.layers.0/" in output
-        sizes[backward, tokens] = int(re.search(r"peak +(\d+) bytes", output)[1])
+        sizes[mode, tokens] = int(re.search(r"peak +(\d+) bytes", output)[1])
     assert 5 * sizes["int8", 64] < sizes["int8", 640] < 11 * sizes["int8", 64]
-    assert sizes["float", 640] != sizes["int8", 640]
+    assert sizes["float", 640] > sizes["int8", 640]
     assert picture.stat().st_size > 0
 
 
