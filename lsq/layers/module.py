@@ -19,6 +19,8 @@ CLIP = "_clip"
 """Suffix of every clip parameter."""
 _BEFORE = "_clip_before"
 _CALIBRATED_AT = frozenset(2**k for k in range(1, 32))
+_WEIGHTS_CALIBRATED_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
+"""Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
 
 class ProgramModule(nn.Module):
@@ -40,7 +42,7 @@ class ProgramModule(nn.Module):
         self._codes: dict[str, torch.Tensor] = {}
         self._codes_made_from: tuple = ()
         self._observer = None
-        self._measured_at = 0
+        self._measured_at = self._weights_measured_at = 0
         self.memory: StepMemory | None = None
         if quantization.quantized:
             self.register_buffer("calibrated", torch.tensor(quantization.activation_init == "fixed"))
@@ -120,8 +122,9 @@ class ProgramModule(nn.Module):
         calibrating = self.quant.quantized and (self.calibration_due() if self.training else not self.calibrated)
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
-            if calibrating and self.calibrated and self.quant.weight_init != "fixed":
+            if self.weights_due():
                 self._measure_weights()
+                self._weights_measured_at = int(self.passes)
         tensors = {**dict(self.named_parameters()), **inputs, "random_key": draw_key()}
         if not program.output_gradients:
             tensors.update(self._weight_codes())
@@ -171,6 +174,16 @@ class ProgramModule(nn.Module):
         passes = int(self.passes)
         again = passes in _CALIBRATED_AT and passes <= self.quant.calibration_passes and self._measured_at != passes
         return not self.calibrated or again
+
+    def weights_due(self) -> bool:
+        """Whether the next training pass measures the clips of weights: passes 2, 3, 4, ..., each time 9 % later."""
+        passes = int(self.passes)
+        return (
+            self.quant.weight_init != "fixed"
+            and passes in _WEIGHTS_CALIBRATED_AT
+            and passes <= self.quant.calibration_passes
+            and self._weights_measured_at != passes
+        )
 
     def _calibrate_operation(self, operation, values) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""

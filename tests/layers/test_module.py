@@ -82,6 +82,21 @@ def test_clips_are_measured_again_while_tensors_grow():
     assert measured == [0, 2, 4, 8, 16]
 
 
+def test_clips_of_weights_are_measured_more_often():
+    layer = linear(weight_init="absmax", calibration_passes=23)
+    measured = []
+    for number in range(40):
+        with torch.no_grad():
+            layer.weight.mul_(1.01)
+        before = layer.weight_clip.clone()
+        layer(torch.randn(5, 16))
+        measured += [number] if not torch.equal(layer.weight_clip, before) else []
+    assert measured == [*range(2, 17), 18, 20, 21, 23]
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    assert not layer.weights_due()
+
+
 def test_what_a_pass_without_gradients_measures_stays():
     layer = linear(weight_init="fixed", activation_init="absmax")
     for _ in range(2):
