@@ -1,9 +1,9 @@
 """Best fit: every block goes where it wastes least among those placed before it.
 
 With one segment this is algorithm 3 of Pisarchyk and Lee 2020 (Efficient Memory Management for Deep Neural Net
-Inference): the smallest gap between blocks that are alive at the same time, else above them all. With several
-segments, what makes the sum of capacities grow least comes first, and empty segments last. The C++ of lsq/csrc/cpu/planner.cpp does
-the same; `reference` is what it is tested against, and what runs where it is not built.
+Inference): the smallest gap between blocks that are alive at the same time, else above them all. With several segments,
+what makes the sum of capacities grow least comes first, and empty segments last. lsq/csrc/cpu/planner.cpp does the
+same; `reference` is what it is tested against, and what runs where the library is not built.
 """
 
 from bisect import insort
