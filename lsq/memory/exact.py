@@ -46,8 +46,8 @@ def improve(
         blocks: those of one pool, none of size 0.
         placement: the best that is known; it is returned where no better one is found.
         bound: the lower bound in bytes.
-        capacity: bytes that are good enough. None asks for the smallest peak: first for the bound with half of the
-            time, then between it and the best that is known, halving what remains.
+        capacity: bytes that are good enough; None asks for the smallest peak. Half of the time goes to the capacity (or
+            the bound), half of what remains to the middle between it and the best that is known, and so on.
         seconds: time for all of it. KeyboardInterrupt ends it, too.
         progress: called several times a second with the number of positions tried so far.
 
@@ -61,18 +61,16 @@ def improve(
         )
     deadline = time.perf_counter() + seconds
     worker = _Worker(progress or (lambda tried: None))
-    lowest = bound if capacity is None else max(bound, capacity)
-    highest = placement.used[0] - 1 if capacity is None else lowest
-    target = lowest
+    wanted = bound if capacity is None else max(bound, capacity)
+    target = lowest = wanted
     try:
-        while lowest <= highest and target < placement.used[0] and (left := deadline - time.perf_counter()) > 0:
-            share = left if lowest == highest else left / 2
-            found = _search(blocks, target, time.perf_counter() + share, worker)
+        while placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0:
+            found = _search(blocks, target, time.perf_counter() + left / 2, worker)
             if found is None:
                 lowest = target + 1
             else:
-                placement, highest = found, found.used[0] - 1
-            target = (lowest + highest) // 2
+                placement = found
+            target = (lowest + placement.used[0] - 1) // 2
     except KeyboardInterrupt:
         pass
     return placement
@@ -146,12 +144,12 @@ def _search(blocks: Sequence[Block], capacity: int, deadline: float, worker: _Wo
 
 
 def _keys(blocks: Sequence[Block], generator: random.Random) -> Iterator[list[tuple]]:
-    """Sorting keys of one round: three of MiniMalloc's orders, then three that vary at random."""
+    """Sorting keys of one round: load, life and area in three orders, as in MiniMalloc, then three at random."""
     loads = busiest_loads(blocks)
     lives = [block.last - block.first + 1 for block in blocks]
     areas = [life * block.size for life, block in zip(lives, blocks, strict=True)]
     yield [(-a, -b, -c) for a, b, c in zip(loads, lives, areas, strict=True)]
-    yield [(-a, -b, -c) for a, b, c in zip(loads, areas, lives, strict=True)]
+    yield [(-a, -b, -c) for a, b, c in zip(areas, lives, loads, strict=True)]
     yield [(-a, -b, -c) for a, b, c in zip(lives, areas, loads, strict=True)]
     for values in (lives, areas, lives):
         yield [(-value * generator.uniform(1 - NOISE, 1),) for value in values]

@@ -4,11 +4,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from lsq.memory.buffer import Block, Buffer, Plan, blocks_of, live_load
 
 MEBIBYTE = 2**20
+COLOURED = 1000
+"""Sizes down to the largest divided by this have colours of their own."""
 
 
 def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, list[Buffer]]:
@@ -65,10 +68,11 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.set(ylabel="alive (MiB)", ylim=(0, None))
     load_axes.set_title(f"{len(blocks)} blocks, {plan.method}: gap {plan.gap:.3%}")
     load_axes.legend(loc="lower right")
+    largest = max(block.size for block in blocks) / MEBIBYTE
     rectangles = PolyCollection(
         [_corners(block, bases[plan.segments[block.names[0]]] + plan.offsets[block.names[0]]) for block in blocks],
         array=[block.size / MEBIBYTE for block in blocks],
-        norm="log",
+        norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
         cmap="viridis",
         edgecolors="white",
         linewidths=0.2,

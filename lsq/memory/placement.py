@@ -1,9 +1,9 @@
 """Best fit: every block goes where it wastes least among those placed before it.
 
 With one segment this is algorithm 3 of Pisarchyk and Lee 2020 (Efficient Memory Management for Deep Neural Net
-Inference): the smallest gap between blocks that are alive at the same time, else above them all. With several
-segments, gaps come first, then what makes the sum of capacities grow least. The C++ of lsq/csrc/cpu/planner.cpp does
-the same; `reference` is what it is tested against, and what runs where it is not built.
+Inference): the smallest gap between blocks that are alive at the same time, else above them all. With several segments,
+what makes the sum of capacities grow least comes first, and empty segments last. lsq/csrc/cpu/planner.cpp does the
+same; `reference` is what it is tested against, and what runs where the library is not built.
 """
 
 from bisect import insort
@@ -81,9 +81,10 @@ def capacity_of(used: int, limit: int, granularity: int) -> int:
 def _places(
     block: Block, neighbours: Sequence[tuple[int, int]], limit: int, used: int, granularity: int
 ) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """Yield (cost, offset) of every place in a segment; cost: growth, gap (0) or above all (1), bytes of that.
+    """Yield (cost, offset) of every place in a segment; cost: growth, kind, bytes left free beside it.
 
-    `neighbours` are the (offset, end) of blocks that are alive at the same time, in order of offset.
+    Kinds: 0 is a gap, 1 above all neighbours, 2 in an empty segment. `neighbours` are the (offset, end) of blocks that
+    are alive at the same time, in order of offset.
     """
     start = 0
     for offset, end in neighbours:
@@ -93,7 +94,7 @@ def _places(
     end = start + block.size
     if end <= limit:
         capacity = capacity_of(max(used, end), limit, granularity)
-        yield (capacity - capacity_of(used, limit, granularity), 1, capacity - end), start
+        yield (capacity - capacity_of(used, limit, granularity), 1 if used else 2, capacity - end), start
 
 
 def _fused(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int], granularity: int) -> Placement:

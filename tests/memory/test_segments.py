@@ -23,8 +23,14 @@ def test_a_segment_is_filled_before_the_next_is_opened():
     assert sorted(made.segments.values()) == [0, 0, 1, 1, 2]
 
 
+def test_an_empty_segment_is_the_last_resort():
+    """b and c make a segment of their own grow no more than the first one, where they leave less free."""
+    made = plan(buffers_of((3 * UNIT // 2, 0, 1), (UNIT, 0, 1), (UNIT, 0, 1)), cap=8 * UNIT)
+    assert made.capacities == (4 * UNIT,)
+
+
 def test_what_grows_nothing_comes_first():
-    """d fits over b, in time, in the second segment; in the first it would have to lie above."""
+    """c takes the place of b, which is dead by then."""
     made = plan(buffers_of((3 * UNIT, 0, 9), (2 * UNIT, 0, 4), (2 * UNIT, 5, 9)), cap=4 * UNIT)
     assert made.segments["b"] == made.segments["c"] == 1 and sum(made.capacities) == made.lower_bound
 

@@ -14,7 +14,7 @@ struct Placed {
 
 struct Candidate {
     int64_t growth = std::numeric_limits<int64_t>::max();
-    int64_t kind = 0;  // 0: a gap, 1: above all neighbours
+    int64_t kind = 0;  // 0: a gap, 1: above all neighbours, 2: in an empty segment
     int64_t waste = 0;  // bytes of the gap, or those left above
     int64_t segment = -1;
     int64_t offset = 0;
@@ -43,7 +43,7 @@ public:
         const int64_t end = start + buffer.size;
         if (end > limit_) return;
         const int64_t after = capacity(std::max(used_, end));
-        const Candidate above{after - capacity(used_), 1, after - end, number, start};
+        const Candidate above{after - capacity(used_), used_ ? 1 : 2, after - end, number, start};
         if (above < best) best = above;
     }
 
