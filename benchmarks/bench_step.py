@@ -16,6 +16,7 @@ import transformer
 from torch.profiler import ProfilerActivity, profile
 
 from lsq import program
+from lsq.layers.memory import plan_memory, release_memory
 
 FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy"]
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
@@ -53,6 +54,8 @@ def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.T
         output.register_hook(lambda gradient: gradient.contiguous())
 
 
+LSQ_NAME = "lsq"
+"""Sides whose name begins with this train in planned memory, as the plugin does."""
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
@@ -138,9 +141,21 @@ def build(shape: transformer.Shape, wanted: list[str] | None) -> tuple[dict, dic
     return sides, missing
 
 
+def plan_sides(sides: dict[str, transformer.Side], shape: transformer.Shape) -> dict[str, int]:
+    """Plan the memory of lsq's sides; the bytes of each arena."""
+    sample = transformer.batch(shape, padded=False, seed=0)
+    memories = {
+        name: plan_memory(side.model, lambda side=side: side.loss(sample))
+        for name, side in sides.items()
+        if name.startswith(LSQ_NAME)
+    }
+    return {name: memory.arena.size for name, memory in memories.items() if memory is not None}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--padded", action="store_true", help="sentences of different lengths in a batch")
+    parser.add_argument("--naive-memory", action="store_true", help="lsq without planned memory")
     parser.add_argument("--batches", type=common.positive, default=3, metavar="N", help="batches, in turn")
     parser.add_argument(
         "--side", action="append", choices=SIDES, metavar="NAME", help="only this and float; repeatable"
@@ -149,6 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     shape = transformer.QUICK if options.quick else transformer.Shape()
     batches = [transformer.batch(shape, padded=options.padded, seed=seed) for seed in range(options.batches)]
     sides, missing = build(shape, options.side)
+    arenas = {} if options.naive_memory else plan_sides(sides, shape)
 
     timed = {name: TimedSide(side, batches) for name, side in sides.items()}
     timings = common.alternate(
@@ -156,8 +172,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     phases = {name: side.medians(options.rounds) for name, side in timed.items()}
     first_steps = {name: sum(values[0] for values in side.phases.values()) for name, side in timed.items()}
-    kept = {name: saved_bytes(side, shape) for name, side in sides.items()}
     operations = {name: operation_seconds(side) for name, side in timed.items()}
+    for side in sides.values():
+        release_memory(side.model)  # a view of the arena would count as all of it
+    kept = {name: saved_bytes(side, shape) for name, side in sides.items()}
 
     rows = [
         {
@@ -170,6 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
             **phases[name],
             "saved_megabytes": 1e-6 * kept[name]["saved_bytes"],
             "saved_to_bfloat16": kept[name]["saved_bytes"] / kept[HALF]["saved_bytes"],
+            "arena_megabytes": 1e-6 * arenas.get(name, 0),
         }
         for name, timing in timings.items()
     ]
@@ -186,6 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
             target_tokens=[sample["ntokens"] for sample in batches],
             optimizer="fairseq.optim.adam.Adam",
             calibration="in the first step only, which is not timed",
+            memory="fresh" if options.naive_memory else "lsq: planned ahead for the largest batch",
             missing=missing,
         ),
         options,
