@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsq.commands.stages import write_text
+from lsq.files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from lsq.commands.score import draw_losses
 from lsq.commands.side_by_side import Training, train_side_by_side
 from lsq.commands.text_run import LOSSES, hypotheses_of
 from lsq.config import MODES
+from lsq.files import write_text
 
 DIGITS = 6
 """Numbers of up to this many digits are named."""
@@ -145,7 +146,7 @@ def report(prepared: Prepared, results: dict[str, dict]) -> dict:
         for name in results:
             right = "right" if hypotheses[name][row] == target[row] else "WRONG"
             samples.append(f"{name:11} {hypotheses[name][row]}  ({right})")
-    stages.write_text(prepared.output / "samples.txt", "\n".join(samples[1:]) + "\n")
+    write_text(prepared.output / "samples.txt", "\n".join(samples[1:]) + "\n")
     curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in results}
     draw_losses(curves, prepared.output / "losses.png", "English number names to German")
     content = {"test_pairs": len(target), "runs": runs}

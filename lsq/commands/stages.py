@@ -6,22 +6,13 @@ whose stamp equals its key is skipped; one whose key has changed is done again f
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from lsq.files import write_text
+
 STAMP = "stamp.json"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -18,6 +18,7 @@ from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, say
 from lsq.commands.progress import one_bar, read_losses, recording
 from lsq.commands.score import draw_losses, scores
+from lsq.files import write_text
 
 REPORTED_PACKAGES = ("lsq", "torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 LOSSES = "losses.jsonl"
@@ -125,7 +126,7 @@ def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path
     with logging_to(folder / "generate.log"), one_bar(f"translating with {options.name}", options.quiet):
         generate.run(arguments)
     hypotheses = generate.read_hypotheses(folder / "generate-test.txt", len(prepared.lines("test", "tgt")))
-    stages.write_text(folder / "hypotheses.txt", "".join(line + "\n" for line in hypotheses))
+    write_text(folder / "hypotheses.txt", "".join(line + "\n" for line in hypotheses))
 
 
 def hypotheses_of(prepared: Prepared, name: str) -> list[str]:

@@ -4,10 +4,10 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from lsq.files import write_text
 from lsq.memory.buffer import LARGEST, Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
@@ -92,18 +92,18 @@ def write_buffers(buffers: Iterable[Buffer], path: Path) -> None:
         if buffer.alias is not None or buffer.offset is not None or buffer.pool != "default":
             raise ValueError(f"buffer {buffer.name!r} has an alias, an offset or a pool, which this file cannot hold")
         rows.append((buffer.name, buffer.first, buffer.last + 1, buffer.size, buffer.alignment))
-    _write_text(path, _csv([(*REQUIRED, "alignment"), *rows]))
+    write_text(path, _csv([(*REQUIRED, "alignment"), *rows]))
 
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write `id,offset,segment`, whole or not at all."""
     rows = [(name, offset, plan.segments[name]) for name, offset in plan.offsets.items()]
-    _write_text(path, _csv([("id", "offset", "segment"), *rows]))
+    write_text(path, _csv([("id", "offset", "segment"), *rows]))
 
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan with all it says as JSON, whole or not at all."""
-    _write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
+    write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
 
 
 def load_plan(path: Path) -> Plan:
@@ -125,12 +125,3 @@ def _csv(rows: Iterable[Iterable]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

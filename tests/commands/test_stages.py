@@ -1,6 +1,6 @@
 import pytest
 
-from lsq.commands.stages import differences, read_stamp, run_stage, write_json, write_text
+from lsq.commands.stages import differences, read_stamp, run_stage, write_json
 
 
 def test_stage_runs_again_only_when_its_key_changes(tmp_path):
@@ -28,15 +28,6 @@ def test_interrupted_stage_runs_again(tmp_path):
     seen = []
     run_stage(tmp_path / "stage", {}, lambda folder: seen.extend(folder.iterdir()), print)
     assert seen == []
-
-
-def test_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file.txt"
-    write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "new \ud800")
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
 
 
 def test_json_is_readable(tmp_path):

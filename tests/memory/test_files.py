@@ -89,7 +89,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(path, monkeypatch):
     def fail(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr("lsq.memory.files.os.replace", fail)
+    monkeypatch.setattr("lsq.files.os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_plan(plan(buffers_of((4, 0, 1))), path)
     assert path.read_text() == "before" and len(list(path.parent.iterdir())) == 1

@@ -42,28 +42,16 @@ LSQ_EXPORT void lsq_bias_activation(const void* y, int64_t kind, const float* y_
                                     uint8_t* clipped, float* error, int64_t rows, int64_t n) {
     const Product product{y, kind, y_scale};
     const Dropout dropout{key, stream, threshold, keep};
-    const float q = static_cast<float>(largest);
-    const Rounding rounding{static_cast<int8_t*>(out), clipped, error};
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
-    {
-        Scratch scratch(n);
+    const RowSink sink{out, clip, largest, scale, clipped, error};
+    sink.finish(for_rows(rows, n, [&](int64_t row, Scratch& scratch) {
         float* x = scratch.a.data();
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            product.read(row, n, x);
+        product.read(row, n, x);
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
-            activate(activation, n, x);
-            dropout.apply(row * n, n, x, scratch.words.data());
-            if (largest) {
-                missing |= rounding.round(row * n, n, x, clip[0], q, scratch.b.data(), scratch.flags.data());
-            } else {
-                std::memcpy(static_cast<float*>(out) + row * n, x, n * sizeof(float));
-            }
-        }
-    }
-    if (largest) scale[0] = poisoned(clip[0] / q, missing);
+        for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
+        activate(activation, n, x);
+        dropout.apply(row * n, n, x, scratch.words.data());
+        return sink.write(row, n, x, scratch);
+    }));
 }
 
 // gradient [rows, n] of the result -> gradient of the product, dclip of y [1], dbias [n].
@@ -75,30 +63,18 @@ LSQ_EXPORT void lsq_bias_activation_backward(const float* gradient, const void* 
                                              float* dbias, int64_t rows, int64_t n) {
     const Product product{y, kind, y_scale};
     const Dropout dropout{key, stream, threshold, keep};
-    const StraightThrough straight{static_cast<const int8_t*>(y), clipped, error};
-    const GradientSink sink{dy, row_scale, weight_scale, key, gradient_stream};
     const Blocks blocks(rows);
-    ColumnSums bias_sums(blocks.count, n, true);
-    std::vector<double> clip_sums(blocks.count, 0.0);
-#pragma omp parallel
-    {
-        Scratch scratch(n);
+    ProductGradient result(blocks, n, {static_cast<const int8_t*>(y), clipped, error},
+                           {dy, row_scale, weight_scale, key, gradient_stream}, true);
+    for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         float *x = scratch.a.data(), *g = scratch.b.data();
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks.count; ++block) {
-            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                product.read(row, n, x);
+        product.read(row, n, x);
 #pragma omp simd
-                for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
-                std::memcpy(g, gradient + row * n, n * sizeof(float));
-                dropout.apply(row * n, n, g, scratch.words.data());
-                activate_backward(activation, n, x, g);
-                bias_sums.add(block, g);
-                clip_sums[block] += straight.apply(row * n, n, g);
-                sink.write(row, n, g, scratch.words.data());
-            }
-        }
-    }
-    bias_sums.write(dbias);
-    write_sum(clip_sums, factor, dclip);
+        for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
+        std::memcpy(g, gradient + row * n, n * sizeof(float));
+        dropout.apply(row * n, n, g, scratch.words.data());
+        activate_backward(activation, n, x, g);
+        result.add(block, row, g, scratch);
+    });
+    result.finish(factor, dclip, dbias);
 }

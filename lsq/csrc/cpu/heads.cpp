@@ -10,26 +10,22 @@ LSQ_EXPORT void lsq_split_heads(const void* y, int64_t kind, const float* y_scal
     const Product product{y, kind, y_scale};
     float* outputs[3] = {first, second, third};
     const int64_t n = parts * heads * width, time = rows / batch;
-#pragma omp parallel
-    {
-        Scratch scratch(n);
+    for_rows(rows, n, [&](int64_t row, Scratch& scratch) {
         float* x = scratch.a.data();
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t t = row / batch, b = row % batch;
-            product.read(row, n, x);
+        const int64_t t = row / batch, b = row % batch;
+        product.read(row, n, x);
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
+        for (int64_t i = 0; i < n; ++i) x[i] += bias[i];
 #pragma omp simd
-            for (int64_t i = 0; i < heads * width; ++i) x[i] *= factor;
-            for (int64_t part = 0; part < parts; ++part) {
-                for (int64_t head = 0; head < heads; ++head) {
-                    std::memcpy(outputs[part] + ((b * heads + head) * time + t) * width,
-                                x + (part * heads + head) * width, width * sizeof(float));
-                }
+        for (int64_t i = 0; i < heads * width; ++i) x[i] *= factor;
+        for (int64_t part = 0; part < parts; ++part) {
+            for (int64_t head = 0; head < heads; ++head) {
+                std::memcpy(outputs[part] + ((b * heads + head) * time + t) * width, x + (part * heads + head) * width,
+                            width * sizeof(float));
             }
         }
-    }
+        return 0;
+    });
 }
 
 // Gradients of those tensors -> gradient of the product, dclip of y [1], dbias [parts * heads * width].
@@ -40,35 +36,23 @@ LSQ_EXPORT void lsq_split_heads_backward(const float* first, const float* second
                                          float* dbias, int64_t rows, int64_t batch, int64_t heads, int64_t width) {
     const float* inputs[3] = {first, second, third};
     const int64_t n = parts * heads * width, time = rows / batch;
-    const StraightThrough straight{static_cast<const int8_t*>(y), clipped, error};
-    const GradientSink sink{dy, row_scale, weight_scale, key, stream};
     const Blocks blocks(rows);
-    ColumnSums bias_sums(blocks.count, n, dbias);
-    std::vector<double> clip_sums(blocks.count, 0.0);
-#pragma omp parallel
-    {
-        Scratch scratch(n);
+    ProductGradient result(blocks, n, {static_cast<const int8_t*>(y), clipped, error},
+                           {dy, row_scale, weight_scale, key, stream}, dbias);
+    for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         float* g = scratch.a.data();
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks.count; ++block) {
-            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                const int64_t t = row / batch, b = row % batch;
-                for (int64_t part = 0; part < parts; ++part) {
-                    for (int64_t head = 0; head < heads; ++head) {
-                        std::memcpy(g + (part * heads + head) * width,
-                                    inputs[part] + ((b * heads + head) * time + t) * width, width * sizeof(float));
-                    }
-                }
-#pragma omp simd
-                for (int64_t i = 0; i < heads * width; ++i) g[i] *= factor;
-                bias_sums.add(block, g);
-                clip_sums[block] += straight.apply(row * n, n, g);
-                sink.write(row, n, g, scratch.words.data());
+        const int64_t t = row / batch, b = row % batch;
+        for (int64_t part = 0; part < parts; ++part) {
+            for (int64_t head = 0; head < heads; ++head) {
+                std::memcpy(g + (part * heads + head) * width, inputs[part] + ((b * heads + head) * time + t) * width,
+                            width * sizeof(float));
             }
         }
-    }
-    bias_sums.write(dbias);
-    write_sum(clip_sums, clip_factor, dclip);
+#pragma omp simd
+        for (int64_t i = 0; i < heads * width; ++i) g[i] *= factor;
+        result.add(block, row, g, scratch);
+    });
+    result.finish(clip_factor, dclip, dbias);
 }
 
 // context [B, N, T, D] -> rows [T * B, N * D] as codes under `clip` (largest > 0), or as float.
@@ -76,25 +60,13 @@ LSQ_EXPORT void lsq_merge_heads(const float* context, const float* clip, int64_t
                                 uint8_t* clipped, float* error, int64_t rows, int64_t batch, int64_t heads,
                                 int64_t width) {
     const int64_t n = heads * width, time = rows / batch;
-    const float q = static_cast<float>(largest);
-    const Rounding rounding{static_cast<int8_t*>(out), clipped, error};
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
-    {
-        Scratch scratch(n);
+    const RowSink sink{out, clip, largest, scale, clipped, error};
+    sink.finish(for_rows(rows, n, [&](int64_t row, Scratch& scratch) {
         float* x = scratch.a.data();
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t t = row / batch, b = row % batch;
-            for (int64_t head = 0; head < heads; ++head) {
-                std::memcpy(x + head * width, context + ((b * heads + head) * time + t) * width, width * sizeof(float));
-            }
-            if (largest) {
-                missing |= rounding.round(row * n, n, x, clip[0], q, scratch.b.data(), scratch.flags.data());
-            } else {
-                std::memcpy(static_cast<float*>(out) + row * n, x, n * sizeof(float));
-            }
+        const int64_t t = row / batch, b = row % batch;
+        for (int64_t head = 0; head < heads; ++head) {
+            std::memcpy(x + head * width, context + ((b * heads + head) * time + t) * width, width * sizeof(float));
         }
-    }
-    if (largest) scale[0] = poisoned(clip[0] / q, missing);
+        return sink.write(row, n, x, scratch);
+    }));
 }

@@ -90,24 +90,12 @@ LSQ_EXPORT void lsq_read_product_backward(const float* gradient, const void* y, 
                                           const uint8_t* clipped, const float* error, float factor,
                                           const float* weight_scale, const int64_t* key, int64_t stream, void* dy,
                                           float* row_scale, float* dclip, float* dbias, int64_t rows, int64_t n) {
-    const StraightThrough straight{static_cast<const int8_t*>(y), clipped, error};
-    const GradientSink sink{dy, row_scale, weight_scale, key, stream};
     const Blocks blocks(rows);
-    ColumnSums bias_sums(blocks.count, n, dbias);
-    std::vector<double> clip_sums(blocks.count, 0.0);
-#pragma omp parallel
-    {
-        Scratch scratch(n);
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks.count; ++block) {
-            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                std::memcpy(scratch.a.data(), gradient + row * n, n * sizeof(float));
-                bias_sums.add(block, scratch.a.data());
-                clip_sums[block] += straight.apply(row * n, n, scratch.a.data());
-                sink.write(row, n, scratch.a.data(), scratch.words.data());
-            }
-        }
-    }
-    bias_sums.write(dbias);
-    write_sum(clip_sums, factor, dclip);
+    ProductGradient result(blocks, n, {static_cast<const int8_t*>(y), clipped, error},
+                           {dy, row_scale, weight_scale, key, stream}, dbias);
+    for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
+        std::memcpy(scratch.a.data(), gradient + row * n, n * sizeof(float));
+        result.add(block, row, scratch.a.data(), scratch);
+    });
+    result.finish(factor, dclip, dbias);
 }

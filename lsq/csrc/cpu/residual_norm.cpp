@@ -32,39 +32,33 @@ LSQ_EXPORT void lsq_residual_norm(const void* y, int64_t kind, const float* y_sc
     const Dropout dropout{key, stream, threshold, keep};
     const float q = static_cast<float>(largest);
     const Rounding rounding{codes, clipped, error};
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
-    {
-        Scratch scratch(n);
+    const int missing = for_rows(rows, n, [&](int64_t row, Scratch& scratch) {
         float *z = scratch.a.data(), *x = scratch.b.data();
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            const float* add = residual + row * n;
-            if (y) {
-                product.read(row, n, z);
+        const float* add = residual + row * n;
+        if (y) {
+            product.read(row, n, z);
 #pragma omp simd
-                for (int64_t i = 0; i < n; ++i) z[i] += bias[i];
-                dropout.apply(row * n, n, z, scratch.words.data());
+            for (int64_t i = 0; i < n; ++i) z[i] += bias[i];
+            dropout.apply(row * n, n, z, scratch.words.data());
 #pragma omp simd
-                for (int64_t i = 0; i < n; ++i) z[i] += add[i];
-            } else {
-                std::memcpy(z, add, n * sizeof(float));
-            }
-            if (z_out) std::memcpy(z_out + row * n, z, n * sizeof(float));
-            if (!weight) continue;
-            const float mean = sum_of(z, n) / static_cast<float>(n);
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) x[i] = z[i] - mean;
-            const float variance = sum_of_products(x, x, n) / static_cast<float>(n);
-            const float rstd = 1.0f / std::sqrt(variance + epsilon);
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) x[i] = x[i] * rstd * weight[i] + norm_bias[i];
-            mean_out[row] = mean;
-            rstd_out[row] = rstd;
-            if (out) std::memcpy(out + row * n, x, n * sizeof(float));
-            if (codes) missing |= rounding.round(row * n, n, x, clip[0], q, scratch.c.data(), scratch.flags.data());
+            for (int64_t i = 0; i < n; ++i) z[i] += add[i];
+        } else {
+            std::memcpy(z, add, n * sizeof(float));
         }
-    }
+        if (z_out) std::memcpy(z_out + row * n, z, n * sizeof(float));
+        if (!weight) return 0;
+        const float mean = sum_of(z, n) / static_cast<float>(n);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) x[i] = z[i] - mean;
+        const float variance = sum_of_products(x, x, n) / static_cast<float>(n);
+        const float rstd = 1.0f / std::sqrt(variance + epsilon);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) x[i] = x[i] * rstd * weight[i] + norm_bias[i];
+        mean_out[row] = mean;
+        rstd_out[row] = rstd;
+        if (out) std::memcpy(out + row * n, x, n * sizeof(float));
+        return codes ? rounding.round(row * n, n, x, clip[0], q, scratch.c.data(), scratch.flags.data()) : 0;
+    });
     if (codes) scale[0] = poisoned(clip[0] / q, missing);
 }
 
@@ -78,52 +72,40 @@ LSQ_EXPORT void lsq_residual_norm_backward(const float* dout, const float* dz, c
                                            float* dweight, float* dnorm_bias, void* dy, float* row_scale, float* dclip,
                                            float* dbias, int64_t rows, int64_t n) {
     const Dropout dropout{key, stream, threshold, keep};
-    const StraightThrough straight{static_cast<const int8_t*>(y), clipped, error};
-    const GradientSink sink{dy, row_scale, weight_scale, key, gradient_stream};
     const Blocks blocks(rows);
     ColumnSums weight_sums(blocks.count, n, dout), norm_bias_sums(blocks.count, n, dout);
-    ColumnSums bias_sums(blocks.count, n, dbias);
-    std::vector<double> clip_sums(blocks.count, 0.0);
-#pragma omp parallel
-    {
-        Scratch scratch(n);
+    ProductGradient result(blocks, n, {static_cast<const int8_t*>(y), clipped, error},
+                           {dy, row_scale, weight_scale, key, gradient_stream}, dbias);
+    for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         float *g = scratch.a.data(), *normalised = scratch.b.data();
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks.count; ++block) {
-            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                if (dout) {
-                    const float *upstream = dout + row * n, *line = z + row * n;
-                    const float centre = mean[row], factor_of_row = rstd[row];
+        if (dout) {
+            const float *upstream = dout + row * n, *line = z + row * n;
+            const float centre = mean[row], factor_of_row = rstd[row];
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) normalised[i] = (line[i] - centre) * factor_of_row;
-                    weight_sums.add_product(block, upstream, normalised);
-                    norm_bias_sums.add(block, upstream);
+            for (int64_t i = 0; i < n; ++i) normalised[i] = (line[i] - centre) * factor_of_row;
+            weight_sums.add_product(block, upstream, normalised);
+            norm_bias_sums.add(block, upstream);
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) g[i] = upstream[i] * weight[i];
-                    const float average = sum_of(g, n) / static_cast<float>(n);
-                    const float projection = sum_of_products(g, normalised, n) / static_cast<float>(n);
+            for (int64_t i = 0; i < n; ++i) g[i] = upstream[i] * weight[i];
+            const float average = sum_of(g, n) / static_cast<float>(n);
+            const float projection = sum_of_products(g, normalised, n) / static_cast<float>(n);
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) {
-                        g[i] = factor_of_row * (g[i] - average - normalised[i] * projection);
-                    }
-                    if (dz) {
-#pragma omp simd
-                        for (int64_t i = 0; i < n; ++i) g[i] += dz[row * n + i];
-                    }
-                    std::memcpy(dresidual + row * n, g, n * sizeof(float));
-                } else {
-                    std::memcpy(g, dz + row * n, n * sizeof(float));
-                }
-                if (!dbias) continue;
-                dropout.apply(row * n, n, g, scratch.words.data());
-                bias_sums.add(block, g);
-                clip_sums[block] += straight.apply(row * n, n, g);
-                sink.write(row, n, g, scratch.words.data());
+            for (int64_t i = 0; i < n; ++i) {
+                g[i] = factor_of_row * (g[i] - average - normalised[i] * projection);
             }
+            if (dz) {
+#pragma omp simd
+                for (int64_t i = 0; i < n; ++i) g[i] += dz[row * n + i];
+            }
+            std::memcpy(dresidual + row * n, g, n * sizeof(float));
+        } else {
+            std::memcpy(g, dz + row * n, n * sizeof(float));
         }
-    }
+        if (!dbias) return;
+        dropout.apply(row * n, n, g, scratch.words.data());
+        result.add(block, row, g, scratch);
+    });
     weight_sums.write(dweight);
     norm_bias_sums.write(dnorm_bias);
-    bias_sums.write(dbias);
-    write_sum(clip_sums, factor, dclip);
+    result.finish(factor, dclip, dbias);
 }
