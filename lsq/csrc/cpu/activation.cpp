@@ -1,6 +1,6 @@
 // Bias, ReLU or GELU, dropout and rounding between the two products of a feed-forward block, forward and backward.
 #include "exponential.h"
-#include "rows.h"
+#include "loops.h"
 
 using namespace lsq;
 

@@ -1,6 +1,6 @@
 // Softmax over keys with padding and future masks and dropout, forward and backward, in place.
 #include "exponential.h"
-#include "rows.h"
+#include "loops.h"
 
 using namespace lsq;
 

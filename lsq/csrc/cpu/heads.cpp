@@ -1,5 +1,5 @@
 // Rows of a product to heads and back. Row t * B + b of [T * B, P * N * D] holds P parts of N heads of D columns.
-#include "rows.h"
+#include "loops.h"
 
 using namespace lsq;
 

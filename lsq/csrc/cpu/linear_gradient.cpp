@@ -1,5 +1,5 @@
 // What follows the backward products of an integer product; see lsq/ops/linear_gradient.py for the formulas.
-#include "rows.h"
+#include "loops.h"
 
 using namespace lsq;
 

@@ -1,5 +1,5 @@
 // Rounding of activations, weights and the sums of integer products; dequantising a product by itself.
-#include "rows.h"
+#include "loops.h"
 
 using namespace lsq;
 

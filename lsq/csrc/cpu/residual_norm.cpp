@@ -1,5 +1,5 @@
 // Bias, dropout, residual, LayerNorm and rounding between two blocks, forward and backward.
-#include "rows.h"
+#include "loops.h"
 
 using namespace lsq;
 

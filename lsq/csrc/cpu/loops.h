@@ -1,0 +1,153 @@
+// Loops over rows on all threads, what they sum up, and where their results go.
+//
+// Results do not depend on the number of threads: rows are summed in a fixed partition, partial sums in order.
+#pragma once
+
+#include "rows.h"
+
+namespace lsq {
+
+constexpr int kMaxBlocks = 64;  // partial sums per column
+
+// Splits M rows into at most kMaxBlocks blocks that do not depend on the number of threads.
+struct Blocks {
+    int64_t rows, count, size;
+
+    explicit Blocks(int64_t m) : rows(m), count(std::min<int64_t>(kMaxBlocks, m)), size(m ? (m + count - 1) / count : 0) {}
+    int64_t begin(int64_t block) const { return std::min(block * size, rows); }
+    int64_t end(int64_t block) const { return std::min((block + 1) * size, rows); }
+};
+
+// Sums per column, one partial row a block, added up in order at the end.
+class ColumnSums {
+public:
+    ColumnSums(int64_t blocks, int64_t n, bool wanted)
+        : blocks_(blocks), n_(n), partial_(wanted ? blocks * n : 0, 0.0f) {}
+
+    void add(int64_t block, const float* x) {
+        if (partial_.empty()) return;
+        float* sum = partial_.data() + block * n_;
+#pragma omp simd
+        for (int64_t i = 0; i < n_; ++i) sum[i] += x[i];
+    }
+
+    void add_product(int64_t block, const float* x, const float* y) {
+        if (partial_.empty()) return;
+        float* sum = partial_.data() + block * n_;
+#pragma omp simd
+        for (int64_t i = 0; i < n_; ++i) sum[i] += x[i] * y[i];
+    }
+
+    void write(float* out) const {
+        if (!out || partial_.empty()) return;
+        std::fill(out, out + n_, 0.0f);
+        for (int64_t b = 0; b < blocks_; ++b) {
+#pragma omp simd
+            for (int64_t i = 0; i < n_; ++i) out[i] += partial_[b * n_ + i];
+        }
+    }
+
+private:
+    int64_t blocks_, n_;
+    std::vector<float> partial_;
+};
+
+// One number a block, added up in order in double precision.
+inline void write_sum(const std::vector<double>& partial, float factor, float* out) {
+    if (!out) return;
+    double sum = 0.0;
+    for (double value : partial) sum += value;
+    out[0] = static_cast<float>(sum * factor);
+}
+
+inline bool any(const std::vector<uint8_t>& flags) {
+    return std::any_of(flags.begin(), flags.end(), [](uint8_t flag) { return flag != 0; });
+}
+
+// Scratch of one thread for rows of n columns.
+struct Scratch {
+    std::vector<float> a, b, c;
+    std::vector<uint32_t> words;
+    std::vector<uint8_t> flags;
+
+    explicit Scratch(int64_t n) : a(n), b(n), c(n), words(n + 8), flags(n + 8) {}
+};
+
+// Calls body(row, scratch) -> int for all rows, in parallel; the results of all rows, or-ed.
+template <class Body>
+int for_rows(int64_t rows, int64_t n, const Body& body) {
+    int found = 0;
+#pragma omp parallel reduction(| : found)
+    {
+        Scratch scratch(n);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) found |= body(row, scratch);
+    }
+    return found;
+}
+
+// Calls body(block, row, scratch) for all rows, blocks in parallel, the rows of a block in order.
+template <class Body>
+void for_blocks(const Blocks& blocks, int64_t n, const Body& body) {
+#pragma omp parallel
+    {
+        Scratch scratch(n);
+#pragma omp for schedule(static)
+        for (int64_t block = 0; block < blocks.count; ++block) {
+            for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) body(block, row, scratch);
+        }
+    }
+}
+
+// Where the rows of a result go: as codes under clip [1], or, if `largest` is 0, as they are.
+struct RowSink {
+    void* out;  // int8 codes [M, N], or float [M, N]
+    const float* clip;
+    int64_t largest;
+    float* scale;  // [1]
+    uint8_t* clipped;
+    float* error;
+
+    // Whether a value was NaN; x is scratch.a, or any row other than scratch.b.
+    int write(int64_t row, int64_t n, const float* x, Scratch& scratch) const {
+        if (!largest) {
+            std::memcpy(static_cast<float*>(out) + row * n, x, n * sizeof(float));
+            return 0;
+        }
+        const Rounding rounding{static_cast<int8_t*>(out), clipped, error};
+        const float q = static_cast<float>(largest);
+        return rounding.round(row * n, n, x, clip[0], q, scratch.b.data(), scratch.flags.data());
+    }
+
+    void finish(int missing) const {
+        if (largest) scale[0] = poisoned(clip[0] / static_cast<float>(largest), missing);
+    }
+};
+
+// The end of every backward loop that has read a product: sums for the bias and the clip, then the product's gradient.
+class ProductGradient {
+public:
+    ProductGradient(const Blocks& blocks, int64_t n, const StraightThrough& straight, const GradientSink& sink, bool bias)
+        : n_(n), straight_(straight), sink_(sink), bias_sums_(blocks.count, n, bias), clip_sums_(blocks.count, 0.0) {}
+
+    // g [n] is the gradient of the values read. Changes it.
+    void add(int64_t block, int64_t row, float* g, Scratch& scratch) {
+        bias_sums_.add(block, g);
+        clip_sums_[block] += straight_.apply(row * n_, n_, g);
+        sink_.write(row, n_, g, scratch.words.data());
+    }
+
+    void finish(float factor, float* dclip, float* dbias) const {
+        bias_sums_.write(dbias);
+        write_sum(clip_sums_, factor, dclip);
+    }
+
+private:
+    int64_t n_;
+    StraightThrough straight_;
+    GradientSink sink_;
+    ColumnSums bias_sums_;
+    std::vector<double> clip_sums_;
+};
+
+}  // namespace lsq
