@@ -106,7 +106,7 @@ def calls(names: tuple[str, ...], shape: dict[str, int], dropout: float) -> Iter
 def rows(call: Call, rounds: int) -> Iterator[dict]:
     """Rows of the table for one call."""
     definition, attributes = call.operation.definition, call.operation.attributes
-    written = frames.FreshFrame().written(0, call.operation)
+    written = frames.FreshFrame().tensors_for(0, call.operation)
     outputs = written[: len(call.operation.outputs)]
     moved = sum(t.numel() * t.element_size() for t in (*call.inputs, *outputs) if t is not None)
     source = torch.zeros(max(1, moved // 2), dtype=torch.uint8)

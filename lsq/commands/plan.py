@@ -38,7 +38,8 @@ def parser(of_file: bool = True) -> ArgumentParser:
     one_line_errors(made)
     columns = "id,lower,upper,size[,alignment]; alive on [lower, upper)"
     if of_file:
-        made.add_argument("file", type=Path, metavar="FILE.csv", help=columns)
+        made.add_argument("file", type=Path, metavar="FILE.csv", help=f"{columns}; or give --arch NAME instead")
+        made.add_argument("--align", type=positive, default=1, metavar="N", help="alignment where the file gives none")
     made.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
     made.add_argument(
         "--vocabulary-size", type=positive, default=32000, metavar="N", help="joined vocabulary, with --arch"
@@ -49,7 +50,6 @@ def parser(of_file: bool = True) -> ArgumentParser:
     made.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
     made.add_argument("--capacity", type=positive, metavar="BYTES", help="what one segment should keep to")
     made.add_argument("--time-limit", type=_seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact")
-    made.add_argument("--align", type=positive, default=1, metavar="N", help="alignment where the file gives none")
     made.add_argument("--cap", type=positive, metavar="BYTES", help="plan segments of at most this size")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)")
     made.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -78,7 +78,7 @@ def report(buffers: list[Buffer], made: Plan) -> str:
     """What the plan needs, and why, for people."""
     lines = [
         f"buffers      {len(buffers)}",
-        f"peak         {made.peak} bytes",
+        f"peak         {made.peak} bytes ({made.peak / 2**20:.1f} MiB)",
         f"lower bound  {made.lower_bound} bytes",
         f"gap          {made.gap:.4%}",
         f"method       {made.method}",

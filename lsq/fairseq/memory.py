@@ -9,15 +9,19 @@ from fairseq import tasks
 from fairseq.data import Dictionary
 from torch import nn
 
+from lsq.csrc import loader
 from lsq.fairseq.architectures import MODEL_ARCHITECTURES
+from lsq.fairseq.criterion import LSQLabelSmoothedCrossEntropyCriterion
 from lsq.layers.memory import describe_memory, plan_memory
 from lsq.program.frames import StepMemory
 from lsq.program.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
+REFUSED = "{} computes its loss outside the model's layers; use --criterion lsq_label_smoothed_cross_entropy"
 
-def largest_batch(
+
+def bounding_batch(
     dictionary: Dictionary,
     *,
     max_tokens: int | None,
@@ -25,17 +29,18 @@ def largest_batch(
     max_positions: tuple[int, int],
     length_multiple: int = 1,
 ) -> dict[str, Any]:
-    """A batch, as fairseq's collater makes them, in which no tensor of any batch of these limits is larger.
+    """A batch, as fairseq's collater makes them, none of whose tensors is exceeded by any batch of these limits.
 
-    With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`. Tensors grow with
-    B * S, B * T, or, inside attention, B * T * S. So enough of the longest sentences to reach `max_tokens` are the most
-    that there can be.
+    With B sentences of S source and T target tokens, fairseq keeps B * S and B * T to `max_tokens`, and then pads S and
+    T to a multiple of `length_multiple`. Tensors grow with B * S, B * T, or, inside attention, B * T * S. So enough of
+    the longest sentences to reach `max_tokens` bound them all; a batch like this need not be possible.
 
     Args:
         dictionary: of the target.
-        max_tokens, max_sentences: of a batch, with padding; at least one is given.
+        max_tokens, max_sentences: of a batch; at least one is given.
         max_positions: tokens of the longest source and target.
-        length_multiple: lengths are padded to a multiple of this.
+        length_multiple: lengths are padded to a multiple of this, which may make a batch of short sentences so many
+            times as large.
 
     Raises:
         ValueError: neither limit is given.
@@ -45,7 +50,7 @@ def largest_batch(
     source, target = (
         -(-min(length, max_tokens or length) // length_multiple) * length_multiple for length in max_positions
     )
-    counts = [-(-max_tokens // min(source, target))] if max_tokens else []
+    counts = [-(-max_tokens * length_multiple // min(source, target))] if max_tokens else []
     sentences = min([*counts, *([max_sentences] if max_sentences else [])])
     tokens = torch.full((sentences, target), dictionary.unk())
     return {
@@ -62,13 +67,22 @@ def largest_batch(
 
 
 def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any], mode: str) -> StepMemory | None:
-    """Plan the memory of `model` for batches up to `batch`, and say how much it is. See `lsq.layers.memory`."""
+    """Plan the memory of `model` for batches bounded by `batch`, and say what came out. See `lsq.layers.memory`.
+
+    Other criterions than lsq's compute on logits by themselves, on a batch that may be larger than any that will come,
+    and are not rehearsed: their trainings use fresh memory.
+    """
+    if mode != "naive" and not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
+        logger.warning("memory is not planned: %s", REFUSED.format(type(criterion).__name__))
+        return None
     memory = plan_memory(model, lambda: criterion(model, batch)[0], mode=mode)
-    if memory is not None:
+    if memory is None:
+        logger.info("memory is not planned: %s", "--lsq-memory naive" if mode == "naive" else loader.description())
+    else:
         plan = memory.step.plan
         logger.info(
-            "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound, for batches up to "
-            "%d sentences of %d and %d tokens",
+            "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound, bounded by %d "
+            "sentences of %d and %d tokens",
             mode, len(plan.offsets), memory.arena.size / 2**20, 100 * plan.gap, *_shape(batch),
         )
     return memory
@@ -90,9 +104,11 @@ def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
     for number in range(len(words), vocabulary):
         words.add_symbol(f"word{number}")
     task = tasks.TASK_REGISTRY[given.task](given, words, words)
-    model = task.build_model(given)
-    batch = task.largest_batch(model)
     criterion = task.build_criterion(given)
+    if not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
+        raise ValueError(REFUSED.format(type(criterion).__name__))
+    model = task.build_model(given)
+    batch = task.bounding_batch(model)
     return describe_memory(model, lambda: criterion(model, batch)[0])
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lsq.fairseq import calibration, checkpoint, options
 from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
+from lsq.program import rehearsal
 
 MODEL = "lsq_transformer"
 
@@ -88,7 +89,7 @@ class LSQTransformerModel(TransformerModel):
                 alignment_heads=alignment_heads,
             )
 
-        if self.training:
+        if self.training and rehearsal.active() is None:
             calibration.together(self, lambda: run(features_only=False))
         features, extra = run(features_only or target is not None)
         if target is None:

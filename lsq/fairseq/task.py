@@ -11,7 +11,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
-from lsq.fairseq.memory import largest_batch, plan_training
+from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
@@ -77,12 +77,12 @@ class LSQTranslationTask(TranslationTask):
         """
         self.planned = True
         if self.model is not None and any(isinstance(module, ProgramModule) for module in self.model.modules()):
-            plan_training(self.model, criterion, self.largest_batch(self.model), str(self.cfg.lsq_memory))
+            plan_training(self.model, criterion, self.bounding_batch(self.model), str(self.cfg.lsq_memory))
 
-    def largest_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
-        """A batch that no batch of this training exceeds. See `lsq.fairseq.memory.largest_batch`."""
+    def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
+        """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
         limits = zip(self.max_positions(), model.max_positions(), strict=True)
-        return largest_batch(
+        return bounding_batch(
             self.target_dictionary,
             max_tokens=self.cfg.max_tokens,
             max_sentences=self.cfg.batch_size,

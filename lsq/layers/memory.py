@@ -16,9 +16,19 @@ MODES = ("planned", "guard", "naive")
 
 
 def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[rehearsal.Rehearsal, tuple[str, ...]]:
-    """The passes of `step` and a name for each node: that of its module in `model`."""
+    """The passes of `step` and a name for each node: that of its module in `model`.
+
+    Raises:
+        ValueError: the step trains modules that are not in `model`, or is none (see `lsq.program.rehearsal.rehearse`).
+    """
     rehearsed = rehearsal.rehearse(step, model.parameters())
-    return rehearsed, node_names(rehearsed.owners, {module: name for name, module in model.named_modules()})
+    names = {module: name for name, module in model.named_modules()}
+    outside = sorted({type(owner).__name__ for owner in rehearsed.owners if owner not in names})
+    if outside:
+        raise ValueError(
+            f"the step also trains {', '.join(outside)} outside the model; put all modules into one, and plan that"
+        )
+    return rehearsed, node_names(rehearsed.owners, names)
 
 
 def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepPlan:
@@ -34,14 +44,15 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
         model: its ProgramModules run the layers.
         step: runs the model on the largest batch and returns the loss, a scalar. It is rehearsed: the layers compute
             nothing, their results are zeros. Every training step must run the same layers in the same order, on batches
-            no larger. Evaluation and decoding are free.
+            no larger. A model in eval mode has no plan and is free.
         mode: "planned"; "guard" checks every access to a planned tensor and is slow; "naive" takes any plan away.
 
     Returns:
         The memory, which `release_memory` gives back; None under "naive", and where the C++ library is not built.
 
     Raises:
-        ValueError: an unknown mode, or a step that trains no layer.
+        ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).
+        MemoryError: the system refuses so much.
     """
     if mode not in MODES:
         raise ValueError(f"memory is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
@@ -53,7 +64,7 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
     kind = GuardedMemory if mode == "guard" else StepMemory
     memory = kind(plan_step(tuple(rehearsed.passes), names, margin=margin), rehearsed.owners, names)
     for owner in rehearsed.owners:
-        owner.memory = memory
+        owner.step_memory = memory
     return memory
 
 
@@ -61,4 +72,4 @@ def release_memory(model: nn.Module) -> None:
     """Take the planned memory away from every layer; it is freed once nothing uses it any more."""
     for module in model.modules():
         if isinstance(module, ProgramModule):
-            module.memory = None
+            module.step_memory = None

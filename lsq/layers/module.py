@@ -33,7 +33,7 @@ class ProgramModule(nn.Module):
     training passes: clips are measured in the first one and again while tensors still grow fast. Codes of weights are
     made anew for every training pass, and kept while the module is in eval mode and no gradient is wanted.
 
-    `memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
+    `step_memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
     """
 
     def __init__(self, quantization: QuantConfig):
@@ -43,7 +43,7 @@ class ProgramModule(nn.Module):
         self._codes_made_from: tuple = ()
         self._observer = None
         self._measured_at = self._weights_measured_at = 0
-        self.memory: StepMemory | None = None
+        self.step_memory: StepMemory | None = None
         if quantization.quantized:
             self.register_buffer("calibrated", torch.tensor(quantization.activation_init == "fixed"))
             self.register_buffer("passes", torch.tensor(0))
@@ -133,7 +133,8 @@ class ProgramModule(nn.Module):
             before=self._calibrate_operation if measuring else None,
             after=self._observer,
         )
-        outputs = Execution(program, hooks, memory=self.memory, owner=self)(tensors)
+        memory = self.step_memory if self.training else None
+        outputs = Execution(program, hooks, memory=memory, owner=self)(tensors)
         if calibrating:
             for module in self.modules():
                 if isinstance(module, ProgramModule):

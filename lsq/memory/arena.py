@@ -1,13 +1,22 @@
 """The arena: the memory of a plan, allocated once, with tensors as views at planned addresses."""
 
+import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
 
 HUGE_PAGE = 2 << 20
 """Bytes of the pages that the system is asked for on the CPU: fewer page faults, fewer misses in the address cache."""
+
+
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than what the machine has, if no batch is."""
+WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK: a worker that loads data finds zeros, instead of a copy of every page."""
+ADVICE = (mmap.MADV_HUGEPAGE, WIPE_ON_FORK) if sys.platform == "linux" else ()
 
 
 class Arena:
@@ -19,6 +28,9 @@ class Arena:
     Args:
         capacities: bytes of each segment.
         device: where, as torch names it.
+
+    Raises:
+        MemoryError: the system refuses so much.
     """
 
     def __init__(self, capacities: Sequence[int], device: torch.device | str = "cpu"):
@@ -62,9 +74,16 @@ def _slab(capacity: int, device: torch.device) -> torch.Tensor:
     """uint8 [capacity] that begins at a multiple of HUGE_PAGE on the CPU."""
     if device.type != "cpu":
         return torch.empty(capacity, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        pages = mmap.mmap(-1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    except OSError as error:
+        raise MemoryError(
+            f"the system gives no address space for a plan of {capacity} bytes ({error.strerror}); plan for smaller "
+            "batches or shorter sentences, or train without a plan"
+        ) from error
+    for advice in ADVICE:
+        with contextlib.suppress(OSError):  # an older kernel does without
+            pages.madvise(advice)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + capacity]

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lsq.ops.registry import fused_available
-from lsq.program.frames import FreshFrame, StepMemory
+from lsq.program.frames import Frame, FreshFrame, StepMemory
 from lsq.program.program import Program
 from lsq.program.tensor import Operation, VirtualTensor
 
@@ -112,10 +112,11 @@ class _Node(torch.autograd.Function):
     """One program as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx, program: Program, hooks: Hooks, frame: FreshFrame, *arguments):
+    def forward(ctx, program: Program, hooks: Hooks, frame: Frame, *arguments):
         borders = (*program.inputs, *program.parameters)
         values = dict(zip(borders, map(_contiguous, arguments), strict=True))
-        run(program, 0, program.forward_length, values, hooks, frame)
+        with frame.running(backward=False):
+            run(program, 0, program.forward_length, values, hooks, frame)
         ctx.program, ctx.frame = program, frame
         ctx.saved = tuple(
             tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
@@ -129,16 +130,15 @@ class _Node(torch.autograd.Function):
         program = ctx.program
         values = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
         values.update(zip(program.output_gradients, map(_contiguous, gradients), strict=True))
-        ctx.frame.begin_backward()
-        run(program, program.forward_length, len(program.operations), values, Hooks(), ctx.frame)
-        ctx.frame.close()
+        with ctx.frame.running(backward=True):
+            run(program, program.forward_length, len(program.operations), values, Hooks(), ctx.frame)
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
         return None, None, None, *(None if gradient is None else values[gradient] for gradient in found)
 
 
 def run(
-    program: Program, start: int, stop: int, values: dict[VirtualTensor, torch.Tensor], hooks: Hooks, frame: FreshFrame
+    program: Program, start: int, stop: int, values: dict[VirtualTensor, torch.Tensor], hooks: Hooks, frame: Frame
 ) -> None:
     """Run operations `start` to `stop` - 1 on `values`, which gains their outputs and loses what has no reader left."""
     fused = _backend == "cpu" or (_backend is None and fused_available())
@@ -149,7 +149,7 @@ def run(
         if hooks.before:
             hooks.before(operation, values)
         if fused:
-            written = frame.written(index, operation)
+            written = frame.tensors_for(index, operation)
             operation.definition.cpu(*inputs, *written, **operation.attributes)
             outputs = written[: len(operation.outputs)]
         else:

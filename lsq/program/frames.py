@@ -1,19 +1,24 @@
 """Where the tensors of a running program come from: fresh memory, or the places of a step's plan.
 
-A *frame* is the memory of one run of a program, from its forward pass to the end of its backward pass. It hands out
-the tensors that operations write.
+A *frame* is the memory of one run of a program, forward and backward. It hands out the tensors that operations write.
 """
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from lsq.memory.arena import Arena
 from lsq.program.program import Program
-from lsq.program.step import StepPlan, signature
+from lsq.program.step import Place, StepPlan, signature
 from lsq.program.tensor import Operation, VirtualTensor
 
-ADVICE = "plan again with the step as it is now, or run without a plan (--lsq-memory naive)"
+ADVICE = (
+    "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan (release_memory; "
+    "--lsq-memory naive)"
+)
 
 
 def allocate(tensor: VirtualTensor) -> torch.Tensor:
@@ -21,29 +26,67 @@ def allocate(tensor: VirtualTensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-class FreshFrame:
-    """Every tensor in memory of its own."""
+class Frame:
+    """The memory of one run of a program."""
 
-    def written(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
-        """Tensors for operation `index` to write into."""
-        return [None if tensor is None else allocate(tensor) for tensor in operation.written]
+    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+        """Tensors for operation `index` to write into: its outputs, then its scratch memory."""
+        raise NotImplementedError
 
     def done(self, index: int, operation: Operation) -> None:
         """Operation `index` has run."""
 
-    def begin_backward(self) -> None:
-        """The backward pass is about to run."""
+    @contextmanager
+    def running(self, backward: bool) -> Iterator[None]:
+        """Around each pass."""
+        yield
 
-    def close(self) -> None:
-        """Nothing of the run is needed any more."""
+
+class FreshFrame(Frame):
+    """Every tensor in memory of its own."""
+
+    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+        return [None if tensor is None else allocate(tensor) for tensor in operation.written]
+
+
+class PlannedFrame(Frame):
+    """Tensors at the places of a plan; what crosses a border gets fresh memory.
+
+    Args:
+        memory: the plan's.
+        node: which run of the step it is.
+        program: what runs; it has the operations of the planned program, and no larger tensors.
+    """
+
+    def __init__(self, memory: "StepMemory", node: int, program: Program):
+        self.memory, self.node = memory, node
+        self.step_number: int | None = None
+        """Number of the step in which the forward pass ran."""
+        self._places = memory.step.places[node]
+
+    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+        return [
+            None if tensor is None else self._tensor(tensor, place)
+            for tensor, place in zip(operation.written, self._places[index], strict=True)
+        ]
+
+    def _tensor(self, tensor: VirtualTensor, place: Place | None) -> torch.Tensor:
+        if place is None:
+            return allocate(tensor)
+        return self.memory.arena.tensor(place[0], place[1], tensor.shape, tensor.dtype)
+
+    @contextmanager
+    def running(self, backward: bool) -> Iterator[None]:
+        with self.memory.running(self, backward):
+            yield
 
 
 class StepMemory:
     """The arena of one model's training step, and the order in which it is used.
 
-    Runs must follow the planned order, else tensors would lie where others still live: a program that runs out of
-    turn, twice, or with a larger batch is refused. Programs of the plan may be left out. A step begins with the first
-    run after every earlier one is over: its backward pass has run, or its graph is gone.
+    Passes must come in the planned order, else tensors would lie where others still live. Some may be left out. A
+    forward pass that is out of turn begins the next step; what the step before has saved is gone then, and its
+    backward passes are refused. So is a pass that begins while another one runs, and a batch larger than planned.
 
     Args:
         step: the plan.
@@ -51,16 +94,18 @@ class StepMemory:
         names: of the nodes, for messages.
     """
 
+    frame = PlannedFrame
+
     def __init__(self, step: StepPlan, owners: list[object], names: tuple[str, ...]):
         self.step = step
         self.names = names
         self.arena = Arena(step.plan.capacities)
-        self._owners = [id(owner) for owner in owners]
-        self._forward = {one.node: position for position, one in enumerate(step.passes) if not one.backward}
-        self._backward = {one.node: position for position, one in enumerate(step.passes) if one.backward}
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._positions = {(one.node, one.backward): position for position, one in enumerate(step.passes)}
         self._programs = {one.node: one.program for one in step.passes}
         self._fitting: dict[int, weakref.WeakSet[Program]] = {node: weakref.WeakSet() for node in self._programs}
-        self._open: set[int] = set()
+        self._busy = threading.Lock()
+        self._step_number = 0
         self._position = -1
 
     def __deepcopy__(self, memo):
@@ -69,29 +114,19 @@ class StepMemory:
     def __reduce__(self):
         return type(None), ()
 
-    def open(self, owner: object, program: Program) -> "PlannedFrame":
-        """The frame of a forward pass of `program`, which `owner` runs next.
+    def open(self, owner: object, program: Program) -> PlannedFrame:
+        """The frame for the next run of `program` by `owner`.
 
         Raises:
-            RuntimeError: the plan has no such run at this point.
+            RuntimeError: the plan has no such run.
             ValueError: the batch is larger than planned.
         """
-        if not self._open:
-            self._position = -1
-        for node, identity in enumerate(self._owners):
-            if identity == id(owner) and self._forward[node] > self._position:
-                self._check(node, program)
-                self._position = self._forward[node]
-                self._open.add(node)
-                return self._frame(node, program)
-        planned = [self.names[node] for node, identity in enumerate(self._owners) if identity == id(owner)]
-        raise RuntimeError(
-            f"{planned[0] if planned else program.name} runs {'again or ' if planned else ''}out of the order that "
-            f"memory was planned for, while {len(self._open)} earlier runs still await their backward pass; {ADVICE}"
-        )
-
-    def _frame(self, node: int, program: Program) -> "PlannedFrame":
-        return PlannedFrame(self, node)
+        nodes = [node for node, known in enumerate(self._owners) if known() is owner]
+        if not nodes:
+            raise RuntimeError(f"{program.name} is run by a module that was not part of the planned step; {ADVICE}")
+        node = next((node for node in nodes if self._positions[node, False] > self._position), nodes[0])
+        self._check(node, program)
+        return self.frame(self, node, program)
 
     def _check(self, node: int, program: Program) -> None:
         if program in self._fitting[node]:
@@ -99,64 +134,54 @@ class StepMemory:
         planned = self._programs[node]
         if signature(program) != signature(planned):
             raise RuntimeError(f"{self.names[node]} runs other operations than memory was planned for; {ADVICE}")
-        for operation, places in zip(program.operations, self.step.places[node], strict=True):
-            for tensor, place in zip(operation.written, places, strict=True):
-                if place is not None and tensor.size > place[2]:
-                    largest = next(one for one in planned.inputs if one.name == program.inputs[1].name)
+        for operation, largest in zip(program.operations, planned.operations, strict=True):
+            for tensor, bound in zip(operation.written, largest.written, strict=True):
+                if tensor is not None and tensor.size > bound.size:
                     raise ValueError(
-                        f"the batch is too large for the planned memory: {self.names[node]} got "
-                        f"{program.inputs[1].name} {program.inputs[1].shape} and needs {tensor.size} bytes for "
-                        f"{tensor.name}; planned were {largest.shape} and {place[2]} bytes. Plan for larger batches "
-                        "(--max-tokens, --max-source-positions, --max-target-positions), or make smaller ones"
+                        f"the batch is too large for the planned memory: {self.names[node]} needs {tensor.size} bytes "
+                        f"for {tensor!r}; planned were {bound.size} bytes for {bound!r}. Plan for larger batches "
+                        "(plan_memory; in fairseq --max-tokens, --batch-size, --max-source-positions, "
+                        "--max-target-positions), or make smaller ones"
                     )
         self._fitting[node].add(program)
 
-    def turn_back(self, node: int) -> None:
-        """The backward pass of `node` is next.
+    @contextmanager
+    def running(self, frame: PlannedFrame, backward: bool) -> Iterator[None]:
+        """Around a pass of `frame`.
 
         Raises:
-            RuntimeError: the order is not the planned one.
+            RuntimeError: another pass is running, or this one must not run now.
         """
-        if self._backward.get(node, -1) < self._position:
-            raise RuntimeError(f"the backward pass of {self.names[node]} comes out of the planned order; {ADVICE}")
-        self._position = self._backward[node]
+        name = self.names[frame.node]
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(f"{name} runs while another pass in the same planned memory is running; {ADVICE}")
+        try:
+            if backward:
+                self._turn_back(frame, name)
+            else:
+                self._enter(frame)
+            yield
+        finally:
+            self._busy.release()
 
-    def close(self, node: int) -> None:
-        """A run is over."""
-        self._open.discard(node)
+    def _enter(self, frame: PlannedFrame) -> None:
+        position = self._positions[frame.node, False]
+        if position <= self._position:
+            self.next_step()
+        self._position, frame.step_number = position, self._step_number
 
+    def next_step(self) -> None:
+        """Whatever lies in the arena is not needed any more."""
+        self._step_number += 1
 
-class PlannedFrame(FreshFrame):
-    """Tensors at the places of a plan; what crosses a border gets fresh memory."""
-
-    def __init__(self, memory: StepMemory, node: int):
-        self.memory, self.node = memory, node
-        self._places = memory.step.places[node]
-        self._closed = False
-
-    def written(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
-        return [
-            None if tensor is None else self._tensor(tensor, place)
-            for tensor, place in zip(operation.written, self._places[index], strict=True)
-        ]
-
-    def _tensor(self, tensor: VirtualTensor, place) -> torch.Tensor:
-        if place is None:
-            return allocate(tensor)
-        return self.memory.arena.tensor(place[0], place[1], tensor.shape, tensor.dtype)
-
-    def begin_backward(self) -> None:
-        if self._closed:
+    def _turn_back(self, frame: PlannedFrame, name: str) -> None:
+        if frame.step_number != self._step_number:
             raise RuntimeError(
-                f"the saved tensors of {self.memory.names[self.node]} are gone: its backward pass has run already; "
-                f"{ADVICE}"
+                f"what {name} has saved for its backward pass is gone: its model has begun another step since; {ADVICE}"
             )
-        self.memory.turn_back(self.node)
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.memory.close(self.node)
-
-    def __del__(self):
-        self.close()
+        position = self._positions.get((frame.node, True), -1)
+        if position <= self._position:
+            raise RuntimeError(
+                f"the backward pass of {name} has begun before, or comes out of the planned order; {ADVICE}"
+            )
+        self._position = position

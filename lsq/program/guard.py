@@ -42,8 +42,54 @@ class Alive:
     tensor: torch.Tensor
 
 
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or with bytes of POISON."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.view(torch.uint8).fill_(POISON)
+
+
+class GuardedFrame(PlannedFrame):
+    """A PlannedFrame that reports every access to its memory."""
+
+    def __init__(self, memory: "GuardedMemory", node: int, program: Program):
+        super().__init__(memory, node, program)
+        self._length = program.forward_length
+        self._writers: dict[VirtualTensor, tuple[int, int]] = {
+            tensor: (index, number)
+            for index, operation in enumerate(program.operations)
+            for number, tensor in enumerate(operation.written)
+            if is_placed(tensor)
+        }
+
+    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+        what = self._label(index, operation)
+        now = self.memory.moment(self.node, index >= self._length, index)
+        self.memory.pass_by(now - 1, "a pass that was left out")
+        for tensor in operation.inputs:
+            if tensor in self._writers:
+                self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
+        made = super().tensors_for(index, operation)
+        for number, (tensor, place) in enumerate(zip(made, self._places[index], strict=True)):
+            if place is not None:
+                key = (self.node, index, number)
+                self.memory.write(key, tensor, self.memory.step.buffers[key], place, what)
+        return made
+
+    def done(self, index: int, operation: Operation) -> None:
+        moment = self.memory.moment(self.node, index >= self._length, index)
+        self.memory.pass_by(moment, self._label(index, operation))
+
+    def _label(self, index: int, operation: Operation) -> str:
+        direction = "backward" if index >= self._length else "forward"
+        return f"{operation.name} ({direction} of {self.memory.names[self.node]})"
+
+
 class GuardedMemory(StepMemory):
     """A StepMemory that checks every access. Its plan needs a margin of MARGIN bytes behind every tensor."""
+
+    frame = GuardedFrame
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -51,13 +97,9 @@ class GuardedMemory(StepMemory):
         self.fired = 0
         """Faults found."""
 
-    def open(self, owner: object, program: Program) -> "GuardedFrame":
-        if not self._open:
-            self.alive.clear()
-        return super().open(owner, program)
-
-    def _frame(self, node: int, program: Program) -> "GuardedFrame":
-        return GuardedFrame(self, node, program)
+    def next_step(self) -> None:
+        super().next_step()
+        self.alive.clear()
 
     def fire(self, message: str) -> None:
         """Report a fault.
@@ -70,7 +112,7 @@ class GuardedMemory(StepMemory):
 
     def moment(self, node: int, backward: bool, index: int) -> int:
         """The operation `index` of a node's program in the count of the step."""
-        position = (self._backward if backward else self._forward)[node]
+        position = self._positions[node, backward]
         return self.step.starts[position] + index - operations_of(self.step.passes[position]).start
 
     def red_zone(self, one: Alive) -> torch.Tensor:
@@ -106,45 +148,3 @@ class GuardedMemory(StepMemory):
                 self.check_red_zone(one, f"after {what}")
                 poison(one.tensor)
                 del self.alive[key]
-
-
-def poison(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or with bytes of POISON."""
-    if tensor.is_floating_point():
-        tensor.fill_(float("nan"))
-    else:
-        tensor.view(torch.uint8).fill_(POISON)
-
-
-class GuardedFrame(PlannedFrame):
-    """A PlannedFrame that reports every access to its memory."""
-
-    def __init__(self, memory: GuardedMemory, node: int, program: Program):
-        super().__init__(memory, node)
-        self._length = program.forward_length
-        self._writers: dict[VirtualTensor, tuple[int, int]] = {
-            tensor: (index, number)
-            for index, operation in enumerate(program.operations)
-            for number, tensor in enumerate(operation.written)
-            if is_placed(tensor)
-        }
-
-    def written(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
-        what = self._label(index, operation)
-        for tensor in operation.inputs:
-            if tensor in self._writers:
-                self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
-        made = super().written(index, operation)
-        for number, (tensor, place) in enumerate(zip(made, self._places[index], strict=True)):
-            if place is not None:
-                key = (self.node, index, number)
-                self.memory.write(key, tensor, self.memory.step.buffers[key], place, what)
-        return made
-
-    def done(self, index: int, operation: Operation) -> None:
-        moment = self.memory.moment(self.node, index >= self._length, index)
-        self.memory.pass_by(moment, self._label(index, operation))
-
-    def _label(self, index: int, operation: Operation) -> str:
-        direction = "backward" if index >= self._length else "forward"
-        return f"{operation.name} ({direction} of {self.memory.names[self.node]})"

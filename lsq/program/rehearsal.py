@@ -4,6 +4,7 @@ Everything around them is real: the model's own code, autograd, the order in whi
 for any model, however it shares, repeats or wires its layers.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import torch
 
 from lsq.program.program import Program
 
-_active: "Rehearsal | None" = None
+_local = threading.local()
+"""Rehearsals are of one thread: others go on computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +82,17 @@ def _zeros(tensors) -> tuple[torch.Tensor, ...]:
 
 def active() -> Rehearsal | None:
     """The rehearsal that is going on, if any."""
-    return _active
+    return getattr(_local, "rehearsal", None)
 
 
 @contextmanager
 def rehearsing() -> Iterator[Rehearsal]:
     """Inside, modules note their programs in the rehearsal instead of running them."""
-    global _active
-    previous, _active = _active, Rehearsal()
+    previous, _local.rehearsal = active(), Rehearsal()
     try:
-        yield _active
+        yield _local.rehearsal
     finally:
-        _active = previous
+        _local.rehearsal = previous
 
 
 def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
@@ -100,17 +101,30 @@ def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
     No gradient is left behind, and torch's random numbers go on as if nothing had been.
 
     Raises:
-        ValueError: the loss depends on no program with a backward pass.
+        ValueError: `step` returns no scalar, goes back by itself, or its loss depends on no trained layer of lsq.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in wanted]
     state = torch.get_rng_state()
     try:
         with rehearsing() as rehearsal, torch.enable_grad():
             loss = step()
-            if rehearsal.passes and loss.requires_grad:
-                torch.autograd.grad(loss, wanted, allow_unused=True)
+            _check_step(loss, rehearsal)
+            torch.autograd.grad(loss, wanted, allow_unused=True)
     finally:
         torch.set_rng_state(state)
-    if not any(one.backward for one in rehearsal.passes):
-        raise ValueError("the step that was to be planned ran no layer of lsq with a backward pass")
+        for parameter, gradient in zip(wanted, gradients, strict=True):
+            parameter.grad = gradient
     return rehearsal
+
+
+def _check_step(loss: object, rehearsal: Rehearsal) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(type(loss).__name__)
+        raise ValueError(f"the step returned {found}; it must return the loss, a scalar tensor")
+    if any(one.backward for one in rehearsal.passes):
+        raise ValueError("the step went back by itself; it must return the loss, and leave backward() out")
+    if not rehearsal.passes or not loss.requires_grad:
+        raise ValueError(
+            "the step ran no layer of lsq that is trained; run the model on a batch, with parameters that require grad"
+        )

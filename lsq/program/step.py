@@ -129,7 +129,7 @@ def node_names(owners: Sequence[object], modules: dict[object, str]) -> tuple[st
     runs: dict[str, int] = {}
     names = []
     for owner in owners:
-        name = modules.get(owner) or type(owner).__name__
+        name = modules[owner] or type(owner).__name__
         runs[name] = runs.get(name, 0) + 1
         names.append(name if runs[name] == 1 else f"{name}#{runs[name]}")
     return tuple(names)

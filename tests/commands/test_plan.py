@@ -20,7 +20,8 @@ def test_report(file, capsys):
     assert cli.main(["plan", str(file)]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert "peak         6 bytes" in lines and "lower bound  6 bytes" in lines and "gap          0.0000%" in lines
+    assert "peak         6 bytes (0.0 MiB)" in lines
+    assert "lower bound  6 bytes" in lines and "gap          0.0000%" in lines
     assert "method       portfolio" in lines and "segments     1, together 6 bytes" in lines
     assert "alive at operation 2, where most bytes are: 2 buffers" in lines
     assert lines[-2].split() == ["4", "a", "(0", "to", "2)"] and lines[-1].split() == ["2", "b", "(2", "to", "4)"]
@@ -119,6 +120,7 @@ def test_a_training_step_is_planned_by_its_options(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, message", [
     (["--arch", "transformer", "--max-tokens", "64"], "arch is 'transformer'; allowed: lsq_transformer,"),
     (["--arch", "lsq_transformer"], "--max-tokens or --batch-size"),
+    (["--arch", "lsq_transformer", "--criterion", "cross_entropy"], "--criterion lsq_label_smoothed_cross_entropy"),
 ])
 def test_a_step_that_cannot_be_planned(arguments, message):
     with pytest.raises(ValueError, match=message):

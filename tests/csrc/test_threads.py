@@ -44,7 +44,7 @@ def test_operations(build, threads):
         results = []
         for count in (1, 2, 5):
             threads(count)
-            written = FreshFrame().written(0, operation)
+            written = FreshFrame().tensors_for(0, operation)
             operation.definition.cpu(*inputs, *written, **operation.attributes)
             results.append(written[: len(operation.outputs)])
         for tensor, *found in zip(operation.outputs, *results, strict=True):

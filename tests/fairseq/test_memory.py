@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.fairseq import memory
-from lsq.fairseq.memory import largest_batch
+from lsq.fairseq.memory import bounding_batch
 from lsq.layers.memory import plan_memory
 from lsq.program.step import buffers_of
 
@@ -20,8 +20,8 @@ def test_trainings_are_the_same_in_every_mode(train, tmp_path, caplog, options):
             for mode in ("planned", "guard", "naive")
         }
     said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
-    assert len(said) == 2 and said[0].startswith("memory (planned): ") and "above the lower bound" in said[0]
-    assert "sentences of 120 and 120 tokens" in said[0]
+    assert len(said) == 3 and said[0].startswith("memory (planned): ") and "above the lower bound" in said[0]
+    assert "bounded by 1 sentences of 120 and 120 tokens" in said[0] and "--lsq-memory naive" in said[2]
     for mode in ("guard", "naive"):
         assert all(torch.equal(states["planned"][name], states[mode][name]) for name in states["planned"])
 
@@ -38,6 +38,16 @@ def test_a_model_without_layers_of_lsq_is_left_alone(train, tmp_path, monkeypatc
     train(tmp_path, "--max-update 1 --arch transformer --criterion label_smoothed_cross_entropy")
 
 
+def test_another_criterion_trains_without_a_plan(train, tmp_path, caplog):
+    train(tmp_path, "--max-update 2 --criterion label_smoothed_cross_entropy")
+    said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
+    assert len(said) == 1 and "not planned" in said[0] and "--criterion lsq_label_smoothed" in said[0]
+
+
+def test_lengths_that_are_padded_to_a_multiple(train, tmp_path):
+    train(tmp_path, "--max-update 4 --required-seq-len-multiple 8 --max-source-positions 16 --max-target-positions 16")
+
+
 def test_an_unknown_mode(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--lsq-memory red")
@@ -50,11 +60,11 @@ def test_an_unknown_mode(parse, capsys):
     ({"max_tokens": 20, "max_sentences": None, "max_positions": (1024, 1024)}, (1, 20, 20)),
     ({"max_tokens": 100, "max_sentences": 2, "max_positions": (30, 30)}, (2, 30, 30)),
     ({"max_tokens": None, "max_sentences": 7, "max_positions": (11, 13)}, (7, 11, 13)),
-    ({"max_tokens": 100, "max_sentences": None, "max_positions": (30, 30), "length_multiple": 8}, (4, 32, 32)),
+    ({"max_tokens": 100, "max_sentences": None, "max_positions": (30, 30), "length_multiple": 8}, (25, 32, 32)),
 ])
-def test_the_largest_batch(build, limits, expected):
+def test_the_bounding_batch(build, limits, expected):
     task, _ = build()
-    batch = largest_batch(task.target_dictionary, **limits)
+    batch = bounding_batch(task.target_dictionary, **limits)
     source = batch["net_input"]["src_tokens"]
     assert (*source.shape, batch["target"].shape[1]) == expected
     assert batch["net_input"]["prev_output_tokens"].shape == batch["target"].shape == (expected[0], expected[2])
@@ -64,37 +74,43 @@ def test_the_largest_batch(build, limits, expected):
 
 def test_without_any_limit(build):
     with pytest.raises(ValueError, match="--max-tokens or --batch-size"):
-        largest_batch(build()[0].target_dictionary, max_tokens=None, max_sentences=None, max_positions=(9, 9))
+        bounding_batch(build()[0].target_dictionary, max_tokens=None, max_sentences=None, max_positions=(9, 9))
 
 
-def test_no_batch_that_fairseq_may_make_is_larger_than_planned(build, parse):
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_no_batch_that_fairseq_may_make_is_larger_than_planned(build, parse, multiple):
     """Every combination of lengths, with as many sentences as --max-tokens lets in."""
     task, model = build("--lsq-backward int8 --encoder-layers 1 --decoder-layers 1")
     criterion = task.build_criterion(parse())
-    limits = {"max_tokens": 50, "max_sentences": None}
-
     def step_of(batch):
         plan = plan_memory(model, lambda: criterion(model, batch)[0]).step
         return buffers_of(plan.passes, [str(node) for node in range(len(plan.places))])
 
-    longest = 16
-    bound = step_of(largest_batch(task.target_dictionary, **limits, max_positions=(longest, longest)))
-    for source, target in itertools.product((1, 5, 15, 16), repeat=2):
-        sentences = 50 // max(source, target)
+    longest = (16, 11)
+    bound = step_of(
+        bounding_batch(
+            task.target_dictionary, max_tokens=50, max_sentences=None, max_positions=longest, length_multiple=multiple
+        )
+    )
+    for source, target in itertools.product((1, 5, 15, 16), (1, 4, 11)):
         found = step_of(
-            largest_batch(
-                task.target_dictionary, max_tokens=None, max_sentences=sentences, max_positions=(source, target)
+            bounding_batch(
+                task.target_dictionary,
+                max_tokens=None,
+                max_sentences=50 // max(source, target),
+                max_positions=(source, target),
+                length_multiple=multiple,
             )
         )
         assert found.keys() == bound.keys()
-        assert all(found[key].size <= bound[key].size for key in bound), (sentences, source, target)
+        assert all(found[key].size <= bound[key].size for key in bound), (source, target)
 
 
 def test_a_batch_beyond_the_plan_names_both_sizes(train, tmp_path, monkeypatch):
     """As a task that makes its own batches might bring it."""
-    original = largest_batch
+    original = bounding_batch
     monkeypatch.setattr(
-        "lsq.fairseq.task.largest_batch",
+        "lsq.fairseq.task.bounding_batch",
         lambda dictionary, **limits: original(dictionary, **{**limits, "max_tokens": 20}),
     )
     with pytest.raises(ValueError, match=r"too large for the planned memory.*planned were.*--max-tokens"):

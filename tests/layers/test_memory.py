@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lsq.layers import TransformerEncoderLayer
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
 from lsq.memory.validator import faults
+from lsq.program import executor
 from tests.layers.shapes import config_of
 from tests.layers.toy import Translator, batch, largest, losses, twins
 
@@ -73,20 +75,28 @@ def test_planning_leaves_no_trace():
 def test_a_larger_batch_is_refused_with_both_sizes():
     model = Translator(backward="int8")
     plan_memory(model, largest(model, 4, 16))
-    with pytest.raises(ValueError, match=r"too large.*x \(68, 48\).*planned were \(64, 48\).*--max-tokens"):
+    message = r"too large.*embedding needs 13056 bytes for x float32\[68, 48\]; planned were 12288 bytes.*--max-tokens"
+    with pytest.raises(ValueError, match=message):
         model(*batch(4, 17, 16))
-    gc.collect()
     model(*batch(4, 16, 16)).backward()
 
 
-def test_a_layer_that_runs_twice_unplanned_is_refused():
+def test_a_later_step_takes_the_place_of_one_that_did_not_go_back():
     model = Translator(backward="int8")
     plan_memory(model, largest(model))
     loss = model(*batch(3, 7, 9))
-    with pytest.raises(RuntimeError, match="embedding runs again.*await their backward pass.*--lsq-memory naive"):
-        model(*batch(3, 7, 9))
-    loss.backward()
+    other = model(*batch(3, 7, 9))
+    with pytest.raises(RuntimeError, match="projection has saved .* is gone: its model has begun another step"):
+        loss.backward()
+    other.backward()
     model(*batch(3, 7, 9)).backward()
+
+
+def test_two_runs_in_one_loss_that_were_planned_as_one_are_refused():
+    model = Translator(backward="int8")
+    plan_memory(model, largest(model))
+    with pytest.raises(RuntimeError, match="begun another step since.*rehearse the step.*--lsq-memory naive"):
+        (model(*batch(3, 7, 9)) + model(*batch(3, 7, 9))).backward()
 
 
 def test_a_step_that_runs_the_model_twice_can_be_planned():
@@ -104,22 +114,66 @@ def test_a_step_that_runs_the_model_twice_can_be_planned():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(planned.parameters(), naive.parameters(), strict=True))
 
 
-def test_an_abandoned_step_frees_its_places():
-    model = Translator(backward="int8")
-    plan_memory(model, largest(model))
-    loss = model(*batch(3, 7, 9))
-    del loss
-    gc.collect()
-    model(*batch(3, 7, 9)).backward()
-
-
 def test_going_back_twice_is_refused():
     model = Translator(backward="int8")
     plan_memory(model, largest(model))
     loss = model(*batch(3, 7, 9))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="saved tensors of .* are gone"):
+    with pytest.raises(RuntimeError, match="backward pass of projection has begun before"):
         loss.backward()
+
+
+def test_a_backward_pass_that_was_interrupted_cannot_go_on(monkeypatch):
+    layer = TransformerEncoderLayer(config_of(backward="int8"))
+    x = torch.randn(5, 2, 48, requires_grad=True)
+    plan_memory(layer, lambda: layer(x).sum())
+    loss = layer(x).sum()
+    original = executor.run
+
+    def interrupted(program, start, stop, *rest):
+        original(program, start, stop - 5, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(executor, "run", interrupted)
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has begun before"):
+        loss.backward()
+    layer(x).sum().backward()
+
+
+def test_a_pass_beside_another_is_refused():
+    layer = TransformerEncoderLayer(config_of(backward="int8"))
+    x = torch.randn(5, 2, 48, requires_grad=True)
+    memory = plan_memory(layer, lambda: layer(x).sum())
+    found = []
+
+    def other():
+        with pytest.raises(RuntimeError, match="while another pass in the same planned memory is running"):
+            layer(x)
+        found.append(True)
+
+    def start(operation, values):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    layer._observer = start
+    loss = layer(x).sum()
+    layer._observer = None
+    assert found and memory.step is not None
+    loss.backward()
+
+
+def test_eval_mode_has_no_plan():
+    model, naive = twins(backward="int8")
+    plan_memory(model, largest(model))
+    for one in (model, naive):
+        torch.manual_seed(3)
+        one(*batch(3, 7, 9)).backward()
+        one.eval()
+        one(*batch(7, 21, 5)).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), naive.parameters(), strict=True))
 
 
 def test_programs_may_be_left_out():
@@ -141,6 +195,14 @@ def test_other_operations_than_planned_are_refused():
     layer.config = config_of(backward="float")
     with pytest.raises(RuntimeError, match="other operations than memory was planned for"):
         layer(x)
+
+
+def test_a_layer_that_came_later_is_refused():
+    model = Translator(backward="int8")
+    plan_memory(model, largest(model))
+    model.encoder[0] = copy.copy(model.encoder[0])
+    with pytest.raises(RuntimeError, match="encoder_layer is run by a module that was not part of the planned step"):
+        model(*batch(3, 7, 9))
 
 
 def test_two_models_do_not_meet():
@@ -173,25 +235,58 @@ def test_a_copy_of_a_model_has_no_memory():
     model = Translator(backward="int8")
     plan_memory(model, largest(model))
     twin = copy.deepcopy(model)
-    assert twin.encoder[0].memory is None and model.encoder[0].memory is not None
+    assert twin.encoder[0].step_memory is None and model.encoder[0].step_memory is not None
 
 
 def test_the_same_step_is_planned_once():
     model, other = twins(backward="int8")
     assert plan_memory(model, largest(model)).step is plan_memory(other, largest(other)).step
-    assert describe_memory(model, largest(model)) is model.encoder[0].memory.step
+    assert describe_memory(model, largest(model)) is model.encoder[0].step_memory.step
 
 
 def test_naive_takes_a_plan_away():
     model = Translator(backward="int8")
     plan_memory(model, largest(model))
     assert plan_memory(model, largest(model), mode="naive") is None
-    assert model.encoder[0].memory is None
+    assert model.encoder[0].step_memory is None
+
+
+def test_threads_that_do_not_rehearse_compute():
+    model, layer = Translator(backward="int8"), TransformerEncoderLayer(config_of())
+    found = []
+
+    def step():
+        thread = threading.Thread(target=lambda: found.append(layer(torch.ones(5, 2, 48)).abs().sum()))
+        thread.start()
+        thread.join()
+        return largest(model)()
+
+    plan_memory(model, step)
+    assert found[0] > 0
 
 
 def test_mistakes():
     model = Translator(backward="int8")
     with pytest.raises(ValueError, match="memory is 'red'; allowed: 'planned', 'guard', 'naive'"):
         plan_memory(model, largest(model), mode="red")
-    with pytest.raises(ValueError, match="ran no layer of lsq with a backward pass"):
+    with pytest.raises(ValueError, match="ran no layer of lsq that is trained"):
         plan_memory(model, lambda: torch.nn.Linear(3, 1)(torch.ones(3)))
+    with pytest.raises(ValueError, match="returned 'NoneType'; it must return the loss, a scalar"):
+        plan_memory(model, lambda: print(largest(model)()))
+    with pytest.raises(ValueError, match=r"returned a tensor \(5, 2, 48\)"):
+        plan_memory(model, lambda: model.encoder[0](torch.ones(5, 2, 48)))
+    with pytest.raises(ValueError, match="also trains Translator|also trains .* outside the model"):
+        plan_memory(model.encoder, largest(model))
+
+
+def test_a_step_that_goes_back_by_itself_leaves_no_gradient():
+    model = Translator(backward="int8")
+
+    def step():
+        loss = largest(model)()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ValueError, match="leave backward.. out"):
+        plan_memory(model, step)
+    assert all(parameter.grad is None for parameter in model.parameters())

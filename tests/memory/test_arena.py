@@ -1,5 +1,8 @@
 import gc
+import os
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +41,38 @@ def test_empty_tensors_and_scalars():
 def test_what_does_not_fit_is_refused(offset, shape, dtype):
     with pytest.raises(ValueError, match=rf"offset {offset} does not fit segment 0 of 1024 bytes"):
         Arena([1024]).tensor(0, offset, shape, dtype)
+
+
+def overcommit() -> str:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip()
+    except OSError:
+        return ""
+
+
+@pytest.mark.skipif(overcommit() not in "01" or sys.platform != "linux", reason="the system reserves all memory ahead")
+def test_a_plan_may_be_larger_than_the_machine():
+    arena = Arena([1 << 40])
+    arena.tensor(0, (1 << 40) - 64, (16,), torch.float32).fill_(1)
+    arena.tensor(0, 0, (16,), torch.float32).fill_(1)
+
+
+def test_what_the_system_refuses_is_explained():
+    with pytest.raises(MemoryError, match="no address space for a plan of .* bytes .*plan for smaller batches"):
+        Arena([1 << 60])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_worker_takes_no_copy():
+    arena = Arena([4096])
+    tensor = arena.tensor(0, 0, (1024,), torch.uint8).fill_(7)
+    worker = os.fork()
+    if worker == 0:
+        os._exit(int(tensor[5]))
+    _, status = os.waitpid(worker, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 7) and (tensor == 7).all()
+    if sys.platform == "linux":
+        assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_memory_lives_as_long_as_its_tensors():

@@ -47,7 +47,7 @@ def compare_program(program: Program, seed: int = 0) -> set[str]:
     values = border_tensors(program, seed)
     for index, operation in enumerate(program.operations):
         inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        written = FreshFrame().written(index, operation)
+        written = FreshFrame().tensors_for(index, operation)
         outputs = written[: len(operation.outputs)]
         expected = operation.definition.reference(*inputs, **operation.attributes)
         operation.definition.cpu(*inputs, *written, **operation.attributes)

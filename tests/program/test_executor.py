@@ -120,9 +120,9 @@ def test_every_tensor_comes_from_the_frame():
     asked, finished = [], []
 
     class Frame(FreshFrame):
-        def written(self, index, operation):
+        def tensors_for(self, index, operation):
             asked.extend(t for t in operation.written if t is not None)
-            return super().written(index, operation)
+            return super().tensors_for(index, operation)
 
         def done(self, index, operation):
             finished.append(index)

@@ -35,6 +35,17 @@ def test_a_sound_plan_is_silent(guarded):
     assert memory.fired == 0 and not memory.alive
 
 
+def test_a_pass_that_is_left_out_is_no_fault():
+    """Of two losses only one goes back, while the other is kept."""
+    torch.manual_seed(1)
+    model, other = Translator(backward="int8"), Translator(backward="int8")
+    both = torch.nn.ModuleList([model, other])
+    memory = plan_memory(both, lambda: largest(model)() + largest(other)(), mode="guard")
+    loss, kept = model(*batch(3, 7, 9)), other(*batch(3, 7, 9))
+    loss.backward()
+    assert memory.fired == 0 and kept.isfinite()
+
+
 @pytest.mark.parametrize("which", [0, 7, 100, -40, -1])
 def test_a_life_that_is_one_operation_too_short(guarded, which):
     model, memory = guarded
