@@ -30,7 +30,7 @@ def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
         axes.plot(*_points(curve.validation), color=colour, marker="o", markersize=3, label=f"{name}, validation")
     axes.set(title=title, xlabel="updates", ylabel="bits per target token", ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=120)
 
 

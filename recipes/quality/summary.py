@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from statistics import mean
 
+from lsq.commands import logs
 from lsq.commands.progress import read_losses
 from lsq.commands.score import draw_losses
 from lsq.commands.text_run import LOSSES
@@ -51,6 +52,7 @@ def _join(results: list[dict], key: str, form: str) -> str:
 
 
 def main() -> None:
+    logs.configure()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path, help="the folder that run.sh wrote")
     output = parser.parse_args().output
