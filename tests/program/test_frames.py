@@ -1,0 +1,88 @@
+import pickle
+
+import pytest
+import torch
+
+from lsq.layers import TransformerEncoderLayer
+from lsq.layers.memory import plan_memory
+from lsq.program import layers
+from lsq.program.frames import FreshFrame
+from lsq.program.step import is_placed
+from tests.layers.shapes import config_of
+
+
+@pytest.fixture
+def planned():
+    """(layer, memory) for batches up to 5 x 2."""
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(config_of(backward="int8"))
+    return layer, plan_memory(layer, lambda: layer(torch.ones(5, 2, 48)).sum())
+
+
+def program_of(layer, batch, time):
+    return layers.encoder_layer(layer.config, batch, time, False, True, True)
+
+
+def inside(memory, tensor):
+    base = memory.arena.tensor(0, 0, (1,), torch.uint8).data_ptr()
+    return base <= tensor.data_ptr() < base + memory.arena.size
+
+
+def test_fresh_tensors_have_the_shapes_of_what_is_written():
+    program = layers.feed_forward(config_of(), 5, True, True)
+    for index, operation in enumerate(program.operations):
+        for virtual, tensor in zip(operation.written, FreshFrame().tensors_for(index, operation), strict=True):
+            assert (virtual is None) == (tensor is None)
+            assert tensor is None or (tuple(tensor.shape), tensor.dtype) == (virtual.shape, virtual.dtype)
+
+
+@pytest.mark.parametrize("batch, time", [(2, 5), (1, 3), (2, 1)])
+def test_tensors_of_any_batch_lie_at_the_planned_places(planned, batch, time):
+    layer, memory = planned
+    program = program_of(layer, batch, time)
+    frame = memory.open(layer, program)
+    base = memory.arena.tensor(0, 0, (1,), torch.uint8).data_ptr()
+    for index, operation in enumerate(program.operations):
+        tensors = frame.tensors_for(index, operation)
+        for number, (virtual, tensor) in enumerate(zip(operation.written, tensors, strict=True)):
+            if is_placed(virtual):
+                assert tensor.data_ptr() == base + memory.step.places[0][index][number][1]
+                assert tuple(tensor.shape) == virtual.shape and tensor.is_contiguous()
+            elif virtual is not None:
+                assert not inside(memory, tensor)
+
+
+def test_results_and_gradients_lie_outside(planned):
+    layer, memory = planned
+    x = torch.randn(5, 2, 48, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert not any(inside(memory, tensor) for tensor in (y, x.grad, *(p.grad for p in layer.parameters())))
+
+
+def test_passes_left_out_and_steps_begun_anew(planned):
+    layer, memory = planned
+    frames = [memory.open(layer, program_of(layer, 2, 5)) for _ in range(2)]
+    with frames[0].running(backward=False):
+        pass
+    with frames[1].running(backward=False):
+        pass
+    with pytest.raises(RuntimeError, match="begun another step"), frames[0].running(backward=True):
+        pass
+    with frames[1].running(backward=True):
+        pass
+    with pytest.raises(RuntimeError, match="has begun before"), frames[1].running(backward=True):
+        pass
+
+
+def test_a_pass_that_fails_lets_others_run(planned):
+    layer, memory = planned
+    frame = memory.open(layer, program_of(layer, 2, 5))
+    with pytest.raises(ZeroDivisionError), frame.running(backward=False):
+        raise ZeroDivisionError
+    with memory.open(layer, program_of(layer, 2, 5)).running(backward=False):
+        pass
+
+
+def test_memory_is_not_pickled(planned):
+    assert pickle.loads(pickle.dumps(planned[1])) is None
