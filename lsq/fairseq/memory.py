@@ -1,4 +1,4 @@
-"""Planned memory for a training in fairseq: the largest batch that its options allow, and the step that it makes."""
+"""Planned memory for a training in fairseq: a batch that bounds all that its options allow, and the step on it."""
 
 import logging
 from argparse import Namespace
@@ -89,7 +89,7 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
 
 
 def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
-    """The plan of a training step by its options alone: no data is read, nothing is computed.
+    """The plan of a training step by its options alone: the model is built, but no data is read and no layer computes.
 
     Args:
         given: fairseq-train's options with the task lsq_translation and a limit of batches.

@@ -145,7 +145,7 @@ def test_a_backward_pass_that_was_interrupted_cannot_go_on(monkeypatch):
 def test_a_pass_beside_another_is_refused():
     layer = TransformerEncoderLayer(config_of(backward="int8"))
     x = torch.randn(5, 2, 48, requires_grad=True)
-    memory = plan_memory(layer, lambda: layer(x).sum())
+    plan_memory(layer, lambda: layer(x).sum())
     found = []
 
     def other():
@@ -161,7 +161,7 @@ def test_a_pass_beside_another_is_refused():
     layer._observer = start
     loss = layer(x).sum()
     layer._observer = None
-    assert found and memory.step is not None
+    assert found
     loss.backward()
 
 
@@ -275,7 +275,7 @@ def test_mistakes():
         plan_memory(model, lambda: print(largest(model)()))
     with pytest.raises(ValueError, match=r"returned a tensor \(5, 2, 48\)"):
         plan_memory(model, lambda: model.encoder[0](torch.ones(5, 2, 48)))
-    with pytest.raises(ValueError, match="also trains Translator|also trains .* outside the model"):
+    with pytest.raises(ValueError, match="also trains .* outside the model"):
         plan_memory(model.encoder, largest(model))
 
 

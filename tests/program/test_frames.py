@@ -60,7 +60,7 @@ def test_results_and_gradients_lie_outside(planned):
     assert not any(inside(memory, tensor) for tensor in (y, x.grad, *(p.grad for p in layer.parameters())))
 
 
-def test_passes_left_out_and_steps_begun_anew(planned):
+def test_a_forward_pass_out_of_turn_begins_the_next_step(planned):
     layer, memory = planned
     frames = [memory.open(layer, program_of(layer, 2, 5)) for _ in range(2)]
     with frames[0].running(backward=False):
