@@ -1,4 +1,5 @@
-"""Builds the C++ host library, once per x86-64 instruction-set level, with one C++ compiler and nothing else.
+"""Builds the C++ host libraries with one C++ compiler and nothing else: the loops of the CPU, once per x86-64
+instruction-set level, and the launcher that replays work on a GPU.
 
 The libraries have a plain C interface and are loaded with ctypes; lsq/csrc/loader.py picks the level that the
 CPU can run. Where no compiler is found, or compiling fails, the installation goes on and plain torch is used.
@@ -17,23 +18,31 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("lsq/csrc/cpu").glob("*.h"))
-STAMPED = str(Path("lsq/csrc/cpu/sources.cpp"))
+STAMPED = str(Path("lsq/csrc/sources.cpp"))
 """The source that is compiled anew with every library: it carries the checksum of all of them."""
 
-checksum = runpy.run_path("lsq/csrc/sources.py")["checksum"]
+_module = runpy.run_path("lsq/csrc/sources.py")
+checksum = _module["checksum"]
+HEADERS = [str(path) for folder in ("cpu", "runtime") for path in _module["headers"](folder)]
+
+
+def sources(folder: str) -> list[str]:
+    """The .cpp files of the library in lsq/csrc/`folder`."""
+    return [*sorted(str(path) for path in Path("lsq/csrc", folder).glob("*.cpp")), STAMPED]
+
 
 # -ffp-contract=off: no fused multiply-adds, so that every level rounds exactly like the reference.
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Wall", "-fPIC", "-fopenmp"]
 COMPILE_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-LINK_FLAGS = ["-shared", "-fopenmp"]
+LINK_FLAGS = ["-shared", "-fopenmp", "-ldl"]
 X86_LEVELS = {
     "libcpu_v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     "libcpu_v3": ["-march=x86-64-v3"],
     "libcpu_v1": [],
 }
 LEVELS = X86_LEVELS if platform.machine().lower() in ("x86_64", "amd64") else {"libcpu_v1": []}
+LIBRARIES = {**{name: ("cpu", flags) for name, flags in LEVELS.items()}, "libruntime": ("runtime", [])}
+"""Name of each library -> (folder of its sources, compiler flags)."""
 
 ADVICE = """\
 lsq: The installation goes on. A library that is missing is replaced by plain torch, which is slower.
@@ -88,8 +97,7 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
     try:
         for source, made in compiled.items():
             if source == STAMPED or not is_current(made, [source]):
-                stamp = [f"-DLSQ_SOURCES={checksum()}u"] if source == STAMPED else []
-                execute([*compiler(), *COMPILE_FLAGS, *flags, *stamp, "-c", source, "-o", str(made)])
+                execute([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", str(made)])
         execute([*compiler(), *map(str, compiled.values()), *LINK_FLAGS, "-o", str(staged)])
     except RuntimeError:
         target.unlink(missing_ok=True)
@@ -124,8 +132,11 @@ class BuildLibraries(build_ext):
 if __name__ == "__main__":
     setup(
         ext_modules=[
-            Extension(f"lsq.csrc.{name}", SOURCES, depends=HEADERS, extra_compile_args=flags)
-            for name, flags in LEVELS.items()
+            Extension(
+                f"lsq.csrc.{name}", sources(folder), depends=HEADERS,
+                extra_compile_args=[*flags, f"-DLSQ_SOURCES={checksum(folder)}u"],
+            )
+            for name, (folder, flags) in LIBRARIES.items()
         ],
         cmdclass={"build_ext": BuildLibraries},
     )

@@ -65,7 +65,7 @@ def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
     Raises:
         RuntimeError: it was.
     """
-    wanted = checksum()
+    wanted = checksum("cpu")
     try:
         function = found.lsq_sources
     except AttributeError:

@@ -9,6 +9,8 @@ import torch
 
 from lsq import quant
 from lsq.csrc import loader
+from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import rounding
 from lsq.ops.registry import OpDefinition, register
 
@@ -22,6 +24,17 @@ def cpu(x, clip, codes, scale, clipped, error_out, *, bits, error=False):
     loader.call("lsq_quantize", x, clip, codes, scale, clipped, error_out, x.numel(), quant.maximum_code(bits))
 
 
+def cuda(x, clip, codes, scale, clipped, error_out, *, bits, error=False):
+    rows, columns = x.shape
+    return [
+        launch(
+            "quantize.cu", "lsq_quantize", x, clip, codes, scale, clipped, error_out, TICKET, rows,
+            float(quant.maximum_code(bits)), grid=row_blocks(rows, columns, most=MANY_BLOCKS), **float_define(x),
+            **row_defines(columns),
+        )
+    ]
+
+
 def unquantized(x, clip, *, bits, error=False):
     return x
 
@@ -32,7 +45,9 @@ def differentiate(builder, operation):
 
 
 QUANTIZE = register(
-    OpDefinition(name="quantize", reference=reference, cpu=cpu, differentiate=differentiate, unquantized=unquantized)
+    OpDefinition(
+        name="quantize", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate, unquantized=unquantized
+    )
 )
 
 

@@ -2,8 +2,9 @@
 
 A reference is plain PyTorch: it takes the inputs, returns the outputs, and is what every other
 implementation is tested against. A device implementation takes the inputs, then the outputs, already allocated, then
-its scratch memory, if it wants any, and writes into them. `differentiate` appends the operations of the backward
-pass to a program.
+its scratch memory, if it wants any: `cpu` writes into them at once, `cuda` returns the launches and products
+(lsq.csrc.launch) that will, so that many operations can be replayed as one list. `differentiate` appends the
+operations of the backward pass to a program.
 """
 
 from collections.abc import Callable
@@ -23,13 +24,18 @@ class OpDefinition:
     name: str
     reference: Callable
     cpu: Callable
+    cuda: Callable | None = None
+    """Takes what `cpu` takes and returns a list of lsq.csrc.launch.Launch and Product. Activations and their gradients
+    may be float32, bfloat16 or float16 there; arithmetic is float32, and every result is rounded once."""
     differentiate: Callable | None = None
     unquantized: Callable | None = None
     scratch: Callable | None = None
-    """(shape, dtype) of each tensor that a device implementation needs for itself while it runs.
+    """(shape, dtype) of each tensor that `cpu` needs for itself while it runs.
 
     Takes what `reference` takes and looks at shapes and dtypes alone. No size may fall when a dimension grows.
     """
+    cuda_scratch: Callable | None = None
+    """The same for `cuda`."""
     recompute: bool = False
     """Whether the backward pass computes the outputs again instead of saving them."""
 

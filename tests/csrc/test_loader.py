@@ -56,7 +56,8 @@ def test_a_lesser_processor_gets_a_lesser_library(monkeypatch, level):
 def test_a_library_of_other_sources_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "FOLDER", tmp_path)
     assert loader._load() is not None, "without sources there is nothing to compare with"
-    (tmp_path / "later.cpp").write_text("// another signature")
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "later.cpp").write_text("// another signature")
     with pytest.raises(RuntimeError, match=r"libcpu_v\d.so was built from other C\+\+ sources.*make library"):
         loader._load()
 

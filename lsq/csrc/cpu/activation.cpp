@@ -1,21 +1,18 @@
 // Bias, ReLU or GELU, dropout and rounding between the two products of a feed-forward block, forward and backward.
-#include "exponential.h"
 #include "loops.h"
 
 using namespace lsq;
 
 namespace {
 
-enum Activation { kRelu = 0, kGelu = 1 };
-
 // x -> activation(x), in place.
 void activate(int64_t activation, int64_t n, float* x) {
     if (activation == kRelu) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) x[i] = x[i] < 0.0f ? 0.0f : x[i];  // NaN stays NaN
+        for (int64_t i = 0; i < n; ++i) x[i] = relu(x[i]);
     } else {
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) x[i] = x[i] * 0.5f * (1.0f + error_function(x[i] * 0.70710678118654752f));
+        for (int64_t i = 0; i < n; ++i) x[i] = gelu(x[i]);
     }
 }
 
@@ -26,10 +23,7 @@ void activate_backward(int64_t activation, int64_t n, const float* x, float* gra
         for (int64_t i = 0; i < n; ++i) gradient[i] = x[i] > 0.0f ? gradient[i] : 0.0f;
     } else {
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) {
-            const float density = exponential(-0.5f * x[i] * x[i]) * 0.39894228040143268f;
-            gradient[i] *= 0.5f * (1.0f + error_function(x[i] * 0.70710678118654752f)) + x[i] * density;
-        }
+        for (int64_t i = 0; i < n; ++i) gradient[i] *= gelu_slope(x[i]);
     }
 }
 

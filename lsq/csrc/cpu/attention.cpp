@@ -1,5 +1,4 @@
 // Softmax over keys with padding and future masks and dropout, forward and backward, in place.
-#include "exponential.h"
 #include "loops.h"
 
 using namespace lsq;

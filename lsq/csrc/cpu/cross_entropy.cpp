@@ -1,5 +1,4 @@
 // Log-softmax, label-smoothed cross-entropy and their gradient on a block of logits; see lsq/ops/cross_entropy.py.
-#include "exponential.h"
 #include "rows.h"
 
 using namespace lsq;

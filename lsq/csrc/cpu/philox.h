@@ -5,14 +5,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../arithmetic.h"
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
 namespace lsq {
 
-constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
-constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
 constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch makes
 
 #if defined(__AVX512F__)

@@ -18,9 +18,6 @@
 
 namespace lsq {
 
-constexpr int kGradientCode = 127;
-constexpr float kSmallestGradient = 1e-35f;
-
 enum Kind { kInt8 = 0, kInt32 = 1, kFloat = 2 };
 
 // A product as the next operation reads it: int8 with scale [1], int32 with scale [N], or float32.
@@ -85,7 +82,7 @@ struct Rounding {
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
 
     // `scaled` is x / scale, `outside` marks |x| > clip.
-    // Returns whether a value was NaN; its code is 0. rintf ties to even.
+    // Returns whether a value was NaN; its code is 0.
     bool write(int64_t first, int64_t n, const float* scaled, const uint8_t* outside, float q) const {
         int8_t* out = codes + first;
         int missing = 0;
@@ -93,10 +90,7 @@ struct Rounding {
         for (int64_t i = 0; i < n; ++i) {
             const float x = scaled[i];
             missing |= x != x;
-            const float low = x < -q ? -q : x;
-            const float bounded = low > q ? q : low;
-            const float safe = x == x ? bounded : 0.0f;
-            out[i] = static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(safe)));
+            out[i] = code_of(x, q);
         }
         if (clipped) pack_bits(outside, n, clipped + first / 8);
         if (error) {
@@ -118,11 +112,6 @@ struct Rounding {
         return write(first, n, scaled, outside, q);
     }
 };
-
-// The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever reads the codes.
-inline float poisoned(float scale, bool missing) {
-    return missing ? std::numeric_limits<float>::quiet_NaN() : scale;
-}
 
 // Straight-through: zero the gradients of clipped values and return their contribution to the clip's gradient.
 struct StraightThrough {
@@ -156,32 +145,10 @@ inline float largest_magnitude(const float* x, int64_t n) {
     uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, x + i, 4);
-        bits &= 0x7FFFFFFFu;
+        const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
         largest = bits > largest ? bits : largest;
     }
-    float result;
-    std::memcpy(&result, &largest, 4);
-    return result;
-}
-
-struct GradientScale {
-    float scale, reciprocal;
-};
-
-inline GradientScale gradient_scale(float largest) {
-    if (!(largest < std::numeric_limits<float>::infinity())) return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
-    if (largest < kSmallestGradient) return {0.0f, 0.0f};
-    return {largest / kGradientCode, kGradientCode / largest};
-}
-
-inline int8_t round_at_random(float scaled, uint32_t word) {
-    const float uniform = static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
-    float rounded = std::floor(scaled + uniform);
-    rounded = rounded < -kGradientCode ? -kGradientCode : rounded;
-    rounded = rounded > kGradientCode ? kGradientCode : rounded;
-    return static_cast<int8_t>(static_cast<int32_t>(rounded == rounded ? rounded : 0.0f));
+    return float_of(largest);
 }
 
 // Where the gradient of a product goes: as it is, or rounded per row at random after multiplying by the weight's scale.

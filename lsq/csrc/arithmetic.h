@@ -1,0 +1,156 @@
+// Arithmetic that the CPU loops, the CUDA kernels and their emulator share, so that every device rounds alike.
+//
+// Compiled by a C++ compiler for the host and by NVRTC for a GPU, which knows no standard headers. Floats are float32;
+// nothing here may be contracted into fused multiply-adds.
+#pragma once
+
+#ifdef __CUDACC_RTC__
+#define LSQ_INLINE __device__ __forceinline__
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+#else
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#define LSQ_INLINE inline
+#endif
+
+namespace lsq {
+
+constexpr int kGradientCode = 127;             // largest code of a rounded gradient
+constexpr float kSmallestGradient = 1e-35f;    // rows whose largest magnitude lies below are rounded to zero
+
+LSQ_INLINE uint32_t bits_of(float x) {
+#ifdef __CUDACC_RTC__
+    return __float_as_uint(x);
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+#endif
+}
+
+LSQ_INLINE float float_of(uint32_t bits) {
+#ifdef __CUDACC_RTC__
+    return __uint_as_float(bits);
+#else
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+#endif
+}
+
+LSQ_INLINE float infinity() { return float_of(0x7F800000u); }
+LSQ_INLINE float not_a_number() { return float_of(0x7FC00000u); }
+
+// The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever reads the codes.
+LSQ_INLINE float poisoned(float scale, bool missing) { return missing ? not_a_number() : scale; }
+
+// x / scale within [-q, q], rounded half to even; 0 for NaN.
+LSQ_INLINE int8_t code_of(float scaled, float q) {
+    const float low = scaled < -q ? -q : scaled;
+    const float bounded = low > q ? q : low;
+    return static_cast<int8_t>(static_cast<int32_t>(nearbyintf(scaled == scaled ? bounded : 0.0f)));
+}
+
+struct GradientScale {
+    float scale, reciprocal;
+};
+
+// Of a row or column of gradients with this largest magnitude: (0, 0) for vanishing ones, (NaN, 0) for non-finite ones.
+LSQ_INLINE GradientScale gradient_scale(float largest) {
+    if (!(largest < infinity())) return {not_a_number(), 0.0f};
+    if (largest < kSmallestGradient) return {0.0f, 0.0f};
+    return {largest / kGradientCode, kGradientCode / largest};
+}
+
+// Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of which 24 count.
+LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word) {
+    const float uniform = static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
+    float rounded = floorf(scaled + uniform);
+    rounded = rounded < -kGradientCode ? -kGradientCode : rounded;
+    rounded = rounded > kGradientCode ? kGradientCode : rounded;
+    return static_cast<int8_t>(static_cast<int32_t>(rounded == rounded ? rounded : 0.0f));
+}
+
+// exp(x) to about 2 ulp: 2^k * exp(r) with |r| <= ln(2) / 2, a Taylor polynomial of degree 7 for exp(r).
+// 0 below -87.3, infinity above 88.7, NaN for NaN.
+LSQ_INLINE float exponential(float x) {
+    const float bounded = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+    const float safe = bounded == bounded ? bounded : 0.0f;
+    const float k = nearbyintf(safe * 1.4426950408889634f);
+    const float r = (safe - k * 0.693145751953125f) - k * 1.428606765330187e-6f;
+    float p = 1.9841270e-4f;
+    p = p * r + 1.3888889e-3f;
+    p = p * r + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = (p * r * r + r) + 1.0f;
+    // 2^k in two factors, because k = 128 has no float of its own.
+    const int32_t whole = static_cast<int32_t>(k), half = whole >> 1;
+    const float low = float_of(static_cast<uint32_t>(half + 127) << 23);
+    const float high = float_of(static_cast<uint32_t>(whole - half + 127) << 23);
+    float result = p * low * high;
+    result = x < -87.3f ? 0.0f : result;
+    result = x > 88.7f ? infinity() : result;
+    return x == x ? result : x;
+}
+
+// erf(x) with absolute error below 2e-7: W. H. Press et al.'s Chebyshev fit of erfc (Numerical Recipes, section 6.2).
+LSQ_INLINE float error_function(float x) {
+    const float z = fabsf(x), t = 1.0f / (1.0f + 0.5f * z);
+    float p = 0.17087277f;
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    const float positive = 1.0f - t * exponential(t * p - z * z - 1.26551223f);
+    return x < 0.0f ? -positive : positive;
+}
+
+enum Activation { kRelu = 0, kGelu = 1 };
+
+LSQ_INLINE float gelu(float x) { return x * 0.5f * (1.0f + error_function(x * 0.70710678118654752f)); }
+
+LSQ_INLINE float gelu_slope(float x) {
+    const float density = exponential(-0.5f * x * x) * 0.39894228040143268f;
+    return 0.5f * (1.0f + error_function(x * 0.70710678118654752f)) + x * density;
+}
+
+LSQ_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
+
+constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
+
+struct PhiloxWords {
+    uint32_t word[4];
+};
+
+// Philox4x32-10 (Salmon et al. 2011): words 4 * group .. 4 * group + 3 of a stream; see lsq/ops/random.py.
+LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t stream, uint64_t group) {
+    uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
+    uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32), c2 = stream, c3 = 0;
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t p0 = static_cast<uint64_t>(c0) * kPhiloxMultiplier0;
+        const uint64_t p1 = static_cast<uint64_t>(c2) * kPhiloxMultiplier1;
+        c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;
+        c1 = static_cast<uint32_t>(p1);
+        c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ key1;
+        c3 = static_cast<uint32_t>(p0);
+        key0 += kPhiloxWeyl0;
+        key1 += kPhiloxWeyl1;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+}  // namespace lsq

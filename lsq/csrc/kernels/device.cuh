@@ -1,0 +1,60 @@
+// What every kernel file includes first: types, pointers and the emulator's stand-ins for what NVRTC knows by itself.
+//
+// No CUDA header is needed. A kernel's arguments are In<T>, Out<T>, int64_t and float, nothing else. -D names what a kernel
+// is specialised for; FLOAT is the dtype of activations and their gradients: 0 float32, 1 bfloat16, 2 float16.
+#pragma once
+
+#ifdef LSQ_EMULATOR
+#include "emulation.h"
+#else
+#define LSQ_EXPORT(kernel)
+#endif
+
+#include "arithmetic.h"
+
+#define LSQ_KERNEL extern "C" __global__ void
+
+namespace lsq {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+#ifndef FLOAT
+#define FLOAT 0
+#endif
+#if FLOAT == 0
+using Float = float;
+#elif FLOAT == 1
+using Float = bfloat16;
+#elif FLOAT == 2
+using Float = float16;
+#else
+#error "FLOAT is 0 (float32), 1 (bfloat16) or 2 (float16)"
+#endif
+
+// An address on the device; with its lowest bit set, the address of a slot that holds the address. Slots are written
+// before every call, so a launch that was captured in a graph can work on other tensors the next time.
+template <class T>
+struct Pointer {
+    uint64_t address;
+
+    __device__ __forceinline__ operator T*() const {
+        uint64_t resolved = address;
+        if (address & 1) resolved = __ldg(reinterpret_cast<const unsigned long long*>(address - 1));
+        return reinterpret_cast<T*>(resolved);
+    }
+};
+template <class T>
+using In = Pointer<const T>;
+template <class T>
+using Out = Pointer<T>;
+
+constexpr int kWarp = 32;
+
+}  // namespace lsq
+
+using namespace lsq;

@@ -1,0 +1,71 @@
+// Sums and maxima over a warp, a group of threads that shares a row, a block, and all blocks.
+//
+// Every result is the same whatever the order in which threads run: the partners of each addition are fixed.
+#pragma once
+
+#include "vectors.cuh"
+
+namespace lsq {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct Sum {
+    __device__ __forceinline__ static float join(float a, float b) { return a + b; }
+};
+// Of magnitudes as bits: NaN counts as larger than infinity.
+struct Largest {
+    __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
+};
+struct Maximum {
+    __device__ __forceinline__ static float join(float a, float b) { return a > b ? a : b; }
+};
+
+template <class Operation, class T>
+__device__ __forceinline__ T warp_reduce(T value) {
+#pragma unroll
+    for (int distance = kWarp / 2; distance; distance /= 2) {
+        value = Operation::join(value, __shfl_xor_sync(kAllLanes, value, distance));
+    }
+    return value;
+}
+
+// Over GROUP consecutive threads of a block of THREADS; every thread gets its group's result. Where a group is larger
+// than a warp, all threads of the block must call this.
+template <class Operation, int GROUP, int THREADS, class T>
+__device__ __forceinline__ T group_reduce(T value) {
+    static_assert(GROUP % kWarp == 0 && THREADS % GROUP == 0, "groups are whole warps");
+    value = warp_reduce<Operation>(value);
+    if (GROUP == kWarp) return value;
+    __shared__ T part[THREADS / kWarp];
+    const int warp = threadIdx.x / kWarp, first = threadIdx.x / GROUP * (GROUP / kWarp);
+    __syncthreads();  // the values of a call before have been read
+    if (threadIdx.x % kWarp == 0) part[warp] = value;
+    __syncthreads();
+    value = part[first];
+#pragma unroll
+    for (int i = 1; i < GROUP / kWarp; ++i) value = Operation::join(value, part[first + i]);
+    return value;
+}
+
+// Whether any thread of the block says so.
+template <int THREADS>
+__device__ __forceinline__ bool block_any(bool found) {
+    return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(found)) != 0;
+}
+
+// Writes scale [1] once all blocks have said whether they met a NaN: the last one to come writes it, and leaves the two
+// words of `ticket` at zero for the next launch. All threads of all blocks must call this.
+template <int THREADS>
+__device__ __forceinline__ void finish_scale(uint32_t* ticket, bool missing, float clip, float largest, float* scale) {
+    const bool found = block_any<THREADS>(missing);
+    if (threadIdx.x) return;
+    uint32_t* flag = ticket + 1;
+    if (found) atomicExch(flag, 1u);
+    __threadfence();
+    const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
+    if (atomicAdd(ticket, 1u) + 1 < blocks) return;
+    scale[0] = poisoned(clip / largest, atomicExch(flag, 0u));
+    atomicExch(ticket, 0u);
+}
+
+}  // namespace lsq

@@ -1,0 +1,101 @@
+"""Plain data that says what a GPU is to do: launches of kernels with their arguments, and matrix products.
+
+An operation's `cuda` function returns a list of these; lsq.csrc.device runs lists, on a GPU or in the emulator.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""-DFLOAT of each dtype that activations may have."""
+
+
+class Reserved(Enum):
+    """Memory that the runner of a list brings along."""
+
+    TICKET = "two uint32 of zeroed memory, which the kernel leaves at zero"
+
+
+TICKET = Reserved.TICKET
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise a ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def float_define(*tensors: torch.Tensor | None) -> dict[str, int]:
+    """-DFLOAT for the one dtype that all given tensors have.
+
+    Raises:
+        ValueError: the tensors differ in dtype, or kernels have no such dtype.
+    """
+    found = {tensor.dtype for tensor in tensors if tensor is not None}
+    check(
+        len(found) == 1 and found <= set(FLOATS),
+        f"activations are {', '.join(sorted(map(str, found))) or 'missing'}; a CUDA kernel takes one dtype of "
+        f"{', '.join(map(str, FLOATS))}: convert them with .to(dtype)",
+    )
+    return {"FLOAT": FLOATS[found.pop()]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A function of a file in csrc/kernels, specialised by -D."""
+
+    source: str
+    """File name, e.g. "quantize.cu"."""
+    name: str
+    """Function name, e.g. "lsq_quantize"."""
+    defines: tuple[tuple[str, int], ...] = ()
+    """(name, value) of each -D, sorted."""
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"-D{name}={value}" for name, value in self.defines)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One launch of a kernel.
+
+    Arguments are what the kernel's parameters are: tensors (contiguous) or None for pointers, TICKET, whole numbers
+    for int64_t, floats for float.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    arguments: tuple
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """out [M, N] = alpha * op(a) op(b), see lsq.gemm.cublaslt; batches are in front: [batch, M, N]."""
+
+    a: torch.Tensor
+    """[M, K], or [K, M] if `transpose_a`."""
+    b: torch.Tensor
+    """[N, K] if `transpose_b` (as weights are), else [K, N]."""
+    out: torch.Tensor
+    alpha: torch.Tensor | float = 1.0
+    """One number, or float32 [N] on the device."""
+    transpose_a: bool = False
+    transpose_b: bool = True
+
+
+def launch(source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int) -> Launch:
+    """A launch; grid and block are a whole number or up to three."""
+    return Launch(
+        kernel=Kernel(source=source, name=name, defines=tuple(sorted(defines.items()))), grid=_three(grid),
+        block=_three(block), arguments=arguments, shared=shared,
+    )
+
+
+def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
+    sizes = size if isinstance(size, tuple) else (size,)
+    return (*sizes, 1, 1)[:3]

@@ -1,0 +1,42 @@
+"""What the CUDA implementations of operations share: the defines of their kernels and the sums that blocks leave.
+
+M rows, N columns. An operation's `cuda` takes what its `cpu` takes and returns launches instead of running them.
+"""
+
+import torch
+
+from lsq.csrc.geometry import row_blocks
+from lsq.csrc.launch import Launch, launch
+
+KINDS = {torch.int8: 0, torch.int32: 1}
+"""-DKIND of a product by its dtype: codes, sums; anything else is Float."""
+PADDING = 4
+"""Columns beyond its sums that a partial row has: the clip's sum stands in the first; rows stay 16-byte aligned."""
+
+
+def product_define(y: torch.Tensor | None) -> dict[str, int]:
+    """-DKIND for a product, 2 where there is none."""
+    return {"KIND": 2 if y is None else KINDS.get(y.dtype, 2)}
+
+
+def partial_scratch(rows: int, columns: int, sums: int) -> tuple[tuple[int, int], torch.dtype]:
+    """(shape, dtype) of the partial rows that a kernel on M rows leaves for `sums` sums over them."""
+    return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
+
+
+def finish_sums(partial: torch.Tensor, columns: int, outs: tuple, dclip: torch.Tensor | None, factor: float) -> Launch:
+    """Add up partial rows [blocks, len(outs) * N + PADDING] into up to three results float32 [N] and dclip [1].
+
+    Args:
+        partial: what the blocks left.
+        columns: N.
+        outs: where each sum goes; None: nowhere.
+        dclip: where the sum of the clip's parts goes, times `factor`, or None.
+        factor: see rounding.lsq_factor.
+    """
+    blocks, width = partial.shape
+    results = (*outs, None, None, None)[:3]
+    return launch(
+        "sums.cu", "lsq_finish_sums", partial, *results, dclip, blocks, columns, len(outs), width, float(factor),
+        grid=max(1, -(-len(outs) * columns // 32)), block=256,
+    )
