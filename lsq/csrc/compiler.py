@@ -56,6 +56,20 @@ def architecture(capability: tuple[int, int]) -> str:
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
+def check_driver(version: tuple[int, int]) -> None:
+    """Refuse a driver that cannot load what the compiler makes.
+
+    Raises:
+        RuntimeError: it supports an older major version of CUDA.
+    """
+    _, major, minor = _nvrtc().nvrtcVersion()
+    if version[0] < major:
+        raise RuntimeError(
+            f"the NVIDIA driver supports CUDA {version[0]}.{version[1]}, but kernels are compiled by NVRTC "
+            f"{major}.{minor}: update the driver to one for CUDA {major}, or install NVRTC {version[0]}"
+        )
+
+
 def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: str) -> Compiled:
     """Compile csrc/kernels/`source` for an architecture, or take what an earlier call has kept.
 

@@ -1,0 +1,181 @@
+"""Builds the emulated CUDA libraries and the kernels that run in them, with one C++ compiler, and caches both.
+
+The libraries stand in for libcuda and libcublasLt. A kernel source becomes a shared library of its own; the image that
+`cuModuleLoadData` takes is that library's path. Everything lies in `$XDG_CACHE_HOME/lsq/emulator` (or
+`~/.cache/lsq/emulator`) under names that depend on the sources, flags and compiler, so that nothing is ever outdated.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+KERNELS = Path(__file__).parent / "kernels"
+EMULATOR = Path(__file__).parent / "emulator"
+ARITHMETIC = Path(__file__).parent / "arithmetic.h"
+
+MAGIC = b"lsq-emulated-module\n"
+DRIVER_SOURCES = ("driver.cpp", "scheduler.cpp", "fibers.cpp", "report.cpp")
+
+# -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.
+FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC", "-fvisibility=hidden"]
+FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-DLSQ_EMULATOR"]
+SANITIZE = ["-DLSQ_SANITIZE", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+# The only variables of a module in memory that starts as zeros must be its shared ones: no start files.
+KERNEL_LINK = ["-shared", "-nostartfiles"]
+
+_DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+([^;\[\]]*?)(\w+)\s*\[\s*\]\s*;")
+_STATIC_SHARED = re.compile(r"\b__shared__\b")
+
+
+def build_driver(sanitize: bool = False) -> Path:
+    """The emulated libcuda: path of libemulated_cuda, built if it is not cached.
+
+    Args:
+        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; see `sanitizer_environment`.
+
+    Raises:
+        RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
+    """
+    return _build_library("libemulated_cuda", tuple(EMULATOR / name for name in DRIVER_SOURCES), sanitize)
+
+
+def build_products(sanitize: bool = False) -> Path:
+    """The emulated libcublasLt: path of libemulated_cublasLt, built if it is not cached.
+
+    Args and Raises as `build_driver`.
+    """
+    return _build_library("libemulated_cublasLt", (EMULATOR / "products.cpp",), sanitize)
+
+
+def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize: bool = False) -> bytes:
+    """Compile a kernel source for the emulated driver, or find it in the cache.
+
+    Args:
+        source: file name in lsq/csrc/kernels ("activation.cu"), or a path elsewhere.
+        defines: (name, value) of each preprocessor definition.
+        sanitize: as in `build_driver`, which must be given the same.
+
+    Returns:
+        The module image for cuModuleLoadData.
+
+    Raises:
+        FileNotFoundError: there is no such source.
+        RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
+    """
+    path = KERNELS / source
+    driver = build_driver(sanitize)
+    flags = [*FLAGS, *(SANITIZE if sanitize else []), *(f"-D{name}={value}" for name, value in defines)]
+    includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR)]
+    headers = [*_headers(), *_beside(path)]
+    target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
+    if not target.exists():
+        text = _run([*_compiler(), *flags, *includes, "-x", "c++", "-E", os.fspath(path)])
+        _link([*flags, *KERNEL_LINK, "-x", "c++-cpp-output", "-", "-x", "none", os.fspath(driver)], target, _declare_shared(text))
+    return MAGIC + os.fsencode(target) + b"\0"
+
+
+def sanitizer_environment() -> dict[str, str]:
+    """The variables with which a child process must be started that loads libraries built with `sanitize=True`.
+
+    Raises:
+        RuntimeError: no compiler, or it has no sanitizer libraries.
+    """
+    libraries = []
+    for name in ("libasan.so", "libubsan.so"):
+        path = Path(_run([*_compiler(), f"-print-file-name={name}"]).strip())
+        if not path.is_absolute():
+            raise RuntimeError(f"{_compiler()[0]} has no {name}; install g++ with its sanitizer libraries")
+        libraries.append(os.fspath(path.resolve()))
+    return {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def _build_library(stem: str, sources: tuple[Path, ...], sanitize: bool) -> Path:
+    flags = [*FLAGS, *(SANITIZE if sanitize else []), "-shared"]
+    target = _target(stem, [*sources, *_headers()], flags)
+    if not target.exists():
+        _link([*flags, f"-I{ARITHMETIC.parent}", *map(os.fspath, sources), "-ldl"], target)
+    return target
+
+
+def _headers() -> list[Path]:
+    return [*sorted(EMULATOR.glob("*.h")), *sorted(KERNELS.glob("*.cuh")), *filter(Path.exists, [ARITHMETIC])]
+
+
+def _beside(source: Path) -> list[Path]:
+    return [] if source.parent == KERNELS else sorted(source.parent.glob("*.cuh"))
+
+
+def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:
+    """Where the library made of `sources` with `flags` lies: its name holds a hash of everything that it depends on."""
+    digest = hashlib.sha256(repr((flags, _compiler_version(tuple(_compiler())))).encode())
+    for path in sources:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return _cache_folder() / f"{stem}-{digest.hexdigest()[:24]}.so"
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").absolute() / "lsq" / "emulator"
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler's command line: the environment variable CXX, else g++."""
+    return shlex.split(os.environ.get("CXX") or "g++")
+
+
+@functools.cache
+def _compiler_version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"])
+
+
+def _declare_shared(text: str) -> str:
+    """Preprocessed CUDA C++ with its shared memory declared as C++: dynamic as a pointer, static as static variables."""
+    dynamic = r"[[maybe_unused]] \1* const \2 = reinterpret_cast<\1*>(emulator_dynamic_shared);"
+    return _STATIC_SHARED.sub("static", _DYNAMIC_SHARED.sub(dynamic, text))
+
+
+def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
+    """Make `target` in one step: several processes may build it at once, and any may have it mapped.
+
+    Raises:
+        RuntimeError: the compiler is missing or fails, or the cache folder cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+            staged = Path(folder) / target.name
+            _run([*_compiler(), *arguments, "-o", os.fspath(staged)], text)
+            os.replace(staged, target)
+    except OSError as error:
+        raise RuntimeError(
+            f"the emulator's cache folder {target.parent} cannot be written ({error.strerror}); name another by setting "
+            "XDG_CACHE_HOME"
+        ) from error
+
+
+def _run(command: list[str], text: str | None = None) -> str:
+    """Run a compiler command, `text` as its input; what it prints.
+
+    Raises:
+        RuntimeError: the command is missing or fails; the message ends with the compiler's own words.
+    """
+    try:
+        result = subprocess.run(command, input=text, capture_output=True, text=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"the C++ compiler {command[0]!r} cannot be run ({error.strerror}); the CUDA emulator needs one: install g++ "
+            "(Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or name another in CXX"
+        ) from error
+    if result.returncode:
+        raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[-4000:]}")
+    return result.stdout

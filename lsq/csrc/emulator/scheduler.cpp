@@ -1,0 +1,254 @@
+#include "scheduler.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "fibers.h"
+#include "report.h"
+#include "threads.h"
+
+#ifdef LSQ_SANITIZE
+#include <sanitizer/asan_interface.h>
+#endif
+
+extern "C" {
+
+EMULATOR_VISIBLE emulator::Index threadIdx, blockIdx, blockDim, gridDim;
+alignas(1024) unsigned char emulator_dynamic_shared[emulator::LARGEST_SHARED];
+
+}  // extern "C"
+
+namespace emulator {
+
+namespace {
+
+constexpr unsigned WARP = 32;
+
+int chosen_order = 0;
+std::mutex one_launch;
+
+// The launch that runs.
+std::vector<Thread> threads;
+Fiber fibers[1024];  // of the threads; their stacks are kept from launch to launch
+unsigned current = 0;
+const Launch* launched = nullptr;
+std::string fault;
+
+// Positions 0 to count - 1 in the chosen order, shuffled anew by each call where that is random.
+class Order {
+public:
+    explicit Order(int order) : order_(order), generator_(static_cast<unsigned>(order)) {}
+
+    void arrange(std::vector<unsigned>& positions, size_t count) {
+        positions.resize(count);
+        std::iota(positions.begin(), positions.end(), 0u);
+        if (order_ == 1) std::reverse(positions.begin(), positions.end());
+        if (order_ != 0 && order_ != 1) std::shuffle(positions.begin(), positions.end(), generator_);
+    }
+
+private:
+    int order_;
+    std::minstd_rand generator_;
+};
+
+void thread_main() {
+    launched->kernel(launched->arguments);
+    threads[current].state = State::finished;
+    fibers[current].yield();
+}
+
+// Within a thread: ends the launch.
+[[noreturn]] void fail(const std::string& message) {
+    fault = describe(threads[current]) + " " + message;
+    fibers[current].yield();
+    __builtin_unreachable();
+}
+
+void wait(State state, const char* operation, Site site) {
+    Thread& thread = threads[current];
+    thread.state = state;
+    thread.operation = operation;
+    thread.site = site;
+    fibers[current].yield();
+}
+
+[[noreturn]] void refuse_mask(const char* name, uint32_t mask, uint32_t lane, size_t lanes, Site site) {
+    const std::string call =
+        std::string("calls ") + name + " (" + describe(site) + ") with mask " + hexadecimal(mask) + ", but ";
+    if (!(mask >> lane & 1)) fail(call + "is itself lane " + std::to_string(lane) + ", which the mask does not name");
+    fail(call + "its warp has only " + std::to_string(lanes) + " lanes");
+}
+
+// Gives the lanes of a collective their results once all of them have arrived.
+void try_collective(unsigned arrived) {
+    const unsigned warp = arrived / WARP * WARP;
+    const uint32_t mask = threads[arrived].mask;
+    const Collective kind = threads[arrived].kind;
+    uint32_t ballot = 0;
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        if (!(mask >> lane & 1)) continue;
+        const Thread& thread = threads[warp + lane];
+        if (thread.state != State::collective || thread.mask != mask || thread.kind != kind) return;
+        ballot |= static_cast<uint32_t>(thread.value != 0) << lane;
+    }
+    for (unsigned lane = 0; lane < WARP; ++lane) {
+        if (!(mask >> lane & 1)) continue;
+        Thread& thread = threads[warp + lane];
+        if (kind == Collective::ballot) thread.result = ballot;
+        if (kind == Collective::shuffle) thread.result = threads[warp + thread.source].value;
+        thread.state = State::ready;
+    }
+}
+
+// Runs the threads of a warp until all of them wait or have finished. False after a fault.
+bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
+    const unsigned first = warp * WARP;
+    const size_t count = std::min<size_t>(WARP, threads.size() - first);
+    for (bool progress = true; progress;) {
+        progress = false;
+        order.arrange(lanes, count);
+        for (unsigned lane : lanes) {
+            Thread& thread = threads[first + lane];
+            while (thread.state == State::ready) {
+                progress = true;
+                current = first + lane;
+                threadIdx = thread.index;
+                fibers[current].resume();
+                if (!fault.empty()) return false;
+                if (thread.state == State::collective) try_collective(current);
+            }
+        }
+    }
+    return true;
+}
+
+// All threads wait or have finished: lets them pass a barrier that all have reached. False after a fault.
+bool pass_barrier() {
+    const Thread& first = threads.front();
+    for (const Thread& thread : threads) {
+        if (thread.state == State::collective) {
+            fault = std::string("some lanes of the mask of ") + thread.operation +
+                    " do not arrive with the same mask and function: " + describe_all(threads);
+            return false;
+        }
+    }
+    for (const Thread& thread : threads) {
+        if (thread.state == State::barrier && first.state == State::barrier && same(thread.site, first.site)) continue;
+        fault = "not all threads reach the same __syncthreads: " + describe_all(threads);
+        return false;
+    }
+    for (Thread& thread : threads) thread.state = State::ready;
+    return true;
+}
+
+// Fills shared memory with bytes that are NaN as floats, so that reads of what nobody wrote show.
+void clear_shared() {
+    std::memset(emulator_dynamic_shared, 0xff, launched->shared);
+#ifdef LSQ_SANITIZE
+    // Red zones lie between the variables: a plain memset would be reported. volatile keeps this from becoming one.
+    const Memory memory = launched->static_shared;
+    [memory]() __attribute__((no_sanitize("address", "undefined"))) {
+        for (volatile unsigned char* byte = memory.begin; byte != memory.end; ++byte) *byte = 0xff;
+    }();
+#else
+    std::memset(launched->static_shared.begin, 0xff, launched->static_shared.end - launched->static_shared.begin);
+#endif
+}
+
+bool run_block(Order& order) {
+    static std::vector<unsigned> warps, lanes;
+    clear_shared();
+    for (size_t i = 0; i < threads.size(); ++i) {
+        threads[i].state = State::ready;
+        if (!fibers[i].start(thread_main)) {
+            fault = "no memory is left for the stacks of its threads";
+            return false;
+        }
+    }
+    while (true) {
+        order.arrange(warps, (threads.size() + WARP - 1) / WARP);
+        for (unsigned warp : warps) {
+            if (!run_warp(warp, order, lanes)) return false;
+        }
+        const auto finished = [](const Thread& thread) { return thread.state == State::finished; };
+        if (std::all_of(threads.begin(), threads.end(), finished)) return true;
+        if (!pass_barrier()) return false;
+    }
+}
+
+}  // namespace
+
+void set_order(int order) {
+    const std::lock_guard<std::mutex> guard(one_launch);
+    chosen_order = order;
+}
+
+std::string run(const Launch& launch) {
+    const std::lock_guard<std::mutex> guard(one_launch);
+    launched = &launch;
+    fault.clear();
+    gridDim = launch.grid;
+    blockDim = launch.block;
+    threads.resize(launch.block.x * launch.block.y * launch.block.z);
+    for (unsigned i = 0; i < threads.size(); ++i) {
+        threads[i].index = {i % launch.block.x, i / launch.block.x % launch.block.y,
+                            i / (launch.block.x * launch.block.y)};
+    }
+#ifdef LSQ_SANITIZE
+    __asan_unpoison_memory_region(emulator_dynamic_shared, LARGEST_SHARED);
+    __asan_poison_memory_region(emulator_dynamic_shared + launch.shared, LARGEST_SHARED - launch.shared);
+#endif
+    Order order(chosen_order);
+    std::vector<unsigned> blocks;
+    order.arrange(blocks, static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z);
+    for (unsigned block : blocks) {
+        const unsigned row = block / launch.grid.x;
+        blockIdx = {block % launch.grid.x, row % launch.grid.y, row / launch.grid.y};
+        if (!run_block(order)) return describe_block(launch.name, blockIdx) + fault;
+    }
+    return "";
+}
+
+}  // namespace emulator
+
+using emulator::Collective;
+using emulator::State;
+
+extern "C" {
+
+uint32_t emulator_lane() { return emulator::current % emulator::WARP; }
+
+void emulator_barrier(emulator::Site site) { emulator::wait(State::barrier, "__syncthreads", site); }
+
+uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, uint32_t value, uint32_t source,
+                             emulator::Site site) {
+    const uint32_t lane = emulator_lane();
+    const size_t first = emulator::current - lane;
+    const size_t lanes = std::min<size_t>(emulator::WARP, emulator::threads.size() - first);
+    const uint32_t present = static_cast<uint32_t>((uint64_t{1} << lanes) - 1);
+    if (!(mask >> lane & 1) || mask & ~present) emulator::refuse_mask(name, mask, lane, lanes, site);
+    if (kind == Collective::shuffle && !(source < lanes && mask >> source & 1)) {
+        emulator::fail(std::string("reads lane ") + std::to_string(source) + " by " + name + " (" +
+                       emulator::describe(site) + "), which its mask " + emulator::hexadecimal(mask) +
+                       " does not name");
+    }
+    emulator::Thread& thread = emulator::threads[emulator::current];
+    thread.kind = kind;
+    thread.mask = mask;
+    thread.value = value;
+    thread.source = source;
+    thread.result = 0;
+    emulator::wait(State::collective, name, site);
+    return thread.result;
+}
+
+void emulator_misaligned(const void* address, size_t alignment, emulator::Site site) {
+    emulator::fail("accesses " + emulator::hexadecimal(reinterpret_cast<uintptr_t>(address)) + " as a vector (" +
+                   emulator::describe(site) + "), which is not aligned to " + std::to_string(alignment) + " bytes");
+}
+
+}  // extern "C"

@@ -1,0 +1,48 @@
+// What compiled kernels call in the emulated driver library.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define EMULATOR_VISIBLE __attribute__((visibility("default")))
+
+namespace emulator {
+
+// A place in a source file, for messages.
+struct Site {
+    const char* file;
+    int line;
+};
+
+// The shared variables of a module: all its writable memory that starts as zeros.
+struct Memory {
+    unsigned char* begin;
+    unsigned char* end;
+};
+
+// What the lanes of a warp exchange.
+enum class Collective { synchronize, ballot, shuffle };
+
+constexpr size_t LARGEST_SHARED = 227 * 1024;
+
+}  // namespace emulator
+
+extern "C" {
+
+EMULATOR_VISIBLE extern unsigned char emulator_dynamic_shared[];
+
+// Returns when every thread of the block has called it.
+EMULATOR_VISIBLE void emulator_barrier(emulator::Site site);
+
+// Returns when every lane of `mask` has called it with the same mask and kind. ballot: the lanes whose value is not 0;
+// shuffle: the value of lane `source`; synchronize: 0. `name` is for messages.
+EMULATOR_VISIBLE uint32_t emulator_collective(emulator::Collective kind, const char* name, uint32_t mask,
+                                              uint32_t value, uint32_t source, emulator::Site site);
+
+// The index in its warp of the thread that runs.
+EMULATOR_VISIBLE uint32_t emulator_lane();
+
+// Ends the launch: `address` is no multiple of `alignment`.
+[[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);
+
+}  // extern "C"

@@ -1,0 +1,134 @@
+"""Calls the launcher in csrc/runtime: a CUDA driver, its functions, and lists of work that one call replays."""
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+
+from lsq.csrc import sources
+
+LIBRARY = Path(__file__).parent / "libruntime.so"
+MESSAGE_BYTES = 8192
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The launcher.
+
+    Raises:
+        RuntimeError: it is not built, or was built from other sources than those beside it.
+    """
+    if not LIBRARY.exists():
+        raise RuntimeError(
+            f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++) and install lsq again"
+        )
+    found = ctypes.CDLL(str(LIBRARY))
+    found.lsq_sources.restype = ctypes.c_uint32
+    wanted = sources.checksum("runtime")
+    if wanted and found.lsq_sources() != wanted:
+        raise RuntimeError(f"{LIBRARY.name} was built from other C++ sources than those beside it: run `make library`")
+    for name in ("lsq_driver_open", "lsq_function_load", "lsq_list_run"):
+        getattr(found, name).restype = ctypes.c_int64
+    found.lsq_list_create.restype = ctypes.c_void_p
+    return found
+
+
+def _message() -> ctypes.Array:
+    return ctypes.create_string_buffer(MESSAGE_BYTES)
+
+
+def _raise(buffer: ctypes.Array) -> None:
+    raise RuntimeError(buffer.value.decode(errors="replace"))
+
+
+class Driver:
+    """A CUDA driver, or the emulator's.
+
+    Args:
+        path: of libcuda.so.1.
+
+    Raises:
+        RuntimeError: it cannot be opened, or finds no GPU.
+    """
+
+    def __init__(self, path: str):
+        handle, version, message = ctypes.c_void_p(), ctypes.c_int64(), _message()
+        if library().lsq_driver_open(
+            path.encode(), ctypes.byref(handle), ctypes.byref(version), message, ctypes.c_int64(MESSAGE_BYTES)
+        ):
+            _raise(message)
+        self.handle = handle
+        self.version = (version.value // 1000, version.value % 1000 // 10)
+        """Newest CUDA version that it supports."""
+
+    def load(self, image: bytes, name: str, shared: int) -> int:
+        """The handle of kernel `name` in machine code, in the current context, for `shared` bytes of dynamic memory.
+
+        It stays loaded as long as the process lives.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+        """
+        module, function, message = ctypes.c_void_p(), ctypes.c_void_p(), _message()
+        if library().lsq_function_load(
+            self.handle, image, name.encode(), ctypes.c_int64(shared), ctypes.byref(module), ctypes.byref(function),
+            message, ctypes.c_int64(MESSAGE_BYTES),
+        ):
+            _raise(message)
+        return function.value
+
+
+class Replay:
+    """A list of launches and products at fixed addresses, in C++."""
+
+    def __init__(self, driver: Driver):
+        self._library = library()
+        self._driver = driver
+        self._list = ctypes.c_void_p(self._library.lsq_list_create(driver.handle))
+        self._message = _message()
+
+    def add_launch(self, what: str, function: int, grid, block, shared: int, values: list[bytes]) -> None:
+        """Append a launch; `what` names it in errors, `values` holds 8 bytes for each argument."""
+        self._library.lsq_list_add_launch(
+            self._list, what.encode(), ctypes.c_void_p(function), (ctypes.c_int64 * 6)(*grid, *block),
+            ctypes.c_int64(shared), b"".join(values), ctypes.c_int64(len(values)),
+        )
+
+    def add_product(
+        self, what: str, product: int, a: int, b: int, out: int, alphas: int | None, alpha: float, workspace: int,
+        workspace_bytes: int,
+    ) -> None:
+        """Append a product (the handle of lsq.csrc.products) on these addresses."""
+        self._library.lsq_list_add_product(
+            self._list, what.encode(), *map(ctypes.c_void_p, (product, a, b, out, alphas)), ctypes.c_float(alpha),
+            ctypes.c_void_p(workspace), ctypes.c_int64(workspace_bytes),
+        )
+
+    def close(self, slot_launches: int) -> None:
+        """End the list; its first `slot_launches` entries are those that write the values of a call into slots."""
+        self._library.lsq_list_close(self._list, ctypes.c_int64(slot_launches))
+
+    def run(self, stream: int, values: bytes | None = None, work: bool = True) -> None:
+        """Write the slots, then launch the rest, if `work`. `values`: 8 bytes for each slot; None: leave them.
+
+        Raises:
+            RuntimeError: an entry failed; the message names it.
+        """
+        if self._library.lsq_list_run(
+            self._list, ctypes.c_void_p(stream), values, ctypes.c_int64(len(values) // 8 if values else 0),
+            ctypes.c_int64(work), self._message, ctypes.c_int64(MESSAGE_BYTES),
+        ):
+            _raise(self._message)
+
+    def __del__(self) -> None:
+        self._library.lsq_list_destroy(self._list)
+
+
+def argument(value: int | float) -> bytes:
+    """8 bytes that a kernel reads as int64_t, or as float in the first four."""
+    return struct.pack("<fxxxx", value) if isinstance(value, float) else struct.pack("<q", value)
+
+
+def address(value: int) -> bytes:
+    """8 bytes that a kernel reads as a pointer."""
+    return struct.pack("<Q", value)

@@ -1,0 +1,299 @@
+// Opens libcublasLt, describes products to it, and runs them with an algorithm that was chosen before.
+#include "cublaslt.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace lsq {
+namespace {
+
+enum ComputeType : int32_t { kCompute32F = 68, kCompute32I = 72 };
+enum Operation : int32_t { kPlain = 0, kTransposed = 1 };
+enum DescAttribute : int32_t { kDescPointerMode = 2, kDescTransposeA = 3, kDescTransposeB = 4 };
+enum LayoutAttribute : int32_t { kLayoutBatchCount = 5, kLayoutBatchStride = 6 };
+enum PreferenceAttribute : int32_t {
+    kPreferenceWorkspace = 1,
+    kPreferenceReductionSchemes = 3,
+    kPreferenceFirstAlignment = 5,  // of A; those of B, C and D follow
+    kPreferenceLastAlignment = 8,
+};
+enum ConfigAttribute : int32_t { kConfigReductionScheme = 3, kConfigInnerShape = 7, kConfigClusterShape = 8 };
+enum Capability : int32_t { kCapabilityNumerics = 15 };
+enum ReductionScheme : uint32_t { kReduceInComputeType = 2, kReduceAnyhow = 7 };
+
+constexpr uint32_t kOperandAlignment = 16;
+constexpr uintptr_t kWorkspaceAlignment = 256;
+
+bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+size_t configuration_bytes(int64_t attribute) {
+    return attribute == kConfigInnerShape || attribute == kConfigClusterShape ? 2 : 4;
+}
+
+const char* name(int64_t type) {
+    switch (static_cast<DataType>(type)) {
+        case DataType::kFloat32: return "float32";
+        case DataType::kFloat16: return "float16";
+        case DataType::kInt8: return "int8";
+        case DataType::kInt32: return "int32";
+        case DataType::kBfloat16: return "bfloat16";
+    }
+    return "unknown type";
+}
+
+std::string shape(int64_t rows, int64_t columns) {
+    return "[" + std::to_string(rows) + "," + std::to_string(columns) + "]";
+}
+
+template <typename Function>
+void load(void* library, Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (!function) throw Error(kLibraryMissing, std::string("libcublasLt has no function ") + name + "; it is too old");
+}
+
+template <typename Value, typename Target>
+int set(int (*setter)(Target*, int32_t, const void*, size_t), Target* target, int32_t attribute, Value value) {
+    return setter(target, attribute, &value, sizeof value);
+}
+
+}  // namespace
+
+CublasLt::CublasLt(const char* path) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) throw Error(kLibraryMissing, std::string("libcublasLt cannot be loaded: ") + dlerror());
+    load(library, create, "cublasLtCreate");
+    load(library, destroy, "cublasLtDestroy");
+    load(library, desc_create, "cublasLtMatmulDescCreate");
+    load(library, desc_set, "cublasLtMatmulDescSetAttribute");
+    load(library, desc_destroy, "cublasLtMatmulDescDestroy");
+    load(library, layout_create, "cublasLtMatrixLayoutCreate");
+    load(library, layout_set, "cublasLtMatrixLayoutSetAttribute");
+    load(library, layout_destroy, "cublasLtMatrixLayoutDestroy");
+    load(library, preference_create, "cublasLtMatmulPreferenceCreate");
+    load(library, preference_set, "cublasLtMatmulPreferenceSetAttribute");
+    load(library, preference_destroy, "cublasLtMatmulPreferenceDestroy");
+    load(library, get_heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    load(library, algorithm_check, "cublasLtMatmulAlgoCheck");
+    load(library, algorithm_ids, "cublasLtMatmulAlgoGetIds");
+    load(library, algorithm_init, "cublasLtMatmulAlgoInit");
+    load(library, capability_get, "cublasLtMatmulAlgoCapGetAttribute");
+    load(library, config_set, "cublasLtMatmulAlgoConfigSetAttribute");
+    load(library, config_get, "cublasLtMatmulAlgoConfigGetAttribute");
+    load(library, matmul, "cublasLtMatmul");
+    load(library, status_string, "cublasLtGetStatusString");
+    load(library, status_name, "cublasLtGetStatusName");
+    load(library, version, "cublasLtGetVersion");
+}
+
+CublasLt::~CublasLt() {
+    if (handle_) destroy(handle_);
+}
+
+void* CublasLt::handle() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!handle_) {
+        const int status = create(&handle_);
+        if (status != kSuccess) {
+            handle_ = nullptr;
+            throw Error(status, explain(status, "cublasLtCreate") +
+                                    ". A CUDA context must be current on this thread: initialise the device first "
+                                    "(torch.cuda.init(), torch.cuda.set_device)");
+        }
+    }
+    return handle_;
+}
+
+std::string CublasLt::explain(int status, const char* call, const std::string& about) const {
+    const std::string words = std::string(call) + ": " + status_name(status) + ", " + status_string(status);
+    return about.empty() ? words : about + ": " + words;
+}
+
+void CublasLt::expect(int status, const char* call, const std::string& about) const {
+    if (status != kSuccess) throw Error(status, explain(status, call, about));
+}
+
+int64_t CublasLt::configuration(const Algorithm& algorithm, int64_t attribute) const {
+    int64_t value = 0;  // little-endian, as every machine with a GPU: the lower bytes are filled
+    size_t written = 0;
+    expect(config_get(&algorithm, static_cast<int32_t>(attribute), &value, configuration_bytes(attribute), &written),
+           "cublasLtMatmulAlgoConfigGetAttribute", "attribute " + std::to_string(attribute));
+    return value;
+}
+
+void CublasLt::configure(Algorithm& algorithm, int64_t attribute, int64_t value) const {
+    expect(config_set(&algorithm, static_cast<int32_t>(attribute), &value, configuration_bytes(attribute)),
+           "cublasLtMatmulAlgoConfigSetAttribute",
+           "attribute " + std::to_string(attribute) + " = " + std::to_string(value));
+}
+
+std::vector<int64_t> CublasLt::capability(const Algorithm& algorithm, int64_t attribute) const {
+    const auto what = static_cast<int32_t>(attribute);
+    const auto get = [&](void* values, size_t bytes) {
+        size_t written = 0;
+        expect(capability_get(&algorithm, what, values, bytes, &written), "cublasLtMatmulAlgoCapGetAttribute",
+               "attribute " + std::to_string(attribute));
+        return written;
+    };
+    if (what == kCapabilityNumerics) {
+        int64_t flags = 0;
+        get(&flags, sizeof flags);
+        return {flags};
+    }
+    std::vector<uint32_t> values(get(nullptr, 0) / sizeof(uint32_t));
+    if (!values.empty()) get(values.data(), values.size() * sizeof(uint32_t));
+    return {values.begin(), values.end()};
+}
+
+MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpec& spec)
+    : library_(std::move(library)), spec_(spec), desc_(nullptr, library_->desc_destroy),
+      a_(nullptr, library_->layout_destroy), b_(nullptr, library_->layout_destroy),
+      out_(nullptr, library_->layout_destroy) {
+    const bool integers = spec.type == static_cast<int64_t>(DataType::kInt8);
+    const bool int32_out = spec.out_type == static_cast<int64_t>(DataType::kInt32);
+    compute_type_ = integers ? kCompute32I : kCompute32F;
+    scale_type_ = static_cast<int32_t>(integers && int32_out ? DataType::kInt32 : DataType::kFloat32);
+
+    void* desc = nullptr;
+    expect(library_->desc_create(&desc, compute_type_, scale_type_), "cublasLtMatmulDescCreate");
+    desc_.reset(desc);
+    const auto mode = spec.alpha == static_cast<int64_t>(Alpha::kVector) ? PointerMode::kAlphaDeviceVectorBetaHost
+                                                                         : PointerMode::kHost;
+    const auto attribute = [&](DescAttribute which, int32_t value) {
+        expect(set(library_->desc_set, desc, which, value), "cublasLtMatmulDescSetAttribute");
+    };
+    attribute(kDescPointerMode, static_cast<int32_t>(mode));
+    // Row-major [N,K] is column-major [K,N]: transposed, it is op(A)[N,K]. Our a [M,K] is op(B)[K,M] as it lies.
+    attribute(kDescTransposeA, spec.transpose_b ? kPlain : kTransposed);
+    attribute(kDescTransposeB, spec.transpose_a ? kTransposed : kPlain);
+
+    a_ = spec.transpose_a ? layout(spec.type, spec.m, spec.k, spec.leading_a, spec.stride_a)
+                          : layout(spec.type, spec.k, spec.m, spec.leading_a, spec.stride_a);
+    b_ = spec.transpose_b ? layout(spec.type, spec.n, spec.k, spec.leading_b, spec.stride_b)
+                          : layout(spec.type, spec.k, spec.n, spec.leading_b, spec.stride_b);
+    out_ = layout(spec.out_type, spec.n, spec.m, spec.leading_out, spec.stride_out);
+}
+
+void MatrixProduct::expect(int status, const char* call) const { library_->expect(status, call, describe()); }
+
+MatrixProduct::Descriptor MatrixProduct::layout(int64_t type, int64_t rows, int64_t columns, int64_t leading,
+                                                int64_t stride) const {
+    void* made = nullptr;
+    expect(library_->layout_create(&made, static_cast<int32_t>(type), rows, columns, leading),
+           "cublasLtMatrixLayoutCreate");
+    Descriptor owner(made, library_->layout_destroy);
+    if (spec_.batch > 1) {
+        const auto count = static_cast<int32_t>(spec_.batch);
+        expect(set(library_->layout_set, made, kLayoutBatchCount, count), "cublasLtMatrixLayoutSetAttribute");
+        expect(set(library_->layout_set, made, kLayoutBatchStride, stride), "cublasLtMatrixLayoutSetAttribute");
+    }
+    return owner;
+}
+
+// Parts of a split K must not be rounded or saturated to the output's type before they are summed.
+uint32_t MatrixProduct::reduction_schemes() const {
+    const bool exact = spec_.out_type == static_cast<int64_t>(DataType::kInt32) ||
+                       spec_.out_type == static_cast<int64_t>(DataType::kFloat32);
+    return exact ? kReduceAnyhow : kReduceInComputeType;
+}
+
+std::vector<Candidate> MatrixProduct::candidates(size_t workspace_bytes, int limit) const {
+    void* made = nullptr;
+    expect(library_->preference_create(&made), "cublasLtMatmulPreferenceCreate");
+    const Descriptor preference(made, library_->preference_destroy);
+    const auto prefer = [&](int32_t attribute, auto value) {
+        expect(set(library_->preference_set, made, attribute, value), "cublasLtMatmulPreferenceSetAttribute");
+    };
+    prefer(kPreferenceWorkspace, static_cast<uint64_t>(workspace_bytes));
+    prefer(kPreferenceReductionSchemes, reduction_schemes());
+    for (int32_t i = kPreferenceFirstAlignment; i <= kPreferenceLastAlignment; ++i) prefer(i, kOperandAlignment);
+
+    std::vector<Candidate> found(limit);
+    int count = 0;
+    expect(library_->get_heuristic(library_->handle(), desc_.get(), b_.get(), a_.get(), out_.get(), out_.get(), made,
+                                   limit, found.data(), &count),
+           "cublasLtMatmulAlgoGetHeuristic");
+    found.resize(count);
+    const auto failed = [](const Candidate& candidate) { return candidate.status != kSuccess; };
+    found.erase(std::remove_if(found.begin(), found.end(), failed), found.end());
+    return found;
+}
+
+Candidate MatrixProduct::check(const Algorithm& algorithm) const {
+    Candidate result{};
+    expect(library_->algorithm_check(library_->handle(), desc_.get(), b_.get(), a_.get(), out_.get(), out_.get(),
+                                     &algorithm, &result),
+           "cublasLtMatmulAlgoCheck");
+    const int64_t scheme = library_->configuration(algorithm, kConfigReductionScheme);
+    if (scheme & ~static_cast<int64_t>(reduction_schemes()))
+        throw Error(kNotSupported, describe() + ": the algorithm sums parts of K in the type of the output (reduction " +
+                                       "scheme " + std::to_string(scheme) + "), which is not exact; choose another");
+    result.algorithm = algorithm;
+    return result;
+}
+
+void MatrixProduct::choose(const Algorithm& algorithm) {
+    chosen_ = check(algorithm);
+    handle_ = library_->handle();
+}
+
+std::vector<int> MatrixProduct::algorithm_ids() const {
+    const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
+    std::vector<int> ids(64);
+    for (;;) {
+        int count = 0;
+        expect(library_->algorithm_ids(library_->handle(), compute_type_, scale_type_, type, type, out, out,
+                                       static_cast<int>(ids.size()), ids.data(), &count),
+               "cublasLtMatmulAlgoGetIds");
+        const bool all = count < static_cast<int>(ids.size());
+        ids.resize(all ? count : 2 * ids.size());
+        if (all) return ids;
+    }
+}
+
+Algorithm MatrixProduct::start(int id) const {
+    const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
+    Algorithm algorithm{};
+    expect(library_->algorithm_init(library_->handle(), compute_type_, scale_type_, type, type, out, out, id, &algorithm),
+           "cublasLtMatmulAlgoInit");
+    return algorithm;
+}
+
+int MatrixProduct::run(const void* a, const void* b, void* out, const void* alpha, void* workspace,
+                       size_t workspace_bytes, void* stream) const noexcept {
+    if (!handle_) return kNotInitialized;
+    if (!a || !b || !out || !aligned(a, kOperandAlignment) || !aligned(b, kOperandAlignment) ||
+        !aligned(out, kOperandAlignment) || !aligned(workspace, kWorkspaceAlignment) ||
+        workspace_bytes < chosen_.workspace_bytes || (chosen_.workspace_bytes && !workspace))
+        return kInvalidValue;
+    static constexpr int32_t kOneInt = 1, kZeroInt = 0;
+    static constexpr float kOneFloat = 1.0f, kZeroFloat = 0.0f;
+    const bool integers = scale_type_ == static_cast<int32_t>(DataType::kInt32);
+    const void* one = integers ? static_cast<const void*>(&kOneInt) : &kOneFloat;
+    const void* zero = integers ? static_cast<const void*>(&kZeroInt) : &kZeroFloat;
+    if (spec_.alpha == static_cast<int64_t>(Alpha::kOne)) alpha = one;
+    if (!alpha) return kInvalidValue;
+    return library_->matmul(handle_, desc_.get(), alpha, b, b_.get(), a, a_.get(), zero, out, out_.get(), out,
+                            out_.get(), &chosen_.algorithm, workspace, workspace_bytes, stream);
+}
+
+std::string MatrixProduct::describe() const {
+    const std::string a = spec_.transpose_a ? shape(spec_.k, spec_.m) + "^T" : shape(spec_.m, spec_.k);
+    const std::string b = spec_.transpose_b ? shape(spec_.k, spec_.n) + "^T" : shape(spec_.n, spec_.k);
+    const std::string batch = spec_.batch > 1 ? std::to_string(spec_.batch) + " times " : "";
+    const std::string operands = batch + name(spec_.type) + " " + a + " x " + b;
+    return operands + " -> " + name(spec_.out_type) + " " + shape(spec_.m, spec_.n);
+}
+
+std::string MatrixProduct::explain(int status) const {
+    std::string words = library_->explain(status, "cublasLtMatmul");
+    if (status == kNotInitialized && !handle_) words += "; no algorithm was chosen for this product";
+    if (status == kOutOfMemory) words += "; the device has no memory left: use smaller batches";
+    if (status == kInvalidValue)
+        words += "; operands must lie at multiples of 16 bytes and the workspace, at least " +
+                 std::to_string(chosen_.workspace_bytes) + " bytes, at a multiple of 256";
+    return words;
+}
+
+}  // namespace lsq

@@ -1,0 +1,155 @@
+// Matrix products of cuBLASLt. The library is opened at run time and no CUDA header is needed: the enums carry the
+// documented values of cublasLt.h, and only those that are used.
+//
+// out[M,N] = alpha * a[M,K] * b[N,K]^T, for every matrix of a batch, everything row-major. cuBLASLt is column-major:
+// our out is its matrix D[N,M], our b its operand A, our a its operand B. The only form that it has for int8 ("TN") is
+// this one, both operands contiguous along K. Its vector alpha, one number per row of D, is one per column of out.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace lsq {
+
+enum class DataType : int32_t { kFloat32 = 0, kFloat16 = 2, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
+enum class Alpha : int64_t { kOne = 0, kScalar = 1, kVector = 2 };
+enum class PointerMode : int32_t { kHost = 0, kAlphaDeviceVectorBetaHost = 4 };
+
+enum Status : int {
+    kSuccess = 0,
+    kNotInitialized = 1,
+    kOutOfMemory = 3,
+    kInvalidValue = 7,
+    kNotSupported = 15,
+    kLibraryMissing = -1,  // ours: the library or one of its functions is not there
+};
+
+// cublasLtMatmulAlgo_t: opaque; may be saved for the same version of the library and the same model of device.
+struct Algorithm {
+    uint64_t data[8];
+};
+// cublasLtMatmulHeuristicResult_t.
+struct Candidate {
+    Algorithm algorithm;
+    size_t workspace_bytes;
+    int32_t status;
+    float waves;
+    int32_t reserved[4];
+};
+static_assert(sizeof(Algorithm) == 64 && sizeof(Candidate) == 96, "the layout of cublasLt.h");
+
+// What is multiplied. Strides and leading dimensions count elements; the order of the fields is that of products.py.
+struct ProductSpec {
+    int64_t m, n, k;
+    int64_t type, out_type;  // DataType
+    int64_t alpha;           // Alpha
+    int64_t transpose_a;     // 1: a lies as [K,M]
+    int64_t transpose_b;     // 1: b lies as [K,N]
+    int64_t batch;
+    int64_t leading_a, leading_b, leading_out;
+    int64_t stride_a, stride_b, stride_out;  // from one matrix of the batch to the next
+};
+
+struct Error : std::runtime_error {
+    Error(int code, const std::string& text) : std::runtime_error(text), status(code) {}
+    int status;
+};
+
+// The functions of one libcublasLt and a handle of it, made at the first lookup of an algorithm for the device whose
+// context is current then; use one per device. Descriptors need no handle. Never unloaded: a process may be exiting.
+class CublasLt {
+   public:
+    explicit CublasLt(const char* path);
+    ~CublasLt();
+    CublasLt(const CublasLt&) = delete;
+    CublasLt& operator=(const CublasLt&) = delete;
+
+    void* handle();
+    int64_t configuration(const Algorithm& algorithm, int64_t attribute) const;
+    void configure(Algorithm& algorithm, int64_t attribute, int64_t value) const;
+    std::vector<int64_t> capability(const Algorithm& algorithm, int64_t attribute) const;
+    void expect(int status, const char* call, const std::string& about = "") const;
+    std::string explain(int status, const char* call, const std::string& about = "") const;
+
+    int (*create)(void** handle);
+    int (*destroy)(void* handle);
+    int (*desc_create)(void** desc, int32_t compute_type, int32_t scale_type);
+    int (*desc_set)(void* desc, int32_t attribute, const void* value, size_t bytes);
+    int (*desc_destroy)(void* desc);
+    int (*layout_create)(void** layout, int32_t type, uint64_t rows, uint64_t columns, int64_t leading);
+    int (*layout_set)(void* layout, int32_t attribute, const void* value, size_t bytes);
+    int (*layout_destroy)(void* layout);
+    int (*preference_create)(void** preference);
+    int (*preference_set)(void* preference, int32_t attribute, const void* value, size_t bytes);
+    int (*preference_destroy)(void* preference);
+    int (*get_heuristic)(void* handle, void* desc, void* a, void* b, void* c, void* d, void* preference, int requested,
+                         Candidate* candidates, int* returned);
+    int (*algorithm_check)(void* handle, void* desc, void* a, void* b, void* c, void* d, const Algorithm* algorithm,
+                           Candidate* result);
+    int (*algorithm_ids)(void* handle, int32_t compute_type, int32_t scale_type, int32_t a, int32_t b, int32_t c,
+                         int32_t d, int requested, int* ids, int* returned);
+    int (*algorithm_init)(void* handle, int32_t compute_type, int32_t scale_type, int32_t a, int32_t b, int32_t c,
+                          int32_t d, int id, Algorithm* algorithm);
+    int (*capability_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes, size_t* written);
+    int (*config_set)(Algorithm* algorithm, int32_t attribute, const void* value, size_t bytes);
+    int (*config_get)(const Algorithm* algorithm, int32_t attribute, void* value, size_t bytes, size_t* written);
+    int (*matmul)(void* handle, void* desc, const void* alpha, const void* a, void* a_layout, const void* b,
+                  void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
+                  const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream);
+    const char* (*status_string)(int status);
+    const char* (*status_name)(int status);
+    size_t (*version)();
+
+   private:
+    std::mutex mutex_;
+    void* handle_ = nullptr;
+};
+
+// One matrix product: its descriptors and its algorithm. `run` looks nothing up and allocates nothing, so it may be
+// captured in a graph, and several threads may run one product. Whoever runs it has made its device current.
+class MatrixProduct {
+   public:
+    MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpec& spec);
+
+    // What the library proposes, best first, with a workspace of at most so many bytes; may be empty.
+    std::vector<Candidate> candidates(size_t workspace_bytes, int limit) const;
+    // Workspace and waves of an algorithm, or an Error where it does not fit this product, device or library.
+    Candidate check(const Algorithm& algorithm) const;
+    // Takes an algorithm, after `check`.
+    void choose(const Algorithm& algorithm);
+    size_t workspace_bytes() const { return chosen_.workspace_bytes; }
+
+    // For an exhaustive search: the algorithms for these types, and one of them in its default configuration.
+    std::vector<int> algorithm_ids() const;
+    Algorithm start(int id) const;
+
+    // Returns a Status. Addresses are multiples of 16 bytes, that of the workspace of 256. `alpha` is ignored for
+    // Alpha::kOne, points to a float of the host for kScalar (read at once) and to N floats of the device for kVector.
+    int run(const void* a, const void* b, void* out, const void* alpha, void* workspace, size_t workspace_bytes,
+            void* stream) const noexcept;
+
+    const ProductSpec& spec() const { return spec_; }
+    CublasLt& library() const { return *library_; }
+    std::string describe() const;           // "int8 [41,64] x [48,64] -> int32 [41,48]"
+    std::string explain(int status) const;  // what a status of `run` means, and what to do
+
+   private:
+    using Descriptor = std::unique_ptr<void, int (*)(void*)>;
+    void expect(int status, const char* call) const;
+    Descriptor layout(int64_t type, int64_t rows, int64_t columns, int64_t leading, int64_t stride) const;
+    uint32_t reduction_schemes() const;
+
+    std::shared_ptr<CublasLt> library_;
+    ProductSpec spec_;
+    int32_t compute_type_, scale_type_;
+    Descriptor desc_, a_, b_, out_;
+    Candidate chosen_{};
+    void* handle_ = nullptr;  // set once an algorithm is chosen
+};
+
+}  // namespace lsq

@@ -1,0 +1,40 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+namespace lsq {
+
+namespace {
+
+template <class Function>
+void find(void* library, const char* path, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (!function) throw std::runtime_error(std::string(path) + " has no function " + name + "; update the NVIDIA driver");
+}
+
+}  // namespace
+
+Driver::Driver(const char* path) {
+    void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!library) throw std::runtime_error(std::string("the NVIDIA driver cannot be opened: ") + dlerror());
+    find(library, path, "cuInit", init);
+    find(library, path, "cuDriverGetVersion", version);
+    find(library, path, "cuCtxGetCurrent", current_context);
+    find(library, path, "cuModuleLoadData", module_load);
+    find(library, path, "cuModuleUnload", module_unload);
+    find(library, path, "cuModuleGetFunction", module_function);
+    find(library, path, "cuFuncSetAttribute", set_attribute);
+    find(library, path, "cuLaunchKernel", launch);
+    find(library, path, "cuGetErrorName", error_name);
+    find(library, path, "cuGetErrorString", error_string);
+    if (const int status = init(0)) throw std::runtime_error("the NVIDIA driver does not start: " + explain(status));
+}
+
+std::string Driver::explain(int status) const {
+    const char *name = nullptr, *text = nullptr;
+    error_name(status, &name);
+    error_string(status, &text);
+    return std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")" + (text ? ": " + std::string(text) : "");
+}
+
+}  // namespace lsq

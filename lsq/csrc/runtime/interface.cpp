@@ -1,0 +1,90 @@
+// The C interface of the launcher, as lsq/csrc/runtime.py calls it. Numbers are int64; a call that can fail returns 0 or a
+// status and writes a message of at most `capacity` bytes.
+#include <cstring>
+
+#include "launcher.h"
+
+#define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace lsq;
+
+namespace {
+
+constexpr int kFailed = -1;
+constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int64_t kUsualShared = 48 << 10;  // a kernel gets more only when it asks
+
+int64_t fail(int64_t status, const std::string& text, char* message, int64_t capacity) {
+    const size_t length = std::min(text.size(), static_cast<size_t>(capacity - 1));
+    std::memcpy(message, text.data(), length);
+    message[length] = 0;
+    return status;
+}
+
+}  // namespace
+
+LSQ_EXPORT int64_t lsq_driver_open(const char* path, void** driver, int64_t* version, char* message, int64_t capacity) {
+    try {
+        Driver* made = new Driver(path);
+        int found = 0;
+        made->version(&found);
+        *driver = made;
+        *version = found;
+        return 0;
+    } catch (const std::exception& error) {
+        return fail(kFailed, error.what(), message, capacity);
+    }
+}
+
+// Loads machine code into the current context and finds a function in it, which may take `shared` bytes of dynamic shared memory.
+LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char* name, int64_t shared, void** module,
+                                     void** function, char* message, int64_t capacity) {
+    const Driver& cuda = *static_cast<Driver*>(driver);
+    void* context = nullptr;
+    int status = cuda.current_context(&context);
+    if (!status && !context) return fail(kFailed, "no CUDA context is current in this thread", message, capacity);
+    if (!status) status = cuda.module_load(module, image);
+    if (status) return fail(status, "a kernel cannot be loaded: " + cuda.explain(status), message, capacity);
+    status = cuda.module_function(function, *module, name);
+    if (!status && shared > kUsualShared) status = cuda.set_attribute(*function, kMaxDynamicShared, static_cast<int>(shared));
+    if (!status) return 0;
+    cuda.module_unload(*module);
+    return fail(status, std::string(name) + " cannot be used: " + cuda.explain(status), message, capacity);
+}
+
+LSQ_EXPORT void lsq_module_unload(void* driver, void* module) { static_cast<Driver*>(driver)->module_unload(module); }
+
+LSQ_EXPORT void* lsq_list_create(void* driver) { return new LaunchList(*static_cast<Driver*>(driver)); }
+
+LSQ_EXPORT void lsq_list_destroy(void* list) { delete static_cast<LaunchList*>(list); }
+
+// sizes: grid, then block, three each.
+LSQ_EXPORT void lsq_list_add_launch(void* list, const char* what, void* function, const int64_t* sizes, int64_t shared,
+                                    const uint64_t* values, int64_t count) {
+    Launch launch{function, {}, {}, static_cast<unsigned>(shared), 0, static_cast<size_t>(count)};
+    for (int i = 0; i < 3; ++i) {
+        launch.grid[i] = static_cast<unsigned>(sizes[i]);
+        launch.block[i] = static_cast<unsigned>(sizes[3 + i]);
+    }
+    static_cast<LaunchList*>(list)->add(what, launch, values);
+}
+
+LSQ_EXPORT void lsq_list_add_product(void* list, const char* what, const void* product, const void* a, const void* b,
+                                     void* out, const void* alphas, float alpha, void* workspace,
+                                     int64_t workspace_bytes) {
+    const ProductCall call{static_cast<const MatrixProduct*>(product), a, b, out, workspace,
+                           static_cast<size_t>(workspace_bytes), alphas, alpha};
+    static_cast<LaunchList*>(list)->add(what, call);
+}
+
+LSQ_EXPORT void lsq_list_close(void* list, int64_t slot_launches) {
+    static_cast<LaunchList*>(list)->close(static_cast<size_t>(slot_launches));
+}
+
+// slots: `count` values of 8 bytes for this call, or null; work 0: only write the slots.
+LSQ_EXPORT int64_t lsq_list_run(void* list, void* stream, const uint64_t* slots, int64_t count, int64_t work,
+                                char* message, int64_t capacity) {
+    std::string text;
+    const int status = static_cast<LaunchList*>(list)->run(stream, slots, static_cast<size_t>(count), work, text);
+    return status ? fail(status, text, message, capacity) : 0;
+}

@@ -1,0 +1,60 @@
+#include "launcher.h"
+
+namespace lsq {
+
+void LaunchList::add(const std::string& what, const Launch& launch, const uint64_t* values) {
+    entries_.push_back({what, false, launches_.size()});
+    launches_.push_back(launch);
+    launches_.back().first_value = values_.size();
+    values_.insert(values_.end(), values, values + launch.values);
+}
+
+void LaunchList::add(const std::string& what, const ProductCall& call) {
+    entries_.push_back({what, true, products_.size()});
+    products_.push_back(call);
+}
+
+void LaunchList::close(size_t slot_launches) {
+    slot_launches_ = slot_launches;
+    for (uint64_t& value : values_) parameters_.push_back(&value);
+}
+
+int LaunchList::start(const Entry& entry, void* stream) {
+    if (entry.is_product) {
+        const ProductCall& call = products_[entry.index];
+        const void* alpha = call.alphas ? call.alphas : &call.alpha;
+        return call.product->run(call.a, call.b, call.out, alpha, call.workspace, call.workspace_bytes, stream);
+    }
+    const Launch& l = launches_[entry.index];
+    return driver_.launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2],
+                          l.shared_bytes, stream, parameters_.data() + l.first_value, nullptr);
+}
+
+int LaunchList::run(void* stream, const uint64_t* slots, size_t count, bool work, std::string& message) {
+    for (size_t slot = 0; slot < count; ++slot) {
+        const Launch& writer = launches_[entries_[slot / kSlotsAtOnce].index];
+        values_[writer.first_value + kFirstSlotValue + slot % kSlotsAtOnce] = slots[slot];
+    }
+    const size_t end = work ? entries_.size() : slot_launches_;
+    for (size_t i = slots ? 0 : slot_launches_; i < end; ++i) {
+        if (const int status = start(entries_[i], stream)) {
+            message = explain(i, status);
+            return status;
+        }
+    }
+    return 0;
+}
+
+std::string LaunchList::explain(size_t entry, int status) const {
+    const Entry& failed = entries_[entry];
+    std::string text = "entry " + std::to_string(entry + 1) + " of " + std::to_string(entries_.size()) + ", " + failed.what;
+    if (failed.is_product) return text + ": " + products_[failed.index].product->explain(status);
+    const Launch& l = launches_[failed.index];
+    const auto sizes = [](const std::array<unsigned, 3>& size) {
+        return "(" + std::to_string(size[0]) + ", " + std::to_string(size[1]) + ", " + std::to_string(size[2]) + ")";
+    };
+    return text + ", grid " + sizes(l.grid) + ", block " + sizes(l.block) + ", " + std::to_string(l.shared_bytes) +
+           " bytes of dynamic shared memory: " + driver_.explain(status);
+}
+
+}  // namespace lsq

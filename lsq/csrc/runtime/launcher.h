@@ -1,0 +1,66 @@
+// A list of kernel launches and matrix products at fixed addresses, replayed on a stream by one call.
+//
+// A run allocates nothing, looks nothing up and does not synchronise, so that it can be captured in a CUDA graph. What
+// differs from call to call (addresses of inputs, numbers) lies in slots of device memory that a kernel reads through
+// tagged pointers; see kernels/device.cuh and kernels/slots.cu.
+#pragma once
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "cublaslt.h"
+#include "driver.h"
+
+namespace lsq {
+
+constexpr size_t kSlotsAtOnce = 8, kFirstSlotValue = 3;  // parameters of lsq_store_slots in kernels/slots.cu
+
+struct Launch {
+    void* function;
+    std::array<unsigned, 3> grid, block;
+    unsigned shared_bytes;
+    size_t first_value, values;  // its parameters in LaunchList::values_
+};
+
+struct ProductCall {
+    const MatrixProduct* product;
+    const void *a, *b;
+    void *out, *workspace;
+    size_t workspace_bytes;
+    const void* alphas;  // floats on the device, or null: `alpha` is the only one
+    float alpha;
+};
+
+class LaunchList {
+public:
+    explicit LaunchList(const Driver& driver) : driver_(driver) {}
+
+    // `values`: 8 bytes for each parameter of the kernel; a float stands in the first four.
+    void add(const std::string& what, const Launch& launch, const uint64_t* values);
+    void add(const std::string& what, const ProductCall& call);
+    // Must be called once after the last `add`. The first `slot_launches` entries write slots: lsq_store_slots.
+    void close(size_t slot_launches);
+    // Writes slots, kSlotsAtOnce with each slot launch (`slots` null: not at all), then does the rest, if `work`. Returns
+    // 0, or the status of the first entry that failed, which `message` then explains.
+    int run(void* stream, const uint64_t* slots, size_t count, bool work, std::string& message);
+
+private:
+    struct Entry {
+        std::string what;
+        bool is_product;
+        size_t index;
+    };
+    int start(const Entry& entry, void* stream);
+    std::string explain(size_t entry, int status) const;
+
+    const Driver& driver_;
+    std::vector<Entry> entries_;
+    std::vector<Launch> launches_;
+    std::vector<ProductCall> products_;
+    std::vector<uint64_t> values_;
+    std::vector<void*> parameters_;  // addresses of `values_`
+    size_t slot_launches_ = 0;
+};
+
+}  // namespace lsq
