@@ -73,22 +73,25 @@ def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) 
     return chosen
 
 
-def alternate(sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2) -> dict[str, Timing]:
+def alternate(
+    sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2, synchronize: Callable | None = None
+) -> dict[str, Timing]:
     """Time every side in turn, `rounds` times. Sides that take long say so on standard error as they go.
 
     Args:
         sides: name -> function without arguments.
         rounds: measurements of each side.
         warm_up: rounds before these, of one call each.
+        synchronize: waits for a device, before and after each measurement.
     """
     repeats = {}
     for _ in range(warm_up):
         for name, run in sides.items():
-            repeats[name] = max(1, int(MINIMUM_SECONDS / seconds(run)))
+            repeats[name] = max(1, int(MINIMUM_SECONDS / seconds(run, 1, synchronize)))
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(1, rounds + 1):
         for name, run in sides.items():
-            measured[name].append(seconds(run, repeats[name]))
+            measured[name].append(seconds(run, repeats[name], synchronize))
             if measured[name][-1] > LONG_SECONDS:
                 print(f"round {number} of {rounds}: {name} {measured[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: timing(values) for name, values in measured.items()}
@@ -99,11 +102,14 @@ def timing(values: list[float]) -> Timing:
     return Timing(median=statistics.median(values), fastest=min(values))
 
 
-def seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """Wall-clock seconds per call over `repeats` calls of `run`."""
+def seconds(run: Callable[[], object], repeats: int = 1, synchronize: Callable | None = None) -> float:
+    """Wall-clock seconds per call over `repeats` calls of `run`; `synchronize` waits for a device."""
+    wait = synchronize or (lambda: None)
+    wait()
     start = time.perf_counter()
     for _ in range(repeats):
         run()
+    wait()
     return (time.perf_counter() - start) / repeats
 
 

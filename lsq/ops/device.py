@@ -4,7 +4,8 @@ import functools
 
 import torch
 
-from lsq.csrc.device import Device, LaunchList, emulated_device, gpu_device
+from lsq.csrc.device import Device, emulated_device, gpu_device
+from lsq.csrc.launch_list import LaunchList
 from lsq.ops.registry import OpDefinition
 
 

@@ -15,7 +15,11 @@ def test_sides_take_turns(monkeypatch):
 
 
 def test_quick_sides_are_repeated(monkeypatch):
-    monkeypatch.setattr(common, "seconds", lambda run, repeats=1: run(repeats) or common.MINIMUM_SECONDS / 10)
+    def fake(run, repeats=1, synchronize=None):
+        run(repeats)
+        return common.MINIMUM_SECONDS / 10
+
+    monkeypatch.setattr(common, "seconds", fake)
     repeats = []
     common.alternate({"a": repeats.append}, rounds=2, warm_up=2)
     assert repeats == [1, 1, 10, 10]
