@@ -16,7 +16,7 @@ ALLOWED = {
     "memory": {"config", "csrc", "files"},
     "gemm": {"config", "csrc"},
     "ops": {"config", "quant", "csrc", "gemm"},
-    "program": {"config", "ops", "memory"},
+    "program": {"config", "csrc", "ops", "memory"},
     "layers": {"config", "program", "ops", "quant"},
     "dist": {"config", "quant", "ops"},
 }

@@ -56,17 +56,27 @@ def architecture(capability: tuple[int, int]) -> str:
     return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
 
 
-def check_driver(version: tuple[int, int]) -> None:
+def version() -> str:
+    """Of NVRTC.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    _, major, minor = _nvrtc().nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def check_driver(supported: tuple[int, int]) -> None:
     """Refuse a driver that cannot load what the compiler makes.
 
     Raises:
         RuntimeError: it supports an older major version of CUDA.
     """
-    _, major, minor = _nvrtc().nvrtcVersion()
-    if version[0] < major:
+    major = int(version().partition(".")[0])
+    if supported[0] < major:
         raise RuntimeError(
-            f"the NVIDIA driver supports CUDA {version[0]}.{version[1]}, but kernels are compiled by NVRTC "
-            f"{major}.{minor}: update the driver to one for CUDA {major}, or install NVRTC {version[0]}"
+            f"the NVIDIA driver supports CUDA {supported[0]}.{supported[1]}, but kernels are compiled by NVRTC "
+            f"{version()}: update the driver to one for CUDA {major}, or install NVRTC {supported[0]}"
         )
 
 
@@ -87,9 +97,8 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
         f"--include-path={KERNELS}", f"--include-path={KERNELS.parent}",
         *(f"--define-macro={name}={value}" for name, value in defines),
     ]  # fmt: skip
-    _, major, minor = nvrtc.nvrtcVersion()
     text = (KERNELS / source).read_text(encoding="utf-8")
-    name = cache.digest(text, device_headers(), target, repr(defines), f"{major}.{minor}", "".join(options[:4]))
+    name = cache.digest(text, device_headers(), target, repr(defines), version(), "".join(options[:4]))
     path = cache.folder("kernels") / f"{Path(source).stem}-{target}-{name}.cubin"
     found = _parse(cache.load(path))
     if found is None:
