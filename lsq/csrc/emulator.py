@@ -6,13 +6,17 @@ The libraries stand in for libcuda and libcublasLt. A kernel source becomes a sh
 """
 
 import functools
-import hashlib
+import logging
 import os
 import re
 import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+
+from lsq.csrc import cache
+
+logger = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent / "kernels"
 EMULATOR = Path(__file__).parent / "emulator"
@@ -22,13 +26,15 @@ MAGIC = b"lsq-emulated-module\n"
 DRIVER_SOURCES = ("driver.cpp", "scheduler.cpp", "fibers.cpp", "report.cpp")
 
 # -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.
-FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC", "-fvisibility=hidden"]
+FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wno-unknown-pragmas", "-fPIC", "-fvisibility=hidden"]
 FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-DLSQ_EMULATOR"]
 SANITIZE = ["-DLSQ_SANITIZE", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+# AddressSanitizer guards no variable that the linker may merge, such as those of inline functions and templates.
+KERNEL_SANITIZE = [*SANITIZE, "-fwhole-program"]
 # The only variables of a module in memory that starts as zeros must be its shared ones: no start files.
 KERNEL_LINK = ["-shared", "-nostartfiles"]
 
-_DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+([^;\[\]]*?)(\w+)\s*\[\s*\]\s*;")
+_DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+(?:alignas\s*\([^)]*\)\s*)?([^;\[\]]*?)(\w+)\s*\[\s*\]\s*;")
 _STATIC_SHARED = re.compile(r"\b__shared__\b")
 
 
@@ -69,13 +75,13 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize:
     """
     path = KERNELS / source
     driver = build_driver(sanitize)
-    flags = [*FLAGS, *(SANITIZE if sanitize else []), *(f"-D{name}={value}" for name, value in defines)]
+    flags = [*FLAGS, *(KERNEL_SANITIZE if sanitize else []), *(f"-D{name}={value}" for name, value in defines)]
     includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR)]
     headers = [*_headers(), *_beside(path)]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
-        text = _run([*_compiler(), *flags, *includes, "-x", "c++", "-E", os.fspath(path)])
-        _link([*flags, *KERNEL_LINK, "-x", "c++-cpp-output", "-", "-x", "none", os.fspath(driver)], target, _declare_shared(text))
+        text = _declare_shared(_run([*_compiler(), *flags, *includes, "-x", "c++", "-E", os.fspath(path)]))
+        _link([*flags, *KERNEL_LINK, "-x", "c++-cpp-output", "-", "-x", "none", os.fspath(driver)], target, text)
     return MAGIC + os.fsencode(target) + b"\0"
 
 
@@ -116,16 +122,9 @@ def _beside(source: Path) -> list[Path]:
 
 def _target(stem: str, sources: list[Path], flags: list[str]) -> Path:
     """Where the library made of `sources` with `flags` lies: its name holds a hash of everything that it depends on."""
-    digest = hashlib.sha256(repr((flags, _compiler_version(tuple(_compiler())))).encode())
-    for path in sources:
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return _cache_folder() / f"{stem}-{digest.hexdigest()[:24]}.so"
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").absolute() / "lsq" / "emulator"
+    parts = [part for path in sources for part in (path.name, path.read_bytes())]
+    name = cache.digest(repr(flags), _compiler_version(tuple(_compiler())), *parts)
+    return cache.folder("emulator").absolute() / f"{stem}-{name}.so"
 
 
 def _compiler() -> list[str]:
@@ -139,43 +138,45 @@ def _compiler_version(compiler: tuple[str, ...]) -> str:
 
 
 def _declare_shared(text: str) -> str:
-    """Preprocessed CUDA C++ with its shared memory declared as C++: dynamic as a pointer, static as static variables."""
+    """Preprocessed CUDA C++ with shared memory declared as C++: dynamic as a pointer, the rest as static variables."""
     dynamic = r"[[maybe_unused]] \1* const \2 = reinterpret_cast<\1*>(emulator_dynamic_shared);"
-    return _STATIC_SHARED.sub("static", _DYNAMIC_SHARED.sub(dynamic, text))
+    # used: others write to it as well, the emulator before each block.
+    return _STATIC_SHARED.sub("static __attribute__((used))", _DYNAMIC_SHARED.sub(dynamic, text))
 
 
 def _link(arguments: list[str], target: Path, text: str | None = None) -> None:
-    """Make `target` in one step: several processes may build it at once, and any may have it mapped.
+    """Make `target` of `text` in one step: several processes may build it at once, and any may have it mapped.
 
     Raises:
         RuntimeError: the compiler is missing or fails, or the cache folder cannot be written.
     """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
-            staged = Path(folder) / target.name
-            _run([*_compiler(), *arguments, "-o", os.fspath(staged)], text)
-            os.replace(staged, target)
-    except OSError as error:
-        raise RuntimeError(
-            f"the emulator's cache folder {target.parent} cannot be written ({error.strerror}); name another by setting "
-            "XDG_CACHE_HOME"
-        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        staged = Path(folder) / target.name
+        _run([*_compiler(), *arguments, "-o", os.fspath(staged)], text)
+        try:
+            cache.write(target, staged.read_bytes())
+        except OSError as error:
+            raise RuntimeError(
+                f"the emulator's cache folder {target.parent} cannot be written ({error.strerror}): make it writable, "
+                "or name another folder in XDG_CACHE_HOME"
+            ) from error
 
 
 def _run(command: list[str], text: str | None = None) -> str:
-    """Run a compiler command, `text` as its input; what it prints.
+    """Run a compiler command with `text` as its input; what it prints. Warnings are logged.
 
     Raises:
-        RuntimeError: the command is missing or fails; the message ends with the compiler's own words.
+        RuntimeError: the command is missing or fails; the message holds the compiler's own words.
     """
     try:
         result = subprocess.run(command, input=text, capture_output=True, text=True)
     except OSError as error:
         raise RuntimeError(
-            f"the C++ compiler {command[0]!r} cannot be run ({error.strerror}); the CUDA emulator needs one: install g++ "
-            "(Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or name another in CXX"
+            f"the C++ compiler {command[0]!r} cannot be run ({error.strerror}); the CUDA emulator needs one: "
+            "install g++ (Debian, Ubuntu: `apt install g++`; Fedora: `dnf install gcc-c++`), or name another in CXX"
         ) from error
     if result.returncode:
-        raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[-4000:]}")
+        raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[:4000]}")
+    if result.stderr:
+        logger.warning("%s", result.stderr.strip()[:4000])
     return result.stdout

@@ -51,7 +51,7 @@ float sqrtf(float) noexcept;
 float logf(float) noexcept;
 }
 
-#define EMULATOR_MIN_MAX(type)                                     \
+#define EMULATOR_MIN_MAX(type)                                \
     inline type min(type a, type b) { return b < a ? b : a; } \
     inline type max(type a, type b) { return a < b ? b : a; }
 EMULATOR_MIN_MAX(int)
@@ -165,7 +165,14 @@ EMULATOR_VISIBLE emulator::Memory emulator_static_shared() { return {__bss_start
 
 namespace emulator {
 
-// Calls a kernel with values read from `arguments`: braces evaluate them from left to right.
+struct Arguments {
+    void** next;
+
+    template <typename T>
+    T read() { return *static_cast<T*>(*next++); }
+};
+
+// Calls a kernel. Braces evaluate the values from left to right.
 struct Call {
     template <typename... T>
     Call(void (*kernel)(T...), T... values) { kernel(values...); }
@@ -174,7 +181,8 @@ struct Call {
 template <typename... T>
 inline void call(void (*kernel)(T...), void** arguments) {
     static_assert(((sizeof(T) == 8 || sizeof(T) == 4) && ...), "kernels take Pointer, int64_t and float alone");
-    Call{kernel, *static_cast<T*>(*arguments++)...};
+    [[maybe_unused]] Arguments left{arguments};
+    Call{kernel, left.read<T>()...};
 }
 
 }  // namespace emulator

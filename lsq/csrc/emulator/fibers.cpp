@@ -23,7 +23,8 @@ constexpr size_t STACK = 64 * 1024;
 // A stack that can be written, above a page that cannot; null where no memory is left.
 unsigned char* new_stack() {
     const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    void* found = mmap(nullptr, STACK + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* found = mmap(nullptr, STACK + page, PROT_READ | PROT_WRITE, FLAGS, -1, 0);
     if (found == MAP_FAILED) return nullptr;
     mprotect(found, page, PROT_NONE);
     return static_cast<unsigned char*>(found) + page;

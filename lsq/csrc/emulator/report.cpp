@@ -1,5 +1,6 @@
 #include "report.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -12,8 +13,8 @@ std::string describe(Index index) {
 }
 
 std::string describe_wait(const Thread& thread) {
-    if (thread.state == State::finished) return "finished";
-    const std::string place = std::string(thread.operation) + " (" + describe(thread.site);
+    if (thread.state == State::finished) return " finished";
+    const std::string place = std::string(": wait at ") + thread.operation + " (" + describe(thread.site);
     if (thread.state == State::collective) return place + ", mask " + hexadecimal(thread.mask) + ")";
     return place + ")";
 }
@@ -38,16 +39,22 @@ std::string describe_block(const char* kernel, Index block) {
 }
 
 std::string describe_all(const std::vector<Thread>& threads) {
-    constexpr int LONGEST = 16;
+    std::vector<std::string> waits;
+    std::vector<std::vector<const Thread*>> groups;
+    for (const Thread& thread : threads) {
+        const std::string wait = describe_wait(thread);
+        const size_t group = std::find(waits.begin(), waits.end(), wait) - waits.begin();
+        if (group == waits.size()) {
+            waits.push_back(wait);
+            groups.emplace_back();
+        }
+        groups[group].push_back(&thread);
+    }
     std::string text;
-    int groups = 0;
-    for (size_t first = 0, next; first < threads.size(); first = next) {
-        const std::string wait = describe_wait(threads[first]);
-        for (next = first + 1; next < threads.size() && describe_wait(threads[next]) == wait;) ++next;
-        if (groups++ == LONGEST) return text + "; and so on";
-        text += (first ? "; " : "") + describe(threads[first]);
-        if (next - first > 1) text += " and the next " + std::to_string(next - first - 1);
-        text += threads[first].state == State::finished ? ": finished" : ": wait at " + wait;
+    for (size_t group = 0; group < groups.size(); ++group) {
+        text += (group ? "; " : "") + describe(*groups[group].front());
+        if (groups[group].size() > 1) text += " and " + std::to_string(groups[group].size() - 1) + " more";
+        text += waits[group];
     }
     return text;
 }

@@ -20,7 +20,7 @@ std::string describe(const Thread& thread);
 // "kernel lsq_sum, block (2, 0, 0): "
 std::string describe_block(const char* kernel, Index block);
 
-// Every thread and what it waits for; neighbours that do the same are said once.
+// What all threads wait for: the first that waits for something, and how many more do.
 std::string describe_all(const std::vector<Thread>& threads);
 
 bool same(Site a, Site b);

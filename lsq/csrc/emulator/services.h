@@ -4,7 +4,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef LSQ_SANITIZE
+// Sanitized kernels are compiled with -fwhole-program.
+#define EMULATOR_VISIBLE __attribute__((visibility("default"), externally_visible))
+#else
 #define EMULATOR_VISIBLE __attribute__((visibility("default")))
+#endif
 
 namespace emulator {
 
