@@ -227,8 +227,8 @@ Candidate MatrixProduct::check(const Algorithm& algorithm) const {
            "cublasLtMatmulAlgoCheck");
     const int64_t scheme = library_->configuration(algorithm, kConfigReductionScheme);
     if (scheme & ~static_cast<int64_t>(reduction_schemes()))
-        throw Error(kNotSupported, describe() + ": the algorithm sums parts of K in the type of the output (reduction " +
-                                       "scheme " + std::to_string(scheme) + "), which is not exact; choose another");
+        throw Error(kNotSupported, describe() + ": the algorithm rounds parts of K to the output's type (reduction scheme " +
+                                       std::to_string(scheme) + ") before it sums them; choose another");
     result.algorithm = algorithm;
     return result;
 }
@@ -255,7 +255,8 @@ std::vector<int> MatrixProduct::algorithm_ids() const {
 Algorithm MatrixProduct::start(int id) const {
     const auto type = static_cast<int32_t>(spec_.type), out = static_cast<int32_t>(spec_.out_type);
     Algorithm algorithm{};
-    expect(library_->algorithm_init(library_->handle(), compute_type_, scale_type_, type, type, out, out, id, &algorithm),
+    expect(library_->algorithm_init(library_->handle(), compute_type_, scale_type_, type, type, out, out, id,
+                                    &algorithm),
            "cublasLtMatmulAlgoInit");
     return algorithm;
 }

@@ -1,0 +1,155 @@
+// The arithmetic of the emulated libcublasLt, column-major: exact int8 sums, double sums of floats, rounded once.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace emulator {
+
+enum Type { kFloat32 = 0, kFloat16 = 2, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
+enum Compute { kCompute32F = 68, kCompute32I = 72 };
+enum PointerMode { kHost = 0, kAlphaDeviceVectorBetaHost = 4 };
+
+struct Desc {
+    int32_t compute, scale, pointer_mode, transpose_a, transpose_b;
+};
+struct Layout {
+    int32_t type;
+    uint64_t rows, columns;
+    int64_t leading;
+    int32_t batch;
+    int64_t stride;
+};
+// A product as its descriptors describe it: D[m,n] = alpha * op(A)[m,k] * op(B)[k,n].
+struct Problem {
+    Desc desc;
+    Layout a, b, d;
+    int64_t m, n, k;
+};
+
+inline size_t bytes_of(int32_t type) { return type == kInt8 ? 1 : type == kFloat16 || type == kBfloat16 ? 2 : 4; }
+
+inline float widened(uint16_t bits, int32_t type) {
+    if (type == kBfloat16) {
+        const uint32_t wide = uint32_t{bits} << 16;
+        float value;
+        std::memcpy(&value, &wide, sizeof value);
+        return value;
+    }
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const float steps = static_cast<float>(exponent ? fraction + 1024 : fraction);
+    const float finite = std::ldexp(steps, std::max(exponent, 1) - 25);
+    const float magnitude = exponent < 31 ? finite : fraction ? NAN : INFINITY;
+    return bits >> 15 ? -magnitude : magnitude;
+}
+
+// A sum rounded once, half to even, to float16 or bfloat16.
+inline uint16_t narrowed(double sum, int32_t type) {
+    const int precision = type == kBfloat16 ? 8 : 11, smallest = type == kBfloat16 ? -126 : -14;
+    const uint16_t sign = std::signbit(sum) ? 0x8000 : 0;
+    const int bits = precision - 1;
+    const uint16_t infinity = static_cast<uint16_t>((1 << 15) - (1 << bits));
+    if (std::isnan(sum)) return sign | infinity | 1 << (bits - 1);
+    if (std::isinf(sum)) return sign | infinity;
+    const int exponent = sum == 0 ? smallest : std::max(std::ilogb(sum), smallest);
+    const auto steps = static_cast<int64_t>(std::nearbyint(std::ldexp(std::fabs(sum), bits - exponent)));
+    const int64_t code = (static_cast<int64_t>(exponent - smallest) << bits) + steps;
+    return sign | static_cast<uint16_t>(std::min<int64_t>(code, infinity));
+}
+
+struct Job {
+    Problem problem;
+    const char *a, *b;
+    char* d;
+    const float* alpha;  // of every row of D, or null
+    float scalar;
+};
+
+inline int32_t dot(const int8_t* a, const int8_t* b, int64_t k) {
+    int32_t sum = 0;
+    int64_t i = 0;
+    for (; i + 64 <= k; i += 64) {
+        int32_t part = 0;
+        for (int j = 0; j < 64; ++j) part += a[i + j] * b[i + j];
+        sum += part;
+    }
+    for (; i < k; ++i) sum += a[i] * b[i];
+    return sum;
+}
+
+inline double dot(const double* a, const double* b, int64_t k) {
+    double parts[8] = {}, sum = 0;
+    int64_t i = 0;
+    for (; i + 8 <= k; i += 8)
+        for (int j = 0; j < 8; ++j) parts[j] += a[i + j] * b[i + j];
+    for (; i < k; ++i) sum += a[i] * b[i];
+    for (double part : parts) sum += part;
+    return sum;
+}
+
+inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, char* d) {
+    const Problem& p = job.problem;
+    for (int64_t column = 0; column < p.n; ++column) {
+        for (int64_t row = 0; row < p.m; ++row) {
+            const int32_t sum = dot(a + row * p.a.leading, b + column * p.b.leading, p.k);
+            const int64_t at = column * p.d.leading + row;
+            if (p.d.type == kInt32) {
+                reinterpret_cast<int32_t*>(d)[at] = sum * static_cast<int32_t>(job.scalar);
+            } else {
+                const float scaled = static_cast<float>(sum) * (job.alpha ? job.alpha[row] : job.scalar);
+                const float code = std::isnan(scaled) ? 0 : std::min(127.0f, std::max(-128.0f, std::nearbyint(scaled)));
+                reinterpret_cast<int8_t*>(d)[at] = static_cast<int8_t>(code);
+            }
+        }
+    }
+}
+
+// The lines over which sums run, one after another: row or column `line` of the operand at [line * k].
+inline std::vector<double> lines(const char* operand, const Layout& layout, int64_t count, int64_t k, bool contiguous) {
+    std::vector<double> values(static_cast<size_t>(count * k));
+    for (int64_t line = 0; line < count; ++line)
+        for (int64_t i = 0; i < k; ++i) {
+            const int64_t at = contiguous ? line * layout.leading + i : i * layout.leading + line;
+            values[line * k + i] = layout.type == kFloat32
+                                       ? reinterpret_cast<const float*>(operand)[at]
+                                       : widened(reinterpret_cast<const uint16_t*>(operand)[at], layout.type);
+        }
+    return values;
+}
+
+inline void multiply_floats(const Job& job, const char* a, const char* b, char* d) {
+    const Problem& p = job.problem;
+    const std::vector<double> left = lines(a, p.a, p.m, p.k, p.desc.transpose_a);
+    const std::vector<double> right = lines(b, p.b, p.n, p.k, !p.desc.transpose_b);
+    for (int64_t column = 0; column < p.n; ++column) {
+        for (int64_t row = 0; row < p.m; ++row) {
+            const double sum = dot(&left[row * p.k], &right[column * p.k], p.k) * job.scalar;
+            const int64_t at = column * p.d.leading + row;
+            if (p.d.type == kFloat32) {
+                reinterpret_cast<float*>(d)[at] = static_cast<float>(sum);
+            } else {
+                reinterpret_cast<uint16_t*>(d)[at] = narrowed(sum, p.d.type);
+            }
+        }
+    }
+}
+
+inline void multiply(const void* data) {
+    const Job& job = *static_cast<const Job*>(data);
+    const Problem& p = job.problem;
+    const int64_t size = bytes_of(p.a.type), out_size = bytes_of(p.d.type);
+    for (int64_t i = 0; i < p.d.batch; ++i) {
+        const char *a = job.a + i * p.a.stride * size, *b = job.b + i * p.b.stride * size;
+        char* d = job.d + i * p.d.stride * out_size;
+        if (p.a.type == kInt8) {
+            multiply_integers(job, reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b), d);
+        } else {
+            multiply_floats(job, a, b, d);
+        }
+    }
+}
+
+}  // namespace emulator

@@ -1,0 +1,298 @@
+// An emulated libcublasLt: the functions that lsq/csrc/runtime/cublaslt.cpp calls, on host memory, without CUDA.
+//
+// It refuses what the documentation of cublasLtMatmul forbids, and some things that a device might let pass: operands
+// that are not at multiples of 16 bytes, a missing algorithm (a hidden lookup), algorithms that are not its own. Its
+// algorithms have different configurations and workspaces, and compute the same. Calls are counted, and fail on demand.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "product_rules.h"
+
+#define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace emulator;
+
+namespace {
+
+struct Preference {
+    uint64_t workspace;
+    uint32_t schemes, alignment[4];
+};
+struct Handle {};
+struct Failure {
+    int32_t status;
+    int64_t times;
+};
+
+std::mutex mutex;
+std::map<std::string, int64_t> counts;
+std::map<std::string, Failure> failures;
+using Enqueue = int (*)(void* stream, void (*work)(const void* data), const void* data, size_t bytes);
+Enqueue enqueue = nullptr;
+
+// Counts a call; the status that it was told to fail with, or 0.
+int called(const char* function) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++counts[function];
+    const auto planned = failures.find(function);
+    if (planned == failures.end() || planned->second.times == 0) return kSuccess;
+    --planned->second.times;
+    return planned->second.status;
+}
+
+template <typename Field>
+int take(Field& field, const void* value, size_t bytes) {
+    if (!value || bytes != sizeof field) return kInvalidValue;
+    std::memcpy(&field, value, bytes);
+    return kSuccess;
+}
+
+int give(const void* value, size_t size, void* out, size_t bytes, size_t* written) {
+    if (bytes == 0) return written ? (*written = size, kSuccess) : kInvalidValue;
+    if (!out || bytes < size) return kInvalidValue;
+    std::memcpy(out, value, size);
+    if (written) *written = size;
+    return kSuccess;
+}
+
+bool misaligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
+
+}  // namespace
+
+LSQ_EXPORT int cublasLtCreate(Handle** handle) {
+    if (const int failure = called("cublasLtCreate")) return failure;
+    *handle = new Handle;
+    return kSuccess;
+}
+
+LSQ_EXPORT int cublasLtDestroy(Handle* handle) {
+    delete handle;
+    return called("cublasLtDestroy");
+}
+
+LSQ_EXPORT int cublasLtMatmulDescCreate(Desc** desc, int32_t compute, int32_t scale) {
+    *desc = new Desc{compute, scale, kHost, 0, 0};
+    return called("cublasLtMatmulDescCreate");
+}
+
+LSQ_EXPORT int cublasLtMatmulDescSetAttribute(Desc* desc, int32_t attribute, const void* value, size_t bytes) {
+    switch (attribute) {
+        case 2: return take(desc->pointer_mode, value, bytes);
+        case 3: return take(desc->transpose_a, value, bytes);
+        case 4: return take(desc->transpose_b, value, bytes);
+    }
+    return kInvalidValue;
+}
+
+LSQ_EXPORT int cublasLtMatmulDescDestroy(Desc* desc) {
+    delete desc;
+    return called("cublasLtMatmulDescDestroy");
+}
+
+LSQ_EXPORT int cublasLtMatrixLayoutCreate(Layout** layout, int32_t type, uint64_t rows, uint64_t columns,
+                                          int64_t leading) {
+    *layout = new Layout{type, rows, columns, leading, 1, 0};
+    return called("cublasLtMatrixLayoutCreate");
+}
+
+LSQ_EXPORT int cublasLtMatrixLayoutSetAttribute(Layout* layout, int32_t attribute, const void* value, size_t bytes) {
+    switch (attribute) {
+        case 5: return take(layout->batch, value, bytes);
+        case 6: return take(layout->stride, value, bytes);
+    }
+    return kInvalidValue;
+}
+
+LSQ_EXPORT int cublasLtMatrixLayoutDestroy(Layout* layout) {
+    delete layout;
+    return called("cublasLtMatrixLayoutDestroy");
+}
+
+LSQ_EXPORT int cublasLtMatmulPreferenceCreate(Preference** preference) {
+    *preference = new Preference{0, 7, {256, 256, 256, 256}};
+    return called("cublasLtMatmulPreferenceCreate");
+}
+
+LSQ_EXPORT int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int32_t attribute, const void* value,
+                                                    size_t bytes) {
+    if (attribute == 1) return take(preference->workspace, value, bytes);
+    if (attribute == 3) return take(preference->schemes, value, bytes);
+    if (attribute >= 5 && attribute <= 8) return take(preference->alignment[attribute - 5], value, bytes);
+    return kInvalidValue;
+}
+
+LSQ_EXPORT int cublasLtMatmulPreferenceDestroy(Preference* preference) {
+    delete preference;
+    return called("cublasLtMatmulPreferenceDestroy");
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoGetHeuristic(Handle* handle, const Desc* desc, const Layout* a, const Layout* b,
+                                              const Layout* c, const Layout* d, const Preference* preference,
+                                              int requested, Candidate* candidates, int* returned) {
+    if (const int failure = called("cublasLtMatmulAlgoGetHeuristic")) return failure;
+    if (!handle) return kNotInitialized;
+    if (!preference || !candidates || !returned || requested <= 0) return kInvalidValue;
+    *returned = 0;
+    Problem problem;
+    if (const int refused = describe(desc, a, b, c, d, problem)) return refused;
+    const int32_t types[4] = {desc->compute, desc->scale, a->type, d->type};
+    const Algorithm ideas[] = {
+        configured(66, types, 23, 36, 1, kNone),       configured(21, types, 20, 14, 1, kNone),
+        configured(21, types, 20, 14, 2, kOutputType), configured(21, types, 18, 15, 2, kComputeType),
+        configured(23, types, 23, 35, 1, kNone),       configured(21, types, 15, 13, 4, kInPlace),
+        configured(0, types, 15, 0, 1, kNone),
+    };
+    const uint32_t alignment = *std::min_element(preference->alignment, preference->alignment + 4);
+    for (const Algorithm& idea : ideas) {
+        Candidate result{};
+        if (*returned < requested && variant(&idea)->alignment <= alignment && !(idea.scheme & ~preference->schemes) &&
+            runs(*variant(&idea), a->type) && fits(problem, &idea, result) == kSuccess &&
+            result.workspace <= preference->workspace)
+            candidates[(*returned)++] = result;
+    }
+    return kSuccess;
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoCheck(Handle* handle, const Desc* desc, const Layout* a, const Layout* b,
+                                       const Layout* c, const Layout* d, const Algorithm* algorithm,
+                                       Candidate* result) {
+    if (const int failure = called("cublasLtMatmulAlgoCheck")) return failure;
+    if (!handle) return kNotInitialized;
+    Problem problem;
+    if (const int refused = describe(desc, a, b, c, d, problem)) return refused;
+    return fits(problem, algorithm, *result);
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoGetIds(Handle* handle, int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c,
+                                        int32_t d, int requested, int* ids, int* returned) {
+    if (const int failure = called("cublasLtMatmulAlgoGetIds")) return failure;
+    if (!handle) return kNotInitialized;
+    if (requested <= 0 || !types_supported(compute, scale, a, b, c, d)) return kInvalidValue;
+    *returned = 0;
+    for (const Variant& known : kVariants)
+        if (runs(known, a) && *returned < requested) ids[(*returned)++] = known.id;
+    return kSuccess;
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoInit(Handle* handle, int32_t compute, int32_t scale, int32_t a, int32_t b, int32_t c,
+                                      int32_t d, int id, Algorithm* algorithm) {
+    if (const int failure = called("cublasLtMatmulAlgoInit")) return failure;
+    if (!handle) return kNotInitialized;
+    for (const Variant& known : kVariants) {
+        if (known.id != id) continue;
+        if (!runs(known, a) || !types_supported(compute, scale, a, b, c, d)) return kNotSupported;
+        const int32_t types[4] = {compute, scale, a, d};
+        *algorithm = configured(id, types, 0, 0, 1, kNone);
+        return kSuccess;
+    }
+    return kInvalidValue;
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoCapGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
+                                                 size_t bytes, size_t* written) {
+    const Variant* known = variant(algorithm);
+    if (!known) return kInvalidValue;
+    const auto number = [&](uint32_t result) { return give(&result, sizeof result, value, bytes, written); };
+    const auto list = [&](const std::vector<uint32_t>& values) {
+        return give(values.data(), 4 * values.size(), value, bytes, written);
+    };
+    const uint64_t numerics = algorithm->types[0] == kCompute32I ? 0x200804 : 0x0;
+    switch (attribute) {
+        case 0: return number(known->split_k);
+        case 1: return number(known->split_k ? kInPlace | kComputeType | kOutputType : 0);
+        case 2: return number(known->swizzle);
+        case 3: return number(1);
+        case 6: return list(known->tiles);
+        case 7: return number(known->custom_max);
+        case 11: return number(1 | 16);
+        case 13: return list(known->stages);
+        case 15: return give(&numerics, sizeof numerics, value, bytes, written);
+        case 16: case 17: case 18: case 19: return number(known->alignment);
+    }
+    return kInvalidValue;
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoConfigSetAttribute(Algorithm* algorithm, int32_t attribute, const void* value,
+                                                    size_t bytes) {
+    if (!variant(algorithm) || attribute == 0) return kInvalidValue;
+    const Field field = configuration(*algorithm, attribute);
+    if (!field.bytes || !value || bytes != field.bytes) return kInvalidValue;
+    std::memcpy(field.at, value, bytes);
+    algorithm->checksum = checksum(*algorithm);
+    return kSuccess;
+}
+
+LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, int32_t attribute, void* value,
+                                                    size_t bytes, size_t* written) {
+    if (!variant(algorithm)) return kInvalidValue;
+    Algorithm copy = *algorithm;
+    const Field field = configuration(copy, attribute);
+    return field.bytes ? give(field.at, field.bytes, value, bytes, written) : kInvalidValue;
+}
+
+LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alpha, const void* a,
+                              const Layout* a_layout, const void* b, const Layout* b_layout, const void* beta,
+                              const void* c, const Layout* c_layout, void* d, const Layout* d_layout,
+                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
+    if (const int failure = called("cublasLtMatmul")) return failure;
+    if (!handle) return kNotInitialized;
+    Job job{};
+    if (const int refused = describe(desc, a_layout, b_layout, c_layout, d_layout, job.problem)) return refused;
+    Candidate result{};
+    if (const int refused = fits(job.problem, algorithm, result)) return refused;
+    const uint32_t alignment = variant(algorithm)->alignment;
+    if (!a || !b || !d || c != d || !alpha || !beta || misaligned(a, alignment) || misaligned(b, alignment) ||
+        misaligned(d, alignment) || misaligned(workspace, 256) || workspace_bytes < result.workspace ||
+        (result.workspace && !workspace))
+        return kInvalidValue;
+    const bool integers = desc->scale == kInt32, vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
+    const auto number = [integers](const void* at) {
+        return integers ? static_cast<float>(*static_cast<const int32_t*>(at)) : *static_cast<const float*>(at);
+    };
+    if (number(beta) != 0) return kNotSupported;
+    job.a = static_cast<const char*>(a);
+    job.b = static_cast<const char*>(b);
+    job.d = static_cast<char*>(d);
+    job.alpha = vector ? static_cast<const float*>(alpha) : nullptr;
+    job.scalar = vector ? 0 : number(alpha);
+    if (enqueue) return enqueue(stream, multiply, &job, sizeof job);
+    multiply(&job);
+    return kSuccess;
+}
+
+LSQ_EXPORT const char* cublasLtGetStatusName(int status) {
+    switch (status) {
+        case 0: return "CUBLAS_STATUS_SUCCESS";
+        case 1: return "CUBLAS_STATUS_NOT_INITIALIZED";
+        case 3: return "CUBLAS_STATUS_ALLOC_FAILED";
+        case 7: return "CUBLAS_STATUS_INVALID_VALUE";
+        case 8: return "CUBLAS_STATUS_ARCH_MISMATCH";
+        case 13: return "CUBLAS_STATUS_EXECUTION_FAILED";
+        case 15: return "CUBLAS_STATUS_NOT_SUPPORTED";
+    }
+    return "unrecognized status";
+}
+
+LSQ_EXPORT const char* cublasLtGetStatusString(int) { return "said by the emulated library"; }
+
+LSQ_EXPORT size_t cublasLtGetVersion() { return 131000; }
+
+// How often a function was called: those that create, destroy, look up, check and run.
+LSQ_EXPORT int64_t emulated_calls(const char* function) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return counts[function];
+}
+
+// The next `times` calls of a function return `status` and do nothing.
+LSQ_EXPORT void emulated_fail(const char* function, int64_t status, int64_t times) {
+    std::lock_guard<std::mutex> lock(mutex);
+    failures[function] = {static_cast<int32_t>(status), times};
+}
+
+// Hands the work of products to a stream, which copies the data, instead of doing it at once; null: at once.
+LSQ_EXPORT void emulated_streams(Enqueue function) { enqueue = function; }
