@@ -106,7 +106,8 @@ void* CublasLt::handle() {
 }
 
 std::string CublasLt::explain(int status, const char* call, const std::string& about) const {
-    const std::string words = std::string(call) + ": " + status_name(status) + ", " + status_string(status);
+    std::string words = std::string(call) + ": " + status_name(status) + ", " + status_string(status);
+    if (status == kOutOfMemory) words += "; the device is out of memory: use smaller batches";
     return about.empty() ? words : about + ": " + words;
 }
 
@@ -227,8 +228,8 @@ Candidate MatrixProduct::check(const Algorithm& algorithm) const {
            "cublasLtMatmulAlgoCheck");
     const int64_t scheme = library_->configuration(algorithm, kConfigReductionScheme);
     if (scheme & ~static_cast<int64_t>(reduction_schemes()))
-        throw Error(kNotSupported, describe() + ": the algorithm rounds parts of K to the output's type (reduction scheme " +
-                                       std::to_string(scheme) + ") before it sums them; choose another");
+        throw Error(kNotSupported, describe() + ": reduction scheme " + std::to_string(scheme) +
+                                       " rounds parts of the sum to the output type; choose another algorithm");
     result.algorithm = algorithm;
     return result;
 }
@@ -281,16 +282,15 @@ int MatrixProduct::run(const void* a, const void* b, void* out, const void* alph
 
 std::string MatrixProduct::describe() const {
     const std::string a = spec_.transpose_a ? shape(spec_.k, spec_.m) + "^T" : shape(spec_.m, spec_.k);
-    const std::string b = spec_.transpose_b ? shape(spec_.k, spec_.n) + "^T" : shape(spec_.n, spec_.k);
+    const std::string b = spec_.transpose_b ? shape(spec_.k, spec_.n) : shape(spec_.n, spec_.k) + "^T";
     const std::string batch = spec_.batch > 1 ? std::to_string(spec_.batch) + " times " : "";
     const std::string operands = batch + name(spec_.type) + " " + a + " x " + b;
     return operands + " -> " + name(spec_.out_type) + " " + shape(spec_.m, spec_.n);
 }
 
 std::string MatrixProduct::explain(int status) const {
-    std::string words = library_->explain(status, "cublasLtMatmul");
+    std::string words = library_->explain(status, "cublasLtMatmul", describe());
     if (status == kNotInitialized && !handle_) words += "; no algorithm was chosen for this product";
-    if (status == kOutOfMemory) words += "; the device has no memory left: use smaller batches";
     if (status == kInvalidValue)
         words += "; operands must lie at multiples of 16 bytes and the workspace, at least " +
                  std::to_string(chosen_.workspace_bytes) + " bytes, at a multiple of 256";

@@ -135,7 +135,7 @@ class MatrixProduct {
 
     const ProductSpec& spec() const { return spec_; }
     CublasLt& library() const { return *library_; }
-    std::string describe() const;           // "int8 [41,64] x [48,64] -> int32 [41,48]"
+    std::string describe() const;           // "int8 [41,64] x [48,64]^T -> int32 [41,48]"
     std::string explain(int status) const;  // what a status of `run` means, and what to do
 
    private:

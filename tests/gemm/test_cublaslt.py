@@ -1,0 +1,342 @@
+"""Products through cuBLASLt's interface agree with exact arithmetic, and what does not fit is refused in words.
+
+The library is the emulated one: on a CPU this shows that descriptors, layouts and rules are right, not that a GPU runs.
+"""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lsq.gemm import LARGEST_INNER, cublaslt
+from lsq.gemm.cublaslt import ProductSpec, Products, empty_workspace, spec_for
+from tests.csrc.emulated_cublaslt import emulated
+
+CPU = torch.device("cpu")
+ROWS = [1, 7, 41, 341]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module")
+def products():
+    made = Products(CPU, library=emulated().path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    return empty_workspace(CPU)
+
+
+def product(a, b, out, *, alpha=1.0, transpose_a=False, transpose_b=False):
+    return SimpleNamespace(a=a, b=b, out=out, alpha=alpha, transpose_a=transpose_a, transpose_b=transpose_b)
+
+
+def codes(*shape):
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def spec(**changes):
+    return ProductSpec(**{"m": 41, "n": 48, "k": 64, "dtype": torch.int8, "out_dtype": torch.int32} | changes)
+
+
+def exact(a, b):
+    return a.double() @ b.double().transpose(-1, -2)
+
+
+def rounded_codes(values):
+    return values.round().clamp(-128, 127).to(torch.int8)
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n, k", [(16, 16), (48, 112), (512, 64), (32, 2048)])
+def test_int8_to_int32_is_exact(products, workspace, m, n, k):
+    a, b, out = codes(m, k), codes(n, k), torch.full((m, n), 5, dtype=torch.int32)
+    products.run(product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n, k", [(16, 16), (48, 112), (80, 2048)])
+@pytest.mark.parametrize("kind", ["one", "scalar", "vector"])
+def test_int8_to_int8_is_scaled_rounded_and_saturated(products, workspace, m, n, k, kind):
+    a, b, out = codes(m, k), codes(n, k), torch.full((m, n), 5, dtype=torch.int8)
+    typical = 40 / (math.sqrt(k) * 127**2 / 3)
+    alpha = {"one": 1.0, "scalar": typical, "vector": typical * (0.5 + 2 * torch.rand(n))}[kind]
+    products.run(product(a, b, out, alpha=alpha), workspace)
+    assert torch.equal(out, rounded_codes(exact(a, b).float() * alpha))
+    if kind == "vector":
+        assert out.unique().numel() > 10
+
+
+def test_halves_round_to_even(products, workspace):
+    a, b, out = torch.zeros(1, 16, dtype=torch.int8), torch.zeros(16, 16, dtype=torch.int8), codes(1, 16)
+    a[0, 0] = 1
+    b[:, 0] = torch.arange(-8, 8)
+    products.run(product(a, b, out, alpha=0.5), workspace)
+    assert out.tolist() == [[-4, -4, -3, -2, -2, -2, -1, 0, 0, 0, 1, 2, 2, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("batch", [None, 3])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_float_products_in_every_form(products, workspace, dtype, wide, batch, transpose_a, transpose_b):
+    m, n, k = 41, 24, 56
+    lead = () if batch is None else (batch,)
+    a = torch.randn(*lead, *((k, m) if transpose_a else (m, k))).to(dtype)
+    b = torch.randn(*lead, *((k, n) if transpose_b else (n, k))).to(dtype)
+    out = torch.empty(*lead, m, n, dtype=torch.float32 if wide else dtype)
+    products.run(product(a, b, out, alpha=0.125, transpose_a=transpose_a, transpose_b=transpose_b), workspace)
+    plain = exact(a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b)
+    # Sums in double, in another order: a value may round to the other neighbour.
+    torch.testing.assert_close(out, (0.125 * plain).to(out.dtype), rtol=torch.finfo(out.dtype).eps, atol=1e-12)
+    assert (out == (0.125 * plain).to(out.dtype)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_passes(products, workspace, dtype):
+    """One times x is x for all 65,536 patterns, also subnormal, infinite and NaN."""
+    a = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(-1, 1)
+    out = torch.empty(2**16, 1, dtype=dtype)
+    products.run(product(a, torch.ones(1, 1, dtype=dtype), out), workspace)
+    assert torch.equal(out.isnan(), a.isnan())
+    assert torch.equal(out.nan_to_num(0), a.nan_to_num(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_results_round_once(products, workspace, dtype):
+    values = torch.cat([torch.randn(4000) * 10.0**e for e in range(-9, 6)])
+    a = torch.stack([values.to(dtype), (values * 1e-2).to(dtype)], dim=1)
+    out = torch.empty(len(values), 1, dtype=dtype)
+    products.run(product(a, torch.ones(1, 2, dtype=dtype), out), workspace)
+    assert torch.equal(out.view(-1), a.double().sum(1).to(dtype))
+
+
+def test_views_with_leading_dimensions(products, workspace):
+    whole_a, whole_b, whole_out = codes(41, 96), codes(48, 128), torch.zeros(41, 80, dtype=torch.int32)
+    a, b, out = whole_a[:, 16:80], whole_b[:, :64], whole_out[:, 16:64]
+    found = spec_for(product(a, b, out))
+    assert (found.leading_a, found.leading_b, found.leading_out) == (96, 128, 80)
+    products.run(product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+    assert not whole_out[:, :16].any() and not whole_out[:, 64:].any()
+
+
+def test_batches_of_int8_may_share_an_operand(products, workspace):
+    a, b = codes(3, 7, 32), codes(16, 32).expand(3, 16, 32)
+    out = torch.empty(3, 7, 16, dtype=torch.int32)
+    assert spec_for(product(a, b, out)).stride_b == 0
+    products.run(product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+
+
+def test_heads_side_by_side_are_a_batch(products, workspace):
+    """[tokens, heads, width] as [heads, tokens, width], the way attention's operands lie."""
+    q, k = torch.randn(9, 4, 8), torch.randn(11, 4, 8)
+    out = torch.empty(4, 9, 11)
+    products.run(product(q.transpose(0, 1), k.transpose(0, 1), out), workspace)
+    torch.testing.assert_close(out, torch.einsum("ihd,jhd->hij", q, k))
+
+
+def test_equal_specs_share_a_product_and_runs_look_nothing_up(products, workspace):
+    a, b, out = codes(341, 64), codes(48, 64), torch.empty(341, 48, dtype=torch.int32)
+    first = products.prepare(product(a, b, out))
+    lookups = ["MatmulAlgoGetHeuristic", "MatmulAlgoCheck", "MatmulAlgoInit", "MatmulDescCreate", "MatrixLayoutCreate"]
+    before = [emulated().calls(name) for name in lookups]
+    runs = emulated().calls("Matmul")
+    for _ in range(5):
+        products.run(product(a, b, out), workspace)
+    assert [emulated().calls(name) for name in lookups] == before
+    assert emulated().calls("Matmul") == runs + 5
+    assert products.get(spec(m=341)) is first
+
+
+def test_candidates_are_decoded_and_fit_the_workspace(products):
+    found = products.candidates(spec())
+    assert len(found) > 3
+    assert all(candidate.workspace_bytes <= products.workspace_bytes for candidate in found)
+    assert any(candidate.split_k > 1 for candidate in found)
+    assert {len(candidate.data) for candidate in found} == {64}
+    small = Products(CPU, library=emulated().path, workspace_bytes=0)
+    none = small.candidates(spec())
+    assert none and all(candidate.workspace_bytes == 0 for candidate in none)
+    assert len(none) < len(found)
+
+
+def test_parts_of_the_sum_are_never_rounded_to_the_output(products):
+    """Splits of K that add up in the output's type are offered for int32 and float32 alone."""
+    as_output = 4
+    for dtype, out_dtype in [(torch.int8, torch.int8), (torch.bfloat16, torch.bfloat16)]:
+        found = products.candidates(spec(dtype=dtype, out_dtype=out_dtype))
+        assert {candidate.reduction_scheme for candidate in found} == {0, 2}
+    exact_sums = products.candidates(spec())
+    assert as_output in {candidate.reduction_scheme for candidate in exact_sums}
+
+
+def test_the_algorithm_may_come_from_elsewhere(workspace):
+    asked = []
+
+    def last(wanted, found):
+        asked.append(wanted)
+        return found[-1]
+
+    products = Products(CPU, library=emulated().path, choose=last)
+    chosen = products.get(spec())
+    assert chosen.algorithm == products.candidates(spec())[-1]
+    assert products.get(spec()) is chosen and asked == [spec()]
+    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    products.run(product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (b"\x01" * 64, RuntimeError, "MatmulAlgoCheck: CUBLAS_STATUS_INVALID_VALUE"),
+        (bytes(64), RuntimeError, r"int8 \[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*CUBLAS_STATUS_INVALID_VALUE"),
+        (b"\x01" * 63, ValueError, "64 bytes, these are 63.*tune again"),
+        (b"", ValueError, "these are 0"),
+    ],
+)
+def test_damaged_algorithms_are_refused(products, data, error, message):
+    broken = Products(
+        CPU, library=emulated().path, choose=lambda _, found: dataclasses.replace(found[0], data=data)
+    )
+    with pytest.raises(error, match=message):
+        broken.get(spec())
+
+
+def test_algorithms_of_other_products_are_refused(products):
+    floats = products.candidates(spec(dtype=torch.bfloat16, out_dtype=torch.float32))[0]
+    foreign = Products(CPU, library=emulated().path, choose=lambda *_: floats)
+    with pytest.raises(RuntimeError, match="int8.*CUBLAS_STATUS_INVALID_VALUE"):
+        foreign.get(spec())
+
+
+def test_algorithms_that_need_too_much_workspace_are_refused(products):
+    largest = max(products.candidates(spec()), key=lambda candidate: candidate.workspace_bytes)
+    short = Products(CPU, library=emulated().path, workspace_bytes=1024, choose=lambda *_: largest)
+    with pytest.raises(RuntimeError, match=rf"needs a workspace of {largest.workspace_bytes} bytes, and only 1024"):
+        short.get(spec())
+
+
+def test_no_algorithm_at_all(products):
+    emulated().fail("MatmulAlgoGetHeuristic", 15)
+    with pytest.raises(RuntimeError, match=r"int8 \[5,64\] x \[48,64\]\^T.*CUBLAS_STATUS_NOT_SUPPORTED"):
+        products.get(spec(m=5))
+    assert products.get(spec(m=5)).algorithm.workspace_bytes >= 0
+
+
+def test_out_of_memory_names_the_shapes(products, workspace):
+    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    products.prepare(product(a, b, out))
+    emulated().fail("Matmul", 3)
+    with pytest.raises(RuntimeError, match=r"\[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*out of memory: use smaller"):
+        products.run(product(a, b, out), workspace)
+    products.run(product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+
+
+def test_the_workspace_is_checked(workspace):
+    products = Products(CPU, library=emulated().path, choose=lambda _, found: found[1])
+    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    need = products.prepare(product(a, b, out)).algorithm.workspace_bytes
+    assert need > 0
+    for wrong in (workspace[: need - 1], workspace[8:], torch.empty(0, dtype=torch.uint8)):
+        with pytest.raises(RuntimeError, match=f"INVALID_VALUE.*at least {need} bytes, at a multiple of 256"):
+            products.run(product(a, b, out), wrong)
+    products.run(product(a, b, out), workspace[:need])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 24}, "k of an int8 product is a multiple of 16, not 24; pad it to 32"),
+        ({"n": 50}, "n of an int8 product is a multiple of 4, not 50; pad it to 52"),
+        ({"leading_a": 72}, "leading_a .* multiple of 16, not 72"),
+        ({"leading_b": 68}, "leading_b .* multiple of 16, not 68"),
+        ({"leading_out": 49}, "leading_out .* multiple of 4, not 49"),
+        ({"batch": 2, "stride_a": 41 * 64 + 8}, "stride_a .* multiple of 16"),
+        ({"k": (LARGEST_INNER // 16 + 1) * 16}, f"overflow.*{LARGEST_INNER}"),
+        ({"transpose_a": True}, "neither transposed.*transpose_a=True.*write the transpose first"),
+        ({"transpose_b": True}, "neither transposed.*transpose_b=True"),
+        ({"m": 0}, "m is 0; it must be from 1"),
+        ({"batch": 0}, "batch is 0"),
+        ({"m": 2**31}, "m is 2147483648"),
+        ({"leading_a": 48}, "leading_a is 48; it must be from 64"),
+        ({"leading_out": 44}, "leading_out is 44; it must be from 48"),
+        ({"batch": 2, "stride_out": 41 * 48 - 4}, "stride_out is 1964; it must be from 1968"),
+        ({"dtype": torch.int16}, "torch.int8, torch.bfloat16.*not torch.int16"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"out_dtype": torch.float32}, "torch.int8 gives torch.int32 or torch.int8, not torch.float32"),
+        ({"dtype": torch.float16, "out_dtype": torch.bfloat16}, "torch.float16 gives .* not torch.bfloat16"),
+        ({"alpha": "scalar"}, "int32 sums are not scaled"),
+        ({"alpha": "vector"}, "int32 sums are not scaled"),
+        ({"dtype": torch.float32, "out_dtype": torch.float32, "alpha": "vector"}, "vector. is for int8 results"),
+        ({"alpha": "two"}, "one, scalar, vector, not 'two'"),
+    ],
+)
+def test_specs_that_cannot_run_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        spec(**changes)
+
+
+def test_packed_layouts_are_spelled_out():
+    assert spec() == spec(leading_a=64, leading_b=64, leading_out=48)
+    assert spec(batch=2) == spec(batch=2, stride_a=41 * 64, stride_b=48 * 64, stride_out=41 * 48)
+    assert hash(spec()) == hash(spec(stride_a=0))
+
+
+def misaligned(shape, dtype):
+    return torch.empty(math.prod(shape) + 1, dtype=dtype)[1:].view(shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": codes(41, 80)}, r"a \[41, 80\], b \[48, 64\], out \[41, 48\] do not fit.*a \[M, K\] and b \[N, K\]"),
+        ({"b": codes(64, 48)}, "do not fit"),
+        ({"out": torch.empty(41, 47, dtype=torch.int32)}, "do not fit"),
+        ({"a": codes(2, 41, 64)}, "all matrices or all batches"),
+        ({"a": codes(64)}, "all matrices or all batches"),
+        ({"b": torch.randn(48, 64)}, "a is torch.int8 and b is torch.float32"),
+        ({"a": codes(64, 41).t()}, "rows of a are contiguous, not strided by 41"),
+        ({"b": misaligned((48, 64), torch.int8)}, "b starts at a multiple of 16 bytes, not at 0x"),
+        ({"out": misaligned((41, 48), torch.int32)}, "out starts at a multiple of 16 bytes"),
+        ({"out": torch.empty(41, 48, dtype=torch.int32, device="meta")}, "one device, not .*meta"),
+        ({"alpha": torch.ones(47)}, r"alpha is contiguous float32 \[48\], not torch.float32 \[47\]"),
+        ({"alpha": torch.ones(48).double()}, "not torch.float64"),
+        ({"alpha": torch.ones(96)[::2]}, "contiguous"),
+        ({"alpha": 2.0}, "int32 sums are not scaled"),
+        ({"transpose_b": True, "b": codes(64, 48)}, "write the transpose first"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(changes, message):
+    tensors = {"a": codes(41, 64), "b": codes(48, 64), "out": torch.empty(41, 48, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=message):
+        spec_for(product(**tensors | changes))
+
+
+def test_tensors_of_another_device_are_refused():
+    elsewhere = Products(torch.device("cuda", 0), library=emulated().path)
+    with pytest.raises(ValueError, match="lie on cpu, these products run on cuda:0"):
+        elsewhere.prepare(product(codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)))
+
+
+def test_a_single_row_has_no_stride(products, workspace):
+    a = codes(1, 64).as_strided((1, 64), (1, 1))
+    out = torch.empty(1, 48, dtype=torch.int32)
+    b = codes(48, 64)
+    products.run(product(a, b, out), workspace)
+    assert torch.equal(out, exact(a, b).int())
+
+
+def test_the_default_workspace_is_aligned():
+    for size in (1, 4096, cublaslt.WORKSPACE_BYTES):
+        made = empty_workspace(CPU, size)
+        assert made.numel() == size and made.data_ptr() % 256 == 0 and made.dtype == torch.uint8
