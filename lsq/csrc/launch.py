@@ -75,17 +75,20 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """out [M, N] = alpha * op(a) op(b), see lsq.gemm.cublaslt; batches are in front: [batch, M, N]."""
+    """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_spec.
+
+    Both operands are contiguous along K in the plain case, the only one for int8. Batches stand in front.
+    """
 
     a: torch.Tensor
-    """[M, K], or [K, M] if `transpose_a`."""
+    """[M, K], or [K, M] if `transpose_a`; or [batch, M, K] ..."""
     b: torch.Tensor
-    """[N, K] if `transpose_b` (as weights are), else [K, N]."""
+    """[N, K], as weights are, or [K, N] if `transpose_b`."""
     out: torch.Tensor
     alpha: torch.Tensor | float = 1.0
-    """One number, or float32 [N] on the device."""
+    """One number, or float32 [N] on the device (int8 results only)."""
     transpose_a: bool = False
-    transpose_b: bool = True
+    transpose_b: bool = False
 
 
 def launch(source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int) -> Launch:

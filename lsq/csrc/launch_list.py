@@ -10,29 +10,31 @@ from lsq.csrc.runtime import Replay, address, argument
 
 ALIGNMENT = 16
 """Bytes to whose multiples the addresses of tensors must be aligned."""
+WORKSPACE_ALIGNMENT = 256
 SLOTS_AT_ONCE = 8
 """Slots that one launch of lsq_store_slots writes."""
 
 
-class Products(Protocol):
-    """What finds an algorithm for a product; lsq.gemm.cublaslt has it."""
+class ReadyProduct(Protocol):
+    """A product with its algorithm, e.g. lsq.gemm.cublaslt.ChosenProduct."""
 
-    def lookup(self, product: Product) -> "PreparedProduct":
+    address: int
+    """The handle that the launcher runs."""
+    workspace_bytes: int
+
+    def __str__(self) -> str: ...
+
+
+class Products(Protocol):
+    """What finds an algorithm for a product, e.g. lsq.gemm.cublaslt.Products."""
+
+    def prepare(self, product: Product) -> ReadyProduct:
         """The product, ready to run.
 
         Raises:
             ValueError: the operands cannot be multiplied.
             RuntimeError: the library has no algorithm for them.
         """
-
-
-class PreparedProduct(Protocol):
-    """A product with its algorithm."""
-
-    handle: int
-    workspace_bytes: int
-
-    def __str__(self) -> str: ...
 
 
 class LaunchList:
@@ -69,9 +71,9 @@ class LaunchList:
         }
         self._used: set[int] = set()
         self._tickets = self._new_tickets()
-        prepared = [device.products.lookup(entry) for entry in self.entries if isinstance(entry, Product)]
+        prepared = [device.products.prepare(entry) for entry in self.entries if isinstance(entry, Product)]
         largest = max((product.workspace_bytes for product in prepared), default=0)
-        self._workspace = torch.empty(largest, dtype=torch.uint8, device=device.place)
+        self._workspace = _aligned(largest, device.place)
         self._replay = Replay(device.driver)
         writers = self._slot_writers(len(names))
         for entry in [*writers, *self.entries]:
@@ -163,14 +165,21 @@ class LaunchList:
         values = [self._argument(value, what) for value in entry.arguments]
         self._replay.add_launch(what, function, entry.grid, entry.block, entry.shared, values)
 
-    def _add_product(self, entry: Product, prepared: PreparedProduct, title: str) -> None:
-        what = f"{title}: product" if title else "product"
+    def _add_product(self, entry: Product, prepared: ReadyProduct, title: str) -> None:
+        what = f"{title}: {prepared}" if title else str(prepared)
         a, b, out = (self._address(tensor, what) for tensor in (entry.a, entry.b, entry.out))
         vector = isinstance(entry.alpha, torch.Tensor)
         alphas = self._address(entry.alpha, what) if vector else None
         slots = self._slot_of.keys() & {a, b, out, alphas}
-        check(not slots, f"{what}: an operand is a slot, but products need fixed addresses; copy it first")
+        check(not slots, f"{what}: an operand is a slot; products need fixed addresses, so copy it first")
         self._replay.add_product(
-            what, prepared.handle, a, b, out, alphas, 1.0 if vector else float(entry.alpha), self._workspace.data_ptr(),
+            what, prepared.address, a, b, out, alphas, 1.0 if vector else float(entry.alpha), self._workspace.data_ptr(),
             self._workspace.numel(),
         )
+
+
+def _aligned(size: int, place: torch.device) -> torch.Tensor:
+    """uint8 [size] that begins at a multiple of WORKSPACE_ALIGNMENT."""
+    whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=place)
+    first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
+    return whole[first : first + size]

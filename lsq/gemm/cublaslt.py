@@ -60,11 +60,25 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenProduct:
-    """A product that is ready to run. A launcher runs it through `native.address`."""
+    """A product that is ready to run. """
 
     spec: ProductSpec
     native: MatrixProduct
     algorithm: Algorithm
+
+    @property
+    def address(self) -> int:
+        """What the launcher runs."""
+        return self.native.address
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.algorithm.workspace_bytes
+
+    def __str__(self) -> str:
+        spec = self.spec
+        batch = f"{spec.batch} times " if spec.batch > 1 else ""
+        return f"product {spec.dtype} {batch}[{spec.m}, {spec.k}] x [{spec.n}, {spec.k}]"
 
 
 def first_candidate(spec: ProductSpec, candidates: list[Algorithm]) -> Algorithm:

@@ -6,19 +6,20 @@ import torch
 
 from lsq.csrc.device import Device, emulated_device, gpu_device
 from lsq.csrc.launch_list import LaunchList
+from lsq.gemm.cublaslt import Products
 from lsq.ops.registry import OpDefinition
 
 
 @functools.cache
 def emulated(sanitize: bool = False) -> Device:
     """The emulator; `sanitize`: see lsq.csrc.emulator."""
-    return emulated_device(sanitize=sanitize)
+    return emulated_device(lambda library: Products(torch.device("cpu"), library=str(library)), sanitize=sanitize)
 
 
 @functools.cache
 def gpu(index: int = 0) -> Device:
     """The GPU of that number; raises what lsq.csrc.device.gpu_device does."""
-    return gpu_device(index)
+    return gpu_device(index, lambda: Products(torch.device("cuda", index)))
 
 
 def scratch_for(definition: OpDefinition, inputs, attributes, place: torch.device) -> list[torch.Tensor]:

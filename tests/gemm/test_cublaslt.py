@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lsq.gemm import LARGEST_INNER, cublaslt
-from lsq.gemm.cublaslt import ProductSpec, Products, empty_workspace, spec_for
+from lsq.gemm.cublaslt import Products, ProductSpec, empty_workspace, spec_for
 from tests.csrc.emulated_cublaslt import emulated
 
 CPU = torch.device("cpu")
