@@ -172,10 +172,9 @@ class LaunchList:
         alphas = self._address(entry.alpha, what) if vector else None
         slots = self._slot_of.keys() & {a, b, out, alphas}
         check(not slots, f"{what}: an operand is a slot; products need fixed addresses, so copy it first")
-        self._replay.add_product(
-            what, prepared.address, a, b, out, alphas, 1.0 if vector else float(entry.alpha), self._workspace.data_ptr(),
-            self._workspace.numel(),
-        )
+        alpha = 1.0 if vector else float(entry.alpha)
+        memory = self._workspace.data_ptr(), self._workspace.numel()
+        self._replay.add_product(what, prepared.address, a, b, out, alphas, alpha, *memory)
 
 
 def _aligned(size: int, place: torch.device) -> torch.Tensor:
