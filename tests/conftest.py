@@ -1,4 +1,4 @@
-"""What every test shares: few threads, fixed seeds, and a plain word where a GPU is missing."""
+"""What every test shares: few threads, fixed seeds, a plain word where a GPU is missing, and where kernels run."""
 
 import random
 import signal
@@ -6,6 +6,8 @@ import signal
 import numpy
 import pytest
 import torch
+
+from tests.ops import cuda
 
 # A shell's background job ignores SIGINT and passes that on; tests of interruption need it as at a terminal.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -21,6 +23,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests named ..._on_cuda, and those in files named ..._cuda.py, run kernels: in the emulator and on a GPU."""
+    if metafunc.function.__name__.endswith("_on_cuda") or metafunc.module.__name__.endswith("_cuda"):
+        metafunc.fixturenames.append("kernels_run_on")
+        places = ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
+        metafunc.parametrize("kernels_run_on", places, indirect=True)
+
+
+@pytest.fixture
+def kernels_run_on(request, monkeypatch) -> None:
+    """Where the kernels of a test run."""
+    monkeypatch.setattr(cuda, "place", request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Runs the CUDA implementation of an operation and compares it with the reference and with the CPU implementation.
 
-In the emulator or on a GPU; tests/ops/conftest.py says where. Every operation runs twice: threads in order with direct
+In the emulator or on a GPU; tests/conftest.py says where. Every operation runs twice: threads in order with direct
 pointers, then threads backwards with slots in place of all pointers, so that a missing barrier and a pointer that is
 not resolved are found. With TEST_SANITIZE=1 in the environment, the emulator runs under the sanitizers, once.
 """
