@@ -2,7 +2,9 @@
 
 from argparse import ArgumentParser
 
-from lsq import doctor
+from tqdm import tqdm
+
+from lsq import doctor, emulation
 from lsq.commands.options import one_line_errors
 
 
@@ -15,4 +17,28 @@ def run(arguments: list[str]) -> int:
     )
     one_line_errors(parser)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
-    return doctor.run(as_json=parser.parse_args(arguments).json)
+    parser.add_argument(
+        "--emulate", action="store_true",
+        help="run the CUDA kernels in an emulator on the CPU and compare them with their references, instead of the "
+        "report; takes a C++ compiler, no GPU, and about half a minute the first time",
+    )
+    options = parser.parse_args(arguments)
+    if not options.emulate:
+        return doctor.run(as_json=options.json)
+    if options.json:
+        parser.error("--json is for the report; it does not go with --emulate")
+    return emulate()
+
+
+def emulate() -> int:
+    """Check the CUDA operations in the emulator; the exit status: 0 if all agree with their references, else 1."""
+    found = list(tqdm(emulation.checks(), desc="emulating", unit="operation", disable=None, leave=False))
+    names = sorted({check.operation for check in found})
+    for name in names:
+        calls = [check for check in found if check.operation == name]
+        worst = max(check.floats for check in calls), max(check.integers for check in calls)
+        verdict = "agrees" if all(check.agrees for check in calls) else "DIFFERS"
+        print(f"{name:<42}{verdict:<9}floats {worst[0]:.1e}, codes {worst[1]:.1%}, {len(calls)} calls")
+    wrong = [check for check in found if not check.agrees]
+    print(f"{len(names)} CUDA operations in {len(found)} calls; {len(wrong) or 'none'} differ from their references.")
+    return 1 if wrong else 0

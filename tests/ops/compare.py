@@ -5,41 +5,14 @@ import torch
 from lsq.ops import registry
 from lsq.program.frames import FreshFrame
 from lsq.program.program import Program
+from lsq.program.samples import KEY, border_tensors
+
+__all__ = ["KEY", "assert_accurate", "assert_close", "assert_equal", "compare", "compare_program", "fused"]
 
 TOLERANCE = 2e-5
 """Largest difference of float outputs, relative to the largest magnitude of the reference."""
 FLOOR = 2e-6
 """Added to it; torch's GELU in float32 is off by up to 1.2e-6."""
-KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
-
-
-def random_tensor(virtual, generator):
-    """A plausible tensor for an input or parameter, by its name and dtype."""
-    if virtual.name == "random_key":
-        return KEY
-    if virtual.dtype == torch.bool:
-        mask = torch.rand(virtual.shape, generator=generator) < 0.3
-        mask[:, 0] = False
-        return mask
-    if virtual.dtype == torch.int64:
-        return torch.randint(0, 5, virtual.shape, generator=generator)
-    if virtual.dtype == torch.int8:
-        return torch.randint(-127, 128, virtual.shape, generator=generator, dtype=torch.int8)
-    if virtual.name.endswith("weight_clip"):
-        return 0.15 + 0.1 * torch.rand(virtual.shape, generator=generator)
-    if virtual.name.endswith("_clip"):
-        return torch.full(virtual.shape, 1.5)
-    if virtual.name.endswith(".scale"):
-        return 0.01 * torch.rand(virtual.shape, generator=generator)
-    scale = 0.2 if virtual.role == "parameter" else 1.0
-    return scale * torch.randn(virtual.shape, generator=generator)
-
-
-def border_tensors(program: Program, seed: int = 0) -> dict:
-    """Random tensors for whatever a program needs from outside."""
-    generator = torch.Generator().manual_seed(seed)
-    borders = (*program.inputs, *program.parameters, *program.output_gradients)
-    return {virtual: random_tensor(virtual, generator) for virtual in borders}
 
 
 def compare_program(program: Program, seed: int = 0) -> set[str]:

@@ -10,7 +10,7 @@ from lsq.program import kernels
 from lsq.program.executor import Hooks, run
 from lsq.program.frames import FreshFrame
 from lsq.program.program import Program
-from tests.ops.compare import border_tensors
+from lsq.program.samples import border_tensors
 
 
 @dataclass
