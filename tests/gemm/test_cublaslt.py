@@ -204,9 +204,7 @@ def test_the_algorithm_may_come_from_elsewhere(workspace):
     ],
 )
 def test_damaged_algorithms_are_refused(products, data, error, message):
-    broken = Products(
-        CPU, library=emulated().path, choose=lambda _, found: dataclasses.replace(found[0], data=data)
-    )
+    broken = Products(CPU, library=emulated().path, choose=lambda _, found: dataclasses.replace(found[0], data=data))
     with pytest.raises(error, match=message):
         broken.get(spec())
 
