@@ -7,12 +7,12 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-_LIBRARY = Path(__file__).parent / "libruntime.so"
+from lsq.csrc import runtime
+
 _MESSAGE_BYTES = 1024
 _LONGEST_LIST = 4096
 
@@ -86,9 +86,7 @@ class _Spec(ctypes.Structure):
 
 @functools.cache
 def _calls() -> ctypes.CDLL:
-    if not _LIBRARY.exists():
-        raise RuntimeError(f"{_LIBRARY.name} is not built: install g++ and run `make library`, or install lsq again")
-    library = ctypes.CDLL(os.fspath(_LIBRARY))
+    library = runtime.library()
     for name in ("close", "destroy"):
         getattr(library, f"lsq_product_{name}").restype = None
     library.lsq_product_version.restype = ctypes.c_int64
@@ -130,6 +128,7 @@ class ProductLibrary:
 
     Raises:
         ProductError: it cannot be loaded or lacks a function.
+        RuntimeError: lsq's own library, which calls it, is not built.
     """
 
     def __init__(self, path: str) -> None:

@@ -5,6 +5,7 @@ The library is the emulated one: on a CPU this shows that descriptors, layouts a
 
 import dataclasses
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from lsq.gemm import LARGEST_INNER, cublaslt
 from lsq.gemm.cublaslt import Products, ProductSpec, empty_workspace, spec_for
 from tests.csrc.emulated_cublaslt import emulated
 
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CPU = torch.device("cpu")
 ROWS = [1, 7, 41, 341]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

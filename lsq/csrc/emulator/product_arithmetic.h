@@ -7,6 +7,8 @@
 #include <cstring>
 #include <vector>
 
+#pragma GCC optimize("O3")  // the emulator is built for quick compiling; these loops must be vectorised
+
 namespace emulator {
 
 enum Type { kFloat32 = 0, kFloat16 = 2, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
@@ -137,8 +139,7 @@ inline void multiply_floats(const Job& job, const char* a, const char* b, char* 
     }
 }
 
-inline void multiply(const void* data) {
-    const Job& job = *static_cast<const Job*>(data);
+inline void multiply(const Job& job) {
     const Problem& p = job.problem;
     const int64_t size = bytes_of(p.a.type), out_size = bytes_of(p.d.type);
     for (int64_t i = 0; i < p.d.batch; ++i) {

@@ -3,6 +3,7 @@
 // It refuses what the documentation of cublasLtMatmul forbids, and some things that a device might let pass: operands
 // that are not at multiples of 16 bytes, a missing algorithm (a hidden lookup), algorithms that are not its own. Its
 // algorithms have different configurations and workspaces, and compute the same. Calls are counted, and fail on demand.
+// There are no streams: a product is finished when cublasLtMatmul returns.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -32,8 +33,6 @@ struct Failure {
 std::mutex mutex;
 std::map<std::string, int64_t> counts;
 std::map<std::string, Failure> failures;
-using Enqueue = int (*)(void* stream, void (*work)(const void* data), const void* data, size_t bytes);
-Enqueue enqueue = nullptr;
 
 // Counts a call; the status that it was told to fail with, or 0.
 int called(const char* function) {
@@ -238,7 +237,7 @@ LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, 
 LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alpha, const void* a,
                               const Layout* a_layout, const void* b, const Layout* b_layout, const void* beta,
                               const void* c, const Layout* c_layout, void* d, const Layout* d_layout,
-                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
+                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* /* stream */) {
     if (const int failure = called("cublasLtMatmul")) return failure;
     if (!handle) return kNotInitialized;
     Job job{};
@@ -260,8 +259,7 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     job.d = static_cast<char*>(d);
     job.alpha = vector ? static_cast<const float*>(alpha) : nullptr;
     job.scalar = vector ? 0 : number(alpha);
-    if (enqueue) return enqueue(stream, multiply, &job, sizeof job);
-    multiply(&job);
+    multiply(job);
     return kSuccess;
 }
 
@@ -293,6 +291,3 @@ LSQ_EXPORT void emulated_fail(const char* function, int64_t status, int64_t time
     std::lock_guard<std::mutex> lock(mutex);
     failures[function] = {static_cast<int32_t>(status), times};
 }
-
-// Hands the work of products to a stream, which copies the data, instead of doing it at once; null: at once.
-LSQ_EXPORT void emulated_streams(Enqueue function) { enqueue = function; }
