@@ -60,7 +60,7 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenProduct:
-    """A product that is ready to run. """
+    """A product that is ready to run."""
 
     spec: ProductSpec
     native: MatrixProduct
@@ -73,6 +73,7 @@ class ChosenProduct:
 
     @property
     def workspace_bytes(self) -> int:
+        """The smallest workspace to run it with."""
         return self.algorithm.workspace_bytes
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from lsq.csrc import find
 from lsq.csrc.products import ALPHAS, CONFIGURATION, DTYPES, ProductError, ProductLibrary
 from tests.csrc.emulated_cublaslt import emulated
+from tests.gemm.operands import codes
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SHAPE = {"m": 41, "n": 48, "k": 64, "leading_a": 64, "leading_b": 64, "leading_out": 48, "batch": 1}
@@ -25,10 +26,6 @@ def library():
     made = ProductLibrary(emulated().path)
     yield made
     made.close()
-
-
-def codes(*shape):
-    return torch.randint(-127, 128, shape, dtype=torch.int8)
 
 
 def addresses(a, b, out):
@@ -153,8 +150,10 @@ def test_bad_addresses_are_refused(library, which, wrong):
 def test_a_vector_alpha_needs_its_address(library):
     product = library.product(**INTEGERS | {"out_dtype": DTYPES[torch.int8], "alpha": ALPHAS["vector"]})
     product.choose(product.candidates(0, 1)[0].data)
+    before = emulated().calls("Matmul")
     with pytest.raises(ProductError, match="INVALID_VALUE"):
         product.run(addresses(codes(41, 64), codes(48, 64), codes(41, 48)))
+    assert emulated().calls("Matmul") == before
 
 
 @pytest.mark.parametrize(
