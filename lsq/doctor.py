@@ -29,7 +29,7 @@ REQUIRED = (
     "matplotlib",
     "tensorboard",
 )
-OPTIONAL = ("cupy-cuda13x", "nvmath-python")
+OPTIONAL = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
 
 CPU_FEATURES = {
     "avx2": "AVX2",
@@ -203,7 +203,7 @@ def text(found: Report) -> str:
     """The report for people."""
     m, n, k = found.product.shape
     seen = "; ".join(found.gpus)
-    gpu = f"{seen} (not used: this version has no CUDA code)" if seen else "none that torch can use"
+    gpu = f"{seen} (not used: layers of this version run on the CPU)" if seen else "none that torch can use"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
         ("CPU", f"{found.cpu}, {found.cores} cores, {found.threads} torch threads"),
@@ -217,7 +217,7 @@ def text(found: Report) -> str:
             f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast as float32",
         ),
         *((name, found.packages[name] or "MISSING") for name in REQUIRED),
-        *((name, found.packages[name] or "not installed (optional, unused yet)") for name in OPTIONAL),
+        *((name, found.packages[name] or "not installed (optional, for kernels on a GPU)") for name in OPTIONAL),
     ]
     lines = [f"{name:<15}{value}" for name, value in rows]
     lines += ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
