@@ -22,7 +22,7 @@ using GradientValue = Float;
 struct GradientSink {
     GradientValue* out;
     float* row_scale;           // [M]
-    const float* weight_scale;  // [COLUMNS]
+    const float* weight_scale;  // [COLUMNS], or null for 1
     const int64_t* key;
     int64_t stream;
 
@@ -31,7 +31,7 @@ struct GradientSink {
 #if ROUNDED
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            if (!has(v)) continue;
+            if (!has(v) || !weight_scale) continue;
             float scale[kVector];
             load8(weight_scale + column_of(v), scale);
 #pragma unroll

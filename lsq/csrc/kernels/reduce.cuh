@@ -12,9 +12,12 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Sum {
     __device__ __forceinline__ static float join(float a, float b) { return a + b; }
 };
-// Of magnitudes as bits: NaN counts as larger than infinity.
+// Of magnitudes, as bits or floats: NaN counts as larger than infinity.
 struct Largest {
     __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
+    __device__ __forceinline__ static float join(float a, float b) {
+        return float_of(join(bits_of(a) & 0x7FFFFFFFu, bits_of(b) & 0x7FFFFFFFu));
+    }
 };
 struct Maximum {
     __device__ __forceinline__ static float join(float a, float b) { return a > b ? a : b; }
@@ -53,19 +56,34 @@ __device__ __forceinline__ bool block_any(bool found) {
     return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(found)) != 0;
 }
 
-// Writes scale [1] once all blocks have said whether they met a NaN: the last one to come writes it, and leaves the two
-// words of `ticket` at zero for the next launch. All threads of all blocks must call this.
+// Whether this block is the last of all to call; `found` then says whether any thread of any block has found something.
+// Leaves the two words of `ticket` at zero for the next launch. What the other blocks wrote before is there for the
+// last one to read. All threads of all blocks must call this.
+template <int THREADS>
+__device__ __forceinline__ bool last_block(uint32_t* ticket, bool& found) {
+    __shared__ uint32_t last, flag;
+    const bool here = block_any<THREADS>(found);
+    if (threadIdx.x == 0) {
+        if (here) atomicExch(ticket + 1, 1u);
+        __threadfence();
+        last = atomicAdd(ticket, 1u) + 1 == gridDim.x * gridDim.y * gridDim.z;
+        flag = 0;
+        if (last) {
+            flag = atomicExch(ticket + 1, 0u);
+            atomicExch(ticket, 0u);
+        }
+    }
+    __syncthreads();
+    __threadfence();
+    found = flag;
+    return last;
+}
+
+// Writes scale [1] once all blocks have said whether they met a NaN. All threads of all blocks must call this.
 template <int THREADS>
 __device__ __forceinline__ void finish_scale(uint32_t* ticket, bool missing, float clip, float largest, float* scale) {
-    const bool found = block_any<THREADS>(missing);
-    if (threadIdx.x) return;
-    uint32_t* flag = ticket + 1;
-    if (found) atomicExch(flag, 1u);
-    __threadfence();
-    const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
-    if (atomicAdd(ticket, 1u) + 1 < blocks) return;
-    scale[0] = poisoned(clip / largest, atomicExch(flag, 0u));
-    atomicExch(ticket, 0u);
+    const bool last = last_block<THREADS>(ticket, missing);
+    if (last && threadIdx.x == 0) scale[0] = poisoned(clip / largest, missing);
 }
 
 }  // namespace lsq

@@ -37,16 +37,17 @@ __device__ __forceinline__ float row_largest(const Values& x) {
     return float_of(group_reduce<Largest, LANES, kThreads>(largest));
 }
 
-// Sums per column of what a thread's rows add.
-struct ColumnSums {
+// Sums per column of what a thread's rows add, or another operation that starts from 0.
+template <class Operation>
+struct ColumnReduction {
     Values sum = {};
 
     __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[vector][i] += x[i];
+        for (int i = 0; i < kVector; ++i) sum[vector][i] = Operation::join(sum[vector][i], x[i]);
     }
 
-    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    // Writes the block's results [COLUMNS]: those of its rows in order. All threads of the block must call this.
     __device__ __forceinline__ void write(float* out) const {
         if (kRows == 1) {
 #pragma unroll
@@ -65,7 +66,7 @@ struct ColumnSums {
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
                     float& here = total[column_of(v) + i];
-                    here = row ? here + sum[v][i] : sum[v][i];
+                    here = row ? Operation::join(here, sum[v][i]) : sum[v][i];
                 }
             }
         }
@@ -74,10 +75,12 @@ struct ColumnSums {
         __syncthreads();
     }
 };
+using ColumnSums = ColumnReduction<Sum>;
 
 // Writes the block's sum of x [1]. All threads of the block must call this.
+template <int THREADS = kThreads>
 __device__ __forceinline__ void write_block_sum(float x, float* out) {
-    const float total = group_reduce<Sum, kThreads, kThreads>(x);
+    const float total = group_reduce<Sum, THREADS, THREADS>(x);
     if (threadIdx.x == 0) out[0] = total;
 }
 

@@ -35,10 +35,18 @@ LSQ_KERNEL __launch_bounds__(kColumns * kSlices) lsq_finish_sums(
         float* out = column < n ? first : column < 2 * n ? second : third;
         if (out) out[column % n] = total;
     }
-    if (clip && blockIdx.x == 0 && threadIdx.x == 0) {
+    if (clip && blockIdx.x == 0) {
+        // Many partial rows, one number of each: every thread takes some, so that their loads overlap.
+        __shared__ double totals[kColumns * kSlices];
         double total = 0.0;
-        for (int64_t row = 0; row < rows; ++row) total += partial[row * width + sums * n];
-        clip[0] = static_cast<float>(total * factor);
+#pragma unroll 8
+        for (int64_t row = threadIdx.x; row < rows; row += kColumns * kSlices) total += partial[row * width + sums * n];
+        totals[threadIdx.x] = total;
+        for (int distance = kColumns * kSlices / 2; distance; distance /= 2) {
+            __syncthreads();
+            if (threadIdx.x < distance) totals[threadIdx.x] += totals[threadIdx.x + distance];
+        }
+        if (threadIdx.x == 0) clip[0] = static_cast<float>(totals[0] * factor);
     }
 }
 LSQ_EXPORT(lsq_finish_sums)
