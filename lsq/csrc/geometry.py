@@ -4,6 +4,8 @@ from lsq.csrc.launch import check
 
 THREADS = 256
 """Of a block of every kernel that works on rows."""
+WARPS = THREADS // 32
+"""Of such a block: rows that it takes at a time where each warp takes one."""
 VECTOR = 8
 """Values that a thread reads at a time."""
 BLOCKS = 256
@@ -39,3 +41,24 @@ def row_blocks(rows: int, columns: int, most: int = BLOCKS) -> int:
     """Blocks for `rows` rows, at most `most`; at least 1."""
     at_a_time = THREADS // lanes(columns)
     return max(1, min(most, -(-rows // at_a_time)))
+
+
+TILE = 128
+"""Rows and columns of the codes that a block transposes (csrc/kernels/transpose.cuh)."""
+PATCH = (32, 256)
+"""Rows and columns of a block of kernels that look at each value by itself (csrc/kernels/patch.cuh)."""
+
+
+def padded(rows: int) -> int:
+    """Rows of a matrix that becomes the inner dimension of an int8 product: a multiple of 16, at least 16."""
+    return max(16, -(-rows // 16) * 16)
+
+
+def tiles(rows: int, columns: int) -> tuple[int, int]:
+    """Grid of a kernel that transposes codes [rows, columns]; at least one block."""
+    return max(1, -(-rows // TILE)), max(1, -(-columns // TILE))
+
+
+def patches(rows: int, columns: int) -> tuple[int, int]:
+    """Grid of a kernel that looks at each value of a matrix [rows, columns] by itself; at least one block."""
+    return max(1, -(-rows // PATCH[0])), max(1, -(-columns // PATCH[1]))

@@ -5,8 +5,8 @@ M rows, N columns. An operation's `cuda` takes what its `cpu` takes and returns 
 
 import torch
 
-from lsq.csrc.geometry import row_blocks
-from lsq.csrc.launch import Launch, launch
+from lsq.csrc.geometry import patches, row_blocks
+from lsq.csrc.launch import FLOATS, Launch, check, launch
 
 KINDS = {torch.int8: 0, torch.int32: 1}
 """-DKIND of a product by its dtype: codes, sums; anything else is Float."""
@@ -40,3 +40,39 @@ def finish_sums(partial: torch.Tensor, columns: int, outs: tuple, dclip: torch.T
         "sums.cu", "lsq_finish_sums", partial, *results, dclip, blocks, columns, len(outs), width, float(factor),
         grid=max(1, -(-len(outs) * columns // 32)), block=256,
     )
+
+
+def add_parts(partial: torch.Tensor, out: torch.Tensor | None, factor: float = 1.0) -> Launch:
+    """out [1] = factor times the sum of `partial` float32 [parts], which is taken in double precision."""
+    return launch(
+        "sums.cu", "lsq_finish_sums", partial, None, None, None, out, partial.numel(), 0, 0, 1, float(factor),
+        grid=1, block=256,
+    )
+
+
+def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> Launch:
+    """out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None, in the dtype of `out`."""
+    return launch(
+        "linear.cu", "lsq_float_operand", values, scale, out, 1 if scale is None else scale.numel(), *values.shape,
+        grid=patches(*values.shape), FLOAT=FLOATS[out.dtype], FROM=FLOATS.get(values.dtype, 3),
+    )
+
+
+def zero(out: torch.Tensor) -> Launch:
+    """Fill `out`, of any shape and dtype of activations, with zeros."""
+    return launch(
+        "linear.cu", "lsq_zero", out, out.numel(), grid=max(1, -(-out.numel() // 256)), FLOAT=FLOATS[out.dtype],
+    )
+
+
+def check_columns(multiple: int, **columns: int) -> None:
+    """Refuse widths that are no multiple of `multiple`, naming them.
+
+    Raises:
+        ValueError: a width is not.
+    """
+    for name, width in columns.items():
+        check(
+            width % multiple == 0,
+            f"{name} is {width}; on CUDA it must be a multiple of {multiple}: choose other sizes, or the CPU",
+        )

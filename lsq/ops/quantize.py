@@ -9,9 +9,10 @@ import torch
 
 from lsq import quant
 from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.csrc.geometry import MANY_BLOCKS, WARPS, row_blocks, row_defines
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import rounding
+from lsq.ops.kernels import check_columns
 from lsq.ops.registry import OpDefinition, register
 
 
@@ -70,13 +71,26 @@ def weight_cpu(weight, clip, codes, scale, *, bits, rows=None):
     )
 
 
+def weight_cuda(weight, clip, codes, scale, *, bits, rows=None):
+    valid, columns = weight.shape
+    check_columns(16, **{"the width of a weight": columns})
+    return [
+        launch(
+            "quantize_weight.cu", "lsq_quantize_weight", weight, clip, codes, scale, TICKET, clip.numel(), valid,
+            rows or valid, columns, float(quant.maximum_code(bits)),
+            grid=max(1, min(MANY_BLOCKS, -(-(rows or valid) // WARPS))),
+        )
+    ]
+
+
 def weight_differentiate(builder, operation):
     """Nothing to do: the weight-gradient product masks its own result, see linear.py."""
 
 
 QUANTIZE_WEIGHT = register(
     OpDefinition(
-        name="quantize_weight", reference=weight_reference, cpu=weight_cpu, differentiate=weight_differentiate
+        name="quantize_weight", reference=weight_reference, cpu=weight_cpu, cuda=weight_cuda,
+        differentiate=weight_differentiate,
     )
 )
 

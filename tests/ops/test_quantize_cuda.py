@@ -35,3 +35,26 @@ def test_nan_poisons_the_scale(value, place):
 def test_a_width_that_no_vector_fits_is_refused():
     with pytest.raises(ValueError, match="rows of 41 values.*multiple of 8"):
         compare_cuda("quantize", torch.randn(7, 41), torch.tensor([1.5]), bits=8)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("clips", [1, 33])
+@pytest.mark.parametrize("rows", [None, 33, 48])
+@pytest.mark.parametrize("columns", [48, 1040])
+def test_weights(bits, clips, rows, columns):
+    compare_cuda(
+        "quantize_weight", torch.randn(33, columns), 0.5 + torch.rand(clips), exact=True, bits=bits, rows=rows
+    )
+
+
+@pytest.mark.parametrize("clips", [1, 41])
+def test_nan_in_a_weight_poisons_what_shares_its_clip(clips):
+    weight = torch.randn(41, 48)
+    weight[3, 2], weight[29, 47], weight[30, 0] = math.nan, math.nan, math.inf
+    _, scale = compare_cuda("quantize_weight", weight, torch.ones(clips), exact=True, bits=8, rows=48)
+    assert scale.isnan().sum() == (2 if clips > 1 else 41)
+
+
+def test_a_weight_whose_codes_no_product_takes_is_refused():
+    with pytest.raises(ValueError, match="width of a weight is 40.*multiple of 16"):
+        compare_cuda("quantize_weight", torch.randn(7, 40), torch.ones(1), bits=8)
