@@ -14,7 +14,10 @@ import torch
 
 from lsq import gemm, quant
 from lsq.csrc import loader
+from lsq.csrc.geometry import patches
+from lsq.csrc.launch import TICKET, Product, launch
 from lsq.ops import rounding
+from lsq.ops.kernels import check_columns, float_operand, zero
 from lsq.ops.registry import OpDefinition, register
 
 BLOCK_ROWS = 512
@@ -28,6 +31,38 @@ def float_reference(x, weight):
 
 def float_cpu(x, weight, y):
     torch.mm(x, weight.t(), out=y)
+
+
+def float_cuda(x, weight, y, *narrow):
+    return _float_products(x, weight, narrow, lambda weight: Product(a=x, b=weight, out=y), y)
+
+
+def _float_products(x, weight, narrow, product, out):
+    """The product of x [M, ...] with a weight that is first brought to x's dtype, or zeros for an empty batch."""
+    if x.shape[0] == 0:
+        return [zero(out)]
+    if weight.dtype == x.dtype:
+        return [product(weight)]
+    check_columns(8, **{"the width of a weight to convert": weight.shape[1]})
+    return [float_operand(weight, None, narrow[0]), product(narrow[0])]
+
+
+def float_cuda_scratch(x, weight):
+    """The weight in the dtype of the activations, where it has another."""
+    return [] if weight.dtype == x.dtype else [(weight.shape, x.dtype)]
+
+
+def input_gradient_cuda(gradient, weight, dx, *narrow):
+    def product(weight):
+        return Product(a=gradient, b=weight, out=dx, transpose_b=True)
+
+    return _float_products(gradient, weight, narrow, product, dx)
+
+
+def weight_gradient_cuda(gradient, x, dweight):
+    if x.shape[0] == 0:
+        return [zero(dweight)]
+    return [Product(a=gradient, b=x, out=dweight, transpose_a=True, transpose_b=True)]
 
 
 def float_differentiate(builder, operation):
@@ -44,12 +79,19 @@ def emit_float_gradients(builder, x, weight, gradient):
     builder.accumulate(x, dx)
 
 
-register(OpDefinition(name="linear", reference=float_reference, cpu=float_cpu, differentiate=float_differentiate))
+register(
+    OpDefinition(
+        name="linear", reference=float_reference, cpu=float_cpu, cuda=float_cuda, cuda_scratch=float_cuda_scratch,
+        differentiate=float_differentiate,
+    )
+)
 register(
     OpDefinition(
         name="linear_input_gradient_float",
         reference=lambda gradient, weight: (gradient @ weight,),
         cpu=lambda gradient, weight, dx: torch.mm(gradient, weight, out=dx),
+        cuda=input_gradient_cuda,
+        cuda_scratch=float_cuda_scratch,
     )
 )
 register(
@@ -57,6 +99,7 @@ register(
         name="linear_weight_gradient_float",
         reference=lambda gradient, x: (gradient.t() @ x,),
         cpu=lambda gradient, x, dweight: torch.mm(gradient.t(), x, out=dweight),
+        cuda=weight_gradient_cuda,
     )
 )
 
@@ -87,6 +130,29 @@ def int8_cpu(x, x_scale, weight, weight_scale, clip, codes, scale, clipped, erro
         )
 
 
+def int8_cuda_scratch(x, x_scale, weight, weight_scale, clip, *, bits, error=False):
+    return [((x.shape[0], weight.shape[0]), torch.int32)]
+
+
+def int8_cuda(x, x_scale, weight, weight_scale, clip, codes, scale, clipped, error_out, sums, *, bits, error=False):
+    rows, columns = sums.shape
+    rounding_launch = launch(
+        "linear.cu", "lsq_round_sums", sums, x_scale, weight_scale, clip, codes, scale, clipped, error_out, TICKET,
+        rows, columns, float(quant.maximum_code(bits)), grid=patches(rows, columns),
+    )
+    return [*int8_products(x, weight, sums), rounding_launch]
+
+
+def int8_products(a, b, sums):
+    """[the product sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed], or nothing for an empty batch.
+
+    Raises:
+        ValueError: N or K is no multiple of 16.
+    """
+    check_columns(16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]})
+    return [Product(a=a, b=b, out=sums)] if sums.numel() else []
+
+
 def int8_unquantized(x, x_scale, weight, weight_scale, clip, *, bits, error=False):
     return gemm.int8_product(x, weight).to(torch.float32) * (x_scale * weight_scale)
 
@@ -99,6 +165,14 @@ def int32_reference(x, x_scale, weight, weight_scale):
 def int32_cpu(x, x_scale, weight, weight_scale, sums, scale):
     gemm.int8_product(x, weight, out=sums)
     torch.mul(x_scale, weight_scale, out=scale)
+
+
+def int32_cuda(x, x_scale, weight, weight_scale, sums, scale):
+    columns = weight.shape[0]
+    scale_launch = launch(
+        "linear.cu", "lsq_sum_scale", x_scale, weight_scale, scale, columns, grid=max(1, -(-columns // 256)),
+    )
+    return [*int8_products(x, weight, sums), scale_launch]
 
 
 def differentiate(builder, operation):
@@ -141,10 +215,12 @@ def emit_gradients(builder, operands, gradient, row_scale):
 
 register(
     OpDefinition(
-        name="linear_int8", reference=int8_reference, cpu=int8_cpu, differentiate=differentiate,
-        unquantized=int8_unquantized, scratch=int8_scratch,
+        name="linear_int8", reference=int8_reference, cpu=int8_cpu, cuda=int8_cuda, differentiate=differentiate,
+        unquantized=int8_unquantized, scratch=int8_scratch, cuda_scratch=int8_cuda_scratch,
     )
 )
 register(
-    OpDefinition(name="linear_int32", reference=int32_reference, cpu=int32_cpu, differentiate=differentiate)
+    OpDefinition(
+        name="linear_int32", reference=int32_reference, cpu=int32_cpu, cuda=int32_cuda, differentiate=differentiate
+    )
 )
