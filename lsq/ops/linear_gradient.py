@@ -13,7 +13,7 @@ import torch
 
 from lsq import gemm, quant
 from lsq.csrc import loader
-from lsq.ops import rounding
+from lsq.ops import linear_gradient_cuda, rounding
 from lsq.ops.linear import BLOCK_ROWS
 from lsq.ops.registry import OpDefinition, register
 
@@ -153,8 +153,14 @@ BLOCK_CHANNELS = 4096
 """Rows of a weight's gradient, as int32 sums, that are held at a time."""
 
 register(
-    OpDefinition(name="linear_input_gradient", reference=input_reference, cpu=input_cpu, scratch=input_scratch)
+    OpDefinition(
+        name="linear_input_gradient", reference=input_reference, cpu=input_cpu, scratch=input_scratch,
+        cuda=linear_gradient_cuda.input_gradient, cuda_scratch=linear_gradient_cuda.input_scratch,
+    )
 )
 register(
-    OpDefinition(name="linear_weight_gradient", reference=weight_reference, cpu=weight_cpu, scratch=weight_scratch)
+    OpDefinition(
+        name="linear_weight_gradient", reference=weight_reference, cpu=weight_cpu, scratch=weight_scratch,
+        cuda=linear_gradient_cuda.weight_gradient, cuda_scratch=linear_gradient_cuda.weight_scratch,
+    )
 )

@@ -1,0 +1,71 @@
+// Transposing codes: a block takes a tile of 128 x 128 through shared memory, 16 bytes at a time in either layout.
+//
+// Thread t holds 4 rows x 16 columns, from row 4 * (t / 8) and column 16 * (t % 8) of the tile on. Bytes change places
+// in registers, 4 x 4 at a time; shared memory then holds each column as 32 words of 4 rows. The 16-byte chunks of a
+// column are permuted by the thread's column group, so that neither writing words nor reading chunks meets a bank
+// conflict.
+#pragma once
+
+#include "vectors.cuh"
+
+namespace lsq {
+
+constexpr int kTile = 128, kTileThreads = 256;
+constexpr int kGroupRows = 4, kGroupColumns = 16;  // of one thread
+
+// Selects four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest digit of `choice` being the lowest byte.
+__device__ __forceinline__ uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t choice) {
+#ifdef LSQ_EMULATOR
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    uint32_t chosen = 0;
+    for (int i = 0; i < 4; ++i) {
+        chosen |= static_cast<uint32_t>(bytes >> (8 * (choice >> (4 * i) & 7)) & 0xFF) << (8 * i);
+    }
+    return chosen;
+#else
+    return __byte_perm(a, b, choice);
+#endif
+}
+
+// Four rows of four bytes become four columns.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
+    const uint32_t low01 = choose_bytes(word[0], word[1], 0x5140), high01 = choose_bytes(word[0], word[1], 0x7362);
+    const uint32_t low23 = choose_bytes(word[2], word[3], 0x5140), high23 = choose_bytes(word[2], word[3], 0x7362);
+    word[0] = choose_bytes(low01, low23, 0x5410);
+    word[1] = choose_bytes(low01, low23, 0x7632);
+    word[2] = choose_bytes(high01, high23, 0x5410);
+    word[3] = choose_bytes(high01, high23, 0x7632);
+}
+
+// Where a thread's 4 x 16 values lie. Tiles go along the rows with blockIdx.x, along the columns with blockIdx.y.
+__device__ __forceinline__ int64_t tile_row() {
+    return static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x / (kTile / kGroupColumns) * kGroupRows;
+}
+__device__ __forceinline__ int64_t tile_column() {
+    return static_cast<int64_t>(blockIdx.y) * kTile + threadIdx.x % (kTile / kGroupColumns) * kGroupColumns;
+}
+
+// Writes the tile of which every thread holds 16 columns, each a word of 4 rows, to out [columns, padded]; both sizes
+// are multiples of 16. All threads of the block must call this.
+__device__ __forceinline__ void store_transposed(
+    const uint32_t (&column_word)[kGroupColumns], int8_t* out, int64_t columns, int64_t padded) {
+    constexpr int kChunks = kTile / 16;  // 16-byte chunks of a column
+    __shared__ uint4 tile[kTile * kChunks];
+    uint32_t* words = reinterpret_cast<uint32_t*>(tile);
+    const int column_group = threadIdx.x % kChunks, row_group = threadIdx.x / kChunks;
+    const int place = row_group ^ (column_group * 4);
+#pragma unroll
+    for (int i = 0; i < kGroupColumns; ++i) words[(16 * column_group + i) * (kTile / 4) + place] = column_word[i];
+    __syncthreads();
+    const int chunk = threadIdx.x % kChunks;
+    const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kTile + 16 * chunk;
+#pragma unroll
+    for (int pass = 0; pass < kTile * kChunks / kTileThreads; ++pass) {
+        const int column = pass * (kTileThreads / kChunks) + threadIdx.x / kChunks;
+        const int64_t out_row = static_cast<int64_t>(blockIdx.y) * kTile + column;
+        if (out_row >= columns || first_row >= padded) continue;
+        store_words(out + out_row * padded + first_row, tile[column * kChunks + (chunk ^ (column / 16))]);
+    }
+}
+
+}  // namespace lsq
