@@ -9,6 +9,7 @@ from lsq.ops import (
     linear,
     linear_gradient,
     quantize,
+    quantize_transpose,
     read,
     residual_norm,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "linear",
     "linear_gradient",
     "quantize",
+    "quantize_transpose",
     "read",
     "residual_norm",
 ]
