@@ -2,6 +2,7 @@
 
 from lsq.ops import (
     activation,
+    adam,
     attention,
     cross_entropy,
     embedding,
@@ -16,6 +17,7 @@ from lsq.ops import (
 
 __all__ = [
     "activation",
+    "adam",
     "attention",
     "cross_entropy",
     "embedding",
