@@ -96,7 +96,7 @@ def test_text_names_everything(found):
 
 def test_text_says_that_gpus_are_not_used(found):
     shown = doctor.text(dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",)))
-    assert "Example GPU, sm_90, 80 GiB (not used: this version has no CUDA code)" in shown
+    assert "Example GPU, sm_90, 80 GiB (not used: layers of this version run on the CPU)" in shown
 
 
 def test_advice_is_empty_when_all_is_well(found):
