@@ -137,10 +137,6 @@ class LaunchList:
             tensor.device == self.device.place,
             f"{what}: a tensor lies on {tensor.device}, but this list runs on {self.device.place}; move it with .to()",
         )
-        check(
-            tensor.is_contiguous(),
-            f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()",
-        )
         found = tensor.data_ptr()
         check(
             found % ALIGNMENT == 0,
@@ -155,6 +151,10 @@ class LaunchList:
             return address(next(self._tickets))
         if not isinstance(value, torch.Tensor):
             return argument(value)
+        check(
+            value.is_contiguous(),
+            f"{what}: a tensor with strides {value.stride()} is not contiguous; call .contiguous()",
+        )
         found = self._address(value, what)
         self._used.add(found)
         return address(self._slot_of.get(found, found))

@@ -8,9 +8,14 @@ The backward pass computes the probabilities again instead of saving them.
 import torch
 
 from lsq.csrc import loader
+from lsq.csrc.geometry import THREADS, VECTOR
+from lsq.csrc.launch import Launch, Product, check, float_define, launch
 from lsq.ops.random import dropout as drop
 from lsq.ops.random import dropout_threshold, keep_factor
 from lsq.ops.registry import OpDefinition, register
+
+WIDEST = 8192
+"""Keys that a row of scores on CUDA may have: the backward pass holds a row and its gradient in registers."""
 
 
 def _probabilities(q, k, padding, causal):
@@ -51,6 +56,54 @@ def cpu(q, k, v, padding, key, context, *scores, causal, dropout, stream):
     torch.bmm(dropped, v.view(dropped.shape[0], -1, v.shape[-1]), out=context.view(dropped.shape[0], -1, v.shape[-1]))
 
 
+def cuda_scratch(q, k, v, padding, key, *, causal, dropout, stream):
+    """Scores, then probabilities after dropout; rows begin at multiples of 16 bytes."""
+    batch, heads, time, _ = q.shape
+    return [((batch * heads, time, -(-k.shape[2] // VECTOR) * VECTOR), q.dtype)]
+
+
+def _row_defines(source: int) -> dict[str, int]:
+    """-D of the threads that hold a row of scores, at 8 keys a thread where that is enough."""
+    check(
+        0 < source <= WIDEST,
+        f"attention over {source} keys cannot run on CUDA: 1 to {WIDEST} are allowed; make the sequences "
+        f"{'shorter' if source else 'longer'}",
+    )
+    lanes, vectors = 1, 1
+    while lanes * vectors * VECTOR < source:
+        if lanes < THREADS:
+            lanes *= 2
+        else:
+            vectors *= 2
+    return {"LANES": lanes, "VECTORS": vectors}
+
+
+def _softmax(name: str, matrices: tuple, q, k, padding, key, causal, dropout, stream) -> Launch:
+    """Launch a kernel on rows of scores, and of what else `matrices` holds, both as `cuda_scratch` has them."""
+    batch, heads, time, _ = q.shape
+    rows, source = batch * heads * time, k.shape[2]
+    defines = _row_defines(source)
+    return launch(
+        "attention.cu", name, *matrices, padding, key, stream, dropout_threshold(dropout), keep_factor(dropout),
+        int(causal), rows, heads, time, source, matrices[0].shape[2], grid=-(-rows * defines["LANES"] // THREADS),
+        **defines, **float_define(q, *matrices),
+    )
+
+
+def _matrices(*tensors):
+    """[B, N, ...] -> [B * N, ...]"""
+    return (tensor.view(-1, *tensor.shape[2:]) for tensor in tensors)
+
+
+def cuda(q, k, v, padding, key, context, scores, *, causal, dropout, stream):
+    if not context.numel():
+        return []
+    softmax = _softmax("lsq_masked_softmax", (scores,), q, k, padding, key, causal, dropout, stream)
+    q, k, v, context = _matrices(q, k, v, context)
+    scores = scores[:, :, : k.shape[1]]
+    return [Product(a=q, b=k, out=scores), softmax, Product(a=scores, b=v, out=context, transpose_b=True)]
+
+
 def backward_reference(gradient, q, k, v, padding, key, *, causal, dropout, stream):
     """gradient of the context [B, N, T, D] -> dq, dk, dv."""
     probabilities = _probabilities(q, k, padding, causal)
@@ -84,6 +137,29 @@ def backward_cpu(gradient, q, k, v, padding, key, dq, dk, dv, dscores, *scores, 
     torch.bmm(dscores.transpose(1, 2), q, out=dk)
 
 
+def backward_cuda_scratch(gradient, q, k, v, padding, key, *, causal, dropout, stream):
+    """What forward needs, and the gradient of it."""
+    return 2 * cuda_scratch(q, k, v, padding, key, causal=causal, dropout=dropout, stream=stream)
+
+
+def backward_cuda(gradient, q, k, v, padding, key, dq, dk, dv, scores, dscores, *, causal, dropout, stream):
+    if not q.numel() and not k.numel():
+        return []
+    softmax = _softmax(
+        "lsq_masked_softmax_backward", (scores, dscores), q, k, padding, key, causal, dropout, stream
+    )
+    gradient, q, k, v, dq, dk, dv = _matrices(gradient, q, k, v, dq, dk, dv)
+    scores, dscores = (tensor[:, :, : k.shape[1]] for tensor in (scores, dscores))
+    return [
+        Product(a=q, b=k, out=scores),
+        Product(a=gradient, b=v, out=dscores),
+        softmax,
+        Product(a=scores, b=gradient, out=dv, transpose_a=True, transpose_b=True),
+        Product(a=dscores, b=k, out=dq, transpose_b=True),
+        Product(a=dscores, b=q, out=dk, transpose_a=True, transpose_b=True),
+    ]
+
+
 def differentiate(builder, operation):
     q, k, v, padding, key = operation.inputs
     gradients = tuple(builder.temporary("d_" + tensor.name, tensor.shape) for tensor in (q, k, v))
@@ -98,10 +174,14 @@ def differentiate(builder, operation):
 
 
 register(
-    OpDefinition(name="attention", reference=reference, cpu=cpu, differentiate=differentiate, scratch=scratch)
+    OpDefinition(
+        name="attention", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate, scratch=scratch,
+        cuda_scratch=cuda_scratch,
+    )
 )
 register(
     OpDefinition(
-        name="attention_backward", reference=backward_reference, cpu=backward_cpu, scratch=backward_scratch
+        name="attention_backward", reference=backward_reference, cpu=backward_cpu, cuda=backward_cuda,
+        scratch=backward_scratch, cuda_scratch=backward_cuda_scratch,
     )
 )

@@ -15,11 +15,16 @@ import torch
 
 from lsq import gemm
 from lsq.csrc import loader
+from lsq.csrc.geometry import VECTOR
+from lsq.csrc.launch import Product, check, float_define, launch
 from lsq.ops import linear, rounding
+from lsq.ops.kernels import check_columns, float_operand
 from lsq.ops.registry import OpDefinition, register
 
 BLOCK_ROWS = 256
 """Rows of logits that exist at a time."""
+CUDA_BLOCK_ROWS = 1024
+"""The same on CUDA."""
 
 
 def weights_of(vocabulary: int, smoothing: float) -> tuple[float, float]:
@@ -98,6 +103,70 @@ def cpu(
         total.copy_(each_row.sum(dtype=torch.float64))
 
 
+def _cuda_block_scratch(x, weight):
+    columns = -(-weight.shape[0] // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
+    return (min(x.shape[0], CUDA_BLOCK_ROWS), columns), torch.int32 if x.dtype == torch.int8 else torch.float32
+
+
+def _cuda_weight(weight, narrow: tuple):
+    """(what brings the weight to the dtype of x, where it has another, and that weight)."""
+    if not narrow:
+        return [], weight
+    check_columns(8, **{"the width of a weight to convert": weight.shape[1]})
+    return [float_operand(weight, None, narrow[0])], narrow[0]
+
+
+def _cuda_blocks(x, weight, scratch):
+    """(first row, rows, the product that makes their logits in `scratch`)."""
+    total, columns = x.shape[0], weight.shape[0]
+    blocks = max(1, -(-total // CUDA_BLOCK_ROWS))
+    size = -(-total // blocks // VECTOR) * VECTOR or 1  # x must be aligned from every block's first row on
+    for first in range(0, total, size):
+        block = x[first : first + size]
+        yield first, block.shape[0], Product(a=block, b=weight, out=scratch[: block.shape[0], :columns])
+
+
+def _row_defines(x, x_scale, columns: int) -> dict[str, int]:
+    """-D of kernels on rows of logits."""
+    check(
+        x_scale is None or columns % VECTOR == 0,
+        f"a vocabulary of {columns} codes a row cannot run on CUDA: pad it to a multiple of {VECTOR}",
+    )
+    threads = 128
+    while threads < 512 and threads * 2 * VECTOR < columns:
+        threads *= 2
+    return {"ROW_THREADS": threads, "KIND": 1 if x.dtype == torch.int8 else 2}
+
+
+def cuda_scratch(x, x_scale, weight, weight_scale, target, key, **attributes):
+    """As `scratch`, and the weight in the dtype of x, where it has another."""
+    rows = ((x.shape[0],), torch.float32)
+    return [_cuda_block_scratch(x, weight), rows, rows, *linear.float_cuda_scratch(x, weight)]
+
+
+def cuda(
+    x, x_scale, weight, weight_scale, target, key, loss, nll, normaliser, codes, row_scale, block, losses, nlls,
+    *narrow, vocabulary, padding, smoothing, stream,
+):
+    columns = weight.shape[0]
+    defines = _row_defines(x, x_scale, columns)
+    threads = defines["ROW_THREADS"]
+    check(codes is None or x_scale is not None, "the gradient of float logits is not rounded: leave out `stream`")
+    target_weight, each = weights_of(vocabulary, smoothing)
+    entries, weight = _cuda_weight(weight, narrow)
+    for first, rows, product in _cuda_blocks(x, weight, block):
+        kernel = launch(
+            "cross_entropy.cu", "lsq_cross_entropy", block, x_scale, weight_scale, target, key, stream or 0,
+            target_weight, each, padding, vocabulary, columns, block.shape[1], first, losses, nlls, normaliser,
+            codes, row_scale, grid=rows, block=threads, **defines,
+        )
+        entries += [product, kernel]
+    total = launch(
+        "cross_entropy.cu", "lsq_sum_losses", losses, nlls, loss, nll, x.shape[0], grid=2, block=threads, **defines
+    )
+    return [*entries, total]
+
+
 def gradient_reference(
     x, x_scale, weight, weight_scale, target, normaliser, dloss, *, vocabulary, padding, smoothing, stream
 ):
@@ -125,6 +194,28 @@ def gradient_cpu(
         )
 
 
+def gradient_cuda_scratch(x, x_scale, weight, weight_scale, target, normaliser, dloss, **attributes):
+    return [_cuda_block_scratch(x, weight), *linear.float_cuda_scratch(x, weight)]
+
+
+def gradient_cuda(
+    x, x_scale, weight, weight_scale, target, normaliser, dloss, dlogits, block, *narrow,
+    vocabulary, padding, smoothing, stream,
+):
+    columns = weight.shape[0]
+    defines = _row_defines(x, x_scale, columns) | float_define(dlogits)
+    target_weight, each = weights_of(vocabulary, smoothing)
+    entries, weight = _cuda_weight(weight, narrow)
+    for first, rows, product in _cuda_blocks(x, weight, block):
+        kernel = launch(
+            "cross_entropy.cu", "lsq_cross_entropy_gradient", block, x_scale, weight_scale, target, normaliser, dloss,
+            target_weight, each, padding, vocabulary, columns, block.shape[1], first, dlogits, grid=rows,
+            block=defines["ROW_THREADS"], **defines,
+        )
+        entries += [product, kernel]
+    return entries
+
+
 def differentiate(builder, operation):
     x, x_scale, weight, weight_scale, target, _ = operation.inputs
     loss, _, normaliser, codes, row_scale = operation.outputs
@@ -147,19 +238,28 @@ def differentiate(builder, operation):
 
 register(
     OpDefinition(
-        name="vocabulary_cross_entropy", reference=reference, cpu=cpu, differentiate=differentiate, scratch=scratch
+        name="vocabulary_cross_entropy", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate,
+        scratch=scratch, cuda_scratch=cuda_scratch,
     )
 )
 register(
     OpDefinition(
-        name="vocabulary_cross_entropy_gradient", reference=gradient_reference, cpu=gradient_cpu,
-        scratch=gradient_scratch,
+        name="vocabulary_cross_entropy_gradient", reference=gradient_reference, cpu=gradient_cpu, cuda=gradient_cuda,
+        scratch=gradient_scratch, cuda_scratch=gradient_cuda_scratch,
     )
 )
+
+
+def scale_rows_cuda(row_scale, factor, out):
+    rows = out.numel()
+    return [launch("cross_entropy.cu", "lsq_scale_rows", row_scale, factor, out, rows, grid=max(1, -(-rows // 256)))]
+
+
 register(
     OpDefinition(
         name="scale_rows",
         reference=lambda row_scale, factor: (row_scale * factor,),
         cpu=lambda row_scale, factor, out: torch.mul(row_scale, factor, out=out),
+        cuda=scale_rows_cuda,
     )
 )

@@ -5,7 +5,7 @@ M rows, N columns. An operation's `cuda` takes what its `cpu` takes and returns 
 
 import torch
 
-from lsq.csrc.geometry import patches, row_blocks
+from lsq.csrc.geometry import VECTOR, patches, row_blocks
 from lsq.csrc.launch import FLOATS, Launch, check, launch
 
 KINDS = {torch.int8: 0, torch.int32: 1}
@@ -61,7 +61,8 @@ def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.T
 def zero(out: torch.Tensor) -> Launch:
     """Fill `out`, of any shape and dtype of activations, with zeros."""
     return launch(
-        "linear.cu", "lsq_zero", out, out.numel(), grid=max(1, -(-out.numel() // 256)), FLOAT=FLOATS[out.dtype],
+        "linear.cu", "lsq_zero", out, out.numel(), grid=max(1, -(-out.numel() // (256 * VECTOR))),
+        FLOAT=FLOATS[out.dtype],
     )
 
 

@@ -107,9 +107,14 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_float_operand(
 }
 LSQ_EXPORT(lsq_float_operand)
 
-// out Float [numel] = 0: the product of nothing.
+// out Float [numel] = 0: the product of nothing, or what a scatter begins with.
 LSQ_KERNEL __launch_bounds__(256) lsq_zero(Out<Float> out, int64_t numel) {
-    const int64_t element = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-    if (element < numel) out[element] = narrow<Float>(0.0f);
+    const float zeros[kVector] = {};
+    const int64_t element = kVector * (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x);
+    if (element + kVector <= numel) {
+        store8(out + element, zeros);
+    } else {
+        for (int64_t i = element; i < numel; ++i) out[i] = narrow<Float>(0.0f);
+    }
 }
 LSQ_EXPORT(lsq_zero)

@@ -23,10 +23,11 @@ struct Maximum {
     __device__ __forceinline__ static float join(float a, float b) { return a > b ? a : b; }
 };
 
-template <class Operation, class T>
+// Over GROUP neighbouring threads of a warp.
+template <class Operation, int GROUP = kWarp, class T>
 __device__ __forceinline__ T warp_reduce(T value) {
 #pragma unroll
-    for (int distance = kWarp / 2; distance; distance /= 2) {
+    for (int distance = GROUP / 2; distance; distance /= 2) {
         value = Operation::join(value, __shfl_xor_sync(kAllLanes, value, distance));
     }
     return value;
@@ -36,9 +37,10 @@ __device__ __forceinline__ T warp_reduce(T value) {
 // than a warp, all threads of the block must call this.
 template <class Operation, int GROUP, int THREADS, class T>
 __device__ __forceinline__ T group_reduce(T value) {
-    static_assert(GROUP % kWarp == 0 && THREADS % GROUP == 0, "groups are whole warps");
+    static_assert(THREADS % GROUP == 0 && THREADS % kWarp == 0, "groups fill a block of whole warps");
+    static_assert(GROUP % kWarp == 0 || kWarp % GROUP == 0, "groups are whole warps, or fill one");
+    if constexpr (GROUP <= kWarp) return warp_reduce<Operation, GROUP>(value);
     value = warp_reduce<Operation>(value);
-    if (GROUP == kWarp) return value;
     __shared__ T part[THREADS / kWarp];
     const int warp = threadIdx.x / kWarp, first = threadIdx.x / GROUP * (GROUP / kWarp);
     __syncthreads();  // the values of a call before have been read

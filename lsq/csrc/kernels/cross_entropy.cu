@@ -1,0 +1,268 @@
+// Log-softmax, label-smoothed cross-entropy and their gradient on a block of logits; lsq/ops/cross_entropy.py is the
+// reference.
+//
+// M rows, V words, P padded words. ROW_THREADS threads take one row of logits [P], int32 sums (KIND 1) or float32
+// (KIND 2), rows `stride` apart, a multiple of 8. The first pass keeps a running maximum (Milakov and Gimelshein 2018,
+// "Online normalizer calculation for softmax"); the two more that a rounded gradient takes find the row in the cache.
+// Losses of rows are summed in double precision, in a fixed order.
+#include "random.cuh"
+#include "reduce.cuh"
+
+#ifndef ROW_THREADS
+#define ROW_THREADS 256
+#endif
+#ifndef KIND
+#define KIND 2
+#endif
+
+namespace {
+
+#if KIND == 1
+using Logit = int32_t;
+#else
+using Logit = float;
+#endif
+
+// Calls use(column) for each vector [column, column + 8) of a row that belongs to the thread.
+template <class Use>
+__device__ __forceinline__ void each8(int columns, Use use) {
+    for (int column = kVector * threadIdx.x; column < columns; column += kVector * ROW_THREADS) use(column);
+}
+
+template <class Operation, class T>
+__device__ __forceinline__ T block_reduce(T value) {
+    return group_reduce<Operation, ROW_THREADS, ROW_THREADS>(value);
+}
+
+struct Logits {
+    const Logit* row;
+    const float* weight_scale;  // [P]
+    float x_scale;
+    int vocabulary;
+
+    __device__ __forceinline__ Logits(
+        const Logit* row, const float* x_scale, const float* weight_scale, int64_t vocabulary)
+        : row(row),
+          weight_scale(weight_scale),
+          x_scale(x_scale ? x_scale[0] : 1.0f),
+          vocabulary(static_cast<int>(vocabulary)) {}
+
+    __device__ __forceinline__ float read(int64_t column) const {
+#if KIND == 1
+        return static_cast<float>(row[column]) * (x_scale * weight_scale[column]);
+#else
+        return row[column];
+#endif
+    }
+
+    // Logits and, of sums, the weight's scale; beyond the vocabulary minus infinity and 0.
+    __device__ __forceinline__ void read8(int column, float (&x)[kVector], float (&scale)[kVector]) const {
+#if KIND == 1
+        int32_t sums[kVector];
+        load8(row + column, sums);
+        load8(weight_scale + column, scale);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(sums[i]) * (x_scale * scale[i]);
+#else
+        load8(row + column, x);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) scale[i] = 0.0f;
+#endif
+        if (column + kVector <= vocabulary) return;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            x[i] = column + i < vocabulary ? x[i] : -infinity();
+            scale[i] = column + i < vocabulary ? scale[i] : 0.0f;
+        }
+    }
+};
+
+// Of a row: the largest logit, the sum of exp(logit - largest), the sum of the logits, the largest scale.
+struct RowSums {
+    float largest = -infinity(), sum = 0.0f, total = 0.0f;
+    uint32_t scale = 0;  // a magnitude as bits
+
+    __device__ __forceinline__ void add8(const Logits& logits, int column) {
+        float x[kVector], scales[kVector];
+        logits.read8(column, x, scales);
+        float highest = largest;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            highest = Maximum::join(x[i], highest);
+            scale = Largest::join(scale, bits_of(scales[i]) & 0x7FFFFFFFu);
+        }
+        if (column + kVector <= logits.vocabulary) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) total += x[i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) total += column + i < logits.vocabulary ? x[i] : 0.0f;
+        }
+        // Nothing above minus infinity so far: any finite shift gives exp = 0.
+        const float shift = highest == -infinity() ? 0.0f : highest;
+        if (highest > largest) {
+            sum *= bounded_exponential(largest - highest);
+            largest = highest;
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum += bounded_exponential(x[i] - shift);
+    }
+
+    // Of all threads of the block together.
+    __device__ __forceinline__ void join() {
+        const float highest = block_reduce<Maximum>(largest);
+        sum = block_reduce<Sum>(sum * bounded_exponential(largest - highest));
+        total = block_reduce<Sum>(total);
+        scale = block_reduce<Largest>(scale);
+        largest = highest;
+    }
+};
+
+// d loss / d logit for a word that is not the target, and less for the target, times the scale of the weight's row.
+struct Gradient {
+    float largest, share, each, target_weight;
+
+    __device__ __forceinline__ float at(float logit, float scale, bool chosen) const {
+        float gradient = bounded_exponential(logit - largest) * share - each;
+        if (chosen) gradient -= target_weight;
+        return gradient * scale;
+    }
+
+    // Words with logit - largest up to this have no larger gradient than `known`: theirs lies between -each * scale and
+    // share * exp(logit - largest) * scale, whose rounding the margin covers. Never what a NaN can pass for.
+    __device__ __forceinline__ float harmless(float known, float scale) const {
+        return each * scale <= known ? logf(known / (share * scale)) - 1e-3f : -infinity();
+    }
+};
+
+}  // namespace
+
+// sums: logits of the rows from `first`, one row a block -> of each row the loss, the nll and, where wanted, the log
+// normaliser and, of integers, the rounded gradient: codes [M, P], row_scale [M]. A target outside the vocabulary makes
+// the losses and row_scale NaN.
+LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_cross_entropy(
+    In<Logit> sums, In<float> x_scale, In<float> weight_scale, In<int64_t> target, In<int64_t> key, int64_t stream,
+    float target_weight, float each, int64_t padding, int64_t vocabulary, int64_t columns, int64_t stride,
+    int64_t first, Out<float> loss, Out<float> nll, Out<float> normaliser, Out<int8_t> codes, Out<float> row_scale) {
+    const int64_t m = first + blockIdx.x, word = target[m];
+    const bool counted = word != padding;
+    const Logits logits(sums + blockIdx.x * stride, x_scale, weight_scale, vocabulary);
+    RowSums row;
+    if (counted || normaliser) {
+        each8(columns, [&](int column) { row.add8(logits, column); });
+        row.join();
+    }
+    const bool known_word = word >= 0 && word < vocabulary;
+    const float chosen = known_word ? logits.read(word) : not_a_number();
+    if (threadIdx.x == 0) {
+        const float log_normaliser = row.largest + logf(row.sum);
+        const float missed = counted ? log_normaliser - chosen : 0.0f;
+        const float smooth = static_cast<float>(vocabulary) * log_normaliser - row.total;
+        nll[m] = missed;
+        loss[m] = counted ? target_weight * missed + each * smooth : 0.0f;
+        if (normaliser) normaliser[m] = log_normaliser;
+    }
+#if KIND == 1
+    if (!codes) return;
+    int8_t* line = codes + m * columns;
+    if (!counted) {
+        each8(columns, [&](int column) { store_words(line + column, make_uint2(0, 0)); });
+        if (threadIdx.x == 0) row_scale[m] = 0.0f;
+        return;
+    }
+    const float share = (target_weight + each * static_cast<float>(vocabulary)) / row.sum;
+    const Gradient gradient{row.largest, share, each, target_weight};
+    // The target's gradient is nearly always the largest; hardly any other word takes an exponential to be told smaller.
+    const float known = fabsf(gradient.at(chosen, known_word ? logits.weight_scale[word] : 0.0f, true));
+    const float harmless = gradient.harmless(known, float_of(row.scale));
+    uint32_t magnitude = bits_of(known);
+    each8(columns, [&](int column) {
+        float x[kVector], scale[kVector];
+        logits.read8(column, x, scale);
+        bool larger = false;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) larger |= !(x[i] - row.largest <= harmless);
+        if (!larger) return;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const float found = gradient.at(x[i], scale[i], column + i == word);
+            magnitude = Largest::join(magnitude, bits_of(found) & 0x7FFFFFFFu);
+        }
+    });
+    const GradientScale s = gradient_scale(float_of(block_reduce<Largest>(magnitude)));
+    if (threadIdx.x == 0) row_scale[m] = s.scale;
+    const int64_t drawn_from = key[0];
+    each8(columns, [&](int column) {
+        float x[kVector], scale[kVector];
+        uint32_t words[kVector];
+        int8_t rounded[kVector];
+        logits.read8(column, x, scale);
+        random8(drawn_from, stream, m * columns + column, words);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            rounded[i] = round_at_random(gradient.at(x[i], scale[i], column + i == word) * s.reciprocal, words[i]);
+        }
+        store8(line + column, rounded);
+    });
+#endif
+}
+LSQ_EXPORT(lsq_cross_entropy)
+
+// The gradient itself, dlogits [M, P], from the log normalisers [M], for an upstream gradient dloss [1].
+LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_cross_entropy_gradient(
+    In<Logit> sums, In<float> x_scale, In<float> weight_scale, In<int64_t> target, In<float> normaliser,
+    In<float> dloss, float target_weight, float each, int64_t padding, int64_t vocabulary, int64_t columns,
+    int64_t stride, int64_t first, Out<Float> dlogits) {
+    const int64_t m = first + blockIdx.x, word = target[m];
+    const Logits logits(sums + blockIdx.x * stride, x_scale, weight_scale, vocabulary);
+    const float factor = target_weight + each * static_cast<float>(vocabulary);
+    const float upstream = dloss[0], shift = normaliser[m];
+    const bool counted = word != padding, aligned = columns % kVector == 0;
+    Float* line = dlogits + m * columns;
+    each8(columns, [&](int column) {
+        float x[kVector] = {}, scale[kVector];
+        if (counted) {
+            logits.read8(column, x, scale);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                x[i] = (bounded_exponential(x[i] - shift) * factor - each) * upstream;
+                if (column + i == word) x[i] -= target_weight * upstream;
+                x[i] = column + i < logits.vocabulary ? x[i] : 0.0f;
+            }
+        }
+        if (aligned) {
+            store8(line + column, x);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                if (column + i < columns) line[column + i] = narrow<Float>(x[i]);
+            }
+        }
+    });
+}
+LSQ_EXPORT(lsq_cross_entropy_gradient)
+
+// losses and nlls [rows] -> loss [1] by the first block, nll [1] by the second.
+LSQ_KERNEL __launch_bounds__(ROW_THREADS) lsq_sum_losses(
+    In<float> losses, In<float> nlls, Out<float> loss, Out<float> nll, int64_t rows) {
+    __shared__ double part[ROW_THREADS];
+    const float* of_rows = blockIdx.x ? nlls : losses;
+    double sum = 0.0;
+#pragma unroll 4
+    for (int64_t row = threadIdx.x; row < rows; row += ROW_THREADS) sum += of_rows[row];
+    part[threadIdx.x] = sum;
+    for (int half = ROW_THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) (blockIdx.x ? nll : loss)[0] = static_cast<float>(part[0]);
+}
+LSQ_EXPORT(lsq_sum_losses)
+
+// row_scale [rows] * factor [1] -> out [rows].
+LSQ_KERNEL __launch_bounds__(ROW_THREADS) lsq_scale_rows(
+    In<float> row_scale, In<float> factor, Out<float> out, int64_t rows) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * ROW_THREADS + threadIdx.x;
+    if (row < rows) out[row] = row_scale[row] * factor[0];
+}
+LSQ_EXPORT(lsq_scale_rows)
