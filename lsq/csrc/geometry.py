@@ -37,6 +37,12 @@ def row_defines(columns: int) -> dict[str, int]:
     return {"COLUMNS": columns, "LANES": lanes(columns)}
 
 
+def sums_in_shared_memory(columns: int, sums: int) -> int:
+    """Bytes of shared memory that `sums` SharedColumnSums (csrc/kernels/rows.cuh) take."""
+    values = -(-columns // (VECTOR * lanes(columns))) * VECTOR
+    return 4 * sums * values * THREADS
+
+
 def row_blocks(rows: int, columns: int, most: int = BLOCKS) -> int:
     """Blocks for `rows` rows, at most `most`; at least 1."""
     at_a_time = THREADS // lanes(columns)

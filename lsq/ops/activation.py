@@ -10,7 +10,9 @@ import math
 import torch
 
 from lsq.csrc import loader
-from lsq.ops import product_gradient, rounding
+from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.csrc.launch import TICKET, launch
+from lsq.ops import kernels, product_gradient, rounding
 from lsq.ops.random import dropout as drop
 from lsq.ops.random import dropout_threshold, keep_factor
 from lsq.ops.registry import OpDefinition, register
@@ -40,6 +42,22 @@ def cpu(
         stream, dropout_threshold(dropout), keep_factor(dropout), KINDS[activation],
         product_gradient.largest_code(clip, bits), out, scale, clipped, error_out, rows, columns,
     )
+
+
+def cuda(
+    y, y_scale, bias, clip, key, out, scale, clipped, error_out, *, activation, dropout, stream, bits, error=False
+):
+    rows, columns = y.shape
+    values, codes = kernels.destinations(out, clip)
+    return [
+        launch(
+            "activation.cu", "lsq_bias_activation", y, y_scale, bias, clip, key, values, codes, scale, clipped,
+            error_out, TICKET, rows, *kernels.dropout_arguments(dropout, stream),
+            float(product_gradient.largest_code(clip, bits)), grid=row_blocks(rows, columns, most=MANY_BLOCKS),
+            ACTIVATION=KINDS[activation], **kernels.activation_define(y, values), **kernels.product_define(y),
+            **row_defines(columns),
+        )
+    ]
 
 
 def backward_reference(
@@ -73,6 +91,27 @@ def backward_cpu(
     )
 
 
+def backward_cuda(
+    gradient, y, y_scale, clipped, y_error, bias, weight_scale, key, dy, row_scale, dclip, dbias, partial,
+    *, activation, dropout, stream, bits, gradient_stream=None,
+):
+    rows, columns = y.shape
+    drop_stream, threshold, keep = kernels.dropout_arguments(dropout, stream)
+    return [
+        launch(
+            "activation.cu", "lsq_bias_activation_backward", gradient, y, y_scale, clipped, y_error, bias,
+            weight_scale, key, dy, row_scale, partial, rows, drop_stream, threshold, gradient_stream or 0, keep,
+            grid=len(partial), ACTIVATION=KINDS[activation], ROUNDED=int(row_scale is not None),
+            **kernels.activation_define(gradient, y, dy), **kernels.product_define(y), **row_defines(columns),
+        ),
+        kernels.finish_sums(partial, columns, (dbias,), dclip, kernels.clip_factor(y_error, bits)),
+    ]
+
+
+def backward_cuda_scratch(gradient, *_, **attributes):
+    return [kernels.partial_scratch(*gradient.shape, 1)]
+
+
 def differentiate(builder, operation):
     y, y_scale, bias, _, key = operation.inputs
     product = builder.product(y)
@@ -92,10 +131,13 @@ def differentiate(builder, operation):
 
 register(
     OpDefinition(
-        name="bias_activation_dropout", reference=reference, cpu=cpu, differentiate=differentiate,
+        name="bias_activation_dropout", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate,
         unquantized=unquantized, recompute=True,
     )
 )
 register(
-    OpDefinition(name="bias_activation_dropout_backward", reference=backward_reference, cpu=backward_cpu)
+    OpDefinition(
+        name="bias_activation_dropout_backward", reference=backward_reference, cpu=backward_cpu, cuda=backward_cuda,
+        cuda_scratch=backward_cuda_scratch,
+    )
 )

@@ -6,7 +6,9 @@ M rows, N columns. An operation's `cuda` takes what its `cpu` takes and returns 
 import torch
 
 from lsq.csrc.geometry import VECTOR, patches, row_blocks
-from lsq.csrc.launch import FLOATS, Launch, check, launch
+from lsq.csrc.launch import FLOATS, Launch, check, float_define, launch
+from lsq.ops import rounding
+from lsq.ops.random import dropout_threshold, keep_factor
 
 KINDS = {torch.int8: 0, torch.int32: 1}
 """-DKIND of a product by its dtype: codes, sums; anything else is Float."""
@@ -17,6 +19,31 @@ PADDING = 4
 def product_define(y: torch.Tensor | None) -> dict[str, int]:
     """-DKIND for a product, 2 where there is none."""
     return {"KIND": 2 if y is None else KINDS.get(y.dtype, 2)}
+
+
+def activation_define(*tensors: torch.Tensor | None) -> dict[str, int]:
+    """-DFLOAT for the activations among `tensors`: all but codes and sums; float32 where there are none.
+
+    Raises:
+        ValueError: they differ in dtype, or kernels have no such dtype.
+    """
+    floats = [tensor for tensor in tensors if tensor is not None and tensor.dtype not in KINDS]
+    return float_define(*floats) if floats else {"FLOAT": FLOATS[torch.float32]}
+
+
+def dropout_arguments(probability: float, stream: int) -> tuple[int, int, float]:
+    """(stream, threshold, keep): what kernels want to know of a dropout, apart from its key."""
+    return stream, dropout_threshold(probability), keep_factor(probability)
+
+
+def clip_factor(error: torch.Tensor | None, bits: int) -> float:
+    """What the sum of a clip's gradient is multiplied by: 1 (PACT), or the factor of LSQ where there is an `error`."""
+    return 1.0 if error is None else rounding.lsq_factor(max(1, error.numel()), bits)
+
+
+def destinations(out: torch.Tensor, clip: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(where a result goes as it is, where its codes go): under a clip, it is codes alone."""
+    return (out, None) if clip is None else (None, out)
 
 
 def partial_scratch(rows: int, columns: int, sums: int) -> tuple[tuple[int, int], torch.dtype]:

@@ -9,7 +9,7 @@ import torch
 
 from lsq import quant
 from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, WARPS, row_blocks, row_defines
+from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, WARPS, row_blocks, row_defines
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import rounding
 from lsq.ops.kernels import check_columns
@@ -104,4 +104,13 @@ def add_cpu(a, b, out):
     torch.add(a, b, out=out)
 
 
-ADD = register(OpDefinition(name="add", reference=add_reference, cpu=add_cpu))
+def add_cuda(a, b, out):
+    return [
+        launch(
+            "elementwise.cu", "lsq_add", a, b, out, out.numel(), grid=max(1, -(-out.numel() // (VECTOR * THREADS))),
+            **float_define(a, b, out),
+        )
+    ]
+
+
+ADD = register(OpDefinition(name="add", reference=add_reference, cpu=add_cpu, cuda=add_cuda))

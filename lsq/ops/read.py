@@ -3,7 +3,9 @@
 import torch
 
 from lsq.csrc import loader
-from lsq.ops import product_gradient, rounding
+from lsq.csrc.geometry import THREADS, VECTOR, patches, row_defines
+from lsq.csrc.launch import launch
+from lsq.ops import kernels, product_gradient, rounding
 from lsq.ops.registry import OpDefinition, register
 
 
@@ -17,6 +19,17 @@ def cpu(y, y_scale, bias, out, *, bits):
     rows, columns = y.shape
     source = product_gradient.arguments(y, y_scale, None, None, bits)[:3]
     loader.call("lsq_read_product", *source, bias, out, rows, columns)
+
+
+def cuda(y, y_scale, bias, out, *, bits):
+    rows, columns = y.shape
+    kernels.check_columns(VECTOR, columns=columns)
+    return [
+        launch(
+            "elementwise.cu", "lsq_read_product", y, y_scale, bias, out, rows, columns, grid=patches(rows, columns),
+            **kernels.activation_define(y, out), **kernels.product_define(y),
+        )
+    ]
 
 
 def backward_reference(gradient, y, clipped, y_error, weight_scale, key, *, bits, bias, gradient_stream=None):
@@ -39,6 +52,25 @@ def backward_cpu(
         "lsq_read_product_backward", gradient, *source, weight_scale, key, gradient_stream or 0,
         dy, row_scale, dclip, dbias, rows, columns,
     )
+
+
+def backward_cuda(
+    gradient, y, clipped, y_error, weight_scale, key, dy, row_scale, dclip, dbias, partial,
+    *, bits, bias, gradient_stream=None,
+):
+    rows, columns = gradient.shape
+    return [
+        launch(
+            "read.cu", "lsq_read_product_backward", gradient, y if clipped is not None else None, clipped, y_error,
+            weight_scale, key, dy, row_scale, partial, rows, gradient_stream or 0, grid=len(partial),
+            ROUNDED=int(row_scale is not None), **kernels.activation_define(gradient, dy), **row_defines(columns),
+        ),
+        kernels.finish_sums(partial, columns, (dbias,), dclip, kernels.clip_factor(y_error, bits)),
+    ]
+
+
+def backward_cuda_scratch(gradient, *_, **attributes):
+    return [kernels.partial_scratch(*gradient.shape, 1)]
 
 
 def differentiate(builder, operation):
@@ -65,6 +97,24 @@ def append_cpu(before, now, out):
     torch.cat([before, now], dim=2, out=out)
 
 
-register(OpDefinition(name="read_product", reference=reference, cpu=cpu, differentiate=differentiate))
-register(OpDefinition(name="read_product_backward", reference=backward_reference, cpu=backward_cpu))
-register(OpDefinition(name="append_time", reference=append_reference, cpu=append_cpu))
+def append_cuda(before, now, out):
+    batch, heads, past, width = before.shape
+    rows, unit = batch * heads, VECTOR if width % VECTOR == 0 else 1
+    return [
+        launch(
+            "elementwise.cu", "lsq_append", before, now, out, rows, past * width, now.shape[2] * width,
+            grid=max(1, -(-out.numel() // (unit * THREADS))), UNIT=unit, **kernels.activation_define(before, now, out),
+        )
+    ]
+
+
+register(
+    OpDefinition(name="read_product", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate)
+)
+register(
+    OpDefinition(
+        name="read_product_backward", reference=backward_reference, cpu=backward_cpu, cuda=backward_cuda,
+        cuda_scratch=backward_cuda_scratch,
+    )
+)
+register(OpDefinition(name="append_time", reference=append_reference, cpu=append_cpu, cuda=append_cuda))

@@ -6,9 +6,10 @@ y may be missing (a plain LayerNorm of the residual) and so may the norm (z is t
 biased variance. M rows, H columns; float32 throughout.
 """
 
-
 from lsq.csrc import loader
-from lsq.ops import product_gradient, rounding
+from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
+from lsq.csrc.launch import TICKET, launch
+from lsq.ops import kernels, product_gradient, rounding
 from lsq.ops.random import dropout as drop
 from lsq.ops.random import dropout_threshold, keep_factor
 from lsq.ops.registry import OpDefinition, register
@@ -57,6 +58,23 @@ def cpu(
     )
 
 
+def cuda(
+    y, y_scale, bias, residual, weight, norm_bias, clip, key, z, mean, rstd, out, codes, scale, clipped, error_out,
+    *, dropout, stream, epsilon, bits, error=False,
+):
+    rows, columns = residual.shape
+    largest = float(product_gradient.largest_code(clip, bits))
+    return [
+        launch(
+            "residual_norm.cu", "lsq_residual_norm", y, y_scale, bias, residual, weight, norm_bias,
+            clip if codes is not None else None, key, z, mean, rstd, out, codes, scale, clipped, error_out, TICKET,
+            rows, *kernels.dropout_arguments(dropout, stream), float(epsilon), largest,
+            grid=row_blocks(rows, columns, most=MANY_BLOCKS), **kernels.activation_define(y, residual, z, out),
+            **kernels.product_define(y), **row_defines(columns),
+        )
+    ]
+
+
 def backward_reference(
     dout, dz, z, mean, rstd, weight, y, y_scale, clipped, y_error, weight_scale, key,
     *, product, dropout, stream, bits, gradient_stream=None,
@@ -101,6 +119,40 @@ def backward_cpu(
     )
 
 
+def _backward_sums(dout, product):
+    """Columns' worth of sums that the backward pass takes: two for the norm, one for the bias of the product."""
+    return (2 if dout is not None else 0) + int(product)
+
+
+def backward_cuda(
+    dout, dz, z, mean, rstd, weight, y, y_scale, clipped, y_error, weight_scale, key,
+    dresidual, dweight, dnorm_bias, dy, row_scale, dclip, dbias, partial,
+    *, product, dropout, stream, bits, gradient_stream=None,
+):
+    rows, columns = (dout if dout is not None else dz).shape
+    outs = ((dweight, dnorm_bias) if dout is not None else ()) + ((dbias,) if product else ())
+    if not outs:
+        return []
+    codes = y if clipped is not None else None
+    shared = sums_in_shared_memory(columns, 2) if dout is not None else 0
+    drop_stream, threshold, keep = kernels.dropout_arguments(dropout, stream)
+    return [
+        launch(
+            "residual_norm.cu", "lsq_residual_norm_backward", dout, dz, z, mean, rstd, weight, codes, clipped, y_error,
+            weight_scale, key, dresidual, dy, row_scale, partial, rows, drop_stream, threshold, gradient_stream or 0,
+            keep, grid=len(partial), shared=shared, NORMED=int(dout is not None), PRODUCT=int(product),
+            ROUNDED=int(row_scale is not None), **kernels.activation_define(dout, dz, z, dresidual, dy),
+            **row_defines(columns),
+        ),
+        kernels.finish_sums(partial, columns, outs, dclip, kernels.clip_factor(y_error, bits)),
+    ]
+
+
+def backward_cuda_scratch(dout, dz, *_, product, **attributes):
+    rows, columns = (dout if dout is not None else dz).shape
+    return [kernels.partial_scratch(rows, columns, _backward_sums(dout, product))]
+
+
 def differentiate(builder, operation):
     y, _, bias, residual, weight, norm_bias, _, key = operation.inputs
     z, mean, rstd, out, codes = operation.outputs[:5]
@@ -137,12 +189,13 @@ def differentiate(builder, operation):
 
 register(
     OpDefinition(
-        name="bias_dropout_residual_layer_norm", reference=reference, cpu=cpu, differentiate=differentiate,
+        name="bias_dropout_residual_layer_norm", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate,
         unquantized=unquantized,
     )
 )
 register(
     OpDefinition(
-        name="bias_dropout_residual_layer_norm_backward", reference=backward_reference, cpu=backward_cpu
+        name="bias_dropout_residual_layer_norm_backward", reference=backward_reference, cpu=backward_cpu,
+        cuda=backward_cuda, cuda_scratch=backward_cuda_scratch,
     )
 )

@@ -6,6 +6,7 @@ from lsq.quant import pack_bits
 
 KINDS = ("int8", "int32", "float32")
 ROWS = (1, 7, 41, 341)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def product_of(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -20,3 +21,9 @@ def product_of(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.
 def clipped_bits(codes: torch.Tensor, share: float = 0.1) -> torch.Tensor:
     """Packed bits uint8 [ceil(numel / 8)], of which about `share` are set, where codes are not 0."""
     return pack_bits((torch.rand(codes.shape) < share) & (codes != 0))
+
+
+def product_in(dtype: torch.dtype, kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same, with floats in `dtype`."""
+    values, scale = product_of(kind, rows, columns)
+    return (values.to(dtype) if values.is_floating_point() else values), scale

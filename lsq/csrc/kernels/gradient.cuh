@@ -80,6 +80,12 @@ struct ProductGradient {
         }
         sink.write(row, inside, g);
     }
+
+    // Writes the block's sums: for the bias [COLUMNS], for the clip [1]. All threads of the block must call this.
+    __device__ __forceinline__ void write_sums(float* bias, float* clip) const {
+        bias_sums.write(bias);
+        write_block_sum(clip_sum, clip);
+    }
 };
 
 }  // namespace lsq

@@ -25,14 +25,19 @@ struct ProductType<2> {
 };
 using ProductValue = ProductType<KIND>::type;
 
-// Values [column, column + 8) of the row that begins at `element`.
-__device__ __forceinline__ void read_product8(
-    const ProductValue* values, const float* scale, int64_t element, int column, float (&x)[kVector]) {
+// The codes of a product of KIND 0, else null: what StraightThrough reads.
+__device__ __forceinline__ const int8_t* codes_of(const ProductValue* values) {
+    return KIND == 0 ? reinterpret_cast<const int8_t*>(values) : nullptr;
+}
+
+// Eight values of columns [column, column + 8), as they were loaded.
+__device__ __forceinline__ void unpack_product8(
+    const Packed<ProductValue>& packed, const float* scale, int column, float (&x)[kVector]) {
 #if KIND == 2
-    load8(values + element + column, x);
+    unpack8(packed, x);
 #else
     int32_t integers[kVector];
-    load8(values + element + column, integers);
+    unpack8(packed, integers);
 #if KIND == 0
     const float step = scale[0];
 #pragma unroll
@@ -44,6 +49,23 @@ __device__ __forceinline__ void read_product8(
     for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(integers[i]) * steps[i];
 #endif
 #endif
+}
+
+// The same with the bias [N] added, where there is one.
+__device__ __forceinline__ void read_biased8(
+    const Packed<ProductValue>& packed, const float* scale, const float* bias, int column, float (&x)[kVector]) {
+    unpack_product8(packed, scale, column, x);
+    if (!bias) return;
+    float added[kVector];
+    load8(bias + column, added);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] += added[i];
+}
+
+// Values [column, column + 8) of the row that begins at `element`.
+__device__ __forceinline__ void read_product8(
+    const ProductValue* values, const float* scale, int64_t element, int column, float (&x)[kVector]) {
+    unpack_product8(load_packed(values + element + column), scale, column, x);
 }
 
 }  // namespace lsq

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "random.cuh"
+#include "reduce.cuh"
 
 namespace lsq {
 
@@ -46,6 +47,26 @@ struct Rounding {
             outside |= static_cast<uint32_t>(fabsf(x[i]) > clip) << i;
         }
         return write8(element, scaled, outside, q);
+    }
+};
+
+// Where the values of a result go: as codes where there is a clip, as they are, or both.
+struct ResultSink {
+    Float* out;  // may be null
+    Rounding rounding;
+    const float* clip;  // null: no codes
+    float largest;
+
+    // Elements [element, element + 8). -> whether one that was to be rounded was NaN
+    __device__ __forceinline__ bool write8(int64_t element, const float (&x)[kVector]) const {
+        if (out) store8(out + element, x);
+        return clip ? rounding.round8(element, x, clip[0], largest) : false;
+    }
+
+    // All threads of all blocks must call this; see finish_scale.
+    template <int THREADS>
+    __device__ __forceinline__ void finish(uint32_t* ticket, bool missing, float* scale) const {
+        if (clip) finish_scale<THREADS>(ticket, missing, clip[0], largest, scale);
     }
 };
 

@@ -11,6 +11,7 @@ namespace lsq {
 
 constexpr int kThreads = 256;
 constexpr int kRows = kThreads / LANES;  // of a block at a time
+constexpr int kPadding = 4;               // numbers beyond its sums that a partial row has
 constexpr int kVectors = (COLUMNS / kVector + LANES - 1) / LANES;
 
 static_assert(COLUMNS % kVector == 0, "rows are whole vectors");
@@ -18,10 +19,53 @@ static_assert(kThreads % LANES == 0, "LANES divides the threads of a block");
 
 using Values = float[kVectors][kVector];  // what one thread holds of a row
 
+// The same as it lies in memory.
+template <class T>
+struct PackedRow {
+    Packed<T> part[kVectors];
+};
+
 __device__ __forceinline__ int row_in_block() { return threadIdx.x / LANES; }
 __device__ __forceinline__ int column_of(int vector) { return kVector * (threadIdx.x % LANES + vector * LANES); }
 // Whether the thread has that vector at all.
-__device__ __forceinline__ bool has(int vector) { return (vector + 1) * LANES * kVector <= COLUMNS || column_of(vector) < COLUMNS; }
+__device__ __forceinline__ bool has(int vector) {
+    return (vector + 1) * LANES * kVector <= COLUMNS || column_of(vector) < COLUMNS;
+}
+
+// Blackwell's assembler begins more loads early, and would spill where those of older GPUs do not.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kEager = true;
+#else
+constexpr bool kEager = false;
+#endif
+// Blocks that a multiprocessor holds at once, at least: of kernels that keep nothing but a row, of those that keep more
+// pointers as well, and of those that keep sums over rows.
+constexpr int kLight = kVectors > 2 ? 1 : 4;
+constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
+constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
+
+// Whether the next row is loaded while a row is worked on: wider ones leave no registers for that.
+constexpr bool kAhead = kVectors * sizeof(Float) <= 4;
+
+// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. The loads of a
+// row are under way while the row before it is worked on. All threads call `work` equally often, and may synchronise there.
+template <class Load, class Work>
+__device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const Work& work) {
+    const int64_t step = static_cast<int64_t>(kRows) * gridDim.x;
+    int64_t first = static_cast<int64_t>(kRows) * blockIdx.x, row = first + row_in_block();
+    decltype(load(row)) operands{};
+    if (kAhead && row < rows) operands = load(row);
+    for (; first < rows; first += step, row += step) {
+        if constexpr (kAhead) {
+            const auto now = operands;
+            if (row + step < rows) operands = load(row + step);
+            work(row, row < rows, now);
+        } else {
+            if (row < rows) operands = load(row);
+            work(row, row < rows, operands);
+        }
+    }
+}
 
 __device__ __forceinline__ float row_sum(float x) { return group_reduce<Sum, LANES, kThreads>(x); }
 
@@ -35,6 +79,22 @@ __device__ __forceinline__ float row_largest(const Values& x) {
         for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
     }
     return float_of(group_reduce<Largest, LANES, kThreads>(largest));
+}
+
+// Sums of two numbers over a row.
+__device__ __forceinline__ void row_sums(float& a, float& b) {
+    a = warp_reduce<Sum>(a);
+    b = warp_reduce<Sum>(b);
+    if (LANES == kWarp) return;
+    constexpr int warps = LANES / kWarp;
+    __shared__ float part[kThreads / kWarp][2];
+    const int warp = threadIdx.x / kWarp, begin = warp / warps * warps;
+    __syncthreads();  // the values of a call before have been read
+    if (threadIdx.x % kWarp == 0) part[warp][0] = a, part[warp][1] = b;
+    __syncthreads();
+    a = part[begin][0], b = part[begin][1];
+#pragma unroll
+    for (int i = 1; i < warps; ++i) a += part[begin + i][0], b += part[begin + i][1];
 }
 
 // Sums per column of what a thread's rows add, or another operation that starts from 0.
@@ -76,6 +136,42 @@ struct ColumnReduction {
     }
 };
 using ColumnSums = ColumnReduction<Sum>;
+
+// The same in shared memory, for kernels that have no registers left: every thread has its own words of it.
+struct SharedColumnSums {
+    static constexpr int kWords = 2 * kVectors * kThreads;
+    float4* words;  // [kWords]
+
+    // All threads must call this before the first `add`.
+    __device__ __forceinline__ void clear() const {
+#pragma unroll
+        for (int i = 0; i < 2 * kVectors; ++i) words[i * kThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+
+    __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float4& sum = words[(2 * vector + half) * kThreads + threadIdx.x];
+            const float4 old = sum;
+            sum = make_float4(
+                old.x + x[4 * half], old.y + x[4 * half + 1], old.z + x[4 * half + 2], old.w + x[4 * half + 3]);
+        }
+    }
+
+    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    __device__ __forceinline__ void write(float* out) const {
+        __syncthreads();
+        for (int four = threadIdx.x; four < COLUMNS / 4; four += kThreads) {
+            const int part = four / 2 / LANES * 2 + four % 2, first = part * kThreads + four / 2 % LANES;
+            float4 total = words[first];
+            for (int row = 1; row < kRows; ++row) {
+                const float4 sum = words[first + row * LANES];
+                total.x += sum.x, total.y += sum.y, total.z += sum.z, total.w += sum.w;
+            }
+            store_words(out + 4 * four, total);
+        }
+    }
+};
 
 // Writes the block's sum of x [1]. All threads of the block must call this.
 template <int THREADS = kThreads>

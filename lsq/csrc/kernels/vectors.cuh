@@ -71,53 +71,86 @@ __device__ __forceinline__ float as_stored(float x) {
     return widen(narrow<T>(x));
 }
 
-__device__ __forceinline__ void load8(const float* from, float (&x)[kVector]) {
-    const float4 a = load_words<float4>(from), b = load_words<float4>(from + 4);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
-    x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+// Eight values as they lie in memory: what a thread holds of loads that are still under way.
+template <class T>
+struct Packed {
+    uint32_t word[sizeof(T) * kVector / 4];
+};
+
+template <class T>
+__device__ __forceinline__ Packed<T> load_packed(const T* from) {
+    Packed<T> packed;
+    if constexpr (sizeof(T) == 1) {
+        const uint2 words = load_words<uint2>(from);
+        packed.word[0] = words.x, packed.word[1] = words.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) {
+            const uint4 words = load_words<uint4>(from + i * 16 / sizeof(T));
+            packed.word[4 * i] = words.x, packed.word[4 * i + 1] = words.y;
+            packed.word[4 * i + 2] = words.z, packed.word[4 * i + 3] = words.w;
+        }
+    }
+    return packed;
+}
+
+__device__ __forceinline__ void unpack8(const Packed<float>& packed, float (&x)[kVector]) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = float_of(packed.word[i]);
 }
 
 template <class Half>
-__device__ __forceinline__ void load8_halves(const Half* from, float (&x)[kVector]) {
-    const uint4 words = load_words<uint4>(from);
-    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+__device__ __forceinline__ void unpack8(const Packed<Half>& packed, float (&x)[kVector]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[2 * i] = widen(Half{static_cast<uint16_t>(pairs[i])});
-        x[2 * i + 1] = widen(Half{static_cast<uint16_t>(pairs[i] >> 16)});
+    for (int i = 0; i < kVector; ++i) {
+        x[i] = widen(Half{static_cast<uint16_t>(packed.word[i / 2] >> (16 * (i % 2)))});
     }
 }
-__device__ __forceinline__ void load8(const bfloat16* from, float (&x)[kVector]) { load8_halves(from, x); }
-__device__ __forceinline__ void load8(const float16* from, float (&x)[kVector]) { load8_halves(from, x); }
 
-__device__ __forceinline__ void load8(const int32_t* from, int32_t (&x)[kVector]) {
-    const int4 a = load_words<int4>(from), b = load_words<int4>(from + 4);
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
-    x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-
-__device__ __forceinline__ void load8(const int8_t* from, int32_t (&x)[kVector]) {
-    const uint2 words = load_words<uint2>(from);
+__device__ __forceinline__ void unpack8(const Packed<int32_t>& packed, int32_t (&x)[kVector]) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = static_cast<int8_t>((i < 4 ? words.x : words.y) >> (8 * (i % 4)));
+    for (int i = 0; i < kVector; ++i) x[i] = static_cast<int32_t>(packed.word[i]);
 }
 
-__device__ __forceinline__ void store8(float* to, const float (&x)[kVector]) {
-    store_words(to, make_float4(x[0], x[1], x[2], x[3]));
-    store_words(to + 4, make_float4(x[4], x[5], x[6], x[7]));
+__device__ __forceinline__ void unpack8(const Packed<int8_t>& packed, int32_t (&x)[kVector]) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = static_cast<int8_t>(packed.word[i / 4] >> (8 * (i % 4)));
+}
+
+template <class T, class Value>
+__device__ __forceinline__ void load8(const T* from, Value (&x)[kVector]) {
+    unpack8(load_packed(from), x);
+}
+
+__device__ __forceinline__ void pack8(const float (&x)[kVector], Packed<float>& packed) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) packed.word[i] = bits_of(x[i]);
 }
 
 template <class Half>
-__device__ __forceinline__ void store8_halves(Half* to, const float (&x)[kVector]) {
-    uint32_t pairs[4];
+__device__ __forceinline__ void pack8(const float (&x)[kVector], Packed<Half>& packed) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        pairs[i] = narrow<Half>(x[2 * i]).bits | static_cast<uint32_t>(narrow<Half>(x[2 * i + 1]).bits) << 16;
+        packed.word[i] = narrow<Half>(x[2 * i]).bits | static_cast<uint32_t>(narrow<Half>(x[2 * i + 1]).bits) << 16;
     }
-    store_words(to, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
 }
-__device__ __forceinline__ void store8(bfloat16* to, const float (&x)[kVector]) { store8_halves(to, x); }
-__device__ __forceinline__ void store8(float16* to, const float (&x)[kVector]) { store8_halves(to, x); }
+
+// Eight floats of any size.
+template <class T>
+__device__ __forceinline__ void store_packed(T* to, const Packed<T>& packed) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) {
+        const uint32_t* word = packed.word + 4 * i;
+        store_words(to + i * 16 / sizeof(T), make_uint4(word[0], word[1], word[2], word[3]));
+    }
+}
+
+template <class T>
+__device__ __forceinline__ void store8(T* to, const float (&x)[kVector]) {
+    Packed<T> packed;
+    pack8(x, packed);
+    store_packed(to, packed);
+}
 
 __device__ __forceinline__ void store8(int8_t* to, const int8_t (&codes)[kVector]) {
     uint32_t words[2] = {0, 0};
