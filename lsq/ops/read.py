@@ -23,11 +23,11 @@ def cpu(y, y_scale, bias, out, *, bits):
 
 def cuda(y, y_scale, bias, out, *, bits):
     rows, columns = y.shape
-    kernels.check_columns(VECTOR, columns=columns)
+    unit = VECTOR if columns % VECTOR == 0 else 1
     return [
         launch(
             "elementwise.cu", "lsq_read_product", y, y_scale, bias, out, rows, columns, grid=patches(rows, columns),
-            **kernels.activation_define(y, out), **kernels.product_define(y),
+            UNIT=unit, **kernels.activation_define(y, out), **kernels.product_define(y),
         )
     ]
 

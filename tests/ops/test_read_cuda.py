@@ -27,6 +27,14 @@ def test_values(rows, columns):
     assert torch.equal(found, y * scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [1, 91, 32770])
+def test_rows_of_any_width(dtype, kind, columns):
+    y, scale = product_in(dtype, kind, 7, columns)
+    compare_cuda("read_product", y, scale, torch.randn(columns), dtype=dtype, floats=(0,), bits=8)
+
+
 @pytest.mark.parametrize("rows, columns", SHAPES)
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("clipped, error", [(False, False), (True, False), (True, True)])

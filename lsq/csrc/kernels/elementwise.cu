@@ -1,6 +1,6 @@
 // What looks at each value by itself: the float values of a product, sums of two tensors, copies.
 //
-// M rows, N columns. A thread of lsq_append takes -DUNIT values: 8, or 1 where 8 do not fit.
+// M rows, N columns. -DUNIT says how many values are read at a time: 8, or 1 where rows are no multiple of 8.
 #include "patch.cuh"
 #include "product.cuh"
 
@@ -25,6 +25,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_read_product(
     if (column >= columns) return;
     const ProductValue* values = y + (row * columns + column);
     Float* results = out + (row * columns + column);
+#if UNIT == 8
     Packed<ProductValue> product[kPatchRows];
 #pragma unroll
     for (int r = 0; r < kPatchRows; ++r) {
@@ -37,6 +38,15 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_read_product(
         read_biased8(product[r], y_scale, bias, column, x);
         store8(results + r * columns, x);
     }
+#else
+    const int count = static_cast<int>(min(columns - column, static_cast<int64_t>(kVector)));
+    for (int r = 0; r < kPatchRows && row + r < rows; ++r) {
+        for (int i = 0; i < count; ++i) {
+            const float x = read_product(values[r * columns + i], y_scale, column + i);
+            results[r * columns + i] = narrow<Float>(bias ? x + bias[column + i] : x);
+        }
+    }
+#endif
 }
 LSQ_EXPORT(lsq_read_product)
 

@@ -62,10 +62,13 @@ __device__ __forceinline__ void read_biased8(
     for (int i = 0; i < kVector; ++i) x[i] += added[i];
 }
 
-// Values [column, column + 8) of the row that begins at `element`.
-__device__ __forceinline__ void read_product8(
-    const ProductValue* values, const float* scale, int64_t element, int column, float (&x)[kVector]) {
-    unpack_product8(load_packed(values + element + column), scale, column, x);
+// One value of column `column`.
+__device__ __forceinline__ float read_product(ProductValue value, const float* scale, int64_t column) {
+#if KIND == 2
+    return widen(value);
+#else
+    return static_cast<float>(value) * scale[KIND == 0 ? 0 : column];
+#endif
 }
 
 }  // namespace lsq
