@@ -1,4 +1,4 @@
-"""Every test of kernels once more, in a child process, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Tests of kernels once more, in a child process, under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import os
 import shutil
@@ -11,13 +11,23 @@ import pytest
 from lsq.csrc import emulator
 
 ROOT = Path(__file__).resolve().parents[2]
+EVERY_KERNEL = (
+    "tests/program/test_kernels_cuda.py",
+    "tests/ops/test_adam_cuda.py",
+    "tests/ops/test_quantize_transpose.py",
+)
+"""Together these launch every kernel: whole programs, and the operations that no program has."""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_kernels_touch_no_memory_but_their_own():
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("files", [
+    pytest.param(EVERY_KERNEL, id="every kernel"),
+    pytest.param(("tests/ops", "tests/program"), id="every test", marks=pytest.mark.slow),
+])
+def test_kernels_touch_no_memory_but_their_own(files):
     environment = os.environ | emulator.sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cuda and not gpu"]
-    done = subprocess.run([*command, "tests/ops"], capture_output=True, text=True, cwd=ROOT, env=environment)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cuda and not gpu", *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
     assert " passed" in done.stdout

@@ -5,7 +5,7 @@ import torch
 
 from lsq.program import kernels, layers
 from tests.layers.shapes import config_of
-from tests.ops.cuda import current_device, set_order
+from tests.ops.cuda import ORDERS, current_device, set_order
 from tests.program.replay import distance, on_the_cpu, replay_of
 
 OPTIONS = [
@@ -28,7 +28,7 @@ def programs(options):
 def test_a_program_gives_what_it_gives_on_the_cpu(options, number):
     program = list(programs(options))[number]
     wanted = on_the_cpu(program)
-    for order in (0, 1):
+    for order in ORDERS:
         set_order(order)
         replayed = replay_of(program, current_device())
         replayed.work.run()
