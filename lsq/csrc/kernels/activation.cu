@@ -28,7 +28,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLight) lsq_bias_activation(
     const Dropout dropout{key, stream, threshold, keep};
     const ResultSink sink{out, {codes, clipped, error}, clip, largest};
     bool missing = false;
-    for (int64_t row = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block(); row < rows; row += kRows * gridDim.x) {
+    const int64_t begin = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block();
+    for (int64_t row = begin; row < rows; row += kRows * gridDim.x) {
         Packed<ProductValue> product[kVectors];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

@@ -23,7 +23,8 @@ struct HeadRow {
     T *first, *second, *third;  // where head 0 of the row begins
     int64_t stride;             // from one head to the next: T * D
 
-    __device__ __forceinline__ HeadRow(T* a, T* b, T* c, int64_t row, int64_t batch, int64_t time) : stride(time * WIDTH) {
+    __device__ __forceinline__ HeadRow(T* a, T* b, T* c, int64_t row, int64_t batch, int64_t time)
+        : stride(time * WIDTH) {
         // 32 bits are enough for rows and a division of 64 bits takes three times as long.
         const uint32_t step = static_cast<uint32_t>(row) / static_cast<uint32_t>(batch);
         const uint32_t sentence = static_cast<uint32_t>(row) - step * static_cast<uint32_t>(batch);
@@ -72,7 +73,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLight) lsq_split_heads(
     int64_t rows, int64_t batch, int64_t time, float factor) {
     const ProductValue* values = y;
     Float *a = first, *b = second, *c = third;
-    for (int64_t row = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block(); row < rows; row += kRows * gridDim.x) {
+    const int64_t begin = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block();
+    for (int64_t row = begin; row < rows; row += kRows * gridDim.x) {
         const HeadRow<Float> heads(a, b, c, row, batch, time);
         Packed<ProductValue> product[kVectors];
 #pragma unroll
@@ -130,7 +132,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_merge_heads(
     const Float* values = context;
     const ResultSink sink{out, {codes, clipped, error}, clip, largest};
     bool missing = false;
-    for (int64_t row = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block(); row < rows; row += kRows * gridDim.x) {
+    const int64_t begin = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block();
+    for (int64_t row = begin; row < rows; row += kRows * gridDim.x) {
         const HeadRow<const Float> heads(values, values, values, row, batch, time);
         Packed<Float> packed[kVectors];
 #pragma unroll

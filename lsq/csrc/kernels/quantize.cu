@@ -9,7 +9,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_quantize(
     const float limit = clip[0];
     const Rounding rounding{codes, clipped, error};
     bool missing = false;
-    for (int64_t row = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block(); row < rows; row += kRows * gridDim.x) {
+    const int64_t begin = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block();
+    for (int64_t row = begin; row < rows; row += kRows * gridDim.x) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;

@@ -1,8 +1,9 @@
 // Bias, dropout, residual, LayerNorm and rounding between two blocks, forward and backward.
 //
-// M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers: its variance is the mean
-// of squared differences, and what is normalised is z as it was stored. Sums over rows (weight and bias of the norm, bias,
-// clip) stay in registers too, see rows.cuh. Backward: -DNORMED=0 there is no norm, -DPRODUCT=0 nothing was added to z.
+// M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers: its variance is the
+// mean of squared differences, and what is normalised is z as it was stored. Sums over rows stay in registers (bias and
+// clip) or in shared memory (weight and bias of the norm), see rows.cuh.
+// Backward: -DNORMED=0 there is no norm, -DPRODUCT=0 nothing was added to z.
 #include "gradient.cuh"
 #include "product.cuh"
 
@@ -15,7 +16,7 @@
 
 namespace {
 
-// Squared differences from the mean, of one row.
+// Sum of the squares of one row.
 __device__ __forceinline__ float squares_of(const Values& x) {
     float sum = 0.0f;
 #pragma unroll
@@ -36,7 +37,7 @@ struct Operands {
 }  // namespace
 
 // y [M, N] or null, its scale, bias [N], residual [M, N], weight and norm_bias [N] or null, clip [1] or null
-// -> z [M, N], mean and rstd [M], out [M, N], codes [M, N] with scale [1], clipped bits, error. Null outputs are skipped.
+// -> z [M, N], mean and rstd [M], out [M, N], codes [M, N] with scale [1], clipped bits, error. Null outputs: skipped.
 LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(
     In<ProductValue> y, In<float> y_scale, In<float> bias, In<Float> residual, In<float> weight, In<float> norm_bias,
     In<float> clip, In<int64_t> key, Out<Float> z, Out<float> mean, Out<float> rstd, Out<Float> out, Out<int8_t> codes,
@@ -102,8 +103,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(
 LSQ_EXPORT(lsq_residual_norm)
 
 // dout [M, N] of the norm's result (-DNORMED), dz [M, N] of z itself or null, z [M, N], mean and rstd [M], weight [N]
-// -> dresidual [M, N] (-DNORMED; else it is dz), dy [M, N] (-DPRODUCT; with row_scale [M] if -DROUNDED), partial sums for
-// dweight and dnorm_bias (-DNORMED), dbias and dclip (-DPRODUCT).
+// -> dresidual [M, N] (-DNORMED; else it is dz), dy [M, N] (-DPRODUCT; with row_scale [M] if -DROUNDED), partial sums
+// for dweight and dnorm_bias (-DNORMED), dbias and dclip (-DPRODUCT).
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming) lsq_residual_norm_backward(
     In<Float> dout, In<Float> dz, In<Float> z, In<float> mean, In<float> rstd, In<float> weight, In<int8_t> y,
     In<uint8_t> clipped, In<float> error, In<float> weight_scale, In<int64_t> key, Out<Float> dresidual,

@@ -44,20 +44,19 @@ constexpr int kLight = kVectors > 2 ? 1 : 4;
 constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
 constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
 
-// Whether the next row is loaded while a row is worked on: wider ones leave no registers for that.
-constexpr bool kAhead = kVectors * sizeof(Float) <= 4;
-
-// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. The loads of a
-// row are under way while the row before it is worked on. All threads call `work` equally often, and may synchronise there.
+// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. Where registers
+// allow, a row is loaded while the row before it is worked on. All threads call `work` equally often.
 template <class Load, class Work>
 __device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const Work& work) {
     const int64_t step = static_cast<int64_t>(kRows) * gridDim.x;
     int64_t first = static_cast<int64_t>(kRows) * blockIdx.x, row = first + row_in_block();
-    decltype(load(row)) operands{};
+    using Operands = decltype(load(row));
+    constexpr bool kAhead = kVectors <= 2 && sizeof(Operands) <= 80;  // more would not fit into the registers
+    Operands operands{};
     if (kAhead && row < rows) operands = load(row);
     for (; first < rows; first += step, row += step) {
         if constexpr (kAhead) {
-            const auto now = operands;
+            const Operands now = operands;
             if (row + step < rows) operands = load(row + step);
             work(row, row < rows, now);
         } else {
