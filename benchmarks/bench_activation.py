@@ -1,5 +1,7 @@
 """Bias, activation, dropout and rounding between the products of the feed-forward block."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("activation", __doc__, OPERATIONS)
+    sys.exit(operations.main("activation", __doc__, OPERATIONS))

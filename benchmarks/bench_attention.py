@@ -1,5 +1,7 @@
 """Attention: scores, masks, softmax, dropout and the weighted sum, in float32."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("attention", __doc__, OPERATIONS)
+    sys.exit(operations.main("attention", __doc__, OPERATIONS))

@@ -1,5 +1,7 @@
 """Projection onto the vocabulary with label-smoothed cross-entropy, without storing logits."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("cross_entropy", __doc__, OPERATIONS)
+    sys.exit(operations.main("cross_entropy", __doc__, OPERATIONS))

@@ -1,5 +1,7 @@
 """Embedding of tokens and positions, with dropout."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("embedding", __doc__, OPERATIONS)
+    sys.exit(operations.main("embedding", __doc__, OPERATIONS))

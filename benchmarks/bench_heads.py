@@ -1,5 +1,7 @@
 """Splitting products into attention heads and merging them again, with bias and rounding."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -10,4 +12,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("heads", __doc__, OPERATIONS)
+    sys.exit(operations.main("heads", __doc__, OPERATIONS))

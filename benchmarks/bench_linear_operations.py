@@ -1,5 +1,7 @@
 """Products with a weight as layers run them: with rounding of sums, masks and gradients of clips."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -10,4 +12,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("linear_operations", __doc__, OPERATIONS)
+    sys.exit(operations.main("linear_operations", __doc__, OPERATIONS))

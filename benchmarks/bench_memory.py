@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
 from lsq.program.step import StepPlan
 
-FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy"]
+FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
 LSQ += ["--lsq-calibration-passes", "1"]
 INT8 = [*LSQ, "--lsq-backward", "int8"]

@@ -1,5 +1,7 @@
 """Rounding of activations and weights to int8."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("quantize", __doc__, OPERATIONS)
+    sys.exit(operations.main("quantize", __doc__, OPERATIONS))

@@ -1,5 +1,7 @@
 """Reading a product by itself: float values with bias, and the rounding of their gradient."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("read", __doc__, OPERATIONS)
+    sys.exit(operations.main("read", __doc__, OPERATIONS))

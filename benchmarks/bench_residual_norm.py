@@ -1,5 +1,7 @@
 """Bias, dropout, residual, LayerNorm and rounding between two blocks."""
 
+import sys
+
 import operations
 
 OPERATIONS = (
@@ -8,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    operations.main("residual_norm", __doc__, OPERATIONS)
+    sys.exit(operations.main("residual_norm", __doc__, OPERATIONS))

@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import common
 import saved
-import torch
 import transformer
 from torch.profiler import ProfilerActivity, profile
 
 from lsq import program
 from lsq.layers.memory import plan_memory, release_memory
 
-FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy"]
+FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
 LSQ += ["--lsq-calibration-passes", "1"]
 """Clips are measured in the first step alone, which is not timed: a long training does it in a few steps of many."""
@@ -28,39 +27,13 @@ WARM_UP = 3
 """Steps of each side that are not timed: memory that a virtual machine has not touched before is slow at first."""
 
 
-def torchao_int8(model: torch.nn.Module) -> None:
-    """Make every linear layer torchao's: int8 products forward and backward, scales from each row.
-
-    torchao takes views of a layer's input and gradient, which fairseq does not always make contiguous; and
-    fairseq's attention would pass bare weights to torch, past torchao's layers, if it checked its dimensions.
-
-    Raises:
-        ImportError: torchao is not installed, or does not fit this torch.
-    """
-    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-    from torchao.quantization import quantize_
-
-    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True))
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
-            module.register_forward_hook(_contiguous_gradient)
-        if hasattr(module, "_set_skip_embed_dim_check"):
-            module._set_skip_embed_dim_check()
-
-
-def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(lambda gradient: gradient.contiguous())
-
-
 LSQ_NAME = "lsq"
 """Sides whose name begins with this train in planned memory, as the plugin does."""
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
-    "torchao int8": {"arguments": FAIRSEQ, "change": torchao_int8},
-    "torchao int8, bfloat16": {"arguments": FAIRSEQ, "change": torchao_int8, "autocast": True},
+    "torchao int8": {"arguments": FAIRSEQ, "change": transformer.torchao_int8},
+    "torchao int8, bfloat16": {"arguments": FAIRSEQ, "change": transformer.torchao_int8, "autocast": True},
     "lsq int8, backward float32": {"arguments": LSQ},
     "lsq int8, backward bfloat16": {"arguments": [*LSQ, "--lsq-backward-dtype", "bfloat16"]},
     "lsq int8, backward int8": {"arguments": [*LSQ, "--lsq-backward", "int8"]},

@@ -189,7 +189,7 @@ def _plain(value) -> str:
 
 def table(rows: list[Mapping]) -> str:
     """`rows` as aligned text with a heading; numbers with four significant digits, aligned to the right."""
-    heading = list(rows[0])
+    heading = list(rows[0]) if rows else []
     cells = [[_cell(row[key]) for key in heading] for row in rows]
     widths = [max(len(line[column]) for line in [heading, *cells]) for column in range(len(heading))]
     numeric = [all(not isinstance(row[key], str) for row in rows) for key in heading]

@@ -4,6 +4,7 @@ The operations and their inputs are those of a training step of one encoder laye
 layer, embedding and vocabulary, recorded while it runs. The plain PyTorch side is the operation's reference, with
 torch._int_mm in place of its exact float64 products. It draws the same random numbers as the fused loops, with torch's
 integer operations, and these take most of its time where something is dropped or rounded at random: see --dropout 0.
+With --device cuda, the operations' CUDA implementations are measured instead, see gpu_operations.py.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 import common
+import gpu
+import gpu_operations
 import torch
 
 from lsq import gemm, layers
@@ -135,11 +138,14 @@ def rows(call: Call, rounds: int) -> Iterator[dict]:
         }
 
 
-def main(name: str, description: str, operations: tuple[str, ...]) -> None:
-    """Run the benchmark called `name` for these operations."""
+def main(name: str, description: str, operations: tuple[str, ...], arguments: list[str] | None = None) -> int:
+    """Run the benchmark called `name` for these operations; the exit status."""
     parser = common.parser(description)
+    gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
     parser.add_argument("--dropout", type=float, default=0.1, help="probability, in every place of a layer")
-    options = common.parse(parser)
+    options = common.parse(parser, arguments)
+    if options.device != gpu.CPU:
+        return gpu_operations.main(name, operations, options)
     shape = QUICK_SHAPE if options.quick else SHAPE
     table = [row for call in calls(operations, shape, options.dropout) for row in rows(call, options.rounds)]
     conditions = common.conditions(
@@ -151,3 +157,4 @@ def main(name: str, description: str, operations: tuple[str, ...]) -> None:
         dtypes=["float32", "int8"],
     )
     common.report(name, table, conditions, options)
+    return 0

@@ -1,4 +1,4 @@
-"""What bench_step trains: translation models of fairseq and their batches, made without data files."""
+"""What the benchmarks of training steps train: fairseq's translation models and batches, made without data files."""
 
 import contextlib
 from argparse import Namespace
@@ -35,6 +35,10 @@ class Shape:
 
 
 QUICK = Shape(hidden=32, feed_forward=64, layers=1, heads=2, vocabulary=64, sentences=4, length=8)
+
+
+FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy"]
+"""fairseq-train's options for its own Transformer."""
 
 
 def dictionary(size: int) -> Dictionary:
@@ -81,14 +85,9 @@ class Side:
             autocast: run forward passes under torch.autocast in bfloat16.
             change: called with the model before the optimizer is made.
         """
-        chosen = parse(shape, arguments)
-        symbols = dictionary(shape.vocabulary)
-        task = TranslationTask(chosen, symbols, symbols)
-        torch.manual_seed(1)
-        self.model = ARCH_MODEL_REGISTRY[chosen.arch].build_model(chosen, task).train()
+        self.model, self.criterion = build(shape, parse(shape, arguments))
         if change is not None:
             change(self.model)
-        self.criterion = task.build_criterion(chosen)
         self.optimizer = Adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98))
         self.autocast = autocast
 
@@ -113,6 +112,15 @@ class Side:
         self.update()
 
 
+def build(shape: Shape, chosen: Namespace) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The model and the criterion that these options of fairseq-train ask for."""
+    symbols = dictionary(shape.vocabulary)
+    task = TranslationTask(chosen, symbols, symbols)
+    torch.manual_seed(1)
+    model = ARCH_MODEL_REGISTRY[chosen.arch].build_model(chosen, task).train()
+    return model, task.build_criterion(chosen)
+
+
 def parse(shape: Shape, arguments: list[str]) -> Namespace:
     """fairseq-train's options for a model of this shape."""
     given = [
@@ -126,3 +134,29 @@ def parse(shape: Shape, arguments: list[str]) -> Namespace:
         *("--share-all-embeddings", "--max-source-positions", "1024", "--max-target-positions", "1024"),
     ]
     return options.parse_args_and_arch(options.get_training_parser(), given)
+
+
+def torchao_int8(model: torch.nn.Module) -> None:
+    """Make every linear layer torchao's: int8 products forward and backward, scales from each row.
+
+    torchao takes views of a layer's input and gradient, which fairseq does not always make contiguous; and
+    fairseq's attention would pass bare weights to torch, past torchao's layers, if it checked its dimensions.
+
+    Raises:
+        ImportError: torchao is not installed, or does not fit this torch.
+    """
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
+    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
+            module.register_forward_hook(_contiguous_gradient)
+        if hasattr(module, "_set_skip_embed_dim_check"):
+            module._set_skip_embed_dim_check()
+
+
+def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient.contiguous())

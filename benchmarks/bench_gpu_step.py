@@ -1,0 +1,231 @@
+"""One training step of fairseq's Transformer on a GPU, in bfloat16: what int8 layers have to beat.
+
+A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as `fairseq-train --bf16`
+does it: "fairseq". The other sides have PyTorch's fused Adam in place of fairseq's loop over the weights: the same
+model otherwise, its layers and loss under torch.compile, and that with torchao's int8 mixed-precision training. Each
+side takes turns with "fairseq".
+"""
+
+import argparse
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import common
+import gpu
+import torch
+import transformer
+from compile_kernels import PADDED, SIZES
+from fairseq import utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.optim.fp16_optimizer import FP16Optimizer
+
+ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
+TOKENS = (4096, 8192)
+LENGTH = 32
+"""Tokens of a sentence."""
+STEPS = 5
+"""Steps between two looks at the clock: the host runs ahead of the GPU, as in training."""
+WARM_UP = 3
+PHASES = ("forward", "backward", "update")
+
+
+class Side(transformer.Side):
+    """A way to train in bfloat16 on one device."""
+
+    def __init__(
+        self, shape: transformer.Shape, place: torch.device, *, fused: bool, change: Callable | None = None,
+        backend: str = "inductor",
+    ):
+        """Build it.
+
+        Args:
+            fused: PyTorch's fused Adam, not fairseq's.
+            change: called with the side and `backend` before the optimizer is made.
+            backend: of torch.compile.
+
+        Raises:
+            ImportError: `change` needs a package that is not installed.
+        """
+        chosen = transformer.parse(shape, ARGUMENTS)
+        with place:
+            self.model, self.criterion = transformer.build(shape, chosen)
+        self.model.to(torch.bfloat16)
+        self.autocast = False
+        if change is not None:
+            change(self, backend)
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self.optimizer = FP16Optimizer.build_optimizer(convert_namespace_to_omegaconf(chosen), weights)
+        if fused:
+            betas = self.optimizer.optimizer_config["betas"]
+            self.optimizer.optimizer = torch.optim.AdamW(
+                self.optimizer.fp32_params, lr=self.optimizer.get_lr(), betas=betas, weight_decay=0.0, fused=True
+            )
+
+    def backward(self, sample: dict, loss: torch.Tensor) -> None:
+        """Gradients of the mean loss per token."""
+        self.optimizer.backward(loss / sample["ntokens"])
+
+
+def compile_layers(side: Side, backend: str) -> None:
+    """Compile each layer and the loss; layers of a kind share their code."""
+    for layer in [*side.model.encoder.layers, *side.model.decoder.layers]:
+        layer.compile(backend=backend, dynamic=False)
+    side.criterion.compute_loss = torch.compile(side.criterion.compute_loss, backend=backend, dynamic=False)
+
+
+def int8_layers(side: Side, backend: str) -> None:
+    """torchao's linear layers, compiled."""
+    transformer.torchao_int8(side.model)
+    compile_layers(side, backend)
+
+
+BASELINE = "fairseq"
+SIDES: dict[str, dict] = {
+    BASELINE: {"fused": False},
+    "fused Adam": {"fused": True},
+    "torch.compile": {"fused": True, "change": compile_layers},
+    "torchao int8": {"fused": True, "change": int8_layers},
+}
+TURNS = ((BASELINE, "fused Adam"), (BASELINE, "torch.compile"), (BASELINE, "torchao int8"))
+"""Sides that take turns; what takes long to compile comes last."""
+FIGURES = ("milliseconds", "fastest", *(f"{phase}_milliseconds" for phase in PHASES), "tokens_per_second")
+FIGURES += ("first_step_seconds", "peak_gigabytes", "ratio")
+FAILED = "failed"
+"""How the remark on a side begins that broke."""
+
+
+class Bench:
+    """Measures sides on one device."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.rounds = options.rounds
+        self.place = torch.device("cuda", 0) if options.device == gpu.CUDA else torch.device("cpu")
+        self.on_gpu = self.place.type == "cuda"
+        self.steps = 1 if options.quick else STEPS
+        self.backend = "eager" if options.quick else "inductor"
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.place)
+
+    def clear(self) -> None:
+        """Give back the memory and the compiled code of sides that are gone."""
+        torch._dynamo.reset()
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+
+    def build(self, name: str, shape: transformer.Shape, sample: dict) -> tuple[Side, dict]:
+        """A side that has made its first two steps: the seconds of one, the peak of memory in the other."""
+        held = torch.cuda.memory_allocated(self.place) if self.on_gpu else 0
+        side = Side(shape, self.place, backend=self.backend, **SIDES[name])
+        first = common.seconds(lambda: side.step(sample), synchronize=self.synchronize)
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.place)
+        side.step(sample)
+        peak = 1e-9 * (torch.cuda.max_memory_allocated(self.place) - held) if self.on_gpu else None
+        return side, {"first_step_seconds": first, "peak_gigabytes": peak}
+
+    def phases(self, side: Side, sample: dict) -> dict[str, float]:
+        """Median milliseconds of each phase, when the host waits for the device after each."""
+        measured: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        for _ in range(self.rounds):
+            losses: list[torch.Tensor] = []
+            runs = (
+                lambda losses=losses: losses.append(side.loss(sample)),
+                lambda losses=losses: side.backward(sample, losses.pop()),
+                side.update,
+            )
+            for phase, run in zip(PHASES, runs, strict=True):
+                measured[phase].append(common.seconds(run, synchronize=self.synchronize))
+        return {f"{phase}_milliseconds": 1e3 * common.timing(values).median for phase, values in measured.items()}
+
+    def rows(self, names: tuple[str, ...], model: str, shape: transformer.Shape) -> Iterator[dict]:
+        """Rows of sides that take turns; of those that cannot run here, a row that says why."""
+        self.clear()
+        sample = transformer.batch(shape, padded=False, seed=1)
+        sample = utils.apply_to_sample(lambda tensor: tensor.to(self.place), sample)
+        sides, once, remarks = {}, {}, {}
+        for name in names:
+            try:
+                sides[name], once[name] = self.build(name, shape, sample)
+            except gpu.OutOfTime:
+                raise
+            except ImportError as error:
+                remarks[name] = f"cannot run: {error}"
+            except RuntimeError as error:
+                remarks[name] = f"{FAILED}: {type(error).__name__}: {error}"
+
+        def steps(side: Side) -> None:
+            for _ in range(self.steps):
+                side.step(sample)
+
+        timings = common.alternate(
+            {name: partial(steps, side) for name, side in sides.items()}, rounds=self.rounds, warm_up=WARM_UP,
+            synchronize=self.synchronize,
+        )  # fmt: skip
+        tokens = shape.sentences * shape.length
+        for name in names:
+            figures = dict.fromkeys(FIGURES)
+            if name in sides:
+                figures |= {
+                    "milliseconds": 1e3 * timings[name].median / self.steps,
+                    "fastest": 1e3 * timings[name].fastest / self.steps,
+                    **self.phases(sides[name], sample),
+                    "tokens_per_second": tokens * self.steps / timings[name].median,
+                    **once[name],
+                    "ratio": timings[BASELINE].median / timings[name].median if BASELINE in timings else None,
+                }
+            yield {"side": name, "model": model, "tokens": tokens, **figures, "remark": remarks.get(name, "")}
+
+
+def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
+    """(model, shape) of each batch; the smallest and the largest first."""
+    if quick:
+        return [("quick", transformer.QUICK)]
+    found = [
+        (
+            name,
+            transformer.Shape(
+                hidden=hidden, feed_forward=inner, heads=heads, vocabulary=PADDED, sentences=tokens // LENGTH,
+                length=LENGTH,
+            ),
+        )
+        for name, (hidden, inner, heads) in SIZES.items()
+        for tokens in TOKENS
+    ]  # fmt: skip
+    return [found[0], *reversed(found[1:])]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = common.parser(__doc__)
+    gpu.add_options(parser, gpu.CPU, gpu.CUDA)
+    options = common.parse(parser, arguments)
+    bench, survey = Bench(options), gpu.Survey(options.seconds)
+    survey.measure(
+        (f"{names[-1]}, {model}, {shape.sentences * shape.length} tokens", partial(bench.rows, names, model, shape))
+        for names in TURNS
+        for model, shape in shapes(options.quick)
+    )
+    survey.failed.update(
+        (f"{row['side']}, {row['model']}, {row['tokens']} tokens", row["remark"])
+        for row in survey.rows
+        if row["remark"].startswith(FAILED)
+    )
+    conditions = common.conditions(
+        options,
+        **(gpu.conditions(gpu.open_device(gpu.CUDA)) if bench.on_gpu else {}),
+        packages=("fairseq-fixed", "torchao", "triton"),
+        baseline="fairseq-train --bf16: one step, the side named fairseq",
+        shapes={model: dataclasses.asdict(shape) for model, shape in shapes(options.quick)},
+        optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq)",
+    )
+    return gpu.report("gpu_step", survey, conditions, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""What benchmarks on a GPU share: where they run, how they time, and what their figures depend on.
+
+Events time a captured graph of many launches, so that what the host takes to launch them does not count. Launches that
+follow one another work on different copies of their tensors, together several times the L2 cache, so that each finds
+its operands in device memory. Sides take turns; a figure is the median of the rounds. In the emulator, which only shows
+that a benchmark runs, the host's clock times plain calls.
+"""
+
+import argparse
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import common
+import torch
+
+from lsq.csrc import compiler
+from lsq.csrc.device import Device, emulated_device, gpu_device
+from lsq.gemm.cublaslt import Products, first_candidate
+
+CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
+ROTATION = 4
+"""Copies of the tensors take this many times the L2 cache, together."""
+COPIES = 256
+"""Most copies of the tensors, and"""
+COPIES_BYTES = 4 * 2**30
+"""the bytes that they may take together."""
+GRAPH_SECONDS = 2e-3
+"""A graph lasts about this long, so that starting it counts for little."""
+GRAPH_LAUNCHES = 4096
+"""Most calls in a graph."""
+WARM_UP = 3
+"""Replays of each graph before the rounds: clocks rise, caches and tables are filled."""
+LARGE_COPY = 2**30
+"""Bytes read by the copy that shows the memory's bandwidth, and as many written."""
+QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
+QUERY += ("temperature.gpu",)
+"""What nvidia-smi is asked: clocks in MHz, power in W, temperature in degrees."""
+
+
+def add_options(parser: argparse.ArgumentParser, *devices: str) -> None:
+    """--device, by default the first of `devices`, and --seconds."""
+    parser.add_argument("--device", choices=devices, default=devices[0], help="where to run")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="begin no further measurement on a GPU after S seconds"
+    )
+
+
+def open_device(name: str, choose: Callable = first_candidate) -> Device:
+    """The GPU ("cuda") or the emulator, with `choose` to pick algorithms of products, see lsq.gemm.cublaslt.Products.
+
+    Raises:
+        RuntimeError: there is no GPU that can be used, or no C++ compiler for the emulator.
+    """
+    if name == EMULATOR:
+        return emulated_device(lambda library: Products(torch.device("cpu"), library=str(library), choose=choose))
+    return gpu_device(0, lambda: Products(torch.device("cuda", 0), choose=choose))
+
+
+def on_gpu(device: Device) -> bool:
+    """Whether it is a GPU and not the emulator."""
+    return device.place.type == "cuda"
+
+
+def copies(device: Device, moved: int, held: int) -> int:
+    """How many copies of tensors a measurement rotates among, where each call moves `moved` bytes and holds `held`."""
+    if not on_gpu(device):
+        return 2
+    cache = torch.cuda.get_device_properties(device.place).L2_cache_size
+    wanted = math.ceil(ROTATION * cache / max(1, moved))
+    return max(2, min(wanted, COPIES, COPIES_BYTES // max(1, held)))
+
+
+def alternate(
+    device: Device, sides: Mapping[str, Sequence[Callable[[], object]]], *, rounds: int
+) -> dict[str, common.Timing]:
+    """Seconds per call of every side, measured in turn.
+
+    Args:
+        sides: name -> calls that do the same work on different tensors. They run once in this order before anything is
+            measured, so that a side may read what an earlier one wrote.
+        rounds: measurements of each side.
+
+    Raises:
+        RuntimeError: a launch failed, or cannot be captured.
+    """
+    for calls in sides.values():
+        for call in calls:
+            call()
+    device.synchronize()
+    if not on_gpu(device):
+        timings = common.alternate(
+            {name: lambda calls=calls: [call() for call in calls] for name, calls in sides.items()}, rounds=rounds,
+            warm_up=1,
+        )
+        return {name: _divided(timing, len(sides[name])) for name, timing in timings.items()}
+    graphs = {name: _Graph(calls) for name, calls in sides.items()}
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(WARM_UP + rounds):
+        for name, graph in graphs.items():
+            seconds = graph.seconds()
+            if number >= WARM_UP:
+                measured[name].append(seconds)
+    return {name: common.timing(values) for name, values in measured.items()}
+
+
+def _divided(timing: common.Timing, calls: int) -> common.Timing:
+    return common.Timing(median=timing.median / calls, fastest=timing.fastest / calls)
+
+
+class _Graph:
+    """Calls captured in a CUDA graph, repeated until it lasts about GRAPH_SECONDS."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]):
+        self._capture(calls, 1)
+        self.seconds()
+        lasted = self.seconds() * len(calls)
+        passes = min(math.ceil(GRAPH_SECONDS / lasted), max(1, GRAPH_LAUNCHES // len(calls)))
+        if passes > 1:
+            self._capture(calls, passes)
+
+    def _capture(self, calls: Sequence[Callable[[], object]], passes: int) -> None:
+        self._calls = passes * len(calls)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(passes):
+                for call in calls:
+                    call()
+
+    def seconds(self) -> float:
+        """Per call."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e-3 * start.elapsed_time(end) / self._calls
+
+
+def copy_sides(device: Device, moved: int, count: int) -> dict[str, list[Callable[[], object]]]:
+    """Two ways to move `moved` bytes, half of them read and half written: the device's own copy, and a kernel's.
+
+    Small copies by the device's own engine can be slow in a graph: whoever compares takes the faster of the two.
+    """
+    words = 2 * max(1, moved // 32)
+    shape, bounds = (count, words), (-(2**62), 2**62)
+    source = torch.randint(*bounds, shape, dtype=torch.int64, device=device.place)
+    target = torch.empty_like(source)
+    pairs = list(zip(source, target, strict=True))
+    return {
+        "copy": [lambda s=s, t=t: t.copy_(s) for s, t in pairs],
+        "copy by a kernel": [lambda s=s, t=t: torch.bitwise_not(s, out=t) for s, t in pairs],
+    }
+
+
+def copy_bandwidth(device: Device, rounds: int) -> float:
+    """Gigabytes per second that a large copy on the device moves, bytes read and written."""
+    moved = 2 * LARGE_COPY if on_gpu(device) else 2**16
+    return 1e-9 * moved / fastest_copy(alternate(device, copy_sides(device, moved, 2), rounds=rounds))
+
+
+def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
+    """Median seconds of the faster of the sides that `copy_sides` made."""
+    return min(timing.median for name, timing in timings.items() if name.startswith("copy"))
+
+
+def conditions(device: Device, **more) -> dict:
+    """What figures on a device depend on; to be asked for just after measuring, while its clocks are still up."""
+    place = device.place
+    cublaslt = device.products.library.version()
+    found = {
+        "device": device.name,
+        "cuda": {
+            "driver_supports": ".".join(map(str, device.driver.version)),
+            "torch": torch.version.cuda,
+            "nvrtc": _nvrtc_version(),
+            "cublaslt": f"{cublaslt // 10000}.{cublaslt // 100 % 100}.{cublaslt % 100}",
+        },
+        **more,
+    }
+    if not on_gpu(device):
+        return {**found, "meaning": "emulated on the CPU: times say nothing about a GPU"}
+    properties = torch.cuda.get_device_properties(place)
+    return {
+        **found,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gibibytes": round(properties.total_memory / 2**30, 1),
+        "l2_megabytes": round(1e-6 * properties.L2_cache_size, 1),
+        "nvidia_smi": nvidia_smi(),
+    }
+
+
+def _nvrtc_version() -> str | None:
+    try:
+        return compiler.version()
+    except RuntimeError:
+        return None
+
+
+def nvidia_smi() -> dict[str, str] | str:
+    """The answers to QUERY for the first GPU, or why there are none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no answer: {error}"
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return f"no answer: {(done.stdout + done.stderr).strip()}"
+    return dict(zip(QUERY, map(str.strip, lines[0].split(",")), strict=False))
+
+
+class OutOfTime(RuntimeError):
+    """The process was asked to end."""
+
+
+class Survey:
+    """Measures one thing after another, until the time is up; a failure is kept and does not end it.
+
+    SIGTERM, which `timeout` sends, ends what is being measured and begins nothing more; what was found can be reported.
+
+    Args:
+        seconds: how long to begin further measurements, None: to the end.
+    """
+
+    def __init__(self, seconds: float | None):
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self.rows: list[dict] = []
+        self.failed: dict[str, str] = {}
+        """What was measured in vain -> why."""
+        self.left_out: list[str] = []
+        """What there was no time for."""
+
+    def measure(self, items: Iterable[tuple[str, Callable[[], Iterator[dict]]]]) -> None:
+        """Collect rows from each (name, function)."""
+        before = signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            for name, rows in items:
+                self._measure(name, rows)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _measure(self, name: str, rows: Callable[[], Iterator[dict]]) -> None:
+        if time.monotonic() > self._end:
+            self.left_out.append(name)
+            return
+        try:
+            self.rows += rows()
+        except OutOfTime:
+            self.left_out.append(name)
+        except (RuntimeError, ValueError) as error:
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} failed: {self.failed[name]}", file=sys.stderr, flush=True)
+
+    def _terminate(self, *_) -> None:
+        self._end = -math.inf
+        raise OutOfTime
+
+
+def report(name: str, survey: Survey, conditions: Mapping, options: argparse.Namespace) -> int:
+    """Print and keep what a survey found, see common.report; the exit status: 1 if anything failed or nothing was
+    measured."""
+    common.report(name, survey.rows, conditions, options, failed=survey.failed, left_out=survey.left_out)
+    return int(bool(survey.failed) or not survey.rows)
