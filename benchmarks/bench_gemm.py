@@ -54,6 +54,10 @@ class Shape:
         return f"{self.model} {self.layer}, {self.product} {self.m} x {self.n} x {self.k}"
 
     @property
+    def tokens(self) -> int:
+        return self.k if self.product == "weight gradient" else self.m
+
+    @property
     def tera_operations(self) -> float:
         return 2e-12 * self.m * self.n * self.k
 
@@ -174,6 +178,7 @@ class Bench:
             "model": shape.model,
             "layer": shape.layer,
             "product": shape.product,
+            "tokens": shape.tokens,
             "m": shape.m,
             "n": shape.n,
             "k": shape.k,

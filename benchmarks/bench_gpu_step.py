@@ -9,6 +9,7 @@ side takes turns with "fairseq".
 import argparse
 import dataclasses
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -205,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
     gpu.add_options(parser, gpu.CPU, gpu.CUDA)
     options = common.parse(parser, arguments)
+    logging.disable(logging.INFO)  # fairseq lets everyone log everything
     bench, survey = Bench(options), gpu.Survey(options.seconds)
     survey.measure(
         (f"{names[-1]}, {model}, {shape.sentences * shape.length} tokens", partial(bench.rows, names, model, shape))

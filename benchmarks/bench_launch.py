@@ -9,10 +9,11 @@ import tempfile
 from pathlib import Path
 
 import common
+import gpu
 import stub
 import torch
 
-from lsq.csrc.device import Device, gpu_device
+from lsq.csrc.device import Device
 from lsq.csrc.launch import Launch, launch
 
 LAUNCHES = 100
@@ -56,7 +57,7 @@ def main() -> None:
     options = common.parse(parser)
     count = 5 if options.quick else LAUNCHES
     with tempfile.TemporaryDirectory() as folder:
-        device = gpu_device() if options.gpu else stub.stub_device(Path(folder))[0]
+        device = gpu.open_device(gpu.CUDA) if options.gpu else stub.stub_device(Path(folder))[0]
         timings = common.alternate(sides(device, count), rounds=options.rounds, synchronize=device.synchronize)
     base = timings["one call each"].median
     rows = [
@@ -69,8 +70,8 @@ def main() -> None:
         for side, timing in timings.items()
     ]
     conditions = common.conditions(
-        options, baseline="one call from Python for each launch", launches=count, arguments=ARGUMENTS,
-        driver="GPU" if options.gpu else "stub: launches do nothing",
+        options, **(gpu.conditions(device) if options.gpu else {}), baseline="one call from Python for each launch",
+        launches=count, arguments=ARGUMENTS, driver="GPU" if options.gpu else "stub: launches do nothing",
     )
     common.report("launch", rows, conditions, options)
 

@@ -172,7 +172,7 @@ def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: arg
     """
     rows = list(rows)
     for key, value in conditions.items():
-        print(f"{key}: {_plain(value)}")
+        print(f"{key}: {plain(value)}")
     print(table(rows), end="\n\n")
     line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
     if options.json is not None:
@@ -181,16 +181,17 @@ def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: arg
     sys.stdout.flush()
 
 
-def _plain(value) -> str:
+def plain(value) -> str:
+    """A condition as text on one line."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+        return ", ".join(f"{key} {plain(item)}" for key, item in value.items())
     return str(value)
 
 
 def table(rows: list[Mapping]) -> str:
     """`rows` as aligned text with a heading; numbers with four significant digits, aligned to the right."""
     heading = list(rows[0]) if rows else []
-    cells = [[_cell(row[key]) for key in heading] for row in rows]
+    cells = [[cell(row[key]) for key in heading] for row in rows]
     widths = [max(len(line[column]) for line in [heading, *cells]) for column in range(len(heading))]
     numeric = [all(not isinstance(row[key], str) for row in rows) for key in heading]
 
@@ -204,7 +205,8 @@ def table(rows: list[Mapping]) -> str:
     return "\n".join([line(heading), line("-" * width for width in widths), *map(line, cells)])
 
 
-def _cell(value) -> str:
+def cell(value) -> str:
+    """A figure as text: four significant digits, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):

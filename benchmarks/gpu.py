@@ -28,7 +28,7 @@ COPIES = 256
 """Most copies of the tensors, and"""
 COPIES_BYTES = 4 * 2**30
 """the bytes that they may take together."""
-GRAPH_SECONDS = 2e-3
+GRAPH_SECONDS = 1e-3
 """A graph lasts about this long, so that starting it counts for little."""
 GRAPH_LAUNCHES = 4096
 """Most calls in a graph."""

@@ -1,0 +1,133 @@
+"""The benchmarks for a GPU, run in the emulator on tiny shapes, and what they count, leave out and keep."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import gpu
+import gpu_operations
+import operations
+import pytest
+import torch
+
+from lsq.csrc.launch import Product, launch
+from lsq.ops import registry
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py") if "import operations\n" in path.read_text())
+EMULATE = ["--device", "emulator", "--quick", "--rounds", "1", "--threads", "1"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_in_the_emulator(name, tmp_path):
+    wanted = tuple(each for each in import_module(name).OPERATIONS if registry.definition(each).cuda)
+    if not wanted:
+        pytest.skip("these operations have no CUDA implementation yet")
+    written = tmp_path / "figures.json"
+    assert operations.main(name, "", wanted, [*EMULATE, "--json", str(written)]) == 0
+    figures = json.loads(written.read_text())
+    assert not figures["failed"] and not figures["left_out"]
+    assert {row["operation"] for row in figures["rows"]} == set(wanted)
+    for row in figures["rows"]:
+        assert row["operation_microseconds"] > 0
+        assert (row["kernels_microseconds"] is None) == (row["ratio"] is None)
+        assert row["ratio"] is None or row["megabytes"] > 0
+
+
+def test_every_copy_of_an_operand_is_drawn_in_its_range():
+    size, place = gpu_operations.QUICK, torch.device("cpu")
+
+    def drawn(name, shape, dtype):
+        found = gpu_operations.drawn(name, torch.empty(shape, dtype=dtype, device="meta"), size, place)
+        assert found.shape == shape and found.dtype == dtype and found.is_contiguous()
+        return found
+
+    assert drawn("codes", (40, 50), torch.int8).abs().max() == 127
+    assert drawn("sums", (40, 50), torch.int32).abs().max() > 10000
+    assert drawn("x.clipped", (4000,), torch.uint8).unique().numel() > 50
+    assert drawn("tokens", (40, 50), torch.int64).max() == size.vocabulary - 1
+    assert drawn("places", (2, 5), torch.int64)[1].tolist() == [2, 3, 4, 5, 6]
+    assert drawn("padding", (2, 20), torch.bool).sum(1).tolist() == [2, 2]
+    assert drawn("x", (40, 50), torch.bfloat16).float().std() > 0.5
+    assert 0.5 <= drawn("input_clip", (9,), torch.float32).min()
+    assert 0 < drawn("input.scale", (9,), torch.float32).max() < 0.01
+
+
+def test_moved_bytes_count_what_crosses_the_border_once():
+    x, bias, y = torch.ones(4, 16), torch.ones(16), torch.empty(4, 16, dtype=torch.bfloat16)
+    unread, sums, partial = torch.ones(99), torch.ones(4, 16, dtype=torch.int32), torch.ones(7)
+    codes = torch.ones(4, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)
+    entries = [
+        Product(a=codes[0], b=codes[1], out=sums),
+        launch("a.cu", "first", x, sums, y, partial, 4, grid=1),
+        launch("a.cu", "second", x, bias, y, partial, grid=1),
+        launch("sums.cu", "lsq_finish_sums", partial, unread, grid=1),
+    ]
+    moved = gpu_operations.moved_bytes("any", [x, bias, None, unread], [y], entries)
+    assert moved == 4 * 16 * 4 + 16 * 4 + 4 * 16 * 2 + 4 * 16 * 4
+    assert list(gpu_operations.parts(entries)) == ["operation", "kernels", "products", "finish"]
+    assert list(gpu_operations.parts(entries[1:2])) == ["operation", "kernels"]
+    held = gpu_operations.tensors([x, bias, None, unread], [y], entries)
+    assert len(held) == 8
+
+
+def test_of_a_table_only_the_rows_that_are_read_count():
+    tokens, table, out = torch.ones(2, 2, dtype=torch.int64), torch.ones(99, 8), torch.empty(4, 8)
+    entry = launch("embedding.cu", "any", tokens, tokens, table, out, grid=1)
+    moved = gpu_operations.moved_bytes("embedding", [tokens, tokens, table], [out], [entry])
+    assert moved == 2 * 2 * 8 + 2 * 4 * 8 * 4
+
+
+def test_a_survey_goes_on_after_a_failure():
+    def fails():
+        raise ValueError("too wide")
+
+    survey = gpu.Survey(None)
+    survey.measure([("bad", fails), ("good", lambda: iter([{"figure": 1}]))])
+    assert survey.rows == [{"figure": 1}]
+    assert survey.failed == {"bad": "ValueError: too wide"}
+
+
+def test_a_survey_ends_when_its_time_is_up():
+    survey = gpu.Survey(-1.0)
+    survey.measure([("late", lambda: iter([{"figure": 1}]))])
+    assert survey.left_out == ["late"] and not survey.rows and not survey.failed
+
+
+def test_a_survey_that_is_asked_to_end_keeps_what_it_has():
+    before = signal.getsignal(signal.SIGTERM)
+    survey = gpu.Survey(None)
+    end = lambda: iter([os.kill(os.getpid(), signal.SIGTERM)])  # noqa: E731
+    survey.measure([("first", lambda: iter([{"figure": 1}])), ("second", end), ("third", end)])
+    assert survey.rows == [{"figure": 1}]
+    assert survey.left_out == ["second", "third"]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_round_keeps_its_log_and_results(tmp_path):
+    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", sys.executable, "sanitizer", "gemm"]
+    environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=BENCHMARKS.parent, env=environment, timeout=110
+    )
+    assert done.returncode == 0, done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.jsonl", "log.txt", "results.md"]
+    assert json.loads((tmp_path / "gemm.jsonl").read_text())["rows"]
+    assert (tmp_path / "results.md").read_text().startswith("## gemm, CUDA emulator")
+    last = done.stdout.splitlines()[-3:]
+    assert last[0].startswith("sanitizer  not run") and last[1].startswith("gemm       ok")
+
+
+def test_the_round_explains_itself():
+    command = [str(BENCHMARKS / "gpu_round.sh"), "everything"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Stages" in done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.sh")))
+def test_scripts_are_bash(script):
+    subprocess.run(["bash", "-n", str(BENCHMARKS / script)], check=True)
