@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     conditions = common.conditions(
         options,
-        **(gpu.conditions(gpu.open_device(gpu.CUDA)) if bench.on_gpu else {}),
+        **(gpu.hardware(bench.place) if bench.on_gpu else {}),
         packages=("fairseq-fixed", "torchao", "triton"),
         baseline="fairseq-train --bf16: one step, the side named fairseq",
         shapes={model: dataclasses.asdict(shape) for model, shape in shapes(options.quick)},

@@ -146,7 +146,7 @@ def copy_sides(device: Device, moved: int, count: int) -> dict[str, list[Callabl
     Small copies by the device's own engine can be slow in a graph: whoever compares takes the faster of the two.
     """
     words = 2 * max(1, moved // 32)
-    shape, bounds = (count, words), (-(2**62), 2**62)
+    shape, bounds = (count, words), (-(2**61), 2**61)
     source = torch.randint(*bounds, shape, dtype=torch.int64, device=device.place)
     target = torch.empty_like(source)
     pairs = list(zip(source, target, strict=True))
@@ -169,23 +169,24 @@ def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
 
 def conditions(device: Device, **more) -> dict:
     """What figures on a device depend on; to be asked for just after measuring, while its clocks are still up."""
-    place = device.place
     cublaslt = device.products.library.version()
-    found = {
-        "device": device.name,
-        "cuda": {
-            "driver_supports": ".".join(map(str, device.driver.version)),
-            "torch": torch.version.cuda,
-            "nvrtc": _nvrtc_version(),
-            "cublaslt": f"{cublaslt // 10000}.{cublaslt // 100 % 100}.{cublaslt % 100}",
-        },
-        **more,
+    libraries = {
+        "driver_supports": ".".join(map(str, device.driver.version)),
+        "torch": torch.version.cuda,
+        "nvrtc": _nvrtc_version(),
+        "cublaslt": f"{cublaslt // 10000}.{cublaslt // 100 % 100}.{cublaslt % 100}",
     }
-    if not on_gpu(device):
-        return {**found, "meaning": "emulated on the CPU: times say nothing about a GPU"}
+    if on_gpu(device):
+        return {**hardware(device.place), "cuda": libraries, **more}
+    meaning = "times in the emulator say nothing about a GPU"
+    return {"device": device.name, "meaning": meaning, "cuda": libraries, **more}
+
+
+def hardware(place: torch.device) -> dict:
+    """The GPU, its driver and its clocks."""
     properties = torch.cuda.get_device_properties(place)
     return {
-        **found,
+        "device": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gibibytes": round(properties.total_memory / 2**30, 1),

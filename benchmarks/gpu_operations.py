@@ -31,8 +31,8 @@ LENGTH = 32
 POSITIONS = 1024
 PADDING = 1
 ACTIVATIONS = torch.bfloat16
-FINISH = "sums.cu"
-"""The kernels that add up what the blocks of others have summed."""
+FINISH = ("lsq_finish_sums", "lsq_column_scales", "lsq_sum_losses")
+"""The kernels that only put together what the blocks of others have summed."""
 GATHERED = {"embedding": (2, 3)}
 """Inputs of which only rows are read, as many values as the first output has."""
 PARTS = ("operation", "kernels", "products", "finish")
@@ -177,7 +177,7 @@ def bound(call: Call, place: torch.device) -> tuple[list, list, list[Launch | Pr
 
 def is_finish(entry: Launch | Product) -> bool:
     """Whether it only finishes sums."""
-    return isinstance(entry, Launch) and entry.kernel.source == FINISH
+    return isinstance(entry, Launch) and entry.kernel.name in FINISH
 
 
 def parts(entries: list[Launch | Product]) -> dict[str, list[Launch | Product]]:
@@ -192,26 +192,33 @@ def parts(entries: list[Launch | Product]) -> dict[str, list[Launch | Product]]:
 
 
 def moved_bytes(name: str, inputs: list, outputs: list, entries: list[Launch | Product]) -> int:
-    """Bytes that the kernels of an operation must move: each tensor once that they share with the operation's caller or
-    with its products. What they only hand to one another is not counted."""
-    result = next(tensor for tensor in outputs if tensor is not None)
-    shared = {}
-    for entry in entries:
-        if isinstance(entry, Product):
-            shared.update((t.data_ptr(), _bytes(t)) for t in (entry.a, entry.b, entry.out))
-    for number, tensor in enumerate((*inputs, *outputs)):
-        if tensor is not None:
-            gathered = number in GATHERED.get(name, ())
-            most = result.numel() * tensor.element_size() if gathered else _bytes(tensor)
-            shared[tensor.data_ptr()] = min(most, _bytes(tensor))
-    used = {
-        argument.data_ptr()
+    """Bytes that the kernels of an operation must move.
+
+    These are the operation's inputs and outputs that they have among their arguments, once; what products have made for
+    them; and what they make for products. What they only hand to one another is not counted.
+    """
+    used = [
+        _span(argument)
         for entry in entries
         if isinstance(entry, Launch) and not is_finish(entry)
         for argument in entry.arguments
         if isinstance(argument, torch.Tensor)
-    }
-    return sum(size for address, size in shared.items() if address in used)
+    ]
+
+    def touched(tensor: torch.Tensor) -> bool:
+        first, end = _span(tensor)
+        return any(first < other_end and other_first < end for other_first, other_end in used)
+
+    given = {tensor.data_ptr(): tensor for tensor in (*inputs, *outputs) if tensor is not None}
+    products = [entry for entry in entries if isinstance(entry, Product)]
+    made = {tensor.data_ptr(): tensor for product in products for tensor in (product.a, product.b)}
+    counted = [tensor for tensor in given.values() if touched(tensor)]
+    counted += [product.out for product in products if touched(product.out)]
+    counted += [tensor for address, tensor in made.items() if address not in given and touched(tensor)]
+    result = next(tensor for tensor in outputs if tensor is not None)
+    tables = [inputs[number] for number in GATHERED.get(name, ()) if touched(inputs[number])]
+    unread = sum(max(0, _bytes(table) - result.numel() * table.element_size()) for table in tables)
+    return sum(map(_bytes, counted)) - unread
 
 
 def tensors(inputs: list, outputs: list, entries: list[Launch | Product]) -> list[torch.Tensor]:
@@ -220,6 +227,11 @@ def tensors(inputs: list, outputs: list, entries: list[Launch | Product]) -> lis
     for entry in entries:
         found += entry.arguments if isinstance(entry, Launch) else (entry.a, entry.b, entry.out)
     return list({tensor.data_ptr(): tensor for tensor in found if isinstance(tensor, torch.Tensor)}.values())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a contiguous tensor begins and ends."""
+    return tensor.data_ptr(), tensor.data_ptr() + _bytes(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -65,7 +65,7 @@ build_libraries() {
 
 # run_tests SECONDS [COMMAND...]: the tests of kernels, under a command.
 run_tests() {
-    local seconds=$1 options=(-q -p no:cacheprovider --timeout=100 -m gpu tests)
+    local seconds=$1 options=(-q -p no:cacheprovider -m gpu tests)
     shift
     [[ $device == cuda ]] || options=(-q -p no:cacheprovider -k emulator tests/ops/test_quantize_cuda.py)
     "$python" -c "import xdist" 2>/dev/null && [[ $device == cuda ]] && options+=(-n 6)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
 import gpu_operations
@@ -75,11 +76,99 @@ def test_moved_bytes_count_what_crosses_the_border_once():
     assert len(held) == 8
 
 
+def test_moved_bytes_of_what_stands_between_products():
+    """Scores are read and written in place; a block of memory that several products share is read for each."""
+    q, context, scores = torch.ones(2, 8, 16), torch.ones(2, 8, 16), torch.ones(2, 8, 8)
+    attention = [
+        Product(a=q, b=q, out=scores),
+        launch("attention.cu", "softmax", scores, grid=1),
+        Product(a=scores, b=q, out=context, transpose_b=True),
+    ]
+    assert gpu_operations.moved_bytes("any", [q], [context], attention) == 2 * (2 * 8 * 8 * 4)
+    x, weight, losses, block = torch.ones(6, 16), torch.ones(8, 16), torch.ones(6), torch.ones(4, 8)
+    blocks = []
+    for first in (0, 4):
+        rows = x[first : first + 4]
+        blocks.append(Product(a=rows, b=weight, out=block[: len(rows)]))
+        blocks.append(launch("loss.cu", "loss", block, losses, grid=1))
+    assert gpu_operations.moved_bytes("any", [x, weight], [losses], blocks) == 6 * 8 * 4 + 6 * 4
+
+
 def test_of_a_table_only_the_rows_that_are_read_count():
     tokens, table, out = torch.ones(2, 2, dtype=torch.int64), torch.ones(99, 8), torch.empty(4, 8)
     entry = launch("embedding.cu", "any", tokens, tokens, table, out, grid=1)
-    moved = gpu_operations.moved_bytes("embedding", [tokens, tokens, table], [out], [entry])
+    unused = torch.ones(99, 8)
+    moved = gpu_operations.moved_bytes("embedding", [tokens, tokens, table, unused], [out], [entry])
     assert moved == 2 * 2 * 8 + 2 * 4 * 8 * 4
+
+
+class FakeGpu:
+    """Stands in for what gpu.py takes of torch.cuda; each captured call lasts 10 microseconds."""
+
+    def __init__(self, monkeypatch):
+        self.clock, self.captured, self.sizes = 0.0, None, []
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self.Graph(self))
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self.Event(self))
+        cache = SimpleNamespace(L2_cache_size=50_000_000)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: cache)
+        self.device = SimpleNamespace(place=SimpleNamespace(type="cuda"), synchronize=lambda: None)
+
+    def call(self):
+        if self.captured is not None:
+            self.captured.calls += 1
+
+    class Graph:
+        def __init__(self, gpu):
+            self.gpu, self.calls = gpu, 0
+
+        def __enter__(self):
+            self.gpu.captured = self
+
+        def __exit__(self, *_):
+            self.gpu.captured = None
+            self.gpu.sizes.append(self.calls)
+
+        def replay(self):
+            self.gpu.clock += 0.010 * self.calls
+
+    class Event:
+        def __init__(self, gpu):
+            self.gpu = gpu
+
+        def record(self):
+            self.at = self.gpu.clock
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+
+def test_graphs_hold_enough_calls_and_time_each(monkeypatch):
+    fake = FakeGpu(monkeypatch)
+    timings = gpu.alternate(fake.device, {"few": [fake.call] * 3, "many": [fake.call] * 500}, rounds=2)
+    assert fake.sizes == [3, 3 * 34, 500]  # 34 passes of 30 microseconds last a millisecond
+    assert timings["few"].median == pytest.approx(1e-5) and timings["many"].fastest == pytest.approx(1e-5)
+
+
+def test_copies_of_operands_exceed_the_cache(monkeypatch):
+    device = FakeGpu(monkeypatch).device
+    assert gpu.copies(device, moved=10_000_000, held=10_000_000) == 20
+    assert gpu.copies(device, moved=10**9, held=10**9) == 2
+    assert gpu.copies(device, moved=1, held=10) == gpu.COPIES
+    assert gpu.copies(device, moved=1000, held=2**30) == 4
+
+
+def test_nvidia_smi_is_asked_or_missed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu.nvidia_smi().startswith("no answer")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '580.1, 1980, 3201, 1980, 3201, 700.00, 35'\n")
+    program.chmod(0o755)
+    answer = gpu.nvidia_smi()
+    assert answer["driver_version"] == "580.1" and answer["clocks.sm"] == "1980" and len(answer) == len(gpu.QUERY)
 
 
 def test_a_survey_goes_on_after_a_failure():
