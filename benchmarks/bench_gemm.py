@@ -203,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"--peak-{dtype}", type=float, metavar="TOPS", help="peak of dense products, instead of the datasheet's"
         )
     options = common.parse(parser, arguments)
+    options.quick |= options.device == gpu.EMULATOR
     bench = Bench(options)
     survey = gpu.Survey(options.seconds)
     survey.measure((str(shape), partial(bench.rows, shape)) for shape in shapes(options.quick))

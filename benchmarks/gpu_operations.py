@@ -269,6 +269,7 @@ def rows(call: Call, device: Device, options: argparse.Namespace) -> Iterator[di
 
 def main(name: str, operations: Sequence[str], options: argparse.Namespace) -> int:
     """Run the benchmark called `name` for these operations on a GPU or in the emulator; the exit status."""
+    options.quick |= options.device == gpu.EMULATOR
     device = gpu.open_device(options.device)
     bandwidth = gpu.copy_bandwidth(device, options.rounds)
     survey = gpu.Survey(options.seconds)
