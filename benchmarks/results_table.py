@@ -14,8 +14,8 @@ import common
 
 GOAL = 0.85
 """What the kernels of an operation should reach of a copy's bandwidth."""
-LONGEST = 200
-"""Characters of a failure in the short table."""
+LONGEST, MOST = 200, 10
+"""Characters of a failure, and failures, in the short table."""
 HEADLINE = ("device", "nvidia_smi", "cuda", "versions", "baseline", "shapes", "shape", "dtypes")
 """Conditions that stand above a table, where there are any."""
 
@@ -102,11 +102,18 @@ def short(results: list[Mapping]) -> str:
         summary = operations if kind == "operations" else SHORT.get(name, list)
         rows.setdefault(kind, []).extend(summary(found))
     parts = [f"{kind}\n{common.table(found)}" for kind, found in rows.items()]
-    for result in results:
-        failed, left_out = result.get("failed", {}), result.get("left_out", ())
-        parts += [f"{result['benchmark']} failed: {what}: {why}"[:LONGEST] for what, why in failed.items()]
-        parts += [f"{result['benchmark']}: {len(left_out)} measurements left out, no time"] if left_out else []
-    return "\n\n".join(parts)
+    failed = [
+        f"{result['benchmark']} failed: {what}: {why}"[:LONGEST]
+        for result in results
+        for what, why in result.get("failed", {}).items()
+    ]
+    left_out = [
+        f"{result['benchmark']}: {len(result['left_out'])} measurements left out, no time"
+        for result in results
+        if result.get("left_out")
+    ]
+    more = [f"and {len(failed) - MOST} failures more"] if len(failed) > MOST else []
+    return "\n\n".join([*parts, "\n".join([*failed[:MOST], *more, *left_out])]).rstrip()
 
 
 def main(arguments: list[str] | None = None) -> int:
