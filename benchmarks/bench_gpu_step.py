@@ -158,7 +158,7 @@ class Bench:
                 raise
             except ImportError as error:
                 remarks[name] = f"cannot run: {error}"
-            except RuntimeError as error:
+            except Exception as error:  # compilers raise whatever they like; the other sides are measured all the same
                 remarks[name] = f"{FAILED}: {type(error).__name__}: {error}"
 
         def steps(side: Side) -> None:

@@ -268,8 +268,16 @@ def rows(call: Call, device: Device, options: argparse.Namespace) -> Iterator[di
 
 
 def main(name: str, operations: Sequence[str], options: argparse.Namespace) -> int:
-    """Run the benchmark called `name` for these operations on a GPU or in the emulator; the exit status."""
+    """Run the benchmark called `name` for these operations on a GPU or in the emulator; the exit status.
+
+    Raises:
+        ValueError: no program of a layer has an operation of that name.
+        RuntimeError: there is no such device.
+    """
     options.quick |= options.device == gpu.EMULATOR
+    missing = set(operations) - {call.operation.name for call in calls(operations, QUICK, options.dropout)}
+    if missing:
+        raise ValueError(f"no program of a layer has {', '.join(sorted(missing))}; name operations of a training step")
     device = gpu.open_device(options.device)
     bandwidth = gpu.copy_bandwidth(device, options.rounds)
     survey = gpu.Survey(options.seconds)
