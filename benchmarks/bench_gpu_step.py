@@ -2,8 +2,8 @@
 
 A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as `fairseq-train --bf16`
 does it: "fairseq". The other sides have PyTorch's fused Adam in place of fairseq's loop over the weights: the same
-model otherwise, its layers and loss under torch.compile, and that with torchao's int8 mixed-precision training. Each
-side takes turns with "fairseq".
+model otherwise, its layers and loss under torch.compile, and that with torchao's int8 mixed-precision training in the
+layers. Each side takes turns with "fairseq".
 """
 
 import argparse
@@ -77,9 +77,41 @@ def compile_layers(side: Side, backend: str) -> None:
     side.criterion.compute_loss = torch.compile(side.criterion.compute_loss, backend=backend, dynamic=False)
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()  # a view could not be changed in place; compiled, it costs nothing
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
 def int8_layers(side: Side, backend: str) -> None:
-    """torchao's linear layers, compiled."""
-    transformer.torchao_int8(side.model)
+    """torchao's int8 weights in every layer, without the vocabulary's, as torchao advises; compiled.
+
+    torchao 0.18 does not connect these weights with torch's linear function, which multiplies them in bfloat16 then;
+    and it takes views of inputs and gradients, which fairseq does not always make contiguous.
+
+    Raises:
+        ImportError: torchao is not installed, or does not fit this torch.
+    """
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision
+    from torchao.quantization import quantize_
+
+    product = int8_mixed_precision._Int8MixedPrecisionTrainingLinearFunction
+    weight_class = int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight
+
+    @weight_class.implements_torch_function(torch.nn.functional.linear)
+    def linear(function, types, arguments, named):
+        x, weight, bias = (*arguments, *named.values(), None)[:3]
+        return ContiguousGradient.apply(product.apply(x.contiguous(), weight, bias))
+
+    for half in (side.model.encoder, side.model.decoder):
+        quantize_(half.layers, Int8MixedPrecisionTrainingConfig())
+    transformer.call_projections(side.model)
     compile_layers(side, backend)
 
 

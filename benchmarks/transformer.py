@@ -139,8 +139,7 @@ def parse(shape: Shape, arguments: list[str]) -> Namespace:
 def torchao_int8(model: torch.nn.Module) -> None:
     """Make every linear layer torchao's: int8 products forward and backward, scales from each row.
 
-    torchao takes views of a layer's input and gradient, which fairseq does not always make contiguous; and
-    fairseq's attention would pass bare weights to torch, past torchao's layers, if it checked its dimensions.
+    torchao takes views of a layer's input and gradient, which fairseq does not always make contiguous.
 
     Raises:
         ImportError: torchao is not installed, or does not fit this torch.
@@ -153,10 +152,16 @@ def torchao_int8(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Linear):
             module.register_forward_pre_hook(lambda module, inputs: (inputs[0].contiguous(),))
             module.register_forward_hook(_contiguous_gradient)
-        if hasattr(module, "_set_skip_embed_dim_check"):
-            module._set_skip_embed_dim_check()
+    call_projections(model)
 
 
 def _contiguous_gradient(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.contiguous())
+
+
+def call_projections(model: torch.nn.Module) -> None:
+    """Let fairseq's attention call its linear layers, instead of passing bare weights to torch, past torchao."""
+    for module in model.modules():
+        if hasattr(module, "_set_skip_embed_dim_check"):
+            module._set_skip_embed_dim_check()
