@@ -16,7 +16,8 @@ GOAL = 0.85
 """What the kernels of an operation should reach of a copy's bandwidth."""
 LONGEST, MOST = 200, 10
 """Characters of a failure, and failures, in the short table."""
-HEADLINE = ("device", "nvidia_smi", "cuda", "versions", "baseline", "shapes", "shape", "dtypes")
+HEADLINE = ("device", "multiprocessors", "nvidia_smi", "cuda", "copy_gigabytes_per_second", "versions", "baseline")
+HEADLINE += ("shapes", "shape", "dtypes")
 """Conditions that stand above a table, where there are any."""
 
 
