@@ -6,7 +6,7 @@
 #
 # Stages, all of them by default; those that are chosen share the time:
 #   tests      tests of CUDA kernels on the GPU
-#   sanitizer  the same tests under compute-sanitizer: memcheck, then racecheck
+#   sanitizer  those of operations under compute-sanitizer: memcheck, then racecheck
 #   kernels    bench_<operation>.py for each operation, and bench_launch.py
 #   gemm       bench_gemm.py
 #   step       bench_gpu_step.py
@@ -63,17 +63,17 @@ build_libraries() {
     limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
 }
 
-# run_tests SECONDS [COMMAND...]: the tests of kernels, under a command.
+# run_tests SECONDS FOLDER [COMMAND...]: the tests for a GPU in a folder, under a command.
 run_tests() {
-    local seconds=$1 options=(-q -p no:cacheprovider -m gpu tests)
-    shift
+    local seconds=$1 options=(-q -p no:cacheprovider -m gpu "$2")
+    shift 2
     [[ $device == cuda ]] || options=(-q -p no:cacheprovider -k emulator tests/ops/test_quantize_cuda.py)
     "$python" -c "import xdist" 2>/dev/null && [[ $device == cuda ]] && options+=(-n 6)
     limited "$seconds" "$@" "$python" -m pytest "${options[@]}"
 }
 
 stage_tests() {
-    run_tests "$1"
+    run_tests "$1" tests
 }
 
 stage_sanitizer() {
@@ -84,7 +84,7 @@ stage_sanitizer() {
     local tool status failed=0
     for tool in memcheck racecheck; do
         # Without PyTorch's caching allocator, every tensor has memory of its own, and its end is known.
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 run_tests $(($1 / 2)) compute-sanitizer --tool "$tool" \
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 run_tests $(($1 / 2)) tests/ops compute-sanitizer --tool "$tool" \
             --target-processes all --kernel-name kns=lsq_ --error-exitcode 9 | tee "$work/$tool.log"
         status=${PIPESTATUS[0]}
         echo "$tool: status $status"
