@@ -44,8 +44,8 @@ constexpr int kLight = kVectors > 2 ? 1 : 4;
 constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
 constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
 
-// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. Where registers
-// allow, a row is loaded while the row before it is worked on. All threads call `work` equally often.
+// Calls work(row, inside, operands) for the rows of this block; load(row) says what a row's operands are. Where
+// registers allow, a row is loaded while the row before it is worked on. All threads call `work` equally often.
 template <class Load, class Work>
 __device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const Work& work) {
     const int64_t step = static_cast<int64_t>(kRows) * gridDim.x;
