@@ -1,0 +1,252 @@
+"""How a matrix product is to be run, and how fast it was: plain, checked data.
+
+An entry is a configuration with its key and its measured times; a file (configuration_file.py) holds the entries of one
+device and the validators that say which. Every error is a ValueError that begins with the name of the field, so that who
+reads a file can put the place before it.
+"""
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lsq.gemm.checks import check_choice, check_number, check_whole, shown
+from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, OPERATIONS, TOKEN_STEP, ProductKey
+from lsq.gemm.validators import Validators
+
+LARGEST_FLOAT_INNER = 2**24 // 127**2
+"""Inner dimension up to which every sum of products of codes is exact in float32: 1,040."""
+
+A_LAYOUTS = ("as_is", "mk")
+B_LAYOUTS = ("as_is", "nk", "kn")
+PATHS = ("int_mm", "float32")
+
+ALGORITHM_BYTES = 64
+LARGEST_TIME = 1e12
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuConfiguration:
+    """How the CPU runs an int8 product: what is copied first, how many rows at a time, by which instructions.
+
+    Raises:
+        ValueError: no such configuration.
+    """
+
+    kind: ClassVar[str] = "cpu"
+
+    a_layout: str = "as_is"
+    """"as_is", or "mk": copy a, a block at a time, so that it lies as [M, K]."""
+    b_layout: str = "as_is"
+    """"as_is", or copy b first so that it lies as [N, K] ("nk") or [K, N] ("kn")."""
+    rows: int = 0
+    """Rows of sums that are made at a time; 0: all at once."""
+    path: str = "int_mm"
+    """"int_mm": torch._int_mm. "float32": a product of the codes as floats, for inner dimensions up to
+    LARGEST_FLOAT_INNER, where its sums are exact."""
+    padded_rows: int = 0
+    """Blocks of a are copied and padded with zeros to a multiple of this many rows; 0: not padded."""
+
+    def __post_init__(self) -> None:
+        check_choice("a_layout", self.a_layout, A_LAYOUTS)
+        check_choice("b_layout", self.b_layout, B_LAYOUTS)
+        check_whole("rows", self.rows, 0, LARGEST_DIMENSION)
+        check_choice("path", self.path, PATHS)
+        check_whole("padded_rows", self.padded_rows, 0, 4096)
+
+    @classmethod
+    def default(cls, op: str) -> "CpuConfiguration":
+        """How an operation runs where nothing was tuned.
+
+        Raises:
+            ValueError: no such operation.
+        """
+        check_choice("op", op, OPERATIONS)
+        return cls(rows=OPERATIONS[op].rows)
+
+    def check_key(self, key: ProductKey) -> None:
+        """Refuse a product that this configuration cannot run.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if key.dtype != "int8":
+            raise ValueError(f"path is {self.path!r}; it multiplies int8, not {key.dtype}: tune again")
+        if self.path != "int_mm" and key.k > LARGEST_FLOAT_INNER:
+            raise ValueError(
+                f"path is {self.path!r}; sums over {key.k} codes are exact in int32 alone (floats: up to "
+                f"{LARGEST_FLOAT_INNER}): use \"int_mm\""
+            )
+        if self.a_layout == "mk" and key.layout[0] == "n":
+            raise ValueError('a_layout is "mk"; a lies so already: use "as_is"')
+        if self.b_layout == {"t": "nk", "n": "kn"}[key.layout[1]]:
+            raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is"')
+
+    def __str__(self) -> str:
+        words = [self.path, f"{self.rows} rows" if self.rows else "all rows"]
+        words += [f"copy a as {self.a_layout}"] if self.a_layout != "as_is" else []
+        words += [f"copy b as {self.b_layout}"] if self.b_layout != "as_is" else []
+        words += [f"padded to {self.padded_rows}"] if self.padded_rows else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CublasConfiguration:
+    """An algorithm of cuBLASLt; the fields after `workspace_bytes` are what its bytes hold, as in cublaslt.Algorithm.
+
+    Raises:
+        ValueError: no such algorithm.
+    """
+
+    kind: ClassVar[str] = "cuda"
+
+    algorithm: bytes
+    """64 bytes, in files as hexadecimal digits."""
+    workspace_bytes: int
+    id: int
+    tile: int
+    stages: int
+    split_k: int
+    reduction_scheme: int
+    swizzle: int
+    custom_option: int
+    inner_shape: int
+    cluster_shape: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, bytes) or len(self.algorithm) != ALGORITHM_BYTES:
+            given = f"{len(self.algorithm)} bytes" if isinstance(self.algorithm, bytes) else repr(self.algorithm)
+            raise ValueError(f"algorithm is {given}; it must be {ALGORITHM_BYTES} bytes: tune again")
+        check_whole("workspace_bytes", self.workspace_bytes, 0, 2**40)
+        for name in DECODED:
+            check_whole(name, getattr(self, name), -(2**31), 2**32 - 1)
+
+    def check_key(self, key: ProductKey) -> None:
+        """Refuse a product that this configuration cannot run.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if key.dtype == "int8" and key.layout != "nt":
+            raise ValueError(f'algorithm is of cuBLASLt, which multiplies int8 as "nt", not {key.layout!r}: tune again')
+
+    def __str__(self) -> str:
+        return ", ".join([*(f"{name} {getattr(self, name)}" for name in DECODED), f"{self.workspace_bytes} bytes"])
+
+
+DECODED = tuple(
+    field.name for field in dataclasses.fields(CublasConfiguration) if field.name not in ("algorithm", "workspace_bytes")
+)
+"""The fields of CublasConfiguration that the algorithm's bytes hold."""
+
+Configuration = CpuConfiguration | CublasConfiguration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Medians, in microseconds.
+
+    Raises:
+        ValueError: a time is not above 0.
+    """
+
+    chosen: float
+    default: float
+    """Of what runs where nothing was tuned."""
+    float: float
+    """Of the same product of floats."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_number(field.name, getattr(self, field.name), LARGEST_TIME)
+            if getattr(self, field.name) == 0:
+                raise ValueError(f"{field.name} is 0; a product takes time: measure it again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The configuration that was found to be the best for a product.
+
+    Raises:
+        ValueError: the configuration cannot run the product, or a value is out of range.
+    """
+
+    key: ProductKey
+    configuration: Configuration
+    times: Times
+    spread: float
+    """Interquartile range of the chosen configuration's times, relative to their median."""
+    date: str
+    """When it was measured: YYYY-MM-DDThh:mm:ssZ, UTC."""
+
+    def __post_init__(self) -> None:
+        if self.key != self.key.rounded():
+            raise ValueError(
+                f"key is {self.key}; above {EXACT_TOKENS} tokens only multiples of {TOKEN_STEP} have entries: "
+                f"use {self.key.rounded()}"
+            )
+        try:
+            self.configuration.check_key(self.key)
+        except ValueError as error:
+            raise ValueError(f"configuration.{error}") from None
+        check_number("spread", self.spread, 1e6)
+        check_date(self.date)
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as the default."""
+        return self.times.default / self.times.chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationFile:
+    """The entries of one device, sorted by key.
+
+    Raises:
+        ValueError: two entries have the same key, or one is of another kind of device.
+    """
+
+    validators: Validators
+    entries: tuple[Entry, ...] = ()
+
+    def __post_init__(self) -> None:
+        places: dict[ProductKey, int] = {}
+        for place, entry in enumerate(self.entries):
+            if entry.configuration.kind != self.validators.kind:
+                raise ValueError(
+                    f"entries[{place}].configuration is of kind {entry.configuration.kind!r}; "
+                    f"the file is of kind {self.validators.kind!r}"
+                )
+            if places.setdefault(entry.key, place) != place:
+                raise ValueError(
+                    f"entries[{place}].key is {entry.key}, which entries[{places[entry.key]}] has already; remove one"
+                )
+        object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
+
+    def with_entries(self, entries: Iterable[Entry]) -> "ConfigurationFile":
+        """This file with entries added, which replace those of the same key."""
+        merged = {entry.key: entry for entry in [*self.entries, *entries]}
+        return dataclasses.replace(self, entries=tuple(merged.values()))
+
+
+def now() -> str:
+    """The date of an entry that is measured now."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _order(entry: Entry) -> tuple:
+    return dataclasses.astuple(entry.key)
+
+
+def check_date(value: object) -> None:
+    if isinstance(value, str) and _DATE.fullmatch(value):
+        try:
+            datetime.datetime.fromisoformat(value)
+        except ValueError:
+            pass
+        else:
+            return
+    raise ValueError(f"date is {shown(value)}; it must be a time in UTC like 2026-01-31T23:59:59Z")
