@@ -9,12 +9,11 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 import lsq
-from lsq.csrc import loader
+from lsq.csrc import loader, processor
 from lsq.gemm import product
 
 REQUIRED = (
@@ -30,21 +29,6 @@ REQUIRED = (
     "tensorboard",
 )
 OPTIONAL = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
-
-CPU_FEATURES = {
-    "avx2": "AVX2",
-    "avx512f": "AVX-512",
-    "avx_vnni": "AVX-VNNI",
-    "avx512_vnni": "AVX-512 VNNI",
-    "avx512_bf16": "AVX-512 BF16",
-    "amx_int8": "AMX int8",
-    "amx_bf16": "AMX BF16",
-    "asimddp": "Arm dot product",
-    "i8mm": "Arm int8 matrix multiply",
-    "bf16": "Arm BF16",
-    "sve": "Arm SVE",
-}
-"""Flags of Linux's /proc/cpuinfo that matter here, and their names."""
 
 INT8_FEATURES = {"AVX-VNNI", "AVX-512 VNNI", "AMX int8", "Arm dot product", "Arm int8 matrix multiply"}
 """The features that multiply int8 faster than floats; without any, int8 works but is hardly faster."""
@@ -81,7 +65,7 @@ class Report:
     threads: int
     """Threads that torch uses."""
     cpu_features: tuple[str, ...]
-    """The names in CPU_FEATURES that this CPU has; empty where the system does not tell."""
+    """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell."""
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
     host_library: str
@@ -98,13 +82,6 @@ class Report:
     def healthy(self) -> bool:
         """Whether training works: int8 products are exact and every required package is installed."""
         return self.product.exact and all(self.packages[name] for name in REQUIRED)
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's model name, or the nearest that the system tells."""
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
 
 
 def installed_version(package: str) -> str | None:
@@ -174,7 +151,7 @@ def advise(
 
 def report() -> Report:
     """Look at this machine; takes well under a second."""
-    features = tuple(name for flag, name in CPU_FEATURES.items() if flag in loader.cpu_features())
+    features = tuple(name for flag, name in processor.CPU_FEATURES.items() if flag in processor.cpu_features())
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     packages = {name: installed_version(name) for name in REQUIRED + OPTIONAL}
     checked = check_product()
@@ -184,7 +161,7 @@ def report() -> Report:
         version=lsq.__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        cpu=cpu_model(),
+        cpu=processor.cpu_model(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         cpu_features=features,

@@ -20,19 +20,6 @@ def found() -> doctor.Report:
     return doctor.report()
 
 
-def test_cpu_model(tmp_path):
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor : 0\nmodel name : Example CPU: 9000\nflags : avx2\n\nmodel name : Other\n")
-    assert doctor.cpu_model(path) == "Example CPU: 9000"
-
-
-def test_cpu_model_where_the_system_does_not_tell(tmp_path):
-    path = tmp_path / "cpuinfo"
-    assert doctor.cpu_model(path)
-    path.write_text("processor : 0\nFeatures : asimddp\n")
-    assert doctor.cpu_model(path)
-
-
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
@@ -42,7 +29,7 @@ def test_cpu_model_where_the_system_does_not_tell(tmp_path):
     ],
 )
 def test_cpu_features_have_names(monkeypatch, flags, names):
-    monkeypatch.setattr(doctor.loader, "cpu_features", lambda: frozenset(flags))
+    monkeypatch.setattr(doctor.processor, "cpu_features", lambda: frozenset(flags))
     assert doctor.report().cpu_features == names
 
 

@@ -14,7 +14,7 @@ ALLOWED = {
     "quant": {"config"},
     "files": set(),
     "memory": {"config", "csrc", "files"},
-    "gemm": {"config", "csrc"},
+    "gemm": {"config", "csrc", "files"},
     "ops": {"config", "quant", "csrc", "gemm"},
     "program": {"config", "csrc", "ops", "memory"},
     "layers": {"config", "program", "ops", "quant"},

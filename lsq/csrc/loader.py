@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the library shares with PyTorch
 
+from lsq.csrc.processor import cpu_features
 from lsq.csrc.sources import checksum
 
 logger = logging.getLogger(__name__)
@@ -22,17 +23,6 @@ _REQUIRED = {
     "v3": {"avx2", "bmi1", "bmi2", "fma", "f16c", "movbe"},
     "v1": set(),
 }
-
-
-@functools.cache
-def cpu_features() -> frozenset[str]:
-    """Instruction-set flags as Linux names them; empty where /proc/cpuinfo does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    return frozenset(flags.split(":", 1)[1].split())
 
 
 @functools.cache

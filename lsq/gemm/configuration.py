@@ -1,8 +1,8 @@
 """How a matrix product is to be run, and how fast it was: plain, checked data.
 
-An entry is a configuration with its key and its measured times; a file (configuration_file.py) holds the entries of one
-device and the validators that say which. Every error is a ValueError that begins with the name of the field, so that who
-reads a file can put the place before it.
+An entry is a configuration with its key and its measured times; a file (configuration_file.py) holds the entries of
+one device and the validators that say which. Every error is a ValueError that begins with the name of the field, so
+that who reads a file can put the place before it.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ PATHS = ("int_mm", "float32")
 
 ALGORITHM_BYTES = 64
 LARGEST_TIME = 1e12
-_DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +137,7 @@ class CublasConfiguration:
         return ", ".join([*(f"{name} {getattr(self, name)}" for name in DECODED), f"{self.workspace_bytes} bytes"])
 
 
-DECODED = tuple(
-    field.name for field in dataclasses.fields(CublasConfiguration) if field.name not in ("algorithm", "workspace_bytes")
-)
+DECODED = tuple(field.name for field in dataclasses.fields(CublasConfiguration))[2:]
 """The fields of CublasConfiguration that the algorithm's bytes hold."""
 
 Configuration = CpuConfiguration | CublasConfiguration
@@ -193,7 +191,7 @@ class Entry:
         except ValueError as error:
             raise ValueError(f"configuration.{error}") from None
         check_number("spread", self.spread, 1e6)
-        check_date(self.date)
+        _check_date(self.date)
 
     @property
     def gain(self) -> float:
@@ -241,7 +239,7 @@ def _order(entry: Entry) -> tuple:
     return dataclasses.astuple(entry.key)
 
 
-def check_date(value: object) -> None:
+def _check_date(value: object) -> None:
     if isinstance(value, str) and _DATE.fullmatch(value):
         try:
             datetime.datetime.fromisoformat(value)

@@ -33,7 +33,7 @@ class CpuValidators:
         check_format(self.format)
         for name in ("device", "library", "library_version"):
             check_text(name, getattr(self, name))
-        check_features(self.features)
+        _check_features(self.features)
         check_whole("threads", self.threads, 1, 65536)
 
 
@@ -73,7 +73,7 @@ def check_format(value: object) -> None:
         raise ValueError(f"format is {shown(value)}; this version of lsq reads format {FORMAT}: tune again with it")
 
 
-def check_features(value: object) -> None:
+def _check_features(value: object) -> None:
     if not isinstance(value, tuple) or len(value) > 100:
         raise ValueError(f"features is {shown(value)}; it must be a list of at most 100 names")
     for place, name in enumerate(value):
