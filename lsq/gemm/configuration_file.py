@@ -59,12 +59,12 @@ def _file(content: Any) -> ConfigurationFile:
 
 
 def _validators(value: Any, place: str) -> Validators:
-    if not isinstance(value, dict) or "format" not in value or "kind" not in value:
-        raise ValueError(f"{place} is {shown(value)}; it must be an object with format, kind and more")
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {shown(value)}; it must be an object")
     fields = dict(value)
     try:
-        check_format(fields["format"])
-        check_choice("kind", fields["kind"], _VALIDATORS)
+        check_format(fields.get("format"))
+        check_choice("kind", fields.get("kind"), _VALIDATORS)
     except ValueError as error:
         raise ValueError(json_file.within(place, str(error))) from None
     made = _VALIDATORS[fields.pop("kind")]

@@ -183,6 +183,20 @@ class Products:
         numbers |= {"dtype": DTYPES[spec.dtype], "out_dtype": DTYPES[spec.out_dtype], "alpha": ALPHAS[spec.alpha]}
         return self.library.product(**numbers)
 
+    def check(self, spec: ProductSpec, data: bytes) -> Algorithm:
+        """The algorithm that these bytes hold, if it runs a product here.
+
+        Raises:
+            ValueError: not 64 bytes.
+            RuntimeError: it does not; the message says why.
+        """
+        native = self.describe(spec)
+        try:
+            with self._current():
+                return self.algorithm(native.check(data))
+        finally:
+            native.close()
+
     def algorithm(self, candidate: Candidate) -> Algorithm:
         """The algorithm that a candidate's bytes hold.
 

@@ -109,9 +109,9 @@ def within(place: str, name: str) -> str:
 
 
 def _content(path: Path) -> str:
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+        raise ValueError("this is not a regular file")
     with path.open("rb") as file:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError("this is not a regular file")
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
         raise ValueError(f"the file is larger than {LARGEST_FILE} bytes, which is the most that is read")
@@ -124,7 +124,11 @@ def _content(path: Path) -> str:
 def _parse(text: str) -> Any:
     try:
         value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_number(int), parse_float=_number(float)
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_int=_number(int),
+            parse_float=_number(float),
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"this is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
@@ -164,7 +168,7 @@ def _constant(name: str) -> None:
 def _number(convert: Callable[[str], Built]) -> Callable[[str], Built]:
     def checked(text: str) -> Built:
         if len(text) > _LONGEST_NUMBER:
-            raise ValueError(f"the number {text[:20]}... has {len(text)} characters; at most {_LONGEST_NUMBER} are read")
+            raise ValueError(f"the number {text[:20]}... is {len(text)} characters long; at most {_LONGEST_NUMBER}")
         return convert(text)
 
     return checked

@@ -1,0 +1,145 @@
+"""Which products a run asked for, and which of them were tuned: for the log, and for `lsq tune --missing`."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lsq.gemm import json_file
+from lsq.gemm.checks import check_choice, check_number, check_text, check_whole, shown
+from lsq.gemm.configuration_file import product_key
+from lsq.gemm.product_key import ProductKey
+from lsq.gemm.validators import FORMAT, check_format
+
+_REMEDY = "correct or delete the file, or have a run write it again"
+_LARGEST_COUNT = 2**62
+_LARGEST_SECONDS = 1e12
+SHOWN = 10
+"""Missed products that the text lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One product.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range.
+    """
+
+    key: ProductKey
+    """As it stands in files: with its number of tokens rounded."""
+    hit: bool
+    calls: int
+    seconds: float
+    """How long all calls took; 0 where that was not measured."""
+    nearest: ProductKey | None
+    """The entry for the batch size next to this one, itself where it hit; None: no entry for any batch size."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hit, bool):
+            raise ValueError(f"hit is {shown(self.hit)}; it must be true or false")
+        check_whole("calls", self.calls, 0, _LARGEST_COUNT)
+        check_number("seconds", self.seconds, _LARGEST_SECONDS)
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of all calls."""
+        return self.calls * self.key.operations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """The products of a run, those that take longest first: by time where it was measured, else by operations.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range.
+    """
+
+    format: int = FORMAT
+    kind: str
+    """"cpu" or "cuda"."""
+    device: str
+    files: tuple[str, ...]
+    """The files that the entries came from."""
+    lines: tuple[Line, ...]
+
+    def __post_init__(self) -> None:
+        check_format(self.format)
+        check_choice("kind", self.kind, ("cpu", "cuda"))
+        check_text("device", self.device)
+        for place, name in enumerate(self.files):
+            if not isinstance(name, str):
+                raise ValueError(f"files[{place}] is {shown(name)}; it must be a path")
+        order = sorted(self.lines, key=lambda line: (-line.seconds, -line.operations, dataclasses.astuple(line.key)))
+        object.__setattr__(self, "lines", tuple(order))
+
+    @property
+    def missed(self) -> list[Line]:
+        """The products that ran as untuned."""
+        return [line for line in self.lines if not line.hit]
+
+    def share(self, measure: str) -> float | None:
+        """The share of "calls", "operations" or "seconds" that was tuned; None where there were none at all."""
+        total = sum(getattr(line, measure) for line in self.lines)
+        return sum(getattr(line, measure) for line in self.lines if line.hit) / total if total else None
+
+    def text(self) -> str:
+        """For logs: the shares, and the missed products that matter most."""
+        calls = sum(line.calls for line in self.lines)
+        if not calls:
+            return f"tuned products on {self.device}: none was asked for"
+        measures = {"calls": "calls", "operations": "operations", "seconds": "time"}
+        shares = {name: self.share(measure) for measure, name in measures.items()}
+        listed = ", ".join(f"{share:.1%} of {name}" for name, share in shares.items() if share is not None)
+        lines = [f"tuned products on {self.device}: {listed} ({calls} calls of {len(self.lines)} products)"]
+        lines += [f"  from {path}" for path in self.files] or ["  there is no file for this device"]
+        missed = self.missed
+        for line in missed[:SHOWN]:
+            time = f", {line.seconds:.3f} s" if line.seconds else ""
+            nearest = f"nearest: {line.nearest.tokens} tokens" if line.nearest else "none for any number of tokens"
+            lines.append(f"  missed {line.key}: {line.calls} calls{time}; {nearest}")
+        if len(missed) > SHOWN:
+            lines.append(f"  and {len(missed) - SHOWN} more")
+        return "\n".join(lines)
+
+
+def write(path: Path, coverage: Coverage) -> None:
+    """Write a report as JSON, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fields = dataclasses.asdict(coverage)
+    json_file.write(path, fields, "lines", fields.pop("lines"))
+
+
+def read(path: Path) -> Coverage:
+    """Read what `write` wrote.
+
+    Raises:
+        ValueError: it is no such file; the message says where, what stands there, and what is allowed.
+        OSError: it cannot be read.
+    """
+    return json_file.read(path, _coverage, _REMEDY)
+
+
+def _coverage(content: Any) -> Coverage:
+    if isinstance(content, dict):
+        check_format(content.get("format"))
+    return json_file.record(Coverage, content, "", files=_texts, lines=_lines)
+
+
+def _texts(value: Any, place: str) -> tuple[Any, ...]:
+    return json_file.sequence(value, place, lambda item, _: item)
+
+
+def _lines(value: Any, place: str) -> tuple[Line, ...]:
+    return json_file.sequence(value, place, _line)
+
+
+def _line(value: Any, place: str) -> Line:
+    return json_file.record(Line, value, place, key=product_key, nearest=_nearest)
+
+
+def _nearest(value: Any, place: str) -> ProductKey | None:
+    return None if value is None else product_key(value, place)
