@@ -22,5 +22,6 @@ COMMANDS = {
     ),
     "plan": Command(module="lsq.commands.plan", help="place buffers in as little memory as possible"),
     "doctor": Command(module="lsq.commands.doctor", help="what this machine can do, and what to install for more"),
+    "configs": Command(module="lsq.commands.configs", help="files of tuned products: list, show, verify, export"),
     "user-dir": Command(module="lsq.commands.user_dir", help="print the folder for fairseq's --user-dir"),
 }

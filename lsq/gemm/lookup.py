@@ -1,6 +1,6 @@
 """How each product is run: the tuned entry where there is one, the default otherwise; both are counted.
 
-The CPU's operations ask `configuration` for every product, so that it is a dictionary lookup. Which files are used is
+The CPU's operations ask `configuration_for` for every product, so that it is a dictionary lookup. Which files are used is
 settled when the first product is asked for; `set_files` changes it, and goes before memory is planned.
 """
 
@@ -208,7 +208,7 @@ def load(here: Validators) -> Table:
     return made
 
 
-def configuration(op: str, m: int, n: int, k: int, layout: str) -> CpuConfiguration:
+def configuration_for(op: str, m: int, n: int, k: int, layout: str) -> CpuConfiguration:
     """How the CPU runs the int8 product of an operation, out [M, N] = a times b; counted.
 
     Args:
@@ -231,6 +231,6 @@ def largest_scratch(op: str, m: int, n: int, k: int, layout: str) -> int:
     return table().largest_scratch(op, m, n, k, layout)
 
 
-def coverage(kind: str = "cpu") -> Coverage:
+def coverage_report(kind: str = "cpu") -> Coverage:
     """What products were asked for so far, and which had an entry."""
     return table(kind).coverage()

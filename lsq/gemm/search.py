@@ -4,7 +4,6 @@ Files that are named explicitly are the only ones then. Otherwise the user's fol
 by entry: what one file lacks is taken from the next. A file whose validators do not match is refused as a whole.
 """
 
-import dataclasses
 import functools
 import os
 import re
@@ -18,9 +17,8 @@ from lsq.csrc import processor
 from lsq.csrc.find import find_cublaslt
 from lsq.csrc.products import ProductLibrary
 from lsq.gemm import configuration_file
-from lsq.gemm.checks import shown
 from lsq.gemm.configuration import ConfigurationFile
-from lsq.gemm.validators import CpuValidators, CudaValidators, Validators
+from lsq.gemm.validators import CpuValidators, CudaValidators, Validators, difference
 
 PACKAGE_FOLDER = Path(__file__).parent / "configs"
 
@@ -98,25 +96,6 @@ def _judged(path: Path, source: str, file: ConfigurationFile, here: Validators) 
     theirs = file.validators
     foreign = theirs.kind != here.kind or theirs.device != here.device
     return Found(path=path, source=source, file=file, refusal=difference(theirs, here), foreign=foreign)
-
-
-def difference(file: Validators, here: Validators) -> str | None:
-    """The first value in which a file's validators differ from this device's, in words; None where none does."""
-    if file.kind != here.kind:
-        return f"kind differs: the file is for {_named(file)}, here is {_named(here)}"
-    for field in dataclasses.fields(here):
-        theirs, ours = getattr(file, field.name), getattr(here, field.name)
-        if theirs == ours:
-            continue
-        if field.name == "features":
-            more, less = (" ".join(sorted(set(one) - set(other))) for one, other in ((theirs, ours), (ours, theirs)))
-            return f"features differ: the file alone has {more or 'none'}, this CPU alone has {less or 'none'}"
-        return f"{field.name} differs: the file says {shown(theirs)}, here it is {shown(ours)}"
-    return None
-
-
-def _named(validators: Validators) -> str:
-    return f"the {'CPU' if validators.kind == 'cpu' else 'GPU'} {shown(validators.device)}"
 
 
 def here(kind: str = "cpu", device: torch.device | None = None) -> Validators:

@@ -1,5 +1,6 @@
 """Which device the entries of a file hold for: plain, checked data."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -66,6 +67,25 @@ class CudaValidators:
 
 
 Validators = CpuValidators | CudaValidators
+
+
+def difference(file: Validators, here: Validators) -> str | None:
+    """The first value in which a file's validators differ from this device's, in words; None where none does."""
+    if file.kind != here.kind:
+        return f"kind differs: the file is for {_named(file)}, here is {_named(here)}"
+    for field in dataclasses.fields(here):
+        theirs, ours = getattr(file, field.name), getattr(here, field.name)
+        if theirs == ours:
+            continue
+        if field.name == "features":
+            more, less = (" ".join(sorted(set(one) - set(other))) for one, other in ((theirs, ours), (ours, theirs)))
+            return f"features differ: the file alone has {more or 'none'}, this CPU alone has {less or 'none'}"
+        return f"{field.name} differs: the file says {shown(theirs)}, here it is {shown(ours)}"
+    return None
+
+
+def _named(validators: Validators) -> str:
+    return f"the {'CPU' if validators.kind == 'cpu' else 'GPU'} {shown(validators.device)}"
 
 
 def check_format(value: object) -> None:

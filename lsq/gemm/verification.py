@@ -1,14 +1,16 @@
 """Whether what a file of tuned products says still holds: every entry is run, or checked by its library."""
 
+import contextlib
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry
+from lsq.gemm.configuration import Configuration, ConfigurationFile, Entry
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.tuned_cublaslt import decoded_fault, spec_of
 
-LARGEST_OPERANDS = 2**31
-"""Bytes of operands, result and reference with which an entry of a CPU is run; larger ones are faults."""
+LARGEST_PRODUCT = 2**31
+"""Bytes of operands and result up to which an entry is run; a larger one is a fault, for files are not trusted."""
 
 Check = Callable[[Entry], str | None]
 """What is wrong with an entry, in words, or None."""
@@ -20,22 +22,34 @@ def verify(file: ConfigurationFile, check: Check) -> Iterator[tuple[Entry, str |
         yield entry, check(entry)
 
 
-def cpu_check(exact: Callable[[ProductKey, CpuConfiguration], bool]) -> Check:
-    """A check that runs entries on the CPU.
+class Trial(Protocol):
+    """One product with its operands, as the tuner has them."""
+
+    def fault(self, configuration: Configuration) -> str | None:
+        """Run once and compare with exact arithmetic: what is wrong, or None."""
+
+    def close(self) -> None:
+        """Free what was allocated."""
+
+
+def trial_check(start: Callable[[ProductKey], Trial]) -> Check:
+    """A check that runs each entry once.
 
     Args:
-        exact: runs a product once as configured, on codes up to +-127, and says whether every sum is exact.
+        start: makes the operands of a product; `trial` of the tuner's backends.
     """
 
     def check(entry: Entry) -> str | None:
         key = entry.key
-        needed = 9 * (key.m * key.k + key.n * key.k) + 16 * key.m * key.n  # int8 and float64; int32, twice, and float64
-        if needed > LARGEST_OPERANDS:
-            return f"not run: its operands and reference need {needed / 2**30:.1f} GiB; remove the entry"
+        needed = key.m * key.k + key.n * key.k + 4 * key.m * key.n
+        if needed > LARGEST_PRODUCT:
+            return f"not run, because its operands and its result take {needed / 2**30:.1f} GiB; remove the entry"
         try:
-            return None if exact(key, entry.configuration) else "its sums are wrong here; tune this product again"
-        except (RuntimeError, ValueError) as error:
-            return f"it does not run here ({error}); tune this product again"
+            with contextlib.closing(start(key)) as trial:
+                fault = trial.fault(entry.configuration)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            fault = f"it does not run here ({error})"
+        return fault and f"{fault}; tune this product again"
 
     return check
 

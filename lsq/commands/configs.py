@@ -1,0 +1,167 @@
+"""`lsq configs`: the files of tuned products that there are, what they say, and whether it still holds."""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from lsq.commands.options import one_line_errors
+from lsq.gemm import configuration_file, lookup, search, verification
+from lsq.gemm.configuration import ConfigurationFile, Entry
+from lsq.gemm.cublaslt import Products
+from lsq.gemm.validators import Validators, difference
+
+KINDS = ("cpu", "cuda")
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq configs`."""
+    made = ArgumentParser(
+        prog="lsq configs",
+        description="Files that say how each matrix product runs fastest on one device; `lsq tune` makes them.",
+        allow_abbrev=False,
+    )
+    one_line_errors(made)
+    actions = made.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="all files that are found, and whether they are used here")
+    showing = actions.add_parser("show", help="what a file says")
+    verifying = actions.add_parser("verify", help="run every entry of a file, or have the library check it")
+    exporting = actions.add_parser("export", help="write the entries that are in use here as one file")
+    for action in (listing, showing, verifying, exporting):
+        one_line_errors(action)
+    for action in (showing, verifying):
+        action.add_argument("file", type=Path, metavar="FILE.json")
+    verifying.add_argument("--quiet", action="store_true", help="no progress bar")
+    exporting.add_argument(
+        "output", type=Path, metavar="PATH", help="a file, or a folder, where it is named after the device"
+    )
+    exporting.add_argument("--kind", choices=KINDS, default="cpu", help="of device (default: cpu)")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand; the exit status: 1 if `verify` found an entry that does not hold, else 0.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the file.
+        RuntimeError: there is no GPU, or no libcublasLt, where one is needed.
+    """
+    given = parser().parse_args(arguments)
+    if given.action == "verify":
+        return verify(given.file, quiet=given.quiet)
+    if given.action == "export":
+        return export(given.output, given.kind)
+    print(list_files() if given.action == "list" else show(configuration_file.read(given.file)))
+    return 0
+
+
+def _devices() -> dict[str, Validators | str]:
+    """What is here of each kind, or why nothing is."""
+    found: dict[str, Validators | str] = {}
+    for kind in KINDS:
+        try:
+            found[kind] = search.here(kind)
+        except RuntimeError as error:
+            found[kind] = str(error)
+    return found
+
+
+def list_files() -> str:
+    """Every file, its device, and whether it is used."""
+    devices = _devices()
+    found = [(source, path, search.look(path, source, devices["cpu"])) for source, path in search.paths()]
+    if not found:
+        return f"There are no files in {search.user_folder()} or in the package. `lsq tune` makes one."
+    lines = []
+    for source, path, each in found:
+        if each.file is None:
+            lines.append(f"{path} ({source}): damaged: {each.refusal}")
+            continue
+        theirs = each.file.validators
+        ours = devices[theirs.kind]
+        refusal = ours if isinstance(ours, str) else difference(theirs, ours)
+        verdict = "used" if refusal is None else f"not used: {refusal}"
+        lines.append(f"{path} ({source}): {theirs.device}, {len(each.file.entries)} entries; {verdict}")
+    return "\n".join(lines)
+
+
+def show(file: ConfigurationFile) -> str:
+    """The device of a file and a table of its entries."""
+    validators = file.validators
+    words = [f"{name} {_text(value)}" for name, value in vars(validators).items() if name not in ("device", "format")]
+    lines = [f"{validators.device}: {', '.join(words)}", f"{len(file.entries)} entries; times in microseconds"]
+    rows = [("op", "m", "n", "k", "layout", "types", "chosen", "default", "float", "gain", "spread", "date", "run as")]
+    rows += [_row(entry) for entry in file.entries]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["<", ">", ">", ">", "<", "<", ">", ">", ">", ">", ">", "<", "<"]
+    for row in rows if file.entries else []:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    return " ".join(value) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    key, times = entry.key, entry.times
+    types = f"{key.dtype} {key.out}" + ("" if key.alpha == "one" else f" {key.alpha}")
+    numbers = [f"{time:.1f}" for time in (times.chosen, times.default, times.float)]
+    measured = (*numbers, f"{entry.gain:.2f}", f"{entry.spread:.1%}", entry.date[:10])
+    return (key.op, str(key.m), str(key.n), str(key.k), key.layout, types, *measured, str(entry.configuration))
+
+
+def verify(path: Path, *, quiet: bool) -> int:
+    """Check every entry, print what is wrong; the exit status: 1 if anything is, else 0.
+
+    Raises:
+        ValueError: the file is damaged, or was made for another device.
+        OSError: it cannot be read.
+        RuntimeError: it is for a GPU, and there is none.
+    """
+    file = configuration_file.read(path)
+    here = search.here(file.validators.kind)
+    refusal = difference(file.validators, here)
+    if refusal is not None:
+        raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
+    faults = 0
+    checked = verification.verify(file, checker(file.validators.kind))
+    with tqdm(checked, total=len(file.entries), desc="verifying", unit="entry", disable=quiet, leave=False) as bar:
+        for entry, fault in bar:
+            if fault is not None:
+                faults += 1
+                bar.write(f"{entry.key}: {fault}")
+    print(f"{len(file.entries)} entries checked; {faults or 'none'} wrong.")
+    return 1 if faults else 0
+
+
+def checker(kind: str) -> verification.Check:
+    """What checks the entries of a kind of device.
+
+    Raises:
+        RuntimeError: there is no libcublasLt where one is needed.
+    """
+    if kind == "cuda":
+        return verification.cublaslt_check(Products(torch.device("cuda", torch.cuda.current_device())))
+    from lsq.gemm.cpu_candidates import CpuBackend
+
+    return verification.trial_check(CpuBackend().trial)
+
+
+def export(output: Path, kind: str) -> int:
+    """Write the entries that are in use as one file.
+
+    Raises:
+        ValueError: there are none.
+        OSError: it cannot be written.
+        RuntimeError: there is no device of this kind.
+    """
+    file = lookup.table(kind).file
+    if not file.entries:
+        raise ValueError(f"no file holds for the {kind} here, so there is nothing to export; make one with `lsq tune`")
+    path = output / search.file_name(file.validators) if output.is_dir() else output
+    configuration_file.write(path, file)
+    print(f"{len(file.entries)} entries for {file.validators.device}: {path}")
+    return 0
