@@ -3,11 +3,12 @@
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
 """
 
-from lsq.gemm.lookup import configuration_for, coverage_report, largest_scratch, set_files
+from lsq.gemm.lookup import add_seconds, configuration_for, coverage_report, largest_scratch, set_files
 from lsq.gemm.product import LARGEST_INNER, block_scratch, int8_product, reference, row_blocks
 
 __all__ = [
     "LARGEST_INNER",
+    "add_seconds",
     "block_scratch",
     "configuration_for",
     "coverage_report",

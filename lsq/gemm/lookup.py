@@ -1,7 +1,7 @@
 """How each product is run: the tuned entry where there is one, the default otherwise; both are counted.
 
-The CPU's operations ask `configuration_for` for every product, so that it is a dictionary lookup. Which files are used is
-settled when the first product is asked for; `set_files` changes it, and goes before memory is planned.
+The CPU's operations ask `configuration_for` for every product, so that it is a dictionary lookup. Which files are used
+is settled when the first product is asked for; `set_files` changes it, and goes before memory is planned.
 """
 
 import logging
@@ -100,10 +100,15 @@ class Table:
         self._uses[asked] = use
         return use
 
-    def add_seconds(self, key: ProductKey, seconds: float) -> None:
-        """Say how long a product took that was looked up, for the report."""
+    def add_seconds(self, op: str, m: int, n: int, k: int, layout: str, seconds: float) -> None:
+        """Say how long a product took whose configuration was asked for, for the report.
+
+        Raises:
+            ValueError: there is no such product.
+        """
+        asked = (op, m, n, k, layout)
         with self._lock:
-            (self._uses.get(key) or self._first_use(key, key)).seconds += seconds
+            (self._uses.get(asked) or self._first_use(asked, ProductKey.of(*asked))).seconds += seconds
 
     def largest_scratch(self, op: str, m: int, n: int, k: int, layout: str) -> int:
         """Bytes of scratch memory that suffice for a product, and for the same in any smaller batch.
@@ -188,24 +193,31 @@ def table(kind: str = "cpu") -> Table:
 
 
 def load(here: Validators) -> Table:
-    """A table of the files that are searched. Refused ones are warned of, each once in a process.
+    """A table of the files that are searched; files that are refused are warned of, once in a process.
 
-    Not warned of: files of the package that are for other devices, and any for other kinds of device.
+    Not warned of: those for other kinds of device; in the package, those for other devices; those with another in the
+    same folder that holds.
     """
     made = Table(here, search.find(here))
-    for each in made.found:
-        of_another_kind = each.file is not None and each.file.validators.kind != here.kind
-        if each.refusal is None or of_another_kind or (each.source == "package" and each.foreign):
-            continue
-        if (each.path, each.refusal) not in _warned:
-            _warned.add((each.path, each.refusal))
-            logger.warning(
-                "%s is not used: %s. Products that no other file has run untuned; tune them here (`lsq tune`), or "
-                "delete the file.",
-                each.path,
-                each.refusal,
-            )
+    served = {each.source for each in made.used}
+    refused = [each for each in made.found if _worth_a_warning(each, here, served)]
+    news = [each for each in refused if (each.path, each.refusal) not in _warned]
+    _warned.update((each.path, each.refusal) for each in news)
+    if news:
+        logger.warning(
+            "not used: %s. Products that no other file has run untuned: tune them here (`lsq tune`), or delete it.",
+            "; ".join(f"{each.path}: {each.refusal}" for each in news),
+        )
     return made
+
+
+def _worth_a_warning(each: Found, here: Validators, served: set[str]) -> bool:
+    if each.refusal is None:
+        return False
+    if each.file is None:
+        return True
+    expected = each.file.validators.kind != here.kind or (each.source == "package" and each.foreign)
+    return not expected and each.source not in served
 
 
 def configuration_for(op: str, m: int, n: int, k: int, layout: str) -> CpuConfiguration:
@@ -220,6 +232,15 @@ def configuration_for(op: str, m: int, n: int, k: int, layout: str) -> CpuConfig
         ValueError: there is no such product.
     """
     return table().configuration(op, m, n, k, layout)
+
+
+def add_seconds(op: str, m: int, n: int, k: int, layout: str, seconds: float) -> None:
+    """Say how long a product of the CPU took whose configuration was asked for, for the report.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    table().add_seconds(op, m, n, k, layout, seconds)
 
 
 def largest_scratch(op: str, m: int, n: int, k: int, layout: str) -> int:

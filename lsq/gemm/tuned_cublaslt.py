@@ -9,24 +9,23 @@ import torch
 from lsq.gemm.configuration import DECODED, Entry
 from lsq.gemm.cublaslt import Algorithm, Products, first_candidate
 from lsq.gemm.lookup import Table
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm.product_key import OPERATIONS, ProductKey
 from lsq.gemm.product_spec import ProductSpec
 
 logger = logging.getLogger(__name__)
 
 
 def keys_of(spec: ProductSpec) -> list[ProductKey]:
-    """The keys of entries that may serve a product, best first; none for batches of products.
+    """The keys of entries that may serve a product, that of the product by itself first; none for batches of products.
 
-    The library knows no operations: the key is that of a product by itself, or, where the batch's tokens are the inner
-    dimension, of a weight's gradient.
+    The library knows no operations, so that the entry of any that multiplies these shapes will do.
     """
     if spec.batch > 1:
         return []
     numbers = {"m": spec.m, "n": spec.n, "k": spec.k, "dtype": _name(spec.dtype), "out": _name(spec.out_dtype)}
     layout = ("t" if spec.transpose_a else "n") + ("n" if spec.transpose_b else "t")
-    ops = ["matmul", "linear_weight_gradient"] if spec.dtype == torch.int8 else ["matmul"]
-    return [ProductKey(op=op, alpha=spec.alpha, layout=layout, **numbers) for op in ops]
+    others = [op for op in OPERATIONS if op != "matmul"] if spec.dtype == torch.int8 else []
+    return [ProductKey(op=op, alpha=spec.alpha, layout=layout, **numbers) for op in ["matmul", *others]]
 
 
 def spec_of(key: ProductKey) -> ProductSpec:

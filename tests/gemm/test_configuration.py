@@ -1,0 +1,124 @@
+"""Configurations, entries and files as data: what they refuse."""
+
+import dataclasses
+import datetime
+
+import pytest
+
+from lsq.gemm.configuration import LARGEST_FLOAT_INNER, CpuConfiguration, now
+from tests.gemm.tuned import GPU, TIMES, cublas, cublas_entry, entry, file, key
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a_layout": "km"}, "a_layout is 'km'; allowed: 'as_is'"),
+        ({"b_layout": None}, "b_layout is None; allowed: 'as_is'"),
+        ({"rows": -1}, "rows is -1; it must be a whole number from 0"),
+        ({"path": "magic"}, "path is 'magic'; allowed: 'int_mm', 'float32'"),
+        ({"padded_rows": 5000}, "padded_rows is 5000; it must be a whole number from 0 to 4096"),
+    ],
+)
+def test_no_such_cpu_configuration(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        CpuConfiguration(**changes)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "changes", "message"),
+    [
+        (CpuConfiguration(path="float32"), {"k": LARGEST_FLOAT_INNER + 1}, "path is 'float32'; sums over 1041 codes"),
+        (CpuConfiguration(a_layout="mk"), {}, 'a_layout is "mk"; a lies so already: use "as_is"'),
+        (CpuConfiguration(b_layout="nk"), {}, "b_layout is 'nk'; b lies so already: use \"as_is\""),
+        (CpuConfiguration(b_layout="kn"), {"layout": "tn"}, "b_layout is 'kn'; b lies so already"),
+    ],
+)
+def test_an_entry_whose_configuration_cannot_run(configuration, changes, message):
+    with pytest.raises(ValueError, match=f"^configuration.{message}"):
+        entry(configuration=configuration, **changes)
+
+
+def test_largest_float_inner():
+    """Up to there no sum passes 2^24, the first whole number whose successor is no float32."""
+    assert LARGEST_FLOAT_INNER * 127**2 <= 2**24 < (LARGEST_FLOAT_INNER + 1) * 127**2
+    entry(configuration=CpuConfiguration(path="float32"), k=LARGEST_FLOAT_INNER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": b"12"}, "algorithm is 2 bytes; it must be 64 bytes: tune again"),
+        ({"algorithm": "12"}, "algorithm is '12'; it must be 64 bytes"),
+        ({"workspace_bytes": -1}, "workspace_bytes is -1; it must"),
+        ({"tile": 2**32}, "tile is 4294967296; it must"),
+    ],
+)
+def test_no_such_algorithm(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cublas(**changes)
+
+
+def test_cublaslt_multiplies_int8_in_one_layout():
+    with pytest.raises(ValueError, match="^configuration.algorithm is of cuBLASLt, which multiplies int8 as \"nt\""):
+        cublas_entry(layout="nn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": key(1000)}, "key is linear_int8 1000 x .* only multiples of 32 have entries: use linear_int8 1024 x"),
+        ({"spread": float("nan")}, "spread is nan; it must be a finite number"),
+        ({"spread": -0.1}, "spread is -0.1; it must"),
+        ({"date": "2026-02-30T00:00:00Z"}, "date is '2026-02-30T00:00:00Z'; it must be a time in UTC like"),
+        ({"date": "2026-01-31 23:59:59"}, "date is "),
+        ({"date": "٢026-01-31T23:59:59Z"}, "date is "),
+        ({"date": 20260131}, "date is 20260131"),
+    ],
+)
+def test_no_such_entry(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        dataclasses.replace(entry(), **changes)
+
+
+@pytest.mark.parametrize("name", ["chosen", "default", "float"])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), 1e13, "1", None, True])
+def test_no_such_time(name, value):
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        dataclasses.replace(TIMES, **{name: value})
+
+
+def test_gain_and_text():
+    assert entry().gain == pytest.approx(1.25)
+    assert str(CpuConfiguration(rows=96)) == "int_mm, 96 rows"
+    full = CpuConfiguration(a_layout="mk", b_layout="kn", path="float32", padded_rows=16)
+    assert str(full) == "float32, all rows, copy a as mk, copy b as kn, padded to 16"
+    assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
+
+
+def test_the_default_is_what_runs_untuned():
+    assert CpuConfiguration.default("linear_int8") == CpuConfiguration(rows=512)
+    with pytest.raises(ValueError, match="op is 'softmax'; allowed"):
+        CpuConfiguration.default("softmax")
+
+
+def test_a_file_sorts_its_entries():
+    assert file(entry(9), entry(8)) == file(entry(8), entry(9))
+    assert [each.key.m for each in file(entry(100), entry(9)).entries] == [9, 100]
+
+
+def test_a_file_refuses_duplicates_and_other_kinds():
+    with pytest.raises(ValueError, match=r"^entries\[2\].key is linear_int8 8 x .*, which entries\[0\] has already"):
+        file(entry(8), entry(9), entry(8))
+    with pytest.raises(ValueError, match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'"):
+        file(entry(), cublas_entry())
+    assert len(file(cublas_entry(), validators=GPU).entries) == 1
+
+
+def test_with_entries():
+    changed = entry(8, configuration=CpuConfiguration(rows=32))
+    assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(changed, entry(9), entry(10))
+
+
+def test_now():
+    then = datetime.datetime.fromisoformat(dataclasses.replace(entry(), date=now()).date)
+    assert abs(datetime.datetime.now(datetime.UTC) - then) < datetime.timedelta(minutes=1)

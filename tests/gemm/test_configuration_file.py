@@ -1,0 +1,278 @@
+"""Files are read as they were written; whatever else stands there is one ValueError that says where, or means the same.
+
+The fuzz test reads 1,000 mutations of valid files: bytes flipped, text cut, doubled and moved, values of other types,
+sizes and depths put in the place of each field.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lsq.gemm import json_file
+from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration
+from lsq.gemm.configuration_file import read, write
+from tests.gemm.tuned import GPU, cublas_entry, entry, file
+
+CPU_FILE = file(
+    entry(8),
+    entry(1024, configuration=CpuConfiguration(b_layout="kn", path="float32", padded_rows=16)),
+    entry(op="linear_weight_gradient", m=512, k=4096, layout="tn", configuration=CpuConfiguration(a_layout="mk")),
+)
+GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "file.json"
+
+
+@pytest.mark.parametrize("wanted", [CPU_FILE, GPU_FILE, file(), file(validators=GPU)])
+def test_round_trip(path, wanted):
+    write(path, wanted)
+    assert read(path) == wanted
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+def test_one_line_per_entry(path):
+    write(path, CPU_FILE)
+    assert len(path.read_text().splitlines()) == 4 + len(CPU_FILE.entries) + 1
+    assert json.loads(path.read_text())["validators"]["device"] == "Example CPU"
+
+
+def test_folders_are_made(tmp_path):
+    write(tmp_path / "a" / "b" / "file.json", CPU_FILE)
+    assert read(tmp_path / "a" / "b" / "file.json") == CPU_FILE
+
+
+def changed(value, *places):
+    """The CPU file's content with `value` at a place; DELETE: without it."""
+    content = contents(CPU_FILE)
+    inner = content
+    for place in places[:-1]:
+        inner = inner[place]
+    if value is DELETE:
+        del inner[places[-1]]
+    else:
+        inner[places[-1]] = value
+    return json.dumps(content)
+
+
+DELETE = object()
+
+
+def contents(wanted: ConfigurationFile):
+    """What stands in a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "file.json"), wanted)
+        return json.loads(Path(folder, "file.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "this is not JSON (line 1, column 1"),
+        ("{", "this is not JSON (line 1, column 2"),
+        ("\ufeff{}", "this is not JSON"),
+        ("[]", "the content is a list; it must be an object with validators, entries"),
+        ("null", "the content is None; it must be an object"),
+        ("{}", "the content has no field 'validators'; needed: validators, entries"),
+        ('{"a": NaN}', "NaN is no number in these files"),
+        ('{"a": -Infinity}', "-Infinity is no number in these files"),
+        ('{"a": 1, "a": 2}', "the field 'a' stands twice in one object"),
+        ('{"a": ' + "9" * 5000 + "}", "the number 99999999999999999999... is 5000 characters long; at most 40"),
+        ('{"a": 0.' + "1" * 5000 + "}", "the number 0.111111111111111111... is 5002 characters long"),
+        ("[" * 100_000, "objects and lists stand more than 8 deep"),
+        ('{"a":' * 100_000, "objects and lists stand more than 8 deep"),
+        ("[" * 9 + "]" * 9, "objects and lists stand more than 8 deep"),
+        ("[" * 8 + "]" * 8, "the content is a list"),
+        (changed(1, "extra"), "the content has the unknown field 'extra'; allowed: validators, entries"),
+        (changed(1, "\ud800"), r"the content has the unknown field '\ud800'"),
+        (changed([], "validators"), "validators is a list; it must be an object"),
+        (changed(2, "validators", "format"), "validators.format is 2; this version of lsq reads format 1"),
+        (changed(DELETE, "validators", "format"), "validators.format is None; this version of lsq reads format 1"),
+        (changed("tpu", "validators", "kind"), "validators.kind is 'tpu'; allowed: 'cpu', 'cuda'"),
+        (changed([], "validators", "kind"), "validators.kind is a list; allowed"),
+        (changed(7, "validators", "device"), "validators.device is 7; it must be a printable text"),
+        (changed("avx2", "validators", "features"), "validators.features is 'avx2'; it must be a list"),
+        (changed([1], "validators", "features"), "validators.features[0] is 1; it must be a printable text"),
+        (changed({}, "entries"), "entries is a dict; it must be a list"),
+        (changed(None, "entries", 1), "entries[1] is None; it must be an object with key, configuration, times"),
+        (changed(0, "entries", 1, "key", "m"), "entries[1].key.m is 0; it must be a whole number from 1 to"),
+        (changed(1e3, "entries", 1, "key", "m"), "entries[1].key.m is 1000.0; it must be a whole number"),
+        (changed(1000, "entries", 1, "key", "m"), "entries[1].key is linear_int8 1000 x 128 x 256"),
+        (changed("gelu", "entries", 0, "key", "op"), "entries[0].key.op is 'gelu'; allowed: 'linear_int8'"),
+        (changed(DELETE, "entries", 0, "key", "layout"), "entries[0].key has no field 'layout'; needed: op, m"),
+        (changed("fast", "entries", 0, "configuration", "path"), "entries[0].configuration.path is 'fast'; allowed"),
+        (changed(True, "entries", 0, "configuration", "rows"), "entries[0].configuration.rows is True; it must be"),
+        (changed("kn", "entries", 2, "configuration", "b_layout"), "entries[2].configuration.b_layout is 'kn'; b lies"),
+        (changed(-1.0, "entries", 0, "times", "float"), "entries[0].times.float is -1.0; it must be a finite number"),
+        (changed(1.0, "entries", 0, "times", "worst"), "entries[0].times has the unknown field 'worst'; allowed"),
+        (changed("often", "entries", 0, "spread"), "entries[0].spread is 'often'; it must be a finite number"),
+        (changed("today", "entries", 0, "date"), "entries[0].date is 'today'; it must be a time in UTC"),
+    ],
+    ids=lambda text: text[:40].replace("\ud800", ""),
+)
+def test_damaged_files_say_what_is_wrong(path, text, message):
+    path.write_text(text)
+    with pytest.raises(ValueError) as raised:
+        read(path)
+    assert str(raised.value).startswith(f"{path}: {message}")
+    assert str(raised.value).endswith("(correct or delete the file, or make it again with `lsq tune`)")
+
+
+def test_infinite_times(path):
+    write(path, CPU_FILE)
+    path.write_text(path.read_text().replace("80.0", "1e400"))
+    with pytest.raises(ValueError, match=r"entries\[0\].times.chosen is inf; it must be a finite number"):
+        read(path)
+
+
+@pytest.mark.parametrize("digits", ["zz" * 64, "00" * 63, "00" * 65, "0" * 127 + " ", "٠" * 128, 5, None])
+def test_algorithms_are_hexadecimal(path, digits):
+    content = contents(GPU_FILE)
+    content["entries"][0]["configuration"]["algorithm"] = digits
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"configuration.algorithm is .*; it must be 128 hexadecimal digits"):
+        read(path)
+
+
+def test_duplicate_entries(path):
+    content = contents(CPU_FILE)
+    content["entries"].append(content["entries"][0])
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"entries\[3\].key is .*, which entries\[0\] has already; remove one"):
+        read(path)
+
+
+def test_entries_of_another_kind(path):
+    content = contents(CPU_FILE)
+    content["validators"] = contents(GPU_FILE)["validators"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"entries\[0\].configuration has the unknown field 'a_layout'"):
+        read(path)
+
+
+def test_not_text(path):
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match=r"this is no text in UTF-8 \(byte 0\)"):
+        read(path)
+
+
+def test_too_large(path):
+    path.write_bytes(b" " * (json_file.LARGEST_FILE + 1))
+    with pytest.raises(ValueError, match="the file is larger than 16777216 bytes"):
+        read(path)
+    path.write_bytes(b" " * json_file.LARGEST_FILE)
+    with pytest.raises(ValueError, match="this is not JSON"):
+        read(path)
+
+
+def test_not_a_file(path):
+    with pytest.raises(FileNotFoundError):
+        read(path)
+    path.mkdir()
+    with pytest.raises(ValueError, match="this is not a regular file"):
+        read(path)
+    os.mkfifo(path.with_name("pipe"))
+    with pytest.raises(ValueError, match="this is not a regular file"):
+        read(path.with_name("pipe"))
+
+
+def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
+    write(path, CPU_FILE)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write(path, GPU_FILE)
+    assert read(path) == CPU_FILE
+
+
+STRANGE = [None, True, False, 0, -1, 1, 16, 2**31, 2**64, 1e308, 0.5, math.inf, math.nan, [], {}, [[]], {"a": {"b": 1}}]
+STRANGE += ["", "x", "\x00", "\ud800", "a" * 999, "1", "nt", "tn", "int8", "as_is", "nk", "matmul", "00" * 64]
+STRANGE += [[[[[[[[[[]]]]]]]]]]
+PIECES = [b"[", b"{", b'"', b"}", b"]", b",", b":", b"-", b"9", b"e9", b"\\u", b"NaN"]
+
+
+def mutated_text(text: bytes, chance: random.Random) -> bytes:
+    """Some bytes changed, cut, doubled or put elsewhere."""
+    found = bytearray(text)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        start = chance.randrange(len(found) + 1)
+        stop = min(len(found), start + chance.choice([1, 2, 10, 100]))
+        piece = bytes(found[start:stop])
+        kind = chance.randrange(7)
+        if kind == 0 and start < len(found):
+            found[start] ^= 1 << chance.randrange(8)
+        elif kind == 1:
+            del found[start:stop]
+        elif kind == 2:
+            found[start:start] = piece * chance.choice([1, 50])
+        elif kind == 3:
+            place = chance.randrange(len(found) + 1)
+            found[place:place] = piece
+        elif kind == 4:
+            del found[start:]
+        elif kind == 5:
+            found[start:stop] = chance.choice(PIECES)
+        else:
+            found[start:start] = chance.choice([b"[", b'{"a":', b"9"]) * chance.choice([1, 30, 5000])
+    return bytes(found)
+
+
+def mutated_values(content, chance: random.Random) -> bytes:
+    """One value replaced, removed, changed a little, put beside its own under another name, or all fields reordered."""
+    content = copy.deepcopy(content)
+    places = []
+    stack = [content]
+    while stack:
+        inner = stack.pop()
+        names = list(inner) if isinstance(inner, dict) else range(len(inner))
+        places += [(inner, name) for name in names]
+        stack += [inner[name] for name in names if isinstance(inner[name], (dict, list))]
+    inner, name = chance.choice(places)
+    kind = chance.randrange(7)
+    if kind == 5:
+        numbers = [(inner, name) for inner, name in places if type(inner[name]) in (int, float)]
+        inner, name = chance.choice(numbers)
+        inner[name] = chance.choice([2 * inner[name], inner[name] + 1, inner[name] / 2, inner[name] - 1])
+    elif kind == 6:
+        return json.dumps(content, indent=chance.choice([None, 3]), sort_keys=True).encode()
+    elif kind == 0:
+        del inner[name]
+    elif kind == 1 and isinstance(inner, dict):
+        inner[chance.choice(["extra", "M", "", "k", "format"])] = inner[name]
+    elif kind == 1:
+        inner.append(inner[name])
+    elif kind == 2:
+        inner[name] = copy.deepcopy(chance.choice(places)[0])
+    else:
+        inner[name] = chance.choice(STRANGE)
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize("wanted", [CPU_FILE, GPU_FILE], ids=["cpu", "gpu"])
+def test_mutated_files_are_refused_or_mean_what_they_say(path, wanted):
+    chance = random.Random(5)
+    write(path, wanted)
+    text, content = path.read_bytes(), contents(wanted)
+    again = path.with_name("again.json")
+    refused = same = other = 0
+    for number in range(1000):
+        path.write_bytes(mutated_text(text, chance) if number % 2 else mutated_values(content, chance))
+        try:
+            found = read(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: ") and len(str(error)) < 1000 + len(str(path))
+            str(error).encode()
+            refused += 1
+            continue
+        write(again, found)
+        assert read(again) == found
+        same += found == wanted
+        other += found != wanted
+    assert refused > 600 and same > 30 and other > 30, (refused, same, other)

@@ -1,0 +1,71 @@
+"""Files of tuned products, for tests."""
+
+from pathlib import Path
+
+from lsq.gemm import configuration_file, lookup, search
+from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, CublasConfiguration, Entry, Times
+from lsq.gemm.product_key import ProductKey
+from lsq.gemm.validators import CpuValidators, CudaValidators
+
+DATE = "2026-01-31T23:59:59Z"
+CPU = CpuValidators(device="Example CPU", features=("avx2", "avx512f"), threads=2, library_version="3.7.1")
+GPU = CudaValidators(device="Example GPU", sm=90, multiprocessors=132, library_version="13.0.2")
+TIMES = Times(chosen=80.0, default=100.0, float=250.0)
+
+
+def key(m=64, **changes):
+    """The key of linear_int8 [64, 256] times [128, 256] transposed, or with changes."""
+    return ProductKey.of(**{"op": "linear_int8", "m": m, "n": 128, "k": 256} | changes)
+
+
+def entry(m=64, configuration=None, times=TIMES, **changes):
+    """An entry for `key`, which makes 96 rows at a time."""
+    configuration = configuration or CpuConfiguration(rows=96)
+    return Entry(key=key(m, **changes), configuration=configuration, times=times, spread=0.02, date=DATE)
+
+
+def cublas(**changes):
+    """Some algorithm of cuBLASLt."""
+    numbers = dict(tile=20, stages=8, split_k=1, reduction_scheme=0, swizzle=0, custom_option=0)
+    numbers |= dict(id=66, inner_shape=0, cluster_shape=2, workspace_bytes=1024)
+    return CublasConfiguration(**{"algorithm": bytes(range(64)), **numbers} | changes)
+
+
+def cublas_entry(configuration=None, **numbers):
+    """An entry for int8 [41, 64] times [48, 64] transposed to int32 by itself, or with changes."""
+    wanted = ProductKey(**{"op": "matmul", "m": 41, "n": 48, "k": 64} | numbers)
+    configuration = configuration or cublas()
+    return Entry(key=wanted, configuration=configuration, times=TIMES, spread=0.0, date=DATE)
+
+
+def file(*entries, validators=CPU):
+    """A file of these entries."""
+    return ConfigurationFile(validators=validators, entries=entries)
+
+
+class Machine:
+    """A device with folders of its own: what `search` finds there.
+
+    `here` are its validators by kind; a kind that is missing is not there.
+    """
+
+    def __init__(self, monkeypatch, folder: Path) -> None:
+        self.user, self.package = folder / "user" / "lsq" / "gemm", folder / "package"
+        self.here = {"cpu": CPU}
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "user"))
+        monkeypatch.setattr(search, "PACKAGE_FOLDER", self.package)
+        monkeypatch.setattr(search, "here", self._here)
+        monkeypatch.setattr(lookup, "_tables", {})
+        monkeypatch.setattr(lookup, "_explicit", None)
+        monkeypatch.setattr(lookup, "_warned", set())
+
+    def _here(self, kind="cpu"):
+        if kind not in self.here:
+            raise RuntimeError(f"there is no {kind} here")
+        return self.here[kind]
+
+    def add(self, folder: Path, name: str, *entries, validators=CPU) -> Path:
+        """Write a file."""
+        path = folder / f"{name}.json"
+        configuration_file.write(path, file(*entries, validators=validators))
+        return path
