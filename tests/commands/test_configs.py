@@ -1,0 +1,132 @@
+"""`lsq configs`: what it lists, shows, verifies and exports."""
+
+import dataclasses
+import json
+
+import pytest
+
+from lsq import cli
+from lsq.commands import configs
+from lsq.gemm import configuration_file, search
+from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file
+
+ITS_DEVICE = "the device that it was made on"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path)
+
+
+def test_list(machine, capsys):
+    used = machine.add(machine.user, "a", entry(8), entry(9))
+    other = machine.add(machine.package, "b", entry(8), validators=dataclasses.replace(CPU, threads=64))
+    gpu = machine.add(machine.package, "c", cublas_entry(), validators=GPU)
+    damaged = machine.package / "d.json"
+    damaged.write_text("{")
+    assert cli.main(["configs", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{used} (user): Example CPU, 2 entries; used"
+    assert lines[1].startswith(f"{other} (package): Example CPU, 1 entries; not used: threads differs: the file says 6")
+    assert lines[2] == f"{gpu} (package): Example GPU, 1 entries; not used: there is no cuda here"
+    assert lines[3].startswith(f"{damaged} (package): damaged: this is not JSON") and len(lines) == 4
+
+
+def test_list_on_a_gpu(machine, capsys):
+    machine.here["cuda"] = dataclasses.replace(GPU, sm=100)
+    machine.add(machine.user, "a", cublas_entry(), validators=GPU)
+    assert cli.main(["configs", "list"]) == 0
+    assert "not used: sm differs: the file says 90, here it is 100" in capsys.readouterr().out
+
+
+def test_list_nothing(machine, capsys):
+    assert cli.main(["configs", "list"]) == 0
+    assert f"There are no files in {machine.user} or in the package." in capsys.readouterr().out
+
+
+def test_show(machine, capsys):
+    path = machine.add(machine.user, "a", entry(8), entry(1024))
+    assert cli.main(["configs", "show", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Example CPU: features avx2 avx512f, threads 2, library onednn, library_version 3.7.1"
+    assert lines[1] == "2 entries; times in microseconds"
+    heading = "op m n k layout types chosen default float gain spread date run as"
+    assert lines[2].split() == heading.split()
+    expected = "linear_int8 1024 128 256 nt int8 int8 vector 80.0 100.0 250.0 1.25 2.0% 2026-01-31 int_mm, 96 rows"
+    assert lines[4].split() == expected.split() and len(lines) == 5
+    assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
+
+
+def test_show_files_of_gpus_and_empty_ones(machine):
+    shown = configs.show(file(cublas_entry(), validators=GPU))
+    assert "Example GPU: sm 90, multiprocessors 132" in shown and "id 66, tile 20" in shown
+    assert configs.show(file()).splitlines()[1:] == ["0 entries; times in microseconds"]
+
+
+def test_mistakes_are_one_line(machine, capsys):
+    path = machine.user / "a.json"
+    assert cli.main(["configs", "show", str(path)]) == 2
+    assert "No such file" in capsys.readouterr().err
+    path.parent.mkdir(parents=True)
+    path.write_text("[]")
+    assert cli.main(["configs", "show", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"lsq configs: error: {path}: the content is a list") and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        cli.main(["configs"])
+    assert "ACTION" in capsys.readouterr().err
+
+
+def test_verify(machine, monkeypatch, capsys):
+    path = machine.add(machine.user, "a", entry(8), entry(9))
+    faults = {8: None, 9: "its sums are wrong"}
+    monkeypatch.setattr(configs, "checker", lambda kind: lambda entry: faults[entry.key.m])
+    assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
+    wrong, total = capsys.readouterr().out.splitlines()
+    assert wrong == "linear_int8 9 x 128 x 256 (int8 to int8, nt, alpha vector): its sums are wrong"
+    assert total == "2 entries checked; 1 wrong."
+    monkeypatch.setattr(configs, "checker", lambda kind: lambda entry: None)
+    assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
+    assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
+
+
+def test_verify_refuses_files_of_other_devices(machine, capsys):
+    foreign = machine.add(machine.user, "a", entry(8), validators=dataclasses.replace(CPU, device="Other CPU"))
+    assert cli.main(["configs", "verify", str(foreign)]) == 2
+    assert "device differs: the file says 'Other CPU', here it is 'Example CPU'; verify" in capsys.readouterr().err
+    gpu = machine.add(machine.user, "b", cublas_entry(), validators=GPU)
+    assert cli.main(["configs", "verify", str(gpu)]) == 2
+    assert capsys.readouterr().err == f"lsq configs: error: {gpu}: there is no cuda here; verify it on {ITS_DEVICE}\n"
+
+
+def test_verify_runs_the_products_of_this_cpu(tmp_path, capsys):
+    pytest.importorskip("lsq.gemm.cpu_candidates")
+    path = tmp_path / "here.json"
+    configuration_file.write(path, file(entry(8), entry(64), validators=search.here()))
+    assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
+    assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
+
+
+def test_export(machine, tmp_path, capsys):
+    machine.add(machine.user, "a", entry(8))
+    machine.add(machine.package, "b", entry(8, times=dataclasses.replace(entry().times, chosen=1)), entry(9))
+    assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 0
+    assert configuration_file.read(tmp_path / "mine.json") == file(entry(8), entry(9))
+    assert capsys.readouterr().out == f"2 entries for Example CPU: {tmp_path / 'mine.json'}\n"
+    assert cli.main(["configs", "export", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "Example_CPU_2_threads.json").read_text())["validators"]["threads"] == 2
+
+
+def test_export_of_a_gpu(machine, tmp_path):
+    machine.here["cuda"] = GPU
+    machine.add(machine.user, "a", cublas_entry(), validators=GPU)
+    assert cli.main(["configs", "export", str(tmp_path), "--kind", "cuda"]) == 0
+    assert configuration_file.read(tmp_path / "Example_GPU.json").entries == (cublas_entry(),)
+
+
+def test_nothing_to_export(machine, tmp_path, capsys):
+    assert cli.main(["configs", "export", str(tmp_path / "mine.json"), "--kind", "cuda"]) == 2
+    assert "--kind is cuda, and there is no cuda here" in capsys.readouterr().err
+    assert cli.main(["configs", "export", str(tmp_path / "mine.json")]) == 2
+    assert "no file holds for the cpu here, so there is nothing to export; make one" in capsys.readouterr().err
+    assert not (tmp_path / "mine.json").exists()

@@ -1,0 +1,240 @@
+"""Lookups: which entry serves which product, what is counted, what memory suffices, which files are warned of."""
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lsq import gemm
+from lsq.gemm import lookup, scratch
+from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.lookup import Table
+from lsq.gemm.product_key import OPERATIONS, ProductKey
+from lsq.gemm.search import Found
+from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
+
+DEFAULT = CpuConfiguration.default("linear_int8")
+SMALL = CpuConfiguration(rows=32)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path)
+
+
+def table(*entries):
+    """A table of these entries, from one file."""
+    return Table(CPU, [Found(path=Path("file.json"), source="user", file=file(*entries), refusal=None)])
+
+
+def test_exact_up_to_512_then_the_next_multiple_of_32():
+    made = table(entry(41), entry(1024))
+    served = {m: made.lookup(key(m)) for m in (40, 41, 42, 512, 992, 993, 1000, 1024, 1025)}
+    assert [m for m, found in served.items() if found is not None] == [41, 993, 1000, 1024]
+    assert served[993] is served[1024] and served[41].key == key(41)
+
+
+@pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"layout": "nn"}, {"op": "linear_int32"}])
+def test_all_else_must_be_the_same(changes):
+    assert table(entry(41)).lookup(key(41, **changes)) is None
+
+
+def test_configuration():
+    made = table(entry(41), entry(op="linear_weight_gradient", m=128, k=1024, layout="tn", configuration=SMALL))
+    assert made.configuration("linear_int8", 41, 128, 256, "nt") == CpuConfiguration(rows=96)
+    assert made.configuration("linear_int8", 42, 128, 256, "nt") == DEFAULT
+    assert made.configuration("linear_weight_gradient", 128, 128, 1001, "tn") == SMALL
+    assert made.configuration("linear_weight_gradient", 128, 128, 992, "tn") == CpuConfiguration(rows=4096)
+    with pytest.raises(ValueError, match="op is 'conv'; allowed"):
+        made.configuration("conv", 41, 128, 256, "nt")
+    with pytest.raises(ValueError, match="m is 0"):
+        made.configuration("linear_int8", 0, 128, 256, "nt")
+
+
+def test_counts():
+    made = table(entry(41), entry(1024))
+    for m in (41, 1000, 1001, 1024, 7):
+        made.configuration("linear_int8", m, 128, 256, "nt")
+    made.lookup(key(41))
+    made.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
+    made.add_seconds("linear_int8", 1001, 128, 256, "nt", 0.25)
+    made.add_seconds("linear_int8", 1002, 128, 256, "nt", 0.25)
+    lines = {line.key.m: (line.hit, line.calls, line.seconds) for line in made.coverage().lines}
+    assert lines == {41: (True, 2, 0.5), 1024: (True, 3, 0.5), 7: (False, 1, 0.0)}
+    assert made.coverage().files == ("file.json",)
+
+
+def test_entries_are_seen_without_being_counted():
+    made = table(entry(1024))
+    assert made.entry(key(1000)) == entry(1024) and made.entry(key(7)) is None
+    assert not made.coverage().lines
+
+
+def test_a_refused_entry_is_a_miss_from_then_on():
+    made = table(entry(1024))
+    assert made.configuration("linear_int8", 1000, 128, 256, "nt") != DEFAULT
+    made.refuse(key(1001))
+    assert made.configuration("linear_int8", 1000, 128, 256, "nt") == DEFAULT
+    assert made.lookup(key(1024)) is None
+    (line,) = made.coverage().missed
+    assert line.calls == 3 and line.nearest == line.key
+
+
+def test_nearest():
+    made = table(entry(8), entry(16), entry(1024), entry(20, n=64))
+    assert [made.nearest(key(m)).m for m in (1, 12, 13, 600, 516, 5000)] == [8, 8, 16, 1024, 16, 1024]
+    assert made.nearest(key(8, n=64)).m == 20
+    assert made.nearest(key(8, k=64)) is None
+
+
+def test_largest_scratch():
+    hungry = CpuConfiguration(rows=0)
+    made = table(entry(64, configuration=hungry), entry(1024, configuration=hungry), entry(2048, configuration=SMALL))
+    for m, rows in {10: 10, 63: 63, 64: 64, 512: 512, 992: 512, 993: 993, 1024: 1024, 4096: 1024}.items():
+        assert made.largest_scratch("linear_int8", m, 128, 256, "nt") == rows * 128 * 4
+    assert made.largest_scratch("linear_int32", 4096, 128, 256, "nt") == 0
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_memory_for_the_largest_batch_serves_every_smaller_one(op):
+    """Whatever entries there are: no size falls with the batch, and what a batch needs was there."""
+    layout = OPERATIONS[op].layout
+    kinds = [CpuConfiguration(rows=rows, padded_rows=padded) for rows in (0, 48, 1000) for padded in (0, 64)]
+    kinds += [CpuConfiguration(b_layout="nk" if layout[1] == "n" else "kn")]
+    kinds += [CpuConfiguration(path="float32")] if OPERATIONS[op].tokens == "m" else []
+    base = ProductKey.of(op, 40, 24, 40)
+    tokens = [*range(1, 200, 13), *range(500, 1100, 32)]
+    made = {base.with_tokens(size).rounded(): kinds[place % len(kinds)] for place, size in enumerate(tokens)}
+    entries = [dataclasses.replace(entry(), key=each, configuration=kind) for each, kind in made.items()]
+    found = table(*entries)
+    before = 0
+    for size in range(1, 1100):
+        asked = base.with_tokens(size)
+        largest = found.largest_scratch(op, asked.m, asked.n, asked.k, layout)
+        assert largest >= before
+        before = largest
+        needed = scratch.size(asked, found.configuration(op, asked.m, asked.n, asked.k, layout))
+        assert needed <= largest
+
+
+def test_a_lookup_is_fast():
+    made = table(entry(41))
+    made.configuration("linear_int8", 41, 128, 256, "nt")
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(500):
+            made.configuration("linear_int8", 41, 128, 256, "nt")
+        times.append((time.perf_counter() - start) / 500)
+    assert min(times) < 2e-6
+
+
+def test_threads_lose_no_count():
+    made = table(entry(41))
+
+    def ask():
+        for m in itertools.islice(itertools.cycle(range(38, 44)), 3000):
+            made.configuration("linear_int8", m, 128, 256, "nt")
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {line.key.m: line.calls for line in made.coverage().lines} == dict.fromkeys(range(38, 44), 2000)
+
+
+def test_without_any_file(machine):
+    assert gemm.configuration_for("linear_int8", 41, 128, 256, "nt") == DEFAULT
+    assert gemm.largest_scratch("linear_int8", 41, 128, 256, "nt") == 41 * 128 * 4
+    gemm.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
+    report = gemm.coverage_report()
+    assert report.share("calls") == 0.0 and report.files == () and report.device == CPU.device
+
+
+def test_files_complete_one_another(machine, caplog):
+    machine.add(machine.package, "a", entry(8), entry(9))
+    machine.add(machine.user, "a", entry(9, configuration=SMALL), entry(10, configuration=SMALL))
+    found = lookup.table()
+    assert {each.key.m: each.configuration.rows for each in found.file.entries} == {8: 96, 9: 32, 10: 32}
+    assert found.file.validators == CPU
+    assert not caplog.records
+    assert len(gemm.coverage_report().files) == 2
+
+
+def test_the_table_is_loaded_once(machine):
+    assert lookup.table() is lookup.table("cpu")
+    with pytest.raises(RuntimeError, match="there is no cuda here"):
+        lookup.table("cuda")
+
+
+def test_explicit_files_are_the_only_ones(machine, tmp_path):
+    machine.add(machine.user, "a", entry(8))
+    mine, other = machine.add(tmp_path, "mine", entry(9)), machine.add(tmp_path, "other", entry(9), entry(10))
+    gemm.set_files([mine, other])
+    assert [each.key.m for each in lookup.table().file.entries] == [9, 10]
+    gemm.set_files([])
+    assert gemm.configuration_for("linear_int8", 8, 128, 256, "nt") == DEFAULT
+    gemm.set_files(None)
+    assert gemm.configuration_for("linear_int8", 8, 128, 256, "nt") != DEFAULT
+
+
+def test_an_explicit_file_of_another_device_is_an_error(machine, tmp_path):
+    gemm.set_files([machine.add(tmp_path, "good", entry(9))])
+    before = lookup.table()
+    foreign = machine.add(tmp_path, "mine", entry(9), validators=dataclasses.replace(CPU, library_version="1.0"))
+    with pytest.raises(ValueError, match=f"^{foreign}: library_version differs: the file says '1.0', here it is '3.7"):
+        gemm.set_files([foreign])
+    with pytest.raises(RuntimeError, match="there is no cuda here"):
+        gemm.set_files([machine.add(tmp_path, "gpu", cublas_entry(), validators=GPU)])
+    assert lookup.table() is before
+
+
+def test_explicit_files_of_both_kinds(machine, tmp_path):
+    machine.here["cuda"] = GPU
+    files = [machine.add(tmp_path, "gpu", cublas_entry(), validators=GPU), machine.add(tmp_path, "cpu", entry(9))]
+    gemm.set_files(files)
+    assert lookup.table("cuda").file.entries == (cublas_entry(),)
+    assert lookup.table("cpu").file.entries == (entry(9),)
+    gemm.set_files(files[1:])
+    assert lookup.table("cuda").file.entries == ()
+
+
+def warnings(caplog):
+    """What was warned of when the table was loaded, twice."""
+    with caplog.at_level(logging.WARNING):
+        lookup.load(CPU)
+        lookup.load(CPU)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_one_warning_for_all_refused_files(machine, caplog):
+    older = machine.add(machine.user, "a", entry(8), validators=dataclasses.replace(CPU, library_version="1.0"))
+    foreign = machine.add(machine.user, "b", entry(8), validators=dataclasses.replace(CPU, device="Other CPU"))
+    damaged = machine.user / "c.json"
+    damaged.write_text("{")
+    machine.add(machine.user, "d", cublas_entry(), validators=GPU)
+    (message,) = warnings(caplog)
+    assert f"{older}: library_version differs: the file says '1.0', here it is '3.7.1'; " in message
+    assert f"{foreign}: device differs: the file says 'Other CPU', here it is 'Example CPU'; " in message
+    assert f"{damaged}: this is not JSON" in message and "lsq tune" in message
+    assert "d.json" not in message
+
+
+def test_files_of_the_package_for_other_devices_are_expected(machine, caplog):
+    machine.add(machine.package, "a", entry(8), validators=dataclasses.replace(CPU, device="Other CPU"))
+    machine.add(machine.package, "b", cublas_entry(), validators=GPU)
+    assert not warnings(caplog)
+    machine.add(machine.package, "c", entry(8), validators=dataclasses.replace(CPU, features=("avx2",)))
+    (message,) = warnings(caplog)
+    assert message.count(".json") == 1 and "c.json: features differ" in message
+
+
+def test_a_file_beside_one_that_holds_is_expected(machine, caplog):
+    machine.add(machine.user, "one_thread", entry(8), validators=dataclasses.replace(CPU, threads=1))
+    machine.add(machine.user, "two_threads", entry(8))
+    assert not warnings(caplog)
