@@ -19,8 +19,8 @@ from lsq.gemm.validators import Validators
 LARGEST_FLOAT_INNER = 2**24 // 127**2
 """Inner dimension up to which every sum of products of codes is exact in float32: 1,040."""
 
-A_LAYOUTS = ("as_is", "mk")
-B_LAYOUTS = ("as_is", "nk", "kn")
+A_LAYOUTS = ("as_is", "padded", "mk")
+B_LAYOUTS = ("as_is", "padded", "nk", "kn")
 PATHS = ("int_mm", "float32")
 
 ALGORITHM_BYTES = 64
@@ -39,9 +39,10 @@ class CpuConfiguration:
     kind: ClassVar[str] = "cpu"
 
     a_layout: str = "as_is"
-    """"as_is", or "mk": copy a, a block at a time, so that it lies as [M, K]."""
+    """"as_is", or copy a first, a block at a time: "padded": as it lies, but with its rows an odd number of cache lines
+    apart (a power of two sends all of a column into one set of the cache); "mk": the same as [M, K]."""
     b_layout: str = "as_is"
-    """"as_is", or copy b first so that it lies as [N, K] ("nk") or [K, N] ("kn")."""
+    """"as_is", or copy b first: "padded", as of a; or so that it lies as [N, K] ("nk") or [K, N] ("kn")."""
     rows: int = 0
     """Rows of sums that are made at a time; 0: all at once."""
     path: str = "int_mm"
@@ -81,9 +82,9 @@ class CpuConfiguration:
                 f"{LARGEST_FLOAT_INNER}): use \"int_mm\""
             )
         if self.a_layout == "mk" and key.layout[0] == "n":
-            raise ValueError('a_layout is "mk"; a lies so already: use "as_is"')
+            raise ValueError('a_layout is "mk"; a lies so already: use "as_is" or "padded"')
         if self.b_layout == {"t": "nk", "n": "kn"}[key.layout[1]]:
-            raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is"')
+            raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is" or "padded"')
 
     def __str__(self) -> str:
         words = [self.path, f"{self.rows} rows" if self.rows else "all rows"]

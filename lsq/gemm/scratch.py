@@ -19,11 +19,25 @@ class Part(NamedTuple):
 
     shape: tuple[int, int]
     dtype: torch.dtype
+    transposed: bool = False
+    """It lies as [columns, rows]."""
+
+    @property
+    def lies(self) -> tuple[int, int]:
+        """Rows and their distance as they lie: of codes an odd number of cache lines, of everything else packed."""
+        rows, columns = reversed(self.shape) if self.transposed else self.shape
+        return rows, (-(-columns // ALIGNMENT) | 1) * ALIGNMENT if self.dtype == torch.int8 else columns
 
     @property
     def bytes(self) -> int:
         """Its size, up to where the next part may begin."""
-        return -(-math.prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return -(-math.prod(self.lies) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor at the beginning of `memory`, one-dimensional, int8 or uint8."""
+        rows, distance = self.lies
+        lying = memory[: rows * distance * self.dtype.itemsize].view(self.dtype).view(rows, distance)
+        return lying.t()[: self.shape[0]] if self.transposed else lying[:, : self.shape[1]]
 
 
 def block_rows(key: ProductKey, configuration: CpuConfiguration) -> int:
@@ -37,18 +51,18 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     """What running a product needs.
 
     Returns:
-        some of "a" [block rows, K] and "b" [N, K] or [K, N]: copies, int8 or float32; "product" float32
-        [block rows, N]; "sums" int32 [block rows, N], unless they are the operation's output.
+        some of "a" [block rows, K] and "b" [N, K]: copies, int8 or float32; "product" float32 [block rows, N]; "sums"
+        int32 [block rows, N], unless they are the operation's output.
     """
     rows = block_rows(key, configuration)
     floats = configuration.path == "float32"
     codes = torch.float32 if floats else torch.int8
     found = {}
     if floats or configuration.a_layout != "as_is" or configuration.padded_rows:
-        found["a"] = Part((rows, key.k), codes)
+        found["a"] = Part((rows, key.k), codes, key.layout[0] == "t" and configuration.a_layout != "mk")
     if floats or configuration.b_layout != "as_is":
-        as_kn = configuration.b_layout == "kn" or (configuration.b_layout == "as_is" and key.layout[1] == "n")
-        found["b"] = Part((key.k, key.n) if as_kn else (key.n, key.k), codes)
+        along_n = {"nk": False, "kn": True}.get(configuration.b_layout, key.layout[1] == "n")
+        found["b"] = Part((key.n, key.k), codes, along_n)
     if floats:
         found["product"] = Part((rows, key.n), torch.float32)
     if configuration.padded_rows or not OPERATIONS[key.op].in_place:
@@ -75,7 +89,6 @@ def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration
         )
     found, first = {}, 0
     for name, part in parts(key, configuration).items():
-        used = math.prod(part.shape) * part.dtype.itemsize
-        found[name] = memory[first : first + used].view(part.dtype).view(part.shape)
+        found[name] = part.view(memory[first:])
         first += part.bytes
     return found
