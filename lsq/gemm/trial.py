@@ -1,0 +1,218 @@
+"""Compares the ways to run one product: checked exactly, timed in turns, judged by medians of each round's ratios.
+
+The ways come from a backend (cpu_candidates.py, cublaslt_candidates.py); nothing here knows of devices.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lsq.gemm.configuration import Configuration
+from lsq.gemm.product_key import ProductKey
+
+FLOAT_ROUNDS = 3
+"""Measurements of the product of floats, which is many times slower and there for comparison alone."""
+
+
+class Trial(Protocol):
+    """One product with its operands: several sets of them, used in turn, together larger than the caches."""
+
+    def fault(self, configuration: Any) -> str | None:
+        """Run once and compare with exact arithmetic: what is wrong, or None."""
+
+    def seconds(self, configuration: Any, repeats: int) -> float:
+        """Seconds per run over so many runs."""
+
+    def float_seconds(self, repeats: int) -> float:
+        """The same of the product of floats that an int8 product stands for."""
+
+    def close(self) -> None:
+        """Free what was allocated."""
+
+
+class Backend(Protocol):
+    """The products of one device."""
+
+    def candidates(self, key: ProductKey) -> Sequence[Any]:
+        """Ways to run a product, what runs untuned first.
+
+        Raises:
+            RuntimeError, ValueError: the device has no such product.
+        """
+
+    def trial(self, key: ProductKey) -> Trial:
+        """A product with operands.
+
+        Raises:
+            RuntimeError, ValueError: as `candidates`, or there is no memory for them.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How long to measure.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    rounds: int = 7
+    """Measurements of each candidate that stays."""
+    final_rounds: int = 11
+    """Measurements of the best and the default against each other, after that."""
+    seconds: float = 0.01
+    """One measurement repeats its run until it lasts about so long."""
+    screening: float = 2.0
+    """Candidates whose first, single run takes so many times as long as the best one's are dropped."""
+    finalists: int = 24
+    """How many the screening leaves at most."""
+    pruning: tuple[float, ...] = (1.5, 1.25, 1.1)
+    """After each round, those so many times as slow as the best are dropped; the last number holds from then on."""
+
+    def __post_init__(self) -> None:
+        if min(self.rounds, self.final_rounds) < 3:
+            raise ValueError(
+                f"rounds is {self.rounds} and final_rounds {self.final_rounds}; medians and spreads need at least 3"
+            )
+        if self.finalists < 1 or not self.pruning or min(self.screening, *self.pruning) <= 1:
+            raise ValueError("finalists is at least 1, and screening and pruning are factors above 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The best way to run a product; times in seconds."""
+
+    configuration: Configuration
+    chosen: float
+    default: float
+    float: float
+    spread: float
+    """Interquartile range of the chosen one's times, relative to their median."""
+    tried: int
+    """Candidates that were timed."""
+    refused: tuple[tuple[Configuration, str], ...]
+    """Candidates with wrong results, or that do not run, and why."""
+    complete: bool
+    """Whether there was time for every candidate."""
+
+
+def compare(
+    trial: Trial,
+    candidates: Sequence[Any],
+    settings: Settings,
+    *,
+    deadline: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Find the best of `candidates`, the first of which is the default.
+
+    Another is chosen if it is faster by more than the spread: if its median gain exceeds 1 by the gains' interquartile
+    range. Gains are the default's time over its own in the same round, so that a drift of the clock cancels.
+
+    Args:
+        deadline: when `clock` reaches this, no further candidate is taken up; those that were go on.
+
+    Raises:
+        RuntimeError: the default itself computes wrong results.
+    """
+    screened, tried, refused, complete = _screen(trial, candidates, settings, deadline, clock)
+    float_repeats = _repeats(trial.float_seconds(1), settings)
+    race = _Race(trial, screened, settings)
+    for _ in range(settings.rounds):
+        race.run_round()
+        race.prune()
+    final = _Race(trial, {place: screened[place] for place in {0, race.best()}}, settings)
+    floats = []
+    for number in range(settings.final_rounds):  # again: the best of many medians is low by chance, too
+        final.run_round()
+        if number < FLOAT_ROUNDS:
+            floats.append(trial.float_seconds(float_repeats))
+    best = final.best()
+    if not final.gain(best) > 1 + final.spread_of_gain(best):
+        best = 0
+    return Outcome(
+        configuration=candidates[best],
+        chosen=final.median(best),
+        default=final.median(0),
+        float=statistics.median(floats),
+        spread=final.spread(best),
+        tried=tried,
+        refused=tuple(refused),
+        complete=complete,
+    )
+
+
+def _screen(trial, candidates, settings, deadline, clock):
+    """Check and time each once: ({place: (candidate, repeats)}, number timed, refused, whether all were taken up)."""
+    first_times: dict[int, float] = {}
+    refused = []
+    complete = True
+    for place, candidate in enumerate(candidates):
+        if place and clock() >= deadline:
+            complete = False
+            break
+        fault = trial.fault(candidate)
+        if fault is None:
+            first_times[place] = trial.seconds(candidate, 1)
+        elif place == 0:
+            raise RuntimeError(f"the product is wrong as it runs untuned ({candidate}): {fault}; do not use int8 here")
+        else:
+            refused.append((candidate, fault))
+    limit = settings.screening * min(first_times.values())
+    ranked = sorted((place for place in first_times if place and first_times[place] <= limit), key=first_times.get)
+    kept = [0, *ranked[: settings.finalists]]
+    runners = {place: (candidates[place], _repeats(first_times[place], settings)) for place in kept}
+    return runners, len(first_times), refused, complete
+
+
+def _repeats(seconds: float, settings: Settings) -> int:
+    return max(1, round(settings.seconds / max(seconds, 1e-9)))
+
+
+class _Race:
+    """Candidates that are timed in turns."""
+
+    def __init__(self, trial: Trial, runners: dict[int, tuple[Any, int]], settings: Settings) -> None:
+        self.trial, self.runners, self.settings = trial, runners, settings
+        self.times: dict[int, list[float]] = {place: [] for place in runners}
+        self.running = sorted(runners)
+        self._rounds = 0
+
+    def run_round(self) -> None:
+        """Every second round goes backwards, so that a drift of the clock meets all alike."""
+        for place in self.running if self._rounds % 2 == 0 else reversed(self.running):
+            self.times[place].append(self.trial.seconds(*self.runners[place]))
+        self._rounds += 1
+
+    def prune(self) -> None:
+        """Drop what is clearly slower than the best, but never the default."""
+        factors = self.settings.pruning
+        least = self.gain(self.best()) / factors[min(self._rounds, len(factors)) - 1]
+        self.running = [place for place in self.running if place == 0 or self.gain(place) >= least]
+
+    def best(self) -> int:
+        return max(self.running, key=self.gain)
+
+    def gain(self, place: int) -> float:
+        """How many times as fast as the default: the median over the rounds, each of which compares neighbours."""
+        return statistics.median(self._gains(place))
+
+    def spread_of_gain(self, place: int) -> float:
+        """Interquartile range of the rounds' gains, relative to 1."""
+        return _interquartile(self._gains(place))
+
+    def median(self, place: int) -> float:
+        return statistics.median(self.times[place])
+
+    def spread(self, place: int) -> float:
+        return _interquartile(self.times[place]) / self.median(place)
+
+    def _gains(self, place: int) -> list[float]:
+        return [default / own for default, own in zip(self.times[0], self.times[place], strict=False)]
+
+
+def _interquartile(values: list[float]) -> float:
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return upper - lower

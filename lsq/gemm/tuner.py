@@ -1,0 +1,159 @@
+"""Tunes many products into a file, which always holds all that is done: stop it and go on whenever you like."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsq.gemm import configuration_file
+from lsq.gemm.configuration import ConfigurationFile, Entry, Times, now
+from lsq.gemm.product_key import ProductKey
+from lsq.gemm.trial import Backend, Outcome, Settings, compare
+from lsq.gemm.validators import Validators, difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run of the tuner did."""
+
+    path: Path
+    entries: tuple[Entry, ...]
+    """Measured now."""
+    skipped: int
+    """Products that had an entry already."""
+    failed: tuple[tuple[ProductKey, str], ...]
+    """Products that cannot be tuned here, and why."""
+    refused: int
+    """Candidates that computed wrong results or did not run."""
+    incomplete: int
+    """Entries for which the time was too short for every candidate."""
+    left: int
+    """Products that were not reached."""
+    interrupted: bool
+    """By Ctrl-C."""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let no other tuner write `path` within this context; the lock falls with the process, however it ends.
+
+    Raises:
+        OSError: another tuner is writing it, or the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(path.name + ".lock")
+    with lock.open("a+", encoding="utf-8") as file:  # never deleted: another tuner may have it open
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise OSError(
+                f"process {file.read().strip() or 'unknown'} is tuning into {path}; wait for it or choose another "
+                "--output"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def opened(path: Path, validators: Validators) -> ConfigurationFile:
+    """The file to go on with: what is there, or a new one.
+
+    Raises:
+        ValueError: it is damaged, or of another device or library.
+        OSError: it cannot be read.
+    """
+    if not path.exists():
+        return ConfigurationFile(validators=validators)
+    file = configuration_file.read(path)
+    found = difference(file.validators, validators)
+    if found is not None:
+        raise ValueError(f"{path} holds the products of another device: {found}; choose another --output")
+    return file
+
+
+def tune(
+    backend: Backend,
+    keys: Sequence[ProductKey],
+    path: Path,
+    validators: Validators,
+    *,
+    settings: Settings | None = None,
+    again: bool = False,
+    seconds: float = float("inf"),
+    progress: Callable[[ProductKey, Outcome | None], None] = lambda key, outcome: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Summary:
+    """Find the best way to run each product that has no entry yet, and write each entry as soon as it is there.
+
+    Args:
+        backend: the products of this device.
+        keys: in the order in which they are tuned; those that round to the same one are tuned once.
+        path: the file, which is made or gone on with.
+        validators: of this device.
+        again: tune also what has an entry.
+        seconds: after so many, no further product is begun, and the one at hand takes up no further candidates.
+        progress: called after each product, with None for what was skipped or failed.
+
+    Raises:
+        ValueError: the file is damaged or of another device.
+        OSError: another tuner is writing the file, or it cannot be written.
+    """
+    settings = settings or Settings()
+    deadline = clock() + seconds
+    rounded = list(dict.fromkeys(key.rounded() for key in keys))
+    entries, failed = [], []
+    skipped = refused = incomplete = 0
+    interrupted = False
+    with locked(path):
+        file = opened(path, validators)
+        known = set() if again else {entry.key for entry in file.entries}
+        try:
+            for key in rounded:
+                if key in known:
+                    skipped += 1
+                    progress(key, None)
+                    continue
+                if clock() >= deadline:
+                    break
+                try:
+                    outcome = _tune_one(backend, key, settings, deadline, clock)
+                except (RuntimeError, ValueError, MemoryError) as error:
+                    failed.append((key, str(error)))
+                    progress(key, None)
+                    continue
+                entries.append(_entry(key, outcome))
+                file = file.with_entries(entries[-1:])
+                configuration_file.write(path, file)
+                refused += len(outcome.refused)
+                incomplete += not outcome.complete
+                progress(key, outcome)
+        except KeyboardInterrupt:
+            interrupted = True
+    return Summary(
+        path=path,
+        entries=tuple(entries),
+        skipped=skipped,
+        failed=tuple(failed),
+        refused=refused,
+        incomplete=incomplete,
+        left=len(rounded) - skipped - len(failed) - len(entries),
+        interrupted=interrupted,
+    )
+
+
+def _tune_one(backend, key, settings, deadline, clock) -> Outcome:
+    candidates = backend.candidates(key)
+    with contextlib.closing(backend.trial(key)) as trial:
+        return compare(trial, candidates, settings, deadline=deadline, clock=clock)
+
+
+def _entry(key: ProductKey, outcome: Outcome) -> Entry:
+    microseconds = {name: 1e6 * getattr(outcome, name) for name in ("chosen", "default", "float")}
+    return Entry(
+        key=key, configuration=outcome.configuration, times=Times(**microseconds), spread=outcome.spread, date=now()
+    )

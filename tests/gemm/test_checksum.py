@@ -1,0 +1,46 @@
+"""Checksums find every single wrong sum, and pass right ones in every layout."""
+
+import pytest
+import torch
+
+from lsq import gemm
+from lsq.gemm import checksum
+from lsq.gemm.checksum import RowChecksums
+from tests.gemm.operands import codes
+
+
+@pytest.mark.parametrize("m", [1, 7, 41])
+@pytest.mark.parametrize("n, k", [(16, 16), (48, 7), (1, 2048)])
+@pytest.mark.parametrize("elements", [1, 100, 2**18])
+def test_right_sums_pass(monkeypatch, m, n, k, elements):
+    monkeypatch.setattr(checksum, "_ELEMENTS", elements)
+    for a, b in [(codes(m, k), codes(n, k)), (codes(k, m).t(), codes(k, n).t())]:
+        sums = gemm.reference(a, b)
+        assert RowChecksums(a, b).first_wrong_row(sums) is None
+        assert RowChecksums(a, b).first_wrong_row(sums[m // 2 :], m // 2) is None
+
+
+def test_the_largest_sums_pass():
+    a = torch.full((3, gemm.LARGEST_INNER), 127, dtype=torch.int8)
+    b = torch.full((2, gemm.LARGEST_INNER), -127, dtype=torch.int8)
+    assert RowChecksums(a, b).first_wrong_row(gemm.reference(a, b)) is None
+
+
+@pytest.mark.parametrize("change", [1, -1, 2**16, 2**30, -(2**31)])
+def test_any_wrong_sum_is_found(change):
+    a, b = codes(9, 64), codes(20, 64)
+    checked, sums = RowChecksums(a, b), gemm.reference(a, b)
+    for row in range(9):
+        for column in range(20):
+            wrong = sums.clone()
+            wrong[row, column] = (int(wrong[row, column]) + change + 2**31) % 2**32 - 2**31
+            assert checked.first_wrong_row(wrong) == row
+            assert checked.first_wrong_row(wrong[row:], row) == row
+
+
+def test_exchanged_columns_and_rows_are_found():
+    a, b = codes(9, 64), codes(20, 64)
+    checked, sums = RowChecksums(a, b), gemm.reference(a, b)
+    assert checked.first_wrong_row(sums.flip(1)) == 0
+    assert checked.first_wrong_row(sums.flip(0)) == 0
+    assert checked.first_wrong_row(sums.roll(1, 0)[5:], 5) == 5
