@@ -1,0 +1,86 @@
+"""The CPU's candidates are sane, and its trials find what is wrong. Nothing is timed for its own sake."""
+
+import dataclasses
+
+import pytest
+
+from lsq.gemm import cpu_candidates, cpu_product, scratch
+from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.cpu_candidates import CpuBackend, candidates, last_level_cache
+from lsq.gemm.product_key import OPERATIONS, ProductKey
+from lsq.gemm.trial import Settings, compare
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+@pytest.mark.parametrize("m, n, k", [(1, 16, 16), (20, 1024, 4096), (3000, 48, 64), (4096, 32000, 512)])
+def test_candidates(op, m, n, k):
+    key = ProductKey.of(op, m, n, k)
+    found = candidates(key)
+    assert found[0] == CpuConfiguration.default(op)
+    assert len(found) == len(set(found)) <= 40
+    effective = {dataclasses.replace(each, rows=0 if each.rows >= m else each.rows) for each in found}
+    assert len(effective) == len(found)  # no two are the same in effect
+    for each in found:
+        each.check_key(key)
+        default = scratch.size(key, found[0])
+        assert scratch.size(key, each) <= max(default, cpu_candidates.MOST_SCRATCH)
+    assert m > 1000 or ("float32" in {each.path for each in found}) == (k <= 1040)
+
+
+def test_products_of_floats_are_refused():
+    with pytest.raises(ValueError, match="tune int8"):
+        candidates(ProductKey(op="matmul", m=8, n=16, k=16, dtype="bfloat16", out="bfloat16"))
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_every_candidate_is_right(op):
+    key = ProductKey.of(op, 70, 48, 112)
+    trial = CpuBackend(cache=2**14).trial(key)
+    for each in candidates(key):
+        assert trial.fault(each) is None
+        assert trial.seconds(each, 2) > 0
+    assert trial.float_seconds(2) > 0
+    trial.close()
+
+
+@pytest.mark.parametrize("op", ["linear_int8", "linear_int32"])
+def test_wrong_results_are_found(monkeypatch, op):
+    key = ProductKey.of(op, 70, 48, 112)
+    trial = CpuBackend(cache=0).trial(key)
+
+    def wrong(a, b, *, out):
+        out.copy_((a.float() @ b.float().t()).int())
+        if a.shape[1] == 112 and not a.is_contiguous():
+            out[3, 5] += 1
+
+    monkeypatch.setattr(cpu_product, "int8_product", wrong)
+    assert trial.fault(CpuConfiguration(rows=32)) is None
+    assert trial.fault(CpuConfiguration(rows=0, a_layout="padded")) == "row 3 of the result is wrong"
+    found = compare(trial, candidates(key), Settings(rounds=3, final_rounds=3, seconds=1e-6))
+    assert {each.a_layout for each, _ in found.refused} == {"padded"} and found.configuration.a_layout == "as_is"
+
+
+def test_operands_exceed_the_cache():
+    key = ProductKey.of("linear_int8", 64, 64, 64)
+    for cache in (0, 10_000, 10**6):
+        trial = CpuBackend(cache=cache).trial(key)
+        sizes = [a.nbytes + b.nbytes + out.nbytes for a, b, out in trial._sets]
+        assert sum(sizes) > 2 * cache and sum(sizes[1:]) <= 2 * cache + sizes[0]
+        assert len({tensor.data_ptr() for each in trial._sets for tensor in each}) == 3 * len(sizes)
+
+
+def test_the_sums_of_the_operands_are_large():
+    """Instructions that saturate would show."""
+    trial = CpuBackend(cache=0).trial(ProductKey.of("linear_int32", 40, 32, 2000))
+    a, b, _ = trial._sets[0]
+    sums = a.double() @ b.double().t()
+    assert sums.abs().max() > 2**24
+
+
+def test_last_level_cache(tmp_path):
+    for name, size in [("index0", "48K"), ("index3", "32M"), ("index4", "odd")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "size").write_text(size + "\n")
+    assert last_level_cache(tmp_path) == 32 * 2**20
+    assert last_level_cache(tmp_path / "none") == cpu_candidates.ASSUMED_CACHE
+    assert last_level_cache() >= 2**15

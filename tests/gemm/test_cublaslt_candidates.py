@@ -1,0 +1,133 @@
+"""The tuner's side of cuBLASLt, against the emulated library: what is found runs, and what is wrong is refused.
+
+On a CPU this shows nothing of times on a GPU.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from lsq.csrc.products import MatrixProduct
+from lsq.gemm import configuration_file, cublaslt_search
+from lsq.gemm.cublaslt import Products
+from lsq.gemm.cublaslt_candidates import CublasBackend
+from lsq.gemm.product_key import ProductKey
+from lsq.gemm.trial import Settings, compare
+from lsq.gemm.tuned_cublaslt import spec_of
+from lsq.gemm.tuner import tune
+from tests.csrc.emulated_cublaslt import emulated
+from tests.gemm.tuned import GPU
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-6)
+KEYS = {
+    "codes": ProductKey.of("linear_int8", 41, 48, 64),
+    "sums": ProductKey.of("linear_int32", 41, 48, 192),
+    "weight gradient": ProductKey.of("linear_weight_gradient", 48, 32, 80, "nt"),
+    "bfloat16": ProductKey(op="matmul", m=41, n=48, k=128, dtype="bfloat16", out="bfloat16", layout="nn"),
+    "wide bfloat16": ProductKey(op="matmul", m=40, n=48, k=56, dtype="bfloat16", out="float32", layout="tn"),
+    "float32": ProductKey(op="matmul", m=7, n=24, k=128, dtype="float32", out="float32", alpha="scalar"),
+}
+
+
+@pytest.fixture(scope="module")
+def products():
+    made = Products(torch.device("cpu"), library=emulated().path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_every_candidate_is_right(products, kind, exhaustive):
+    key = KEYS[kind]
+    backend = CublasBackend(products, exhaustive=exhaustive, cache=2**14)
+    found = backend.candidates(key)
+    assert len(found) == len({each.algorithm for each in found}) >= (20 if exhaustive else 1)
+    trial = backend.trial(key)
+    for each in found:
+        each.check_key(key)
+        assert trial.fault(each) is None
+    assert trial.seconds(found[0], 3) > 0 and trial.float_seconds(3) > 0
+    trial.close()
+
+
+def test_the_proposals_come_first_and_the_search_goes_on_where_they_end(products):
+    spec = spec_of(KEYS["sums"])
+    proposed = cublaslt_search.proposed(products, spec)
+    everything = cublaslt_search.all_algorithms(products, spec)
+    assert everything[: len(proposed)] == proposed
+    assert {each.split_k for each in everything} >= {1, 2, 3, 4, 6, 12}
+    assert {each.reduction_scheme for each in everything} == {0, 1, 2, 4}
+    assert {each.swizzle for each in everything} == {0, 1}
+    assert {each.custom_option for each in everything} >= {0, 1}
+    assert everything == cublaslt_search.all_algorithms(products, spec)
+    assert all(each.workspace_bytes <= products.workspace_bytes for each in everything)
+
+
+@pytest.mark.parametrize("kind", ["codes", "bfloat16", "float32"])
+def test_parts_of_sums_are_added_in_a_fixed_order_and_rounded_once(products, kind):
+    found = cublaslt_search.all_algorithms(products, spec_of(KEYS[kind]))
+    searched = found[len(cublaslt_search.proposed(products, spec_of(KEYS[kind]))) :]
+    assert {each.reduction_scheme for each in searched} == {0, 2}
+
+
+def test_a_small_workspace_is_kept_to():
+    small = Products(torch.device("cpu"), library=emulated().path, workspace_bytes=4096)
+    found = cublaslt_search.all_algorithms(small, spec_of(KEYS["sums"]))
+    assert found and max(each.workspace_bytes for each in found) <= 4096
+    small.close()
+
+
+@pytest.mark.parametrize("kind", ["sums", "codes", "bfloat16"])
+def test_wrong_results_are_refused(products, monkeypatch, kind):
+    backend = CublasBackend(products, cache=0)
+    key = KEYS[kind]
+    found = backend.candidates(key)
+    trial = backend.trial(key)
+    run, chosen = MatrixProduct.run, []
+    choose = MatrixProduct.choose
+    monkeypatch.setattr(MatrixProduct, "choose", lambda self, data: chosen.append(data) or choose(self, data))
+
+    def wrong(self, operands, **options):
+        run(self, operands, **options)
+        if chosen[-1] == found[1].algorithm and trial._own.native is self:
+            trial._own.sets[0][2][3, 5] += 1
+
+    monkeypatch.setattr(MatrixProduct, "run", wrong)
+    outcome = compare(trial, found, SETTINGS)
+    assert [each for each, _ in outcome.refused] == [found[1]]
+    assert "wrong" in outcome.refused[0][1]
+    trial.close()
+
+
+def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
+    backend = CublasBackend(products, cache=0)
+    trial = backend.trial(KEYS["sums"])
+    emulated().fail("Matmul", 13)
+    assert "int8 [41,192] x [48,192]" in trial.fault(backend.candidates(KEYS["sums"])[0])
+    other = backend.candidates(KEYS["bfloat16"])[0]
+    assert "INVALID_VALUE" in trial.fault(other)
+    trial.close()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [ProductKey.of("linear_int8", 41, 48, 60), ProductKey.of("linear_int8", 41, 48, 64, "nn")],
+)
+def test_products_that_cublaslt_has_not(products, key):
+    backend = CublasBackend(products)
+    for ask in (backend.candidates, backend.trial):
+        with pytest.raises(ValueError, match="int8 product"):
+            ask(key)
+
+
+def test_tuning_and_using_what_was_tuned(products, tmp_path):
+    path = tmp_path / "gpu.json"
+    backend = CublasBackend(products, exhaustive=True, cache=2**14)
+    summary = tune(backend, list(KEYS.values()), path, GPU, settings=SETTINGS)
+    assert len(summary.entries) == len(KEYS) and not summary.failed and not summary.refused
+    for entry in configuration_file.read(path).entries:
+        checked = products.check(spec_of(entry.key), entry.configuration.algorithm)
+        assert cublaslt_search.configuration_of(checked) == entry.configuration
