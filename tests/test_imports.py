@@ -16,7 +16,7 @@ ALLOWED = {
     "memory": {"config", "csrc", "files"},
     "gemm": {"config", "csrc", "files"},
     "ops": {"config", "quant", "csrc", "gemm"},
-    "program": {"config", "csrc", "ops", "memory"},
+    "program": {"config", "csrc", "gemm", "ops", "memory"},
     "layers": {"config", "program", "ops", "quant"},
     "dist": {"config", "quant", "ops"},
 }

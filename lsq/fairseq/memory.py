@@ -91,6 +91,16 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
 def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
     """The plan of a training step by its options alone: the model is built, but no data is read and no layer computes.
 
+    Arguments and errors as of `build_training`.
+    """
+    task, model, criterion = build_training(given, vocabulary)
+    batch = task.bounding_batch(model)
+    return describe_memory(model, lambda: criterion(model, batch)[0])
+
+
+def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, nn.Module]:
+    """(task, model, criterion) of a training, without data.
+
     Args:
         given: fairseq-train's options with the task lsq_translation and a limit of batches.
         vocabulary: words of the joined dictionary.
@@ -107,9 +117,7 @@ def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
     criterion = task.build_criterion(given)
     if not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
         raise ValueError(REFUSED.format(type(criterion).__name__))
-    model = task.build_model(given)
-    batch = task.bounding_batch(model)
-    return describe_memory(model, lambda: criterion(model, batch)[0])
+    return task, task.build_model(given), criterion
 
 
 def _shape(batch: dict[str, Any]) -> tuple[int, int, int]:

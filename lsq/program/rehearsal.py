@@ -33,14 +33,17 @@ class Rehearsal:
     Attributes:
         passes: the passes of all programs that have a backward pass, in their order.
         owners: the module that ran each node.
+        programs: all that ran, also those without a backward pass.
     """
 
     def __init__(self):
+        self.programs: list[Program] = []
         self.passes: list[Pass] = []
         self.owners: list[object] = []
 
     def run(self, owner: object, program: Program, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
+        self.programs.append(program)
         if not program.output_gradients:
             return _zeros(program.outputs)
         borders = (*program.inputs, *program.parameters)

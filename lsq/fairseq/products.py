@@ -1,0 +1,92 @@
+"""The matrix products that a training and its translations run, from their options alone."""
+
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from copy import copy
+
+import torch
+from torch import nn
+
+from lsq.fairseq.memory import build_training
+from lsq.gemm.product_key import ProductKey
+from lsq.layers.memory import rehearse_step
+from lsq.program import rehearsal
+from lsq.program.products import products_of
+from lsq.program.program import Program
+
+
+def products_of_training(
+    given: Namespace,
+    vocabulary: int,
+    *,
+    backward: Iterable[str],
+    tokens: Sequence[int],
+    rows: Sequence[int],
+    kind: str = "cpu",
+) -> list[ProductKey]:
+    """Every product once: for each number of tokens those of a training step, then those of generation.
+
+    The model is built, but no data is read and no layer computes.
+
+    Args:
+        given: fairseq-train's options with the task lsq_translation and a limit of batches.
+        vocabulary: words of the joined dictionary.
+        backward: values of --lsq-backward to take together.
+        tokens: of batches, source and target alike.
+        rows: of a step of generation: sentences times beam.
+        kind: "cpu" or "cuda"; see `lsq.program.products.products_of`.
+
+    Raises:
+        ValueError: the options do not fit, or the architecture is not of lsq.
+    """
+    found: list[ProductKey] = []
+    models = []
+    for mode in backward:
+        options = copy(given)
+        options.lsq_backward = mode
+        options.lsq_activation_init = options.lsq_weight_init = "fixed"  # nothing is measured: shapes are the same
+        _, model, criterion = build_training(options, vocabulary)
+        models.append((model, criterion))
+    for count in tokens:
+        for model, criterion in models:
+            found += _products(training_programs(model, criterion, count), kind)
+    for count in rows:
+        found += _products(generation_programs(models[0][0], count), kind)
+    return list(dict.fromkeys(found))
+
+
+def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> list[Program]:
+    """The programs of a training step on so many source and target tokens, as so many sentences of one."""
+    words = torch.full((tokens, 1), model.decoder.dictionary.unk())
+    batch = {
+        "id": torch.arange(tokens),
+        "nsentences": tokens,
+        "ntokens": tokens,
+        "net_input": {
+            "src_tokens": words,
+            "src_lengths": torch.ones(tokens, dtype=torch.int64),
+            "prev_output_tokens": words,
+        },
+        "target": words,
+    }
+    model.train()
+    rehearsed, _ = rehearse_step(model, lambda: criterion(model, batch)[0])
+    return rehearsed.programs
+
+
+@torch.no_grad()
+def generation_programs(model: nn.Module, rows: int) -> list[Program]:
+    """The programs that translate: encode so many sentences of one word, and one step of decoding.
+
+    The model's clips are measured or fixed.
+    """
+    words = torch.full((rows, 1), model.decoder.dictionary.unk())
+    model.eval()
+    with rehearsal.rehearsing() as rehearsed:
+        memory = model.encoder(words, torch.ones(rows, dtype=torch.int64))
+        model.decoder(words, memory, incremental_state={})
+    return rehearsed.programs
+
+
+def _products(programs: Iterable[Program], kind: str) -> list[ProductKey]:
+    return [key for program in dict.fromkeys(programs) for key in products_of(program, kind)]
