@@ -22,6 +22,7 @@ COMMANDS = {
     ),
     "plan": Command(module="lsq.commands.plan", help="place buffers in as little memory as possible"),
     "doctor": Command(module="lsq.commands.doctor", help="what this machine can do, and what to install for more"),
+    "tune": Command(module="lsq.commands.tune", help="find the fastest way to run each matrix product on this device"),
     "configs": Command(module="lsq.commands.configs", help="files of tuned products: list, show, verify, export"),
     "user-dir": Command(module="lsq.commands.user_dir", help="print the folder for fairseq's --user-dir"),
 }

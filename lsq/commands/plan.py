@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import one_line_errors, positive
+from lsq.commands.options import one_line_errors, positive, seconds
 from lsq.memory.buffer import Buffer, Plan
 from lsq.memory.files import read_buffers, save_plan, write_plan
 from lsq.memory.memory_map import alive_at_peak, draw
@@ -49,21 +49,11 @@ def parser(of_file: bool = True) -> ArgumentParser:
     )
     made.add_argument("--method", choices=METHODS, default="portfolio", help="how to plan")
     made.add_argument("--capacity", type=positive, metavar="BYTES", help="what one segment should keep to")
-    made.add_argument("--time-limit", type=_seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact")
+    made.add_argument("--time-limit", type=seconds, default=TIME_LIMIT, metavar="S", help="seconds for exact")
     made.add_argument("--cap", type=positive, metavar="BYTES", help="plan segments of at most this size")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw a map of the memory (.png, .svg, .pdf)")
     made.add_argument("--quiet", action="store_true", help="no progress bar")
     return made
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
 
 
 @contextlib.contextmanager

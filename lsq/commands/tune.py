@@ -1,0 +1,219 @@
+"""`lsq tune`: find the fastest way to run each matrix product on this device, and keep it in a file."""
+
+import argparse
+import contextlib
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from lsq.commands.options import one_line_errors, positive, seconds
+from lsq.commands.plan import TRAINING
+from lsq.commands.tune_picture import draw
+from lsq.gemm import configuration_file, search, shapes
+from lsq.gemm.cpu_candidates import CpuBackend
+from lsq.gemm.cublaslt import Products
+from lsq.gemm.cublaslt_candidates import CublasBackend
+from lsq.gemm.product_key import TOKEN_STEP, ProductKey
+from lsq.gemm.trial import Backend, Outcome
+from lsq.gemm.tuner import Summary, tune
+
+KEY_OPERATIONS = 2e10
+"""What a product costs the tuner beside its size, in operations: for the time left."""
+STEPS = 16
+"""Numbers of tokens up to --max-tokens, unless --step is given."""
+LISTED = 5
+BACKWARD = {"both": ("float", "int8"), "float": ("float",), "int8": ("int8",)}
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq tune`, up to fairseq's options."""
+    made = ArgumentParser(
+        prog="lsq tune",
+        description=(
+            "Try the ways to run each matrix product on this device, and write the fastest into a file that trainings "
+            "and translations here use by themselves. Every way is checked against exact arithmetic first. Stop it "
+            "whenever you like: what is done is in the file, and the same command goes on with the rest."
+        ),
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    one_line_errors(made)
+    what = made.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
+    what.add_argument("--arch", metavar="NAME", help="the products of training and generation with this architecture")
+    what.add_argument("--missing", type=Path, metavar="REPORT", help="what a run missed, from its report of coverage")
+    what.add_argument("--shapes", type=Path, metavar="FILE", help="a list: .csv or .json with op, m, n, k")
+    training = made.add_argument_group("with --arch; further options of fairseq-train may follow")
+    training.add_argument("--max-tokens", type=positive, default=4096, metavar="N", help="of a batch")
+    training.add_argument("--step", type=positive, metavar="N", help="tokens from one batch size to the next")
+    training.add_argument("--backward", choices=BACKWARD, default="both", help="--lsq-backward of the training")
+    training.add_argument("--vocabulary-size", type=positive, default=32000, metavar="N", help="joined vocabulary")
+    training.add_argument("--beam", type=positive, default=5, metavar="N", help="of generation")
+    training.add_argument("--sentences", type=positive, default=64, metavar="N", help="translated at a time")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
+    made.add_argument("--threads", type=positive, metavar="N", help="of the CPU; a file is for one number of threads")
+    made.add_argument("--output", type=Path, metavar="FILE.json", help="by default in the user's folder")
+    made.add_argument("--exhaustive", action="store_true", help="all algorithms of cuBLASLt, not its proposals alone")
+    made.add_argument("--seconds", type=seconds, metavar="S", help="begin no further product after so many")
+    made.add_argument("--again", action="store_true", help="tune also what the file has already")
+    made.add_argument("--list", action="store_true", help="print the products as CSV, and tune nothing")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw what the file holds (.png, .svg, .pdf)")
+    made.add_argument("--quiet", action="store_true", help="no progress bar")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand; the exit status: 130 after Ctrl-C, 1 if a product could not be tuned, else 0.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files, or another tuner is at work.
+        RuntimeError: there is no GPU, or no libcublasLt, where one is asked for.
+    """
+    given, training = parser().parse_known_args(arguments)
+    if training and given.arch is None:
+        parser().error(f"unrecognized arguments: {' '.join(training)}")
+    if not (given.arch or given.missing or given.shapes or given.plot):
+        parser().error("say what to tune: --arch NAME, --missing REPORT or --shapes FILE")
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    keys, kind = products(given, training)
+    if given.list:
+        print("\n".join(["op,m,n,k,dtype,out,alpha,layout", *map(_csv, keys)]))
+        return 0
+    validators = search.here(kind)
+    path = given.output or _default_path(search.file_name(validators))
+    status = 0
+    if given.arch or given.missing or given.shapes:
+        with _progress(keys, given.quiet) as progress:
+            summary = tune(
+                backend(kind, given.exhaustive), keys, path, validators, again=given.again,
+                seconds=given.seconds or math.inf, progress=progress,
+            )
+        print(report(summary))
+        status = 130 if summary.interrupted else 1 if summary.failed else 0
+    if given.plot is not None:
+        draw(configuration_file.read(path), given.plot)
+    return status
+
+
+def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey], str]:
+    """What to tune, and for which kind of device.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files.
+    """
+    kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    keys: list[ProductKey] = []
+    if given.missing is not None:
+        reported, keys = shapes.read_missed(given.missing)
+        if given.device not in (None, reported):
+            raise ValueError(f"{given.missing} is of a run on {reported}, and --device is {given.device}")
+        kind = reported
+    elif given.shapes is not None:
+        keys = shapes.read_keys(given.shapes)
+    elif given.arch is not None:
+        keys = _of_training(given, training, kind)
+    return list(dict.fromkeys(shapes.for_device(key, kind).rounded() for key in keys)), kind
+
+
+def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[ProductKey]:
+    step = given.step or -(-given.max_tokens // (STEPS * TOKEN_STEP)) * TOKEN_STEP
+    tokens = shapes.token_counts(given.max_tokens, step)
+    from fairseq import options  # takes seconds
+
+    from lsq.fairseq.products import products_of_training
+
+    of_fairseq = options.get_training_parser()
+    of_fairseq.prog = "lsq tune"
+    one_line_errors(of_fairseq)
+    command = ["unused-data-folder", *TRAINING, "--arch", given.arch, "--max-tokens", str(given.max_tokens), *training]
+    return products_of_training(
+        options.parse_args_and_arch(of_fairseq, command),
+        given.vocabulary_size,
+        backward=BACKWARD[given.backward],
+        tokens=tokens,
+        rows=shapes.generation_rows(given.beam, given.sentences),
+        kind=kind,
+    )
+
+
+def backend(kind: str, exhaustive: bool) -> Backend:
+    """What runs products on a device of this kind.
+
+    Raises:
+        RuntimeError: there is no libcublasLt.
+    """
+    if kind == "cpu":
+        return CpuBackend()
+    return CublasBackend(Products(torch.device("cuda", torch.cuda.current_device())), exhaustive=exhaustive)
+
+
+def _default_path(name: str) -> Path:
+    folder = search.user_folder()
+    if folder is None:
+        raise ValueError("there is no home folder to write to; give --output FILE.json")
+    return folder / name
+
+
+def _csv(key: ProductKey) -> str:
+    return f"{key.op},{key.m},{key.n},{key.k},{key.dtype},{key.out},{key.alpha},{key.layout}"
+
+
+@contextlib.contextmanager
+def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
+    """Within this context, what to call after each product: a bar with the time left, which goes by operations."""
+    shown = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} so far, {remaining} left{postfix}"
+    total = sum(KEY_OPERATIONS + key.operations for key in keys)
+    done, gains = 0, []
+    first = f"0 of {len(keys)} products"
+    with tqdm(desc=first, total=total, bar_format=shown, disable=quiet, file=sys.stderr) as bar:
+
+        def progress(key: ProductKey, outcome: Outcome | None) -> None:
+            nonlocal done
+            done += 1
+            if outcome is not None:
+                gains.append(outcome.default / outcome.chosen)
+            bar.set_description_str(f"{done} of {len(keys)} products", refresh=False)
+            bar.set_postfix_str(f"{_mean(gains):.3f} times as fast" if gains else "", refresh=False)
+            cost = KEY_OPERATIONS + key.operations
+            if outcome is None:  # took no time
+                bar.total -= cost
+                bar.refresh()
+            else:
+                bar.update(cost)
+
+        yield progress
+
+
+def _mean(gains: Sequence[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, gains)) / len(gains))
+
+
+def report(summary: Summary) -> str:
+    """What was done, for people."""
+    entries = summary.entries
+    lines = [f"file       {summary.path}", f"tuned      {len(entries)} products"]
+    if entries:
+        gains = [entry.gain for entry in entries]
+        floats = _mean([entry.times.float / entry.times.chosen for entry in entries])
+        changed = sum(entry.times.chosen != entry.times.default for entry in entries)
+        lines.append(f"faster     {changed} of them")
+        lines.append(f"           {_mean(gains):.3f} times as fast as untuned on average, {max(gains):.2f} at best")
+        lines.append(f"           {floats:.1f} times as fast as floats on average")
+    counts = [
+        (summary.skipped, "had an entry already; --again tunes them, too"),
+        (summary.left, "were not reached; the same command goes on with them"),
+        (summary.incomplete, "had no time for every candidate; --again takes them up once more"),
+        (summary.refused, "candidates were refused: wrong results, or they do not run"),
+    ]
+    lines += [f"           {count} {text}" for count, text in counts if count]
+    lines += [f"failed     {key}: {reason}" for key, reason in summary.failed[:LISTED]]
+    more = len(summary.failed) - LISTED
+    lines += [f"           and {more} more"] if more > 0 else []
+    lines += ["stopped    by Ctrl-C; what is done is in the file"] if summary.interrupted else []
+    return "\n".join(lines)

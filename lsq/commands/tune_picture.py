@@ -1,0 +1,66 @@
+"""A picture of a file of tuned products: how much faster they are, across shapes."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from lsq.gemm.configuration import ConfigurationFile, Entry
+from lsq.gemm.product_key import OPERATIONS
+
+MARKERS = "osD^vP"
+
+
+def draw(file: ConfigurationFile, path: Path) -> None:
+    """Draw the speed-up over the default, and over the product of floats, by operations of the product.
+
+    Args:
+        file: its entries are the points.
+        path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
+
+    Raises:
+        ValueError: there is nothing to draw, or the format is unknown.
+        OSError: the picture cannot be written.
+    """
+    if not file.entries:
+        raise ValueError("the file has no entries; there is nothing to draw")
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    _panel(above, file.entries, lambda entry: entry.gain, "as run untuned")
+    _panel(below, file.entries, lambda entry: entry.times.float / entry.times.chosen, "as the product of floats")
+    below.set_xlabel("multiplications and additions of the product")
+    validators = file.validators
+    more = f", threads: {validators.threads}" if validators.kind == "cpu" else ""
+    figure.suptitle(
+        f"{validators.device}{more}, {validators.library} {validators.library_version}: {len(file.entries)} products"
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _panel(axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str) -> None:
+    for number, op in enumerate(OPERATIONS):
+        chosen = [entry for entry in entries if entry.key.op == op]
+        if not chosen:
+            continue
+        gains = [gain(entry) for entry in chosen]
+        mean = math.exp(sum(map(math.log, gains)) / len(gains))
+        axes.plot(
+            [entry.key.operations for entry in chosen], gains, MARKERS[number], color=f"C{number}", alpha=0.7,
+            markersize=5, markeredgewidth=0, label=f"{op}: {mean:.2f} on average",
+        )
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    lowest, highest = axes.get_ylim()
+    if highest / lowest < 5:
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    else:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(f"times as fast {compared}")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))

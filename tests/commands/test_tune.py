@@ -1,0 +1,209 @@
+"""`lsq tune`: what is tuned, into which file, and what is said."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lsq import cli
+from lsq.commands import tune
+from lsq.gemm import configuration_file, coverage, search
+from lsq.gemm.coverage import Coverage, Line
+from lsq.gemm.product_key import ProductKey
+from lsq.gemm.trial import Settings
+from lsq.gemm.tuner import Summary, locked
+from tests.gemm.fakes import FakeBackend
+from tests.gemm.tuned import CPU, entry, file, key
+
+KEYS = [ProductKey.of("linear_int8", 20, 48, 64), ProductKey.of("linear_weight_gradient", 48, 32, 41)]
+TINY = (
+    "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
+    "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --share-all-embeddings"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """Operands that fit the cache, and rounds of one run: nothing is timed for its own sake."""
+    settings = Settings(rounds=3, final_rounds=3, seconds=1e-6)
+    monkeypatch.setattr("lsq.gemm.cpu_candidates.last_level_cache", lambda: 2**14)
+    monkeypatch.setattr("lsq.gemm.tuner.Settings", lambda: settings)
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    found = tmp_path / "shapes.csv"
+    found.write_text("op,m,n,k\nlinear_int8,20,48,64\nlinear_weight_gradient,48,32,41\n")
+    return found
+
+
+def main(*arguments):
+    return cli.main(["tune", "--device", "cpu", *map(str, arguments)])
+
+
+def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys):
+    output, picture = tmp_path / "more" / "file.json", tmp_path / "picture.png"
+    assert main("--shapes", shapes, "--output", output, "--plot", picture) == 0
+    printed = capsys.readouterr()
+    assert f"file       {output}\ntuned      2 products\n" in printed.out
+    assert "2 of 2 products: 100%" in printed.err and "left" in printed.err
+    found = configuration_file.read(output)
+    assert found.validators == search.here("cpu") and {one.key for one in found.entries} == set(KEYS)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main("--shapes", shapes, "--output", output, "--quiet") == 0
+    printed = capsys.readouterr()
+    assert "2 had an entry already; --again" in printed.out and not printed.err
+    assert main("--shapes", shapes, "--output", output, "--quiet", "--again") == 0
+    assert "tuned      2 products" in capsys.readouterr().out
+
+
+def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert main("--shapes", shapes, "--quiet") == 0
+    here = search.here("cpu")
+    (found,) = search.find(here)
+    assert found.path == tmp_path / "lsq" / "gemm" / search.file_name(here) and found.refusal is None
+
+
+def test_missed_products_of_a_run(tmp_path, capsys):
+    lines = tuple(Line(key=each, hit=False, calls=3, seconds=0.0, nearest=None) for each in KEYS)
+    report = tmp_path / "report.json"
+    coverage.write(report, Coverage(kind="cpu", device="x", files=(), lines=lines))
+    assert main("--missing", report, "--output", tmp_path / "file.json", "--quiet") == 0
+    assert {each.key for each in configuration_file.read(tmp_path / "file.json").entries} == set(KEYS)
+    coverage.write(report, Coverage(kind="cuda", device="x", files=(), lines=()))
+    assert main("--missing", report) == 2
+    assert "of a run on cuda, and --device is cpu" in capsys.readouterr().err
+
+
+def test_products_of_an_architecture(capsys):
+    assert main(*TINY, "--max-tokens", "1000", "--beam", "4", "--sentences", "2", "--list") == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading == "op,m,n,k,dtype,out,alpha,layout"
+    tokens = {int(line.split(",")[1]) for line in lines if line.startswith("vocabulary")}
+    assert tokens == {*range(64, 961, 64), 1024}
+    assert "linear_int8,8,32,32,int8,int8,vector,nt" in lines and "linear_int8,4,32,32,int8,int8,vector,nt" in lines
+    assert "linear_weight_gradient,48,32,1024,int8,int32,one,tn" in lines
+    assert len(lines) == len(set(lines))
+    assert main(*TINY, "--max-tokens", "1024", "--step", "512", "--backward", "float", "--list") == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert {line.split(",")[1] for line in lines if line.startswith("vocabulary")} == {"512", "1024"}
+    assert not any("gradient" in line for line in lines)
+
+
+def test_the_list_can_be_tuned(tmp_path, capsys):
+    assert main(*TINY, "--max-tokens", "32", "--sentences", "1", "--list") == 0
+    listed = tmp_path / "list.csv"
+    listed.write_text(capsys.readouterr().out)
+    assert main("--shapes", listed, "--output", tmp_path / "file.json", "--quiet", "--seconds", "60") == 0
+    assert len(configuration_file.read(tmp_path / "file.json").entries) == len(listed.read_text().splitlines()) - 1
+
+
+def test_a_picture_alone(tmp_path, monkeypatch):
+    output = tmp_path / "file.json"
+    configuration_file.write(output, file(entry(64), entry(32), key_entry("linear_int32")))
+    for name in ("a.png", "a.svg", "a.pdf"):
+        assert main("--output", output, "--plot", tmp_path / name) == 0
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+def key_entry(op):
+    return dataclasses.replace(entry(64), key=key(64, op=op))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "say what to tune: --arch NAME, --missing REPORT or --shapes FILE"),
+        (["--shapes", "x.csv", "--missing", "y"], "not allowed with argument"),
+        (["--shapes", "x.csv", "--colour", "red"], "unrecognized arguments: --colour red"),
+        ([*TINY, "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--shapes", "x.csv", "--seconds", "0"], "'0' is not a number of seconds above 0"),
+        (["--shapes", "x.csv", "--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_mistaken_options(capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["tune", *options])
+    printed = capsys.readouterr().err
+    assert stopped.value.code == 2 and message in printed and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "missing.csv"], "No such file"),
+        ([*TINY, "--step", "100"], "step is 100"),
+        (["--arch", "transformer"], "arch is 'transformer'; allowed: lsq_transformer,"),
+        (["--plot", "a.doc", "--output", "FILE"], "doc"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path, capsys, options, message):
+    configuration_file.write(tmp_path / "FILE", file(entry(64)))
+    options = [str(tmp_path / option) if option in ("FILE", "missing.csv", "a.doc") else option for option in options]
+    assert main(*options) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_files_of_others_and_files_that_are_being_written(shapes, tmp_path, capsys):
+    output = tmp_path / "file.json"
+    with locked(output):
+        assert main("--shapes", shapes, "--output", output, "--quiet") == 1
+    assert f"process {os.getpid()} is tuning into {output}" in capsys.readouterr().err
+    configuration_file.write(output, file(entry(64), validators=dataclasses.replace(CPU, device="Other CPU")))
+    assert main("--shapes", shapes, "--output", output, "--quiet") == 2
+    assert "device differs: the file says 'Other CPU', here" in capsys.readouterr().err
+
+
+def test_interruption_and_failures_are_told(shapes, tmp_path, capsys, monkeypatch):
+    def stop(asked):
+        if asked == KEYS[1]:
+            raise KeyboardInterrupt
+
+    times = {512: 1.0, 7: 0.5}
+    output = tmp_path / "file.json"
+    monkeypatch.setattr(tune, "backend", lambda *_: FakeBackend(times, before=stop))
+    assert main("--shapes", shapes, "--output", output, "--quiet") == 130
+    printed = capsys.readouterr().out
+    assert "1 were not reached" in printed and "stopped    by Ctrl-C" in printed and "2.000 times as fast" in printed
+    monkeypatch.setattr(tune, "backend", lambda *_: FakeBackend(times, faults={512: "row 1"}))
+    assert main("--shapes", shapes, "--output", output, "--quiet") == 1
+    assert f"failed     {KEYS[1]}: the product is wrong" in capsys.readouterr().out
+
+
+def test_long_lists_of_failures_are_cut(tmp_path):
+    failed = tuple((key(m), "reason") for m in range(1, 9))
+    counts = {"skipped": 0, "refused": 2, "incomplete": 1, "left": 0}
+    text = tune.report(Summary(path=tmp_path, entries=(), failed=failed, interrupted=False, **counts))
+    assert text.count("failed ") == 5 and "and 3 more" in text
+    assert "2 candidates were refused" in text and "1 had no time" in text
+
+
+def test_the_number_of_threads_is_chosen(shapes, tmp_path):
+    command = [sys.executable, "-m", "lsq.cli", "tune", "--device", "cpu", "--quiet", "--threads", "2"]
+    command += ["--shapes", str(shapes), "--output", str(tmp_path / "file.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    assert configuration_file.read(tmp_path / "file.json").validators.threads == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_the_command_line(tmp_path):
+    """On real products: what is done is in the file, and the next command goes on."""
+    output = tmp_path / "file.json"
+    command = [sys.executable, "-m", "lsq.cli", "tune", "--device", "cpu", *TINY, "--max-tokens", "2048", "--output"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*command, str(output)], env=environment, **pipes) as run:
+        while not output.exists():
+            assert run.poll() is None
+            torch.randn(10)
+        run.send_signal(signal.SIGINT)
+        printed = run.communicate()[0].decode()
+    assert run.returncode == 130 and "stopped    by Ctrl-C" in printed
+    assert configuration_file.read(output).entries
