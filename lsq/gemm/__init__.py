@@ -3,18 +3,17 @@
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
 """
 
-from lsq.gemm.lookup import add_seconds, configuration_for, coverage_report, largest_scratch, set_files
-from lsq.gemm.product import LARGEST_INNER, block_scratch, int8_product, reference, row_blocks
+from lsq.gemm.lookup import coverage_report, set_files
+from lsq.gemm.operation import multiply_into, row_blocks, scratch_for
+from lsq.gemm.product import LARGEST_INNER, int8_product, reference
 
 __all__ = [
     "LARGEST_INNER",
-    "add_seconds",
-    "block_scratch",
-    "configuration_for",
     "coverage_report",
     "int8_product",
-    "largest_scratch",
+    "multiply_into",
     "reference",
     "row_blocks",
+    "scratch_for",
     "set_files",
 ]

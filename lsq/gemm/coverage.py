@@ -28,18 +28,20 @@ class Line:
 
     key: ProductKey
     """As it stands in files: with its number of tokens rounded."""
-    hit: bool
     calls: int
     seconds: float
     """How long all calls took; 0 where that was not measured."""
-    nearest: ProductKey | None
-    """The entry for the batch size next to this one, itself where it hit; None: no entry for any batch size."""
+    served: ProductKey | None
+    """The entry by which it ran: its own, or that of the nearest batch size; None: it ran as untuned."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hit, bool):
-            raise ValueError(f"hit is {shown(self.hit)}; it must be true or false")
         check_whole("calls", self.calls, 0, _LARGEST_COUNT)
         check_number("seconds", self.seconds, _LARGEST_SECONDS)
+
+    @property
+    def hit(self) -> bool:
+        """Whether there is an entry for this very product."""
+        return self.served == self.key
 
     @property
     def operations(self) -> int:
@@ -75,29 +77,40 @@ class Coverage:
 
     @property
     def missed(self) -> list[Line]:
-        """The products that ran as untuned."""
+        """The products that have no entry of their own."""
         return [line for line in self.lines if not line.hit]
 
-    def share(self, measure: str) -> float | None:
-        """The share of "calls", "operations" or "seconds" that was tuned; None where there were none at all."""
+    def shares(self, measure: str) -> tuple[float, float] | None:
+        """(share with an entry of their own, share that ran by the nearest batch size's); None if there were none.
+
+        Args:
+            measure: "calls", "operations" or "seconds".
+        """
         total = sum(getattr(line, measure) for line in self.lines)
-        return sum(getattr(line, measure) for line in self.lines if line.hit) / total if total else None
+        if not total:
+            return None
+        own = sum(getattr(line, measure) for line in self.lines if line.hit)
+        served = sum(getattr(line, measure) for line in self.lines if line.served is not None)
+        return own / total, (served - own) / total
 
     def text(self) -> str:
         """For logs: the shares, and the missed products that matter most."""
         calls = sum(line.calls for line in self.lines)
         if not calls:
             return f"tuned products on {self.device}: none was asked for"
-        measures = {"calls": "calls", "operations": "operations", "seconds": "time"}
-        shares = {name: self.share(measure) for measure, name in measures.items()}
-        listed = ", ".join(f"{share:.1%} of {name}" for name, share in shares.items() if share is not None)
-        lines = [f"tuned products on {self.device}: {listed} ({calls} calls of {len(self.lines)} products)"]
+        lines = [f"tuned products on {self.device}: {calls} calls of {len(self.lines)} products"]
+        for measure, name in (("calls", "calls"), ("operations", "operations"), ("seconds", "time")):
+            shares = self.shares(measure)
+            if shares is not None:
+                own, near = shares
+                rest = 1 - own - near
+                lines.append(f"  {name}: {own:.1%} tuned, {near:.1%} as the nearest batch size, {rest:.1%} not")
         lines += [f"  from {path}" for path in self.files] or ["  there is no file for this device"]
         missed = self.missed
         for line in missed[:SHOWN]:
             time = f", {line.seconds:.3f} s" if line.seconds else ""
-            nearest = f"nearest: {line.nearest.tokens} tokens" if line.nearest else "none for any number of tokens"
-            lines.append(f"  missed {line.key}: {line.calls} calls{time}; {nearest}")
+            served = f"ran as {line.served.tokens} tokens" if line.served else "ran untuned"
+            lines.append(f"  missed {line.key}: {line.calls} calls{time}; {served}")
         if len(missed) > SHOWN:
             lines.append(f"  and {len(missed) - SHOWN} more")
         return "\n".join(lines)
@@ -138,8 +151,8 @@ def _lines(value: Any, place: str) -> tuple[Line, ...]:
 
 
 def _line(value: Any, place: str) -> Line:
-    return json_file.record(Line, value, place, key=product_key, nearest=_nearest)
+    return json_file.record(Line, value, place, key=product_key, served=_served)
 
 
-def _nearest(value: Any, place: str) -> ProductKey | None:
+def _served(value: Any, place: str) -> ProductKey | None:
     return None if value is None else product_key(value, place)

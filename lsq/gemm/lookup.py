@@ -4,6 +4,7 @@ The CPU's operations ask `configuration_for` for every product, so that it is a 
 is settled when the first product is asked for; `set_files` changes it, and goes before memory is planned.
 """
 
+import bisect
 import logging
 import threading
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ class _Use:
     def __init__(self, key: ProductKey, entry: Entry | None) -> None:
         self.key = key
         self.entry = entry
+        """What serves it: the entry of its key, or of another batch size; None: untuned."""
         self.configuration = CpuConfiguration.default(key.op) if entry is None else entry.configuration
         self.calls = 0
         self.seconds = 0.0
@@ -50,7 +52,7 @@ class Table:
         for each in self.used:
             for entry in each.file.entries:
                 self._entries.setdefault(entry.key, entry)
-        for entry in self._entries.values():
+        for entry in sorted(self._entries.values(), key=lambda entry: entry.key.tokens):
             self._families.setdefault(entry.key.family, []).append(entry)
 
     @property
@@ -64,7 +66,10 @@ class Table:
         return ConfigurationFile(validators=self.here, entries=tuple(self._entries.values()))
 
     def lookup(self, key: ProductKey) -> Entry | None:
-        """The entry that serves a product; counted as a hit or a miss."""
+        """The entry that serves a product; counted as a hit or a miss.
+
+        On the CPU, an entry serves other batch sizes as well: see `_nearest_entry`. Algorithms of cuBLASLt do not.
+        """
         with self._lock:
             use = self._uses.get(key) or self._first_use(key, key)
             use.calls += 1
@@ -96,7 +101,7 @@ class Table:
         rounded = key.rounded()
         use = self._uses.get(rounded)
         if use is None:
-            use = self._uses[rounded] = _Use(rounded, self._entries.get(rounded))
+            use = self._uses[rounded] = _Use(rounded, self._entries.get(rounded) or self._nearest_entry(rounded))
         self._uses[asked] = use
         return use
 
@@ -120,24 +125,36 @@ class Table:
         """
         key = ProductKey.of(op, m, n, k, layout)
         largest = scratch.size(key, CpuConfiguration.default(op))
-        limit = rounded_tokens(key.tokens)
-        for entry in self._families.get(key.family, ()):
-            if entry.key.tokens <= limit:
-                served = key.with_tokens(min(entry.key.tokens, key.tokens))
-                largest = max(largest, scratch.size(served, entry.configuration))
+        family = self._families.get(key.family, ())
+        at_least = bisect.bisect_left(family, rounded_tokens(key.tokens), key=lambda entry: entry.key.tokens)
+        for place, entry in enumerate(family[: at_least + 1]):
+            # The last entry of all serves every larger batch, each other one those up to its own size.
+            most = key.tokens if place == len(family) - 1 else min(entry.key.tokens, key.tokens)
+            largest = max(largest, scratch.size(key.with_tokens(most), entry.configuration))
         return largest
 
-    def nearest(self, key: ProductKey) -> ProductKey | None:
-        """The key of the entry for the batch size next to this one, all else being equal."""
-        family = (entry.key for entry in self._families.get(key.family, ()))
-        return min(family, key=lambda known: (abs(known.tokens - key.tokens), known.tokens), default=None)
+    def _nearest_entry(self, key: ProductKey) -> Entry | None:
+        """The entry for the next larger batch, or for the largest of all: it serves where there is none for this one.
+
+        Every configuration of the CPU runs every batch size, unless its sums would not be exact.
+        """
+        family = self._families.get(key.family)
+        if not family or self.here.kind != "cpu":
+            return None
+        place = bisect.bisect_left(family, key.tokens, key=lambda entry: entry.key.tokens)
+        entry = family[min(place, len(family) - 1)]
+        try:
+            entry.configuration.check_key(key)
+        except ValueError:
+            return None
+        return entry
 
     def coverage(self) -> Coverage:
         """What was asked for so far."""
         with self._lock:
             uses = {use.key: (use.calls, use.seconds, use.entry) for use in self._uses.values()}
         lines = [
-            Line(key=key, hit=entry is not None, calls=calls, seconds=seconds, nearest=self.nearest(key))
+            Line(key=key, calls=calls, seconds=seconds, served=None if entry is None else entry.key)
             for key, (calls, seconds, entry) in uses.items()
         ]
         files = tuple(str(each.path) for each in self.used)

@@ -1,7 +1,5 @@
 """The int8 product of the CPU: oneDNN through torch._int_mm, and its exact reference."""
 
-from collections.abc import Iterator
-
 import torch
 
 LARGEST_INNER = (2**31 - 1) // 127**2
@@ -45,21 +43,3 @@ def _unambiguous(x: torch.Tensor) -> torch.Tensor:
         return x
     rows, columns = x.shape
     return x.as_strided(x.shape, (columns, 1) if rows == 1 else (1, rows))
-
-
-def block_scratch(rows: int, columns: int, largest: int) -> tuple[tuple[int, int], torch.dtype]:
-    """(shape, dtype) of the scratch memory with which `row_blocks` works on at most `largest` rows at a time."""
-    return (min(rows, largest), columns), torch.int32
-
-
-def row_blocks(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
-
-    The sums are views of `sums` int32 [rows at a time, N]; each block overwrites the one before.
-    """
-    total = a.shape[0]
-    blocks = -(-total // sums.shape[0])
-    size = -(-total // blocks)
-    for first in range(0, total, size):
-        block = a[first : first + size]
-        yield first, int8_product(block, b, out=sums[: block.shape[0]])

@@ -3,6 +3,7 @@
 Sizes follow from the key and the configuration alone, and none falls when a dimension grows.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -47,12 +48,13 @@ def block_rows(key: ProductKey, configuration: CpuConfiguration) -> int:
     return -(-rows // padded) * padded if padded else rows
 
 
+@functools.lru_cache(maxsize=4096)
 def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     """What running a product needs.
 
     Returns:
         some of "a" [block rows, K] and "b" [N, K]: copies, int8 or float32; "product" float32 [block rows, N]; "sums"
-        int32 [block rows, N], unless they are the operation's output.
+        int32 [block rows, N], unless they are the operation's output. Not to be changed: it is kept.
     """
     rows = block_rows(key, configuration)
     floats = configuration.path == "float32"

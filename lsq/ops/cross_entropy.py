@@ -22,7 +22,7 @@ from lsq.ops.kernels import check_columns, float_operand
 from lsq.ops.registry import OpDefinition, register
 
 BLOCK_ROWS = 256
-"""Rows of logits that exist at a time."""
+"""Rows of float logits that exist at a time; those of codes are tuned."""
 CUDA_BLOCK_ROWS = 1024
 """The same on CUDA."""
 
@@ -66,14 +66,16 @@ def reference(x, x_scale, weight, weight_scale, target, key, *, vocabulary, padd
 
 
 def _block_scratch(x, weight):
-    shape, sums = gemm.block_scratch(x.shape[0], weight.shape[0], BLOCK_ROWS)
-    return shape, sums if x.dtype == torch.int8 else torch.float32
+    """What a product of codes wants, or float logits of a block."""
+    if x.dtype == torch.int8:
+        return gemm.scratch_for("vocabulary_cross_entropy", x.shape[0], *weight.shape)
+    return (min(x.shape[0], BLOCK_ROWS), weight.shape[0]), torch.float32
 
 
 def _blocks(x, weight, scratch):
     """(first row, logits of a block in `scratch`) as int32 sums or floats."""
     if x.dtype == torch.int8:
-        yield from gemm.row_blocks(x, weight, scratch)
+        yield from gemm.row_blocks("vocabulary_cross_entropy", x, weight, scratch)
     else:
         for first in range(0, x.shape[0], scratch.shape[0]):
             block = x[first : first + scratch.shape[0]]

@@ -20,9 +20,6 @@ from lsq.ops import rounding
 from lsq.ops.kernels import check_columns, float_operand, zero
 from lsq.ops.registry import OpDefinition, register
 
-BLOCK_ROWS = 512
-"""Rows of int32 sums that are held at a time, so that they stay in cache between the product and its rounding."""
-
 
 def float_reference(x, weight):
     """x float32 [M, K], weight float32 [N, K] -> y float32 [M, N]."""
@@ -115,14 +112,14 @@ def int8_reference(x, x_scale, weight, weight_scale, clip, *, bits, error=False)
 
 
 def int8_scratch(x, x_scale, weight, weight_scale, clip, *, bits, error=False):
-    return [gemm.block_scratch(x.shape[0], weight.shape[0], BLOCK_ROWS)]
+    return [gemm.scratch_for("linear_int8", x.shape[0], *weight.shape)]
 
 
-def int8_cpu(x, x_scale, weight, weight_scale, clip, codes, scale, clipped, error_out, block, *, bits, error=False):
+def int8_cpu(x, x_scale, weight, weight_scale, clip, codes, scale, clipped, error_out, memory, *, bits, error=False):
     alpha = _alpha(x_scale, weight_scale, clip, bits)
     scale.copy_(quant.scale_of(clip, bits))
     columns = weight.shape[0]
-    for first, sums in gemm.row_blocks(x, weight, block):
+    for first, sums in gemm.row_blocks("linear_int8", x, weight, memory):
         rows = sums.shape[0]
         loader.call(
             "lsq_round_sums", sums, alpha, codes, scale, clipped, error_out, first, rows, columns,
@@ -162,8 +159,12 @@ def int32_reference(x, x_scale, weight, weight_scale):
     return gemm.reference(x, weight), x_scale * weight_scale
 
 
-def int32_cpu(x, x_scale, weight, weight_scale, sums, scale):
-    gemm.int8_product(x, weight, out=sums)
+def int32_scratch(x, x_scale, weight, weight_scale):
+    return [gemm.scratch_for("linear_int32", x.shape[0], *weight.shape)]
+
+
+def int32_cpu(x, x_scale, weight, weight_scale, sums, scale, memory):
+    gemm.multiply_into("linear_int32", x, weight, sums, memory)
     torch.mul(x_scale, weight_scale, out=scale)
 
 
@@ -221,6 +222,7 @@ register(
 )
 register(
     OpDefinition(
-        name="linear_int32", reference=int32_reference, cpu=int32_cpu, cuda=int32_cuda, differentiate=differentiate
+        name="linear_int32", reference=int32_reference, cpu=int32_cpu, cuda=int32_cuda, differentiate=differentiate,
+        scratch=int32_scratch,
     )
 )

@@ -14,7 +14,6 @@ import torch
 from lsq import gemm, quant
 from lsq.csrc import loader
 from lsq.ops import linear_gradient_cuda, rounding
-from lsq.ops.linear import BLOCK_ROWS
 from lsq.ops.registry import OpDefinition, register
 
 
@@ -35,7 +34,7 @@ def input_reference(gradient, row_scale, weight, weight_scale, codes, clipped, e
 
 def input_scratch(gradient, row_scale, weight, weight_scale, codes, clipped, error, *, bits, dtype="float32"):
     if row_scale is not None:
-        return [gemm.block_scratch(*codes.shape, BLOCK_ROWS)]
+        return [gemm.scratch_for("linear_input_gradient", *codes.shape, gradient.shape[1])]
     return [(weight.shape, getattr(torch, dtype)), *_narrow_scratch(gradient.shape, codes.shape, dtype)]
 
 
@@ -51,7 +50,7 @@ def input_cpu(
         _float_product_into(dx, gradient, floats, narrow)
         blocks = [(0, dx)]
     else:
-        blocks = gemm.row_blocks(gradient, weight.t(), *scratch)
+        blocks = gemm.row_blocks("linear_input_gradient", gradient, weight.t(), *scratch)
     for first, product in blocks:
         loader.call(
             "lsq_straight_through", product, row_scale, codes, clipped, error, factor, dx, dclip,
@@ -112,7 +111,7 @@ def weight_scratch(
     sums = ((weight.shape[0],), torch.float32)
     if row_scale is not None:
         rounded = [(codes.shape, torch.int8), ((columns,), torch.float32)]
-        return [sums, *rounded, gemm.block_scratch(rows, columns, BLOCK_CHANNELS)]
+        return [sums, *rounded, gemm.scratch_for("linear_weight_gradient", rows, columns, codes.shape[0])]
     product = (rows, columns)
     floats = [(product, torch.float32), (codes.shape, getattr(torch, dtype))]
     return [sums, *floats, *_narrow_scratch((rows, codes.shape[0]), product, dtype)]
@@ -131,10 +130,10 @@ def weight_cpu(
         _float_product_into(product, gradient.t(), floats, narrow)
         column_scale, blocks = None, [(0, product)]
     else:
-        rounded, column_scale, block = scratch
+        rounded, column_scale, memory = scratch
         round_columns(codes, row_scale, key, stream, rounded, column_scale)
         column_scale.mul_(scale)
-        blocks = gemm.row_blocks(gradient.t(), rounded.t(), block)
+        blocks = gemm.row_blocks("linear_weight_gradient", gradient.t(), rounded.t(), memory)
     for first, product in blocks:
         loader.call(
             "lsq_weight_straight_through", product, column_scale, weight_scale, weight, clip, clip.numel(),
@@ -148,9 +147,6 @@ def round_columns(codes, row_scale, key, stream, rounded, column_scale):
     """codes int8 [M, K] * row_scale [M], rounded per column at random, into rounded int8 [M, K], scale float32 [K]."""
     loader.call("lsq_round_columns", codes, row_scale, key, stream, rounded, column_scale, *codes.shape)
 
-
-BLOCK_CHANNELS = 4096
-"""Rows of a weight's gradient, as int32 sums, that are held at a time."""
 
 register(
     OpDefinition(

@@ -70,7 +70,7 @@ def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatc
 
 
 def test_missed_products_of_a_run(tmp_path, capsys):
-    lines = tuple(Line(key=each, hit=False, calls=3, seconds=0.0, nearest=None) for each in KEYS)
+    lines = tuple(Line(key=each, calls=3, seconds=0.0, served=None) for each in KEYS)
     report = tmp_path / "report.json"
     coverage.write(report, Coverage(kind="cpu", device="x", files=(), lines=lines))
     assert main("--missing", report, "--output", tmp_path / "file.json", "--quiet") == 0

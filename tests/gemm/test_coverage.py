@@ -10,23 +10,25 @@ from lsq.gemm.coverage import Coverage, Line
 from tests.gemm.tuned import key
 
 
-def line(m, hit, calls=1, seconds=0.0, nearest=None):
-    return Line(key=key(m), hit=hit, calls=calls, seconds=seconds, nearest=nearest)
+def line(m, served=None, calls=1, seconds=0.0):
+    """One product, served by the entry for so many tokens."""
+    return Line(key=key(m), calls=calls, seconds=seconds, served=None if served is None else key(served))
 
 
 def report(*lines, files=("/a.json",)):
     return Coverage(kind="cpu", device="Example CPU", files=files, lines=lines)
 
 
-MIXED = report(line(8, False, 1, 0.25, key(16)), line(16, True, 3, 0.5, key(16)), line(32, False, 1, 0.25))
+MIXED = report(line(8, 16, 1, 0.25), line(16, 16, 3, 0.5), line(32, None, 1, 0.25))
 
 
 def test_shares():
-    assert MIXED.share("calls") == pytest.approx(0.6)
-    assert MIXED.share("seconds") == pytest.approx(0.5)
-    assert MIXED.share("operations") == pytest.approx(3 * 16 / (8 + 3 * 16 + 32))
-    assert report(line(8, True)).share("seconds") is None
-    assert report().share("calls") is None
+    assert MIXED.shares("calls") == pytest.approx((0.6, 0.2))
+    assert MIXED.shares("seconds") == pytest.approx((0.5, 0.25))
+    total = 8 + 3 * 16 + 32
+    assert MIXED.shares("operations") == pytest.approx((3 * 16 / total, 8 / total))
+    assert report(line(8, 8)).shares("seconds") is None
+    assert report().shares("calls") is None
 
 
 def test_those_that_take_longest_come_first():
@@ -36,21 +38,25 @@ def test_those_that_take_longest_come_first():
 
 def test_text():
     assert MIXED.text().splitlines() == [
-        "tuned products on Example CPU: 60.0% of calls, 54.5% of operations, 50.0% of time (5 calls of 3 products)",
+        "tuned products on Example CPU: 5 calls of 3 products",
+        "  calls: 60.0% tuned, 20.0% as the nearest batch size, 20.0% not",
+        "  operations: 54.5% tuned, 9.1% as the nearest batch size, 36.4% not",
+        "  time: 50.0% tuned, 25.0% as the nearest batch size, 25.0% not",
         "  from /a.json",
-        "  missed linear_int8 32 x 128 x 256 (int8 to int8, nt, alpha vector): 1 calls, 0.250 s; "
-        "none for any number of tokens",
-        "  missed linear_int8 8 x 128 x 256 (int8 to int8, nt, alpha vector): 1 calls, 0.250 s; nearest: 16 tokens",
+        "  missed linear_int8 32 x 128 x 256 (int8 to int8, nt, alpha vector): 1 calls, 0.250 s; ran untuned",
+        "  missed linear_int8 8 x 128 x 256 (int8 to int8, nt, alpha vector): 1 calls, 0.250 s; ran as 16 tokens",
     ]
-    assert report(line(8, True), files=()).text().splitlines() == [
-        "tuned products on Example CPU: 100.0% of calls, 100.0% of operations (1 calls of 1 products)",
+    assert report(line(8, 8), files=()).text().splitlines() == [
+        "tuned products on Example CPU: 1 calls of 1 products",
+        "  calls: 100.0% tuned, 0.0% as the nearest batch size, 0.0% not",
+        "  operations: 100.0% tuned, 0.0% as the nearest batch size, 0.0% not",
         "  there is no file for this device",
     ]
     assert report().text() == "tuned products on Example CPU: none was asked for"
 
 
 def test_long_lists_are_cut():
-    assert report(*(line(m, False) for m in range(1, 31))).text().splitlines()[-1] == "  and 20 more"
+    assert report(*(line(m) for m in range(1, 31))).text().splitlines()[-1] == "  and 20 more"
 
 
 @pytest.mark.parametrize("wanted", [MIXED, report(), report(files=())])
@@ -69,11 +75,10 @@ def test_round_trip(tmp_path, wanted):
         (["files"], "x", "files is 'x'; it must be a list"),
         (["files", 0], 5, r"files\[0\] is 5; it must be a path"),
         (["lines"], None, "lines is None; it must be a list"),
-        (["lines", 1, "hit"], 1, r"lines\[1\].hit is 1; it must be true or false"),
         (["lines", 1, "calls"], -1, r"lines\[1\].calls is -1; it must be a whole number"),
         (["lines", 1, "seconds"], "1", r"lines\[1\].seconds is '1'; it must be a finite number"),
         (["lines", 1, "key", "m"], 0, r"lines\[1\].key.m is 0; it must be a whole number"),
-        (["lines", 0, "nearest", "op"], "?", r"lines\[0\].nearest.op is '\?'; allowed"),
+        (["lines", 0, "served", "op"], "?", r"lines\[0\].served.op is '\?'; allowed"),
         (["extra"], 1, "the content has the unknown field 'extra'"),
     ],
 )

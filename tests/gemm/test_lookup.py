@@ -34,8 +34,9 @@ def table(*entries):
 def test_exact_up_to_512_then_the_next_multiple_of_32():
     made = table(entry(41), entry(1024))
     served = {m: made.lookup(key(m)) for m in (40, 41, 42, 512, 992, 993, 1000, 1024, 1025)}
-    assert [m for m, found in served.items() if found is not None] == [41, 993, 1000, 1024]
-    assert served[993] is served[1024] and served[41].key == key(41)
+    hits = [line.key.m for line in made.coverage().lines if line.hit]
+    assert sorted(hits) == [41, 1024]
+    assert served[993] is served[1000] is served[1024] and served[41].key == key(41)
 
 
 @pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"layout": "nn"}, {"op": "linear_int32"}])
@@ -46,9 +47,9 @@ def test_all_else_must_be_the_same(changes):
 def test_configuration():
     made = table(entry(41), entry(op="linear_weight_gradient", m=128, k=1024, layout="tn", configuration=SMALL))
     assert made.configuration("linear_int8", 41, 128, 256, "nt") == CpuConfiguration(rows=96)
-    assert made.configuration("linear_int8", 42, 128, 256, "nt") == DEFAULT
+    assert made.configuration("linear_int8", 42, 128, 272, "nt") == DEFAULT
     assert made.configuration("linear_weight_gradient", 128, 128, 1001, "tn") == SMALL
-    assert made.configuration("linear_weight_gradient", 128, 128, 992, "tn") == CpuConfiguration(rows=4096)
+    assert made.configuration("linear_weight_gradient", 144, 128, 1001, "tn") == CpuConfiguration(rows=4096)
     with pytest.raises(ValueError, match="op is 'conv'; allowed"):
         made.configuration("conv", 41, 128, 256, "nt")
     with pytest.raises(ValueError, match="m is 0"):
@@ -81,20 +82,31 @@ def test_a_refused_entry_is_a_miss_from_then_on():
     assert made.configuration("linear_int8", 1000, 128, 256, "nt") == DEFAULT
     assert made.lookup(key(1024)) is None
     (line,) = made.coverage().missed
-    assert line.calls == 3 and line.nearest == line.key
+    assert line.calls == 3 and line.served is None
 
 
-def test_nearest():
-    made = table(entry(8), entry(16), entry(1024), entry(20, n=64))
-    assert [made.nearest(key(m)).m for m in (1, 12, 13, 600, 516, 5000)] == [8, 8, 16, 1024, 16, 1024]
-    assert made.nearest(key(8, n=64)).m == 20
-    assert made.nearest(key(8, k=64)) is None
+def test_the_nearest_batch_size_serves_on_the_cpu():
+    made = table(*(entry(m, configuration=CpuConfiguration(rows=m)) for m in (8, 16, 1024)))
+    sizes = (1, 8, 9, 13, 600, 516, 5000)
+    found = [made.configuration("linear_int8", m, 128, 256, "nt").rows for m in sizes]
+    assert found == [8, 8, 16, 16, 1024, 1024, 1024]
+    assert made.configuration("linear_int8", 8, 64, 256, "nt") == DEFAULT
+    assert {line.key.m: line.served.m for line in made.coverage().lines if line.served} == {
+        1: 8, 8: 8, 9: 16, 13: 16, 608: 1024, 544: 1024, 5024: 1024
+    }
+
+
+def test_a_configuration_that_would_not_be_exact_does_not_serve():
+    floats = CpuConfiguration(path="float32")
+    made = table(entry(op="linear_weight_gradient", m=128, n=64, k=512, configuration=floats))
+    assert made.configuration("linear_weight_gradient", 128, 64, 500, "tn") == floats
+    assert made.configuration("linear_weight_gradient", 128, 64, 2000, "tn") != floats
 
 
 def test_largest_scratch():
     hungry = CpuConfiguration(rows=0)
     made = table(entry(64, configuration=hungry), entry(1024, configuration=hungry), entry(2048, configuration=SMALL))
-    for m, rows in {10: 10, 63: 63, 64: 64, 512: 512, 992: 512, 993: 993, 1024: 1024, 4096: 1024}.items():
+    for m, rows in {10: 10, 63: 63, 64: 64, 512: 512, 992: 992, 993: 993, 1024: 1024, 4096: 1024}.items():
         assert made.largest_scratch("linear_int8", m, 128, 256, "nt") == rows * 128 * 4
     assert made.largest_scratch("linear_int32", 4096, 128, 256, "nt") == 0
 
@@ -149,9 +161,9 @@ def test_threads_lose_no_count():
 
 
 def test_without_any_file(machine):
-    assert gemm.configuration_for("linear_int8", 41, 128, 256, "nt") == DEFAULT
-    assert gemm.largest_scratch("linear_int8", 41, 128, 256, "nt") == 41 * 128 * 4
-    gemm.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
+    assert lookup.configuration_for("linear_int8", 41, 128, 256, "nt") == DEFAULT
+    assert lookup.largest_scratch("linear_int8", 41, 128, 256, "nt") == 41 * 128 * 4
+    lookup.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
     report = gemm.coverage_report()
     assert report.share("calls") == 0.0 and report.files == () and report.device == CPU.device
 
@@ -178,9 +190,9 @@ def test_explicit_files_are_the_only_ones(machine, tmp_path):
     gemm.set_files([mine, other])
     assert [each.key.m for each in lookup.table().file.entries] == [9, 10]
     gemm.set_files([])
-    assert gemm.configuration_for("linear_int8", 8, 128, 256, "nt") == DEFAULT
+    assert lookup.configuration_for("linear_int8", 8, 128, 256, "nt") == DEFAULT
     gemm.set_files(None)
-    assert gemm.configuration_for("linear_int8", 8, 128, 256, "nt") != DEFAULT
+    assert lookup.configuration_for("linear_int8", 8, 128, 256, "nt") != DEFAULT
 
 
 def test_an_explicit_file_of_another_device_is_an_error(machine, tmp_path):

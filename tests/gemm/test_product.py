@@ -50,19 +50,3 @@ def test_what_could_overflow_is_refused():
     wide = torch.zeros(1, gemm.LARGEST_INNER + 1, dtype=torch.int8)
     with pytest.raises(ValueError, match=f"{gemm.LARGEST_INNER + 1} values.*{gemm.LARGEST_INNER}"):
         gemm.int8_product(wide, wide)
-
-
-@pytest.mark.parametrize("rows", [1, 7, 8, 41, 100])
-@pytest.mark.parametrize("block", [1, 8, 30, 1000])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_blocks_of_rows_cover_the_product_once(rows, block, transposed):
-    a = random_codes(48, rows).t() if transposed else random_codes(rows, 48)
-    b = random_codes(32, 48)
-    parts, starts = [], []
-    shape, dtype = gemm.block_scratch(rows, 32, block)
-    for first, sums in gemm.row_blocks(a, b, torch.empty(shape, dtype=dtype)):
-        assert len(sums) <= block
-        starts.append(first)
-        parts.append(sums.clone())
-    assert torch.equal(torch.cat(parts), exact(a, b))
-    assert starts == [sum(map(len, parts[:i])) for i in range(len(parts))]

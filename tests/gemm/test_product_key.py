@@ -5,7 +5,6 @@ import pytest
 from lsq import ops  # noqa: F401  registers the operations
 from lsq.gemm.product import LARGEST_INNER
 from lsq.gemm.product_key import LAYOUTS, OPERATIONS, ProductKey, rounded_tokens
-from lsq.ops import cross_entropy, linear, linear_gradient
 from tests.gemm.tuned import key
 
 
@@ -67,13 +66,6 @@ def test_operations_have_their_keys():
         made = ProductKey.of(op, 8, 16, 32)
         assert (made.out, made.alpha, made.layout) == (operation.out, operation.alpha, operation.layout)
         assert {ProductKey.of(op, 8, 16, 32, layout).layout for layout in LAYOUTS} == set(LAYOUTS)
-
-
-def test_untuned_operations_make_as_many_rows_at_a_time_as_they_do():
-    rows = {op: operation.rows for op, operation in OPERATIONS.items()}
-    assert rows["linear_int8"] == rows["linear_input_gradient"] == linear.BLOCK_ROWS
-    assert rows["linear_weight_gradient"] == linear_gradient.BLOCK_CHANNELS
-    assert rows["vocabulary_cross_entropy"] == cross_entropy.BLOCK_ROWS
 
 
 def test_text():

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from lsq import gemm
 from lsq.gemm import scratch
 from lsq.gemm.configuration import A_LAYOUTS, B_LAYOUTS, PATHS, CpuConfiguration
 from lsq.gemm.product_key import LAYOUTS, OPERATIONS, ProductKey
@@ -55,7 +54,9 @@ def test_untuned_products_need_what_they_did():
         if operation.in_place:
             assert not parts
         else:
-            assert [tuple(part)[:2] for part in parts.values()] == [gemm.block_scratch(1000, 24, operation.rows)]
+            assert {name: tuple(part)[:2] for name, part in parts.items()} == {
+                "sums": ((min(1000, operation.rows), 24), torch.int32)
+            }
 
 
 @pytest.mark.parametrize(

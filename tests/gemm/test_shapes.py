@@ -75,7 +75,7 @@ def test_mistakes_in_files_are_named(tmp_path, name, text, message):
 def test_missed_products_of_a_run(tmp_path):
     keys = [ProductKey.of("linear_int8", m, 128, 256) for m in (32, 64, 96)]
     lines = tuple(
-        Line(key=key, hit=number == 1, calls=5, seconds=number, nearest=None) for number, key in enumerate(keys)
+        Line(key=key, calls=5, seconds=number, served=key if number == 1 else None) for number, key in enumerate(keys)
     )
     report = Coverage(kind="cpu", device="Example CPU", files=(), lines=lines)
     coverage.write(tmp_path / "report.json", report)

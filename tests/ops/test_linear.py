@@ -7,12 +7,13 @@ import torch
 
 from lsq import quant
 from lsq.config import QuantConfig
-from lsq.ops.linear import BLOCK_ROWS
+from lsq.gemm.product_key import OPERATIONS
 from lsq.program import layers
 from tests.layers.shapes import config_of
 from tests.ops.compare import compare, compare_program
 from tests.ops.operands import ROWS
 
+BLOCK_ROWS = OPERATIONS["linear_int8"].rows
 CLIP = torch.tensor([0.7])
 
 

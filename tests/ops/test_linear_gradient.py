@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from lsq.config import QuantConfig
+from lsq.gemm.product_key import OPERATIONS
 from lsq.ops import rounding
-from lsq.ops.linear import BLOCK_ROWS
 from lsq.ops.linear_gradient import round_columns
 from lsq.program import layers
 from lsq.quant import fake_quantize, quantize
 from tests.ops.compare import KEY, compare, compare_program, fused
 from tests.ops.operands import ROWS
 
+BLOCK_ROWS = OPERATIONS["linear_input_gradient"].rows
 INNER, OUTPUTS = 48, 32
 
 
