@@ -11,6 +11,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
+from lsq.fairseq import tuned_products
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
@@ -29,6 +30,14 @@ class LSQTranslationConfig(TranslationConfig):
             "and every access checked (guard, slow), or wherever PyTorch finds room (naive)"
         },
     )
+    lsq_gemm_config: Optional[str] = field(  # noqa: UP045  fairseq cannot read str | None
+        default=None,
+        metadata={"help": "file of tuned matrix products to use, and no other (see `lsq tune` and `lsq configs`)"},
+    )
+    lsq_gemm_coverage: Optional[str] = field(  # noqa: UP045
+        default=None,
+        metadata={"help": "write to this file, after training, which products were tuned; for `lsq tune --missing`"},
+    )
     max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045  fairseq cannot read int | None
     batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045
     required_seq_len_multiple: int = II("dataset.required_seq_len_multiple")
@@ -44,6 +53,10 @@ class LSQTranslationTask(TranslationTask):
     model: BaseFairseqModel | None = None
     planned: bool = False
 
+    def __init__(self, cfg: LSQTranslationConfig, *dictionaries):
+        super().__init__(cfg, *dictionaries)
+        tuned_products.use_file(cfg.lsq_gemm_config)
+
     def begin_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each epoch, with the model itself."""
         super().begin_epoch(epoch, model)
@@ -55,8 +68,9 @@ class LSQTranslationTask(TranslationTask):
                 interval=self.cfg.log_interval,
                 folder=self.cfg.tensorboard_logdir or None,
             )
-            # fairseq tells no task that training is over: the summary comes when it drops the task, or at exit
+            # fairseq tells no task that training is over: the summaries come when it drops the task, or at exit
             weakref.finalize(self, self.signals.finish)
+            weakref.finalize(self, tuned_products.report, self.cfg.lsq_gemm_coverage)
 
     def train_step(
         self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, ignore_grad: bool = False

@@ -162,6 +162,7 @@ class Table:
 
 
 _lock = threading.Lock()
+_generation = 0
 _explicit: tuple[Path, ...] | None = None
 _tables: dict[str, Table] = {}
 _warned: set[tuple[Path, str]] = set()
@@ -177,7 +178,7 @@ def set_files(paths: Sequence[Path] | None) -> None:
         OSError: a file cannot be read.
         RuntimeError: a file is for a GPU, and there is none.
     """
-    global _explicit
+    global _explicit, _generation
     explicit = None if paths is None else tuple(map(Path, paths))
     made = {}
     if explicit is not None:
@@ -189,8 +190,14 @@ def set_files(paths: Sequence[Path] | None) -> None:
             made[kind] = Table(here, search.find(here, chosen))
     with _lock:
         _explicit = explicit
+        _generation += 1
         _tables.clear()
         _tables.update(made)
+
+
+def generation() -> int:
+    """Another number whenever other files are used."""
+    return _generation
 
 
 def table(kind: str = "cpu") -> Table:

@@ -3,11 +3,12 @@
 Rows are time-major: row t * B + b. Names of parameters are those of the modules in lsq.layers.
 """
 
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 import torch
 
 from lsq.config import LayerConfig, QuantConfig
+from lsq.gemm import lookup
 from lsq.program import blocks
 from lsq.program.builder import Builder
 from lsq.program.program import Program
@@ -16,7 +17,19 @@ from lsq.program.tensor import VirtualTensor
 PROGRAMS_KEPT = 512
 """Programs of the shapes seen last that are kept, for each kind of layer."""
 
-cached = lru_cache(maxsize=PROGRAMS_KEPT)
+
+def cached(build):
+    """Keep what `build` returned for the arguments seen last, as long as the same files of tuned products are used.
+
+    Those decide how much scratch memory operations take.
+    """
+    kept = lru_cache(maxsize=PROGRAMS_KEPT)(lambda generation, *arguments, **named: build(*arguments, **named))
+
+    @wraps(build)
+    def program(*arguments, **named) -> Program:
+        return kept(lookup.generation(), *arguments, **named)
+
+    return program
 
 
 @cached

@@ -165,7 +165,7 @@ def test_without_any_file(machine):
     assert lookup.largest_scratch("linear_int8", 41, 128, 256, "nt") == 41 * 128 * 4
     lookup.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
     report = gemm.coverage_report()
-    assert report.share("calls") == 0.0 and report.files == () and report.device == CPU.device
+    assert report.shares("calls") == (0.0, 0.0) and report.files == () and report.device == CPU.device
 
 
 def test_files_complete_one_another(machine, caplog):

@@ -1,0 +1,57 @@
+"""Training by tuned products: the same bits, a report of what was tuned, and files of other machines refused."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from lsq import gemm
+from lsq.gemm import configuration_file, coverage, search
+from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry, Times, now
+
+BACKWARD = "--lsq-backward int8 --max-update 3"
+
+
+@pytest.fixture(autouse=True)
+def searched_again():
+    yield
+    gemm.set_files(None)
+
+
+def tuned_file(path, keys, **changes):
+    """A file for this CPU that runs each product a few rows at a time, with b copied."""
+    entries = [
+        Entry(
+            key=key, configuration=CpuConfiguration(rows=24, b_layout="padded"), spread=0.01, date=now(),
+            times=Times(chosen=1.0, default=2.0, float=3.0),
+        )
+        for key in keys
+    ]  # fmt: skip
+    validators = dataclasses.replace(search.here("cpu"), **changes)
+    configuration_file.write(path, ConfigurationFile(validators=validators, entries=tuple(entries)))
+    return path
+
+
+def test_training_is_the_same_to_the_bit_and_says_what_was_tuned(train, tmp_path, caplog):
+    gemm.set_files([])
+    report = tmp_path / "report.json"
+    with caplog.at_level(logging.INFO):
+        plain = train(tmp_path / "plain", f"{BACKWARD} --lsq-gemm-coverage {report}")["model"]
+    missed = coverage.read(report).missed
+    assert missed and all(line.seconds > 0 and line.served is None for line in missed)
+    assert "ran untuned" in caplog.text
+
+    path = tuned_file(tmp_path / "tuned.json", [line.key for line in missed])
+    tuned = train(
+        tmp_path / "tuned", f"{BACKWARD} --lsq-gemm-config {path} --lsq-gemm-coverage {report}"
+    )["model"]
+    assert coverage.read(report).shares("calls") == (1.0, 0.0)
+    assert coverage.read(report).files == (str(path),)
+    assert all(torch.equal(plain[name], tuned[name]) for name in plain)
+
+
+def test_a_file_of_another_machine_is_refused_with_the_reason(train, tmp_path):
+    path = tuned_file(tmp_path / "other.json", [], device="Another CPU")
+    with pytest.raises(ValueError, match="other.json.*device.*Another CPU"):
+        train(tmp_path / "run", f"{BACKWARD} --lsq-gemm-config {path}")
