@@ -1,4 +1,4 @@
-"""Rounding of activations and weights to int8."""
+"""Rounding of activations, weights and gradients to int8, and the optimizer's step that leaves a weight as codes."""
 
 import sys
 
@@ -10,4 +10,4 @@ OPERATIONS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(operations.main("quantize", __doc__, OPERATIONS))
+    sys.exit(operations.main("quantize", __doc__, OPERATIONS, on_gpu=("quantize_transpose", "adam")))

@@ -15,6 +15,7 @@ from functools import partial
 
 import common
 import gpu
+import gpu_extra
 import torch
 from compile_kernels import PADDED, SIZES, VOCABULARY
 
@@ -134,6 +135,13 @@ def calls(names: Sequence[str], size: Size, dropout: float) -> Iterator[Call]:
                 if operation.name in names and call.signature not in seen:
                     seen.add(call.signature)
                     yield call
+    for operation in gpu_extra.operations(size.tokens, size.hidden, size.feed_forward):
+        if operation.name in names:
+            inputs, outputs = (
+                tuple(None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for t in group)
+                for group in (operation.inputs, operation.outputs)
+            )
+            yield Call(size=size, backward="int8", operation=operation, inputs=inputs, outputs=outputs)
 
 
 def drawn(name: str, like: torch.Tensor, size: Size, place: torch.device) -> torch.Tensor:
@@ -151,6 +159,8 @@ def drawn(name: str, like: torch.Tensor, size: Size, place: torch.device) -> tor
     if dtype in (torch.int8, torch.int32):
         largest = 127 if dtype == torch.int8 else 20000
         return torch.randint(-largest, largest + 1, shape, dtype=dtype, device=place)
+    if name == "second_moment":
+        return torch.rand(shape, device=place)
     if len(shape) > 1:
         return (torch.randn(shape, device=place) * (0.01 if name.startswith("d_") else 1.0)).to(dtype)
     if name.startswith("log_normaliser"):

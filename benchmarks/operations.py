@@ -138,14 +138,17 @@ def rows(call: Call, rounds: int) -> Iterator[dict]:
         }
 
 
-def main(name: str, description: str, operations: tuple[str, ...], arguments: list[str] | None = None) -> int:
-    """Run the benchmark called `name` for these operations; the exit status."""
+def main(
+    name: str, description: str, operations: tuple[str, ...], arguments: list[str] | None = None,
+    *, on_gpu: tuple[str, ...] = (),
+) -> int:
+    """Run the benchmark called `name` for these operations, and on a GPU for those `on_gpu`, too; the exit status."""
     parser = common.parser(description)
     gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
     parser.add_argument("--dropout", type=float, default=0.1, help="probability, in every place of a layer")
     options = common.parse(parser, arguments)
     if options.device != gpu.CPU:
-        return gpu_operations.main(name, operations, options)
+        return gpu_operations.main(name, (*operations, *on_gpu), options)
     shape = QUICK_SHAPE if options.quick else SHAPE
     table = [row for call in calls(operations, shape, options.dropout) for row in rows(call, options.rounds)]
     conditions = common.conditions(

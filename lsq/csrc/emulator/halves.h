@@ -12,7 +12,8 @@ inline uint16_t emulator_float_to_bfloat16(float x) {
 }
 
 inline float emulator_half_to_float(uint16_t half) {
-    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
     uint32_t bits = sign | (exponent + 112) << 23 | fraction << 13;
     if (exponent == 31) bits = sign | 0x7F800000u | fraction << 13;
     float x;

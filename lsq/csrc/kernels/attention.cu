@@ -2,8 +2,8 @@
 // reference.
 //
 // B sentences, N heads, T queries, S keys. Rows of scores [B * N * T, S] lie `stride` apart, a multiple of 8. Each is
-// held by LANES threads, VECTORS vectors of 8 a thread, several rows in a block. Random numbers belong to the elements of
-// the tensor without its gaps. The backward pass makes the probabilities again, and reads and writes a matrix once.
+// held by LANES threads, VECTORS vectors of 8 a thread, several rows in a block. Random numbers belong to the elements
+// of the tensor without its gaps. The backward pass makes the probabilities again; it reads and writes a matrix once.
 #include "random.cuh"
 #include "reduce.cuh"
 

@@ -172,7 +172,7 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_cross_entropy(
     }
     const float share = (target_weight + each * static_cast<float>(vocabulary)) / row.sum;
     const Gradient gradient{row.largest, share, each, target_weight};
-    // The target's gradient is nearly always the largest; hardly any other word takes an exponential to be told smaller.
+    // The target's gradient is nearly always the largest: hardly any other word takes an exponential.
     const float known = fabsf(gradient.at(chosen, known_word ? logits.weight_scale[word] : 0.0f, true));
     const float harmless = gradient.harmless(known, float_of(row.scale));
     uint32_t magnitude = bits_of(known);

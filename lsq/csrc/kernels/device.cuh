@@ -1,7 +1,7 @@
 // What every kernel file includes first: types, pointers and the emulator's stand-ins for what NVRTC knows by itself.
 //
-// No CUDA header is needed. A kernel's arguments are In<T>, Out<T>, int64_t and float, nothing else. -D names what a kernel
-// is specialised for; FLOAT is the dtype of activations and their gradients: 0 float32, 1 bfloat16, 2 float16.
+// No CUDA header is needed. A kernel's arguments are In<T>, Out<T>, int64_t and float, nothing else. -D says what a
+// kernel is specialised for; FLOAT is the dtype of activations and their gradients: 0 float32, 1 bfloat16, 2 float16.
 #pragma once
 
 #ifdef LSQ_EMULATOR

@@ -16,7 +16,8 @@ __device__ __forceinline__ void random8(int64_t key, int64_t stream, int64_t ele
 }
 
 // The same for any element.
-__device__ __forceinline__ void random8_unaligned(int64_t key, int64_t stream, int64_t element, uint32_t (&words)[kVector]) {
+__device__ __forceinline__ void random8_unaligned(
+    int64_t key, int64_t stream, int64_t element, uint32_t (&words)[kVector]) {
     const int offset = element % 4;
     uint32_t drawn[12];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Rounding to codes, the straight-through gradient of it, and rounding of gradients; lsq/ops/rounding.py is the reference.
+// Rounding to codes and its straight-through gradient; lsq/ops/rounding.py is the reference.
 //
 // Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8. M rows, N columns.
 #pragma once
@@ -14,8 +14,10 @@ struct Rounding {
     uint8_t* clipped;  // may be null
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
 
-    // Elements [element, element + 8): `scaled` is x / scale, bit i of `outside` says |x[i]| > clip. -> whether one was NaN
-    __device__ __forceinline__ bool write8(int64_t element, const float (&scaled)[kVector], uint32_t outside, float q) const {
+    // Elements [element, element + 8): `scaled` is x / scale, bit i of `outside` says |x[i]| > clip. Returns whether a
+    // value was NaN.
+    __device__ __forceinline__ bool write8(
+        int64_t element, const float (&scaled)[kVector], uint32_t outside, float q) const {
         int8_t rounded[kVector];
         bool missing = false;
 #pragma unroll

@@ -1,6 +1,6 @@
 // Adds up what the blocks of another kernel have summed: partial rows of W sums, in order, one result a column.
 //
-// A row holds up to three sums of N columns side by side and, where `clip` is wanted, one number more at its end, whose sum
+// A row holds up to three sums of N columns side by side and, where `clip` is wanted, one number more, whose sum
 // is taken in double precision, as on the CPU.
 #include "device.cuh"
 
@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kColumns = 32, kSlices = 8;  // of a block: threads of a column take the rows in `kSlices` runs
 
-__device__ __forceinline__ float run_sum(const float* partial, int64_t width, int64_t column, int64_t begin, int64_t end) {
+__device__ __forceinline__ float run_sum(
+    const float* partial, int64_t width, int64_t column, int64_t begin, int64_t end) {
     float sum = 0.0f;
 #pragma unroll 8
     for (int64_t row = begin; row < end; ++row) sum += partial[row * width + column];

@@ -9,7 +9,8 @@ namespace {
 template <class Function>
 void find(void* library, const char* path, const char* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
-    if (!function) throw std::runtime_error(std::string(path) + " has no function " + name + "; update the NVIDIA driver");
+    if (function) return;
+    throw std::runtime_error(std::string(path) + " has no function " + name + "; update the NVIDIA driver");
 }
 
 }  // namespace
@@ -34,7 +35,8 @@ std::string Driver::explain(int status) const {
     const char *name = nullptr, *text = nullptr;
     error_name(status, &name);
     error_string(status, &text);
-    return std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")" + (text ? ": " + std::string(text) : "");
+    const std::string found = std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")";
+    return text ? found + ": " + text : found;
 }
 
 }  // namespace lsq

@@ -1,5 +1,5 @@
-// The C interface of the launcher, as lsq/csrc/runtime.py calls it. Numbers are int64; a call that can fail returns 0 or a
-// status and writes a message of at most `capacity` bytes.
+// The C interface of the launcher, as lsq/csrc/runtime.py calls it. Numbers are int64; a call that can fail returns 0 or
+// a status and writes a message of at most `capacity` bytes.
 #include <cstring>
 
 #include "launcher.h"
@@ -36,7 +36,8 @@ LSQ_EXPORT int64_t lsq_driver_open(const char* path, void** driver, int64_t* ver
     }
 }
 
-// Loads machine code into the current context and finds a function in it, which may take `shared` bytes of dynamic shared memory.
+// Loads machine code into the current context and finds a function in it, which may take `shared` bytes of dynamic
+// shared memory.
 LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char* name, int64_t shared, void** module,
                                      void** function, char* message, int64_t capacity) {
     const Driver& cuda = *static_cast<Driver*>(driver);
@@ -46,7 +47,9 @@ LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char
     if (!status) status = cuda.module_load(module, image);
     if (status) return fail(status, "a kernel cannot be loaded: " + cuda.explain(status), message, capacity);
     status = cuda.module_function(function, *module, name);
-    if (!status && shared > kUsualShared) status = cuda.set_attribute(*function, kMaxDynamicShared, static_cast<int>(shared));
+    if (!status && shared > kUsualShared) {
+        status = cuda.set_attribute(*function, kMaxDynamicShared, static_cast<int>(shared));
+    }
     if (!status) return 0;
     cuda.module_unload(*module);
     return fail(status, std::string(name) + " cannot be used: " + cuda.explain(status), message, capacity);

@@ -47,7 +47,8 @@ int LaunchList::run(void* stream, const uint64_t* slots, size_t count, bool work
 
 std::string LaunchList::explain(size_t entry, int status) const {
     const Entry& failed = entries_[entry];
-    std::string text = "entry " + std::to_string(entry + 1) + " of " + std::to_string(entries_.size()) + ", " + failed.what;
+    std::string text = "entry " + std::to_string(entry + 1) + " of " + std::to_string(entries_.size());
+    text += ", " + failed.what;
     if (failed.is_product) return text + ": " + products_[failed.index].product->explain(status);
     const Launch& l = launches_[failed.index];
     const auto sizes = [](const std::array<unsigned, 3>& size) {

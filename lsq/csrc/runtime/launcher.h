@@ -41,8 +41,8 @@ public:
     void add(const std::string& what, const ProductCall& call);
     // Must be called once after the last `add`. The first `slot_launches` entries write slots: lsq_store_slots.
     void close(size_t slot_launches);
-    // Writes slots, kSlotsAtOnce with each slot launch (`slots` null: not at all), then does the rest, if `work`. Returns
-    // 0, or the status of the first entry that failed, which `message` then explains.
+    // Writes slots, kSlotsAtOnce with each slot launch (`slots` null: not at all), then does the rest, if `work`.
+    // Returns 0, or the status of the first entry that failed, which `message` then explains.
     int run(void* stream, const uint64_t* slots, size_t count, bool work, std::string& message);
 
 private:
