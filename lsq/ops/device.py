@@ -6,7 +6,9 @@ import torch
 
 from lsq.csrc.device import Device, emulated_device, gpu_device
 from lsq.csrc.launch_list import LaunchList
+from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Products
+from lsq.gemm.tuned_cublaslt import tuned_products
 from lsq.ops.registry import OpDefinition
 
 
@@ -19,7 +21,7 @@ def emulated(sanitize: bool = False) -> Device:
 @functools.cache
 def gpu(index: int = 0) -> Device:
     """The GPU of that number; raises what lsq.csrc.device.gpu_device does."""
-    return gpu_device(index, lambda: Products(torch.device("cuda", index)))
+    return gpu_device(index, lambda: tuned_products(torch.device("cuda", index), lookup.table("cuda"))[0])
 
 
 def scratch_for(definition: OpDefinition, inputs, attributes, place: torch.device) -> list[torch.Tensor]:
