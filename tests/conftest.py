@@ -39,6 +39,14 @@ def kernels_run_on(request, monkeypatch) -> None:
     monkeypatch.setattr(cuda, "place", request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_tuned_products_of_the_user(tmp_path_factory) -> None:
+    """Tests run products as the package has them, whatever was tuned on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Start every test from the same random numbers."""

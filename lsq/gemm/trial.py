@@ -62,6 +62,10 @@ class Settings:
     """Measurements of each candidate that stays."""
     final_rounds: int = 11
     """Measurements of the best and the default against each other, after that."""
+    confirmations: int = 2
+    """How often the best must win again on operands that lie elsewhere; the time of small products depends on that."""
+    least_gain: float = 0.02
+    """The default stays unless another is faster by more than this, and by more than the spread."""
     seconds: float = 0.01
     """One measurement repeats its run until it lasts about so long."""
     screening: float = 2.0
@@ -109,7 +113,8 @@ def compare(
     """Find the best of `candidates`, the first of which is the default.
 
     Another is chosen if it is faster by more than the spread: if its median gain exceeds 1 by the gains' interquartile
-    range. Gains are the default's time over its own in the same round, so that a drift of the clock cancels.
+    range, and by `settings.least_gain`. Gains are the default's time over its own in the same round, so that a drift of
+    the clock cancels.
 
     Args:
         deadline: when `clock` reaches this, no further candidate is taken up; those that were go on.
@@ -130,7 +135,7 @@ def compare(
         if number < FLOAT_ROUNDS:
             floats.append(trial.float_seconds(float_repeats))
     best = final.best()
-    if not final.gain(best) > 1 + final.spread_of_gain(best):
+    if not final.gain(best) > 1 + max(settings.least_gain, final.spread_of_gain(best)):
         best = 0
     return Outcome(
         configuration=candidates[best],

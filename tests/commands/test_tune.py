@@ -65,7 +65,7 @@ def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main("--shapes", shapes, "--quiet") == 0
     here = search.here("cpu")
-    (found,) = search.find(here)
+    found, *_ = search.find(here)
     assert found.path == tmp_path / "lsq" / "gemm" / search.file_name(here) and found.refusal is None
 
 

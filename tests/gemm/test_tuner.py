@@ -1,5 +1,6 @@
 """The tuner's file holds all that is done, whatever happens; two tuners do not mix."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from lsq.gemm.tuner import locked, tune
 from tests.gemm.fakes import FakeBackend, way
 from tests.gemm.tuned import CPU, GPU, key
 
-SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-9)
+SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-9, confirmations=0)
 KEYS = [key(64), key(32), key(100)]
 TIMES = {512: 1.0, 7: 0.5}
 
@@ -25,9 +26,9 @@ def path(tmp_path):
     return tmp_path / "folder" / "file.json"
 
 
-def run(path, backend=None, keys=KEYS, validators=CPU, **options):
+def run(path, backend=None, keys=KEYS, validators=CPU, settings=SETTINGS, **options):
     backend = backend or FakeBackend(TIMES)
-    return tune(backend, keys, path, validators, settings=SETTINGS, clock=backend.clock, **options), backend
+    return tune(backend, keys, path, validators, settings=settings, clock=backend.clock, **options), backend
 
 
 def known(path):
@@ -44,6 +45,20 @@ def test_entries_are_written(path):
         assert (entry.times.chosen, entry.times.default, entry.times.float) == (5e5, 1e6, 1e7)
     assert len(summary.entries) == 3 and (summary.skipped, summary.left, summary.interrupted) == (0, 0, False)
     assert all(trial.closed for trial in backend.trials)
+
+
+@pytest.mark.parametrize(("elsewhere", "kept"), [({512: 1.0, 7: 0.5}, 7), ({512: 1.0, 7: 0.99}, 512)])
+def test_the_best_must_win_again_on_other_memory(path, elsewhere, kept):
+    class Backend(FakeBackend):
+        def trial(self, asked):
+            self.times = elsewhere if self.trials else TIMES
+            return super().trial(asked)
+
+    settings = dataclasses.replace(SETTINGS, confirmations=2)
+    _, backend = run(path, Backend(TIMES), keys=KEYS[:1], settings=settings)
+    (entry,) = configuration_file.read(path).entries
+    assert entry.configuration == way(kept)
+    assert len(backend.trials) == (3 if kept == 7 else 2) and all(trial.closed for trial in backend.trials)
 
 
 def test_keys_that_round_to_one_are_tuned_once(path):
