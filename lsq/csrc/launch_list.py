@@ -73,7 +73,7 @@ class LaunchList:
         self._tickets = self._new_tickets()
         prepared = [device.products.prepare(entry) for entry in self.entries if isinstance(entry, Product)]
         largest = max((product.workspace_bytes for product in prepared), default=0)
-        self._workspace = _aligned(largest, device.place)
+        self._workspace = aligned_workspace(largest, device.place)
         self._replay = Replay(device.driver)
         writers = self._slot_writers(len(names))
         for entry in [*writers, *self.entries]:
@@ -177,8 +177,8 @@ class LaunchList:
         self._replay.add_product(what, prepared.address, a, b, out, alphas, alpha, *memory)
 
 
-def _aligned(size: int, place: torch.device) -> torch.Tensor:
-    """uint8 [size] that begins at a multiple of WORKSPACE_ALIGNMENT."""
+def aligned_workspace(size: int, place: torch.device) -> torch.Tensor:
+    """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants its workspace."""
     whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=place)
     first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
     return whole[first : first + size]

@@ -22,7 +22,6 @@ __all__ = [
     "Operands",
     "ProductSpec",
     "Products",
-    "empty_workspace",
     "first_candidate",
     "spec_for",
 ]
@@ -30,7 +29,6 @@ __all__ = [
 WORKSPACE_BYTES = 32 * 2**20
 """What cuBLASLt may use as workspace, unless said otherwise."""
 
-WORKSPACE_ALIGNMENT = 256
 CANDIDATES = 16
 """How many proposals of the library are looked at."""
 
@@ -246,10 +244,3 @@ class Products:
         """Make the device's context current, which cuBLASLt needs."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             yield
-
-
-def empty_workspace(device: torch.device, size: int = WORKSPACE_BYTES) -> torch.Tensor:
-    """uint8 [size] on the device, at a multiple of 256 bytes, for products that run one after another."""
-    whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=device)
-    first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
-    return whole[first : first + size]

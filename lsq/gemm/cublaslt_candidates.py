@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lsq.csrc.launch_list import aligned_workspace
 from lsq.csrc.products import MatrixProduct, ProductError
 from lsq.gemm import cublaslt_search
 from lsq.gemm.checksum import RowChecksums
 from lsq.gemm.configuration import CublasConfiguration
-from lsq.gemm.cublaslt import Products, empty_workspace
+from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.product_spec import ProductSpec
 from lsq.gemm.tuned_cublaslt import spec_of
@@ -40,7 +41,7 @@ class CublasBackend:
         self.products = products
         self.exhaustive = exhaustive
         self.on_gpu = products.device.type == "cuda"
-        self.workspace = empty_workspace(products.device, products.workspace_bytes)
+        self.workspace = aligned_workspace(products.workspace_bytes, products.device)
         if cache is None:
             cache = torch.cuda.get_device_properties(products.device).L2_cache_size if self.on_gpu else 2**20
         self.cache = cache

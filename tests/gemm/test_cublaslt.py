@@ -10,8 +10,9 @@ import shutil
 import pytest
 import torch
 
+from lsq.csrc.launch_list import aligned_workspace
 from lsq.gemm import cublaslt
-from lsq.gemm.cublaslt import Products, empty_workspace, spec_for
+from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, spec_for
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes, product, spec
 
@@ -30,7 +31,7 @@ def products():
 
 @pytest.fixture(scope="module")
 def workspace():
-    return empty_workspace(CPU)
+    return aligned_workspace(WORKSPACE_BYTES, CPU)
 
 
 def exact(a, b):
@@ -265,5 +266,5 @@ def test_a_single_row_has_no_stride(products, workspace):
 
 def test_the_default_workspace_is_aligned():
     for size in (1, 4096, cublaslt.WORKSPACE_BYTES):
-        made = empty_workspace(CPU, size)
+        made = aligned_workspace(size, CPU)
         assert made.numel() == size and made.data_ptr() % 256 == 0 and made.dtype == torch.uint8

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lsq.csrc.launch_list import aligned_workspace
 from lsq.gemm.configuration import DECODED, CublasConfiguration
-from lsq.gemm.cublaslt import empty_workspace
+from lsq.gemm.cublaslt import WORKSPACE_BYTES
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.search import Found
@@ -62,7 +63,7 @@ def test_an_entry_decides(tuned, candidates):
     assert {line.key.m: line.hit for line in choice.table.coverage().lines} == {41: True, 42: False}
     assert not choice.refused
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
-    products.run(product(a, b, out), empty_workspace(CPU))
+    products.run(product(a, b, out), aligned_workspace(WORKSPACE_BYTES, CPU))
     assert torch.equal(out, (a.double() @ b.double().t()).int())
 
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from lsq.ops import adam
-from lsq.quant import quantize
-from tests.ops import cuda
+from tests.ops import adam_checks, cuda
+from tests.ops.adam_checks import numbers, state
 from tests.ops.compare import fused
 from tests.ops.cuda import compare_cuda
-from tests.ops.test_adam import numbers, state
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3,), (4,), (1023,), (1025,), (2049,), (7, 5)])
@@ -21,44 +20,27 @@ def test_parameters_without_codes(shape):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("shape, rows", [((16, 48), None), ((48, 144), None), ((33, 144), 48)])
+@pytest.mark.parametrize("shape, rows", adam_checks.SHAPES)
 def test_codes_are_those_of_the_new_weight(bits, per_channel, shape, rows):
-    clip = 0.5 + torch.rand(shape[0] if per_channel else 1)
-    inputs = *state(*shape), numbers(), clip
-    weight, _, _, codes, transposed, scale = compare_cuda("adam", *inputs, bits=bits, rows=rows)
-    wanted = quantize(weight, clip, bits)
-    assert torch.equal(codes[: shape[0]], wanted.codes) and torch.equal(transposed, codes.t())
-    assert torch.equal(scale[: shape[0]], wanted.scale.expand(shape[0]))
-    assert not codes[shape[0] :].any() and (scale[shape[0] :] == 1).all()
+    adam_checks.check_codes(compare_cuda, bits, per_channel, shape, rows)
 
 
 def test_without_transposed_codes():
-    *_, transposed, _ = compare_cuda("adam", *state(33, 48), numbers(), torch.ones(33), transposed=False)
-    assert transposed is None
+    adam_checks.check_no_transposed_codes(compare_cuda)
 
 
 @pytest.mark.parametrize("clips", [1, 48])
 def test_a_gradient_that_is_not_finite_shows(clips):
-    weight, gradient, first, second = state(48, 144)
-    gradient[3, 2], gradient[40, 143], gradient[41, 0] = math.nan, math.inf, -math.inf
-    weight, *_, scale = compare_cuda("adam", weight, gradient, first, second, numbers(), torch.ones(clips))
-    assert weight.isnan().nonzero().tolist() == [[3, 2], [40, 143], [41, 0]]
-    assert scale.isnan().nonzero().flatten().tolist() == ([3, 40, 41] if clips == 48 else list(range(48)))
+    adam_checks.check_gradient_that_is_not_finite(compare_cuda, clips)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_factor_that_is_not_finite_shows(factor):
-    weight, *_, scale = compare_cuda("adam", *state(16, 48), numbers(factor=factor), torch.ones(16))
-    assert weight.isnan().all() and scale.isnan().all()
-    weight, *_ = compare_cuda("adam", *state(7), numbers(factor=factor), None)
-    assert weight.isnan().all()
+    adam_checks.check_factor_that_is_not_finite(compare_cuda, factor)
 
 
 def test_an_infinite_gradient_is_not_hidden_by_a_factor_of_zero():
-    weight, gradient, first, second = state(7)
-    gradient[3] = math.inf
-    weight, *_ = compare_cuda("adam", weight, gradient, first, second, numbers(factor=0.0), None)
-    assert weight.isnan().nonzero().tolist() == [[3]]
+    adam_checks.check_infinity_times_zero(compare_cuda)
 
 
 @pytest.mark.parametrize("shape", [(5,), (48, 48)])
