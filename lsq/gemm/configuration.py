@@ -48,15 +48,12 @@ class CpuConfiguration:
     path: str = "int_mm"
     """"int_mm": torch._int_mm. "float32": a product of the codes as floats, for inner dimensions up to
     LARGEST_FLOAT_INNER, where its sums are exact."""
-    padded_rows: int = 0
-    """Blocks of a are copied and padded with zeros to a multiple of this many rows; 0: not padded."""
 
     def __post_init__(self) -> None:
         check_choice("a_layout", self.a_layout, A_LAYOUTS)
         check_choice("b_layout", self.b_layout, B_LAYOUTS)
         check_whole("rows", self.rows, 0, LARGEST_DIMENSION)
         check_choice("path", self.path, PATHS)
-        check_whole("padded_rows", self.padded_rows, 0, 4096)
 
     @classmethod
     def default(cls, op: str) -> "CpuConfiguration":
@@ -90,7 +87,6 @@ class CpuConfiguration:
         words = [self.path, f"{self.rows} rows" if self.rows else "all rows"]
         words += [f"copy a as {self.a_layout}"] if self.a_layout != "as_is" else []
         words += [f"copy b as {self.b_layout}"] if self.b_layout != "as_is" else []
-        words += [f"padded to {self.padded_rows}"] if self.padded_rows else []
         return ", ".join(words)
 
 

@@ -77,19 +77,8 @@ def _product(
     """The product of one block."""
     rows, inner = a.shape
     if "a" in scratch:
-        copy = scratch["a"][:, :inner]
-        copy[:rows].copy_(a)
-        multiple = configuration.padded_rows or 1
-        padded = -(-rows // multiple) * multiple
-        if padded > rows:
-            copy[rows:padded].zero_()
-        a = copy[:padded]
+        a = scratch["a"][:rows, :inner].copy_(a)
     if configuration.path == "float32":
-        floats = torch.mm(a, b.t(), out=scratch["product"][: a.shape[0]])
-        out.copy_(floats[:rows])
-    elif a.shape[0] == rows:
-        int8_product(a, b, out=out)
+        out.copy_(torch.mm(a, b.t(), out=scratch["product"][:rows]))
     else:
-        sums = int8_product(a, b, out=scratch["sums"][: a.shape[0]])
-        if sums.data_ptr() != out.data_ptr():
-            out.copy_(sums[:rows])
+        int8_product(a, b, out=out)

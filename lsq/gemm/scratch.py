@@ -42,10 +42,8 @@ class Part(NamedTuple):
 
 
 def block_rows(key: ProductKey, configuration: CpuConfiguration) -> int:
-    """The most rows of a that are multiplied at a time, with their padding."""
-    rows = min(key.m, configuration.rows or key.m)
-    padded = configuration.padded_rows
-    return -(-rows // padded) * padded if padded else rows
+    """The most rows of a that are multiplied at a time."""
+    return min(key.m, configuration.rows or key.m)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,14 +58,14 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     floats = configuration.path == "float32"
     codes = torch.float32 if floats else torch.int8
     found = {}
-    if floats or configuration.a_layout != "as_is" or configuration.padded_rows:
+    if floats or configuration.a_layout != "as_is":
         found["a"] = Part((rows, key.k), codes, key.layout[0] == "t" and configuration.a_layout != "mk")
     if floats or configuration.b_layout != "as_is":
         along_n = {"nk": False, "kn": True}.get(configuration.b_layout, key.layout[1] == "n")
         found["b"] = Part((key.n, key.k), codes, along_n)
     if floats:
         found["product"] = Part((rows, key.n), torch.float32)
-    if configuration.padded_rows or not OPERATIONS[key.op].in_place:
+    if not OPERATIONS[key.op].in_place:
         found["sums"] = Part((rows, key.n), torch.int32)
     return found
 

@@ -16,7 +16,6 @@ from tests.gemm.tuned import GPU, TIMES, cublas, cublas_entry, entry, file, key
         ({"b_layout": None}, "b_layout is None; allowed: 'as_is'"),
         ({"rows": -1}, "rows is -1; it must be a whole number from 0"),
         ({"path": "magic"}, "path is 'magic'; allowed: 'int_mm', 'float32'"),
-        ({"padded_rows": 5000}, "padded_rows is 5000; it must be a whole number from 0 to 4096"),
     ],
 )
 def test_no_such_cpu_configuration(changes, message):
@@ -90,8 +89,8 @@ def test_no_such_time(name, value):
 def test_gain_and_text():
     assert entry().gain == pytest.approx(1.25)
     assert str(CpuConfiguration(rows=96)) == "int_mm, 96 rows"
-    full = CpuConfiguration(a_layout="mk", b_layout="kn", path="float32", padded_rows=16)
-    assert str(full) == "float32, all rows, copy a as mk, copy b as kn, padded to 16"
+    full = CpuConfiguration(a_layout="mk", b_layout="kn", path="float32")
+    assert str(full) == "float32, all rows, copy a as mk, copy b as kn"
     assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
 
 

@@ -21,7 +21,7 @@ from tests.gemm.tuned import GPU, cublas_entry, entry, file
 
 CPU_FILE = file(
     entry(8),
-    entry(1024, configuration=CpuConfiguration(b_layout="kn", path="float32", padded_rows=16)),
+    entry(1024, configuration=CpuConfiguration(b_layout="kn", path="float32")),
     entry(op="linear_weight_gradient", m=512, k=4096, layout="tn", configuration=CpuConfiguration(a_layout="mk")),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
