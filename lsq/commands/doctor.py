@@ -1,11 +1,13 @@
 """`lsq doctor`: what this machine can do, and what to install for more."""
 
+import sys
 from argparse import ArgumentParser
 
 from tqdm import tqdm
 
 from lsq import doctor, emulation
 from lsq.commands.options import one_line_errors
+from lsq.ops import device
 
 
 def run(arguments: list[str]) -> int:
@@ -32,6 +34,11 @@ def run(arguments: list[str]) -> int:
 
 def emulate() -> int:
     """Check the CUDA operations in the emulator; the exit status: 0 if all agree with their references, else 1."""
+    try:
+        device.emulated()
+    except RuntimeError as error:  # no C++ compiler, or it fails
+        print(f"lsq doctor: {error}", file=sys.stderr)
+        return 1
     found = list(tqdm(emulation.checks(), desc="emulating", unit="operation", disable=None, leave=False))
     names = sorted({check.operation for check in found})
     for name in names:
