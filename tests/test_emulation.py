@@ -1,4 +1,4 @@
-"""`lsq doctor --emulate`: every CUDA operation of training against its reference, and what is said when one is wrong."""
+"""`lsq doctor --emulate`: every CUDA operation of training against its reference, and what is said of a wrong one."""
 
 import dataclasses
 import shutil
