@@ -11,8 +11,8 @@ namespace lsq {
 // Never unloaded: a process may be exiting. Every function returns a CUresult, 0 for success.
 class Driver {
 public:
-    // Opens the library at `path` and starts it. Throws std::runtime_error: it is missing, lacks a function, or finds no
-    // GPU.
+    // Opens the library at `path` and starts it. Throws std::runtime_error: it is missing, lacks a function, or finds
+    // no GPU.
     explicit Driver(const char* path);
 
     int (*init)(unsigned flags);

@@ -1,5 +1,5 @@
-// The C interface of the launcher, as lsq/csrc/runtime.py calls it. Numbers are int64; a call that can fail returns 0 or
-// a status and writes a message of at most `capacity` bytes.
+// The C interface of the launcher, as lsq/csrc/runtime.py calls it. Numbers are int64; a call that can fail returns 0
+// or a status and writes a message of at most `capacity` bytes.
 #include <cstring>
 
 #include "launcher.h"
