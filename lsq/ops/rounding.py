@@ -76,13 +76,16 @@ def round_columns(x, key, stream):
     return _round_at_random(x * reciprocal, key, stream), scale
 
 
-def gradient_scale(largest: torch.Tensor):
-    """(scale, reciprocal) for largest magnitudes: (0, 0) for vanishing ones, (NaN, 0) for non-finite ones."""
-    # A number divided by a tensor would be rounded twice, as a reciprocal and a product.
+def gradient_scale(largest: torch.Tensor, code: int = GRADIENT_CODE):
+    """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones, (NaN, 0) for
+    non-finite ones."""
+    # Division of or by a number would be rounded twice, as a reciprocal and a product: the former on CUDA, the latter
+    # everywhere.
+    codes = torch.full_like(largest, code)
     vanishing = largest < SMALLEST_GRADIENT
     finite = largest.isfinite()
-    scale = torch.where(vanishing, 0.0, torch.where(finite, largest / GRADIENT_CODE, math.nan))
-    reciprocal = torch.where(vanishing | ~finite, 0.0, torch.full_like(largest, GRADIENT_CODE) / largest)
+    scale = torch.where(vanishing, 0.0, torch.where(finite, largest / codes, math.nan))
+    reciprocal = torch.where(vanishing | ~finite, 0.0, codes / largest)
     return scale, reciprocal
 
 

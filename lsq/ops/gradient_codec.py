@@ -1,0 +1,129 @@
+"""The operations on gradient messages as plain functions, for callers outside programs: they write into given memory.
+
+On the CPU the fused loops run, or the references where the library is not built; on a GPU the kernels, on PyTorch's
+current stream. v values, S shards, M bytes of a message, N messages, R copies; see gradient_layout.py.
+"""
+
+import torch
+
+from lsq.csrc.launch import check
+from lsq.ops import gradient_messages, registry
+from lsq.ops.gradient_layout import MessageLayout
+
+
+def pack(
+    x: torch.Tensor, layout: MessageLayout, *, out: torch.Tensor, error: torch.Tensor | None = None,
+    key: torch.Tensor | None = None, stochastic: bool = False, stream: int = 0,
+) -> None:
+    """Write the messages of x, see gradient_messages.pack_reference.
+
+    Args:
+        x: float32, bfloat16 or float16 [v], or [R, v], whose rows are added up in order.
+        layout: of the messages.
+        out: uint8 [S, M].
+        error: float32 [v] for value - code * scale, or None.
+        key: int64 [1] on the device of x; needed to round at random.
+        stochastic: round at random instead of to the nearest code.
+        stream: of the random numbers, which differ between ranks and buckets.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or place than it should; on a GPU also where memory does not begin
+            at a multiple of 16 bytes.
+    """
+    rows = x[None] if x.dim() == 1 else x
+    check(
+        rows.dim() == 2 and rows.shape[1] == layout.values,
+        f"values to pack have the shape {list(x.shape)}; the layout wants [{layout.values}], or several rows of that",
+    )
+    wanted = {"out": (out, torch.uint8, (layout.shards, layout.message_bytes))}
+    if error is not None:
+        wanted["error"] = error, torch.float32, (layout.values,)
+    _check(x, wanted)
+    _run(
+        gradient_messages.PACK, (rows, key), (out, error), shards=layout.shards, length=layout.length,
+        bits=layout.bits, block=layout.block, stochastic=stochastic, stream=stream, error=error is not None,
+    )
+
+
+def sum_messages(
+    messages: torch.Tensor, layout: MessageLayout, *, out: torch.Tensor, out_layout: MessageLayout | None = None,
+    factor: float = 1.0, key: torch.Tensor | None = None, stochastic: bool = False, stream: int = 0,
+) -> None:
+    """Write the sum of messages times `factor` as one message, see gradient_messages.sum_reference.
+
+    Args:
+        messages: uint8 [N, M], all of one shard.
+        layout: of the messages; its length, block and bits count.
+        out: uint8 [M'], the message of the sum.
+        out_layout: of that, with the same length and block; None: `layout`.
+        factor: e.g. 1 / world size.
+        key: see `pack`.
+        stochastic: see `pack`.
+        stream: see `pack`.
+
+    Raises:
+        ValueError: see `pack`; or the two layouts differ in more than bits.
+    """
+    out_layout = out_layout or layout
+    check(
+        (layout.length, layout.block) == (out_layout.length, out_layout.block),
+        f"messages have shards of {layout.length} values in blocks of {layout.block}, their sum {out_layout.length} in "
+        f"blocks of {out_layout.block}; only the bits may differ",
+    )
+    _check(messages, {"out": (out, torch.uint8, (out_layout.message_bytes,))})
+    _run(
+        gradient_messages.SUM, (messages, key), (out,), length=layout.length, bits=layout.bits,
+        out_bits=out_layout.bits, block=layout.block, stochastic=stochastic, stream=stream, factor=float(factor),
+    )
+
+
+def unpack(messages: torch.Tensor, layout: MessageLayout, *, out: torch.Tensor, factor: float = 1.0) -> None:
+    """Write the values of messages times `factor`, see gradient_messages.unpack_reference.
+
+    Args:
+        messages: uint8 [S, M], or [R, S, M], whose copies are added up in order.
+        layout: of the messages.
+        out: float32, bfloat16 or float16 [v].
+        factor: multiplies the sum before it is rounded to the dtype of `out`.
+
+    Raises:
+        ValueError: see `pack`.
+    """
+    copies = messages[None] if messages.dim() == 2 else messages
+    check(
+        copies.dim() == 3 and copies.shape[1] == layout.shards,
+        f"messages to unpack have the shape {list(messages.shape)}; the layout wants [{layout.shards}, "
+        f"{layout.message_bytes}], or several copies of that",
+    )
+    _check(messages, {"out": (out, out.dtype, (layout.values,))})
+    _run(
+        gradient_messages.UNPACK, (copies,), (out,), values=layout.values, length=layout.length, bits=layout.bits,
+        block=layout.block, factor=float(factor), dtype=out.dtype,
+    )
+
+
+def _check(given: torch.Tensor, wanted: dict[str, tuple[torch.Tensor, torch.dtype, tuple[int, ...]]]) -> None:
+    """Refuse results that do not fit what was given."""
+    check(
+        given.is_contiguous(),
+        f"a tensor of shape {list(given.shape)} with strides {given.stride()} is not contiguous; call .contiguous()",
+    )
+    for name, (tensor, dtype, shape) in wanted.items():
+        check(
+            tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous(),
+            f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}; it must be a contiguous "
+            f"{dtype} {list(shape)}",
+        )
+        check(
+            tensor.device == given.device,
+            f"{name} lies on {tensor.device}, but what was given on {given.device}; move it with .to()",
+        )
+
+
+def _run(definition: registry.OpDefinition, inputs: tuple, outputs: tuple, **attributes) -> None:
+    if inputs[0].device.type == "cpu" and registry.fused_available():
+        definition.cpu(*inputs, *outputs, **attributes)
+        return
+    for output, found in zip(outputs, definition.reference(*inputs, **attributes), strict=True):
+        if output is not None:
+            output.copy_(found)
