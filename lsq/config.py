@@ -17,12 +17,12 @@ DIMENSION_MULTIPLE = 16
 """Inner dimensions of int8 products must be multiples of this (16-byte rows; DESIGN: cuBLASLt and VNNI)."""
 
 
-def _require_choice(name: str, value, allowed) -> None:
+def require_choice(name: str, value, allowed) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def _require_positive(name: str, value: float) -> None:
+def require_positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
 
@@ -63,23 +63,23 @@ class QuantConfig:
     """dtype of the products under backward="float"; sums stay float32."""
 
     def __post_init__(self) -> None:
-        _require_choice("mode", self.mode, MODES)
+        require_choice("mode", self.mode, MODES)
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"bits is {self.bits!r}; it must be a whole number from 2 to 8")
-        _require_choice("weight_init", self.weight_init, CALIBRATIONS)
-        _require_choice("activation_init", self.activation_init, CALIBRATIONS)
-        _require_positive("weight_clip", self.weight_clip)
-        _require_positive("activation_clip", self.activation_clip)
+        require_choice("weight_init", self.weight_init, CALIBRATIONS)
+        require_choice("activation_init", self.activation_init, CALIBRATIONS)
+        require_positive("weight_clip", self.weight_clip)
+        require_positive("activation_clip", self.activation_clip)
         if not isinstance(self.calibration_passes, int) or self.calibration_passes < 0:
             raise ValueError(f"calibration_passes is {self.calibration_passes!r}; it must be a whole number, 0 or more")
         if not 0 < self.clip_step < 1:
             raise ValueError(f"clip_step is {self.clip_step!r}; it must be above 0 and below 1")
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
-        _require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
-        _require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
-        _require_choice("backward", self.backward, BACKWARDS)
-        _require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
+        require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
+        require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
+        require_choice("backward", self.backward, BACKWARDS)
+        require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
 
     @property
     def quantized(self) -> bool:
@@ -124,8 +124,8 @@ class LayerConfig:
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} is {value!r}; it must be at least 0 and below 1")
-        _require_choice("activation", self.activation, ACTIVATIONS)
-        _require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+        require_choice("activation", self.activation, ACTIVATIONS)
+        require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
 
 
 def check_dimension(name: str, value: int) -> None:

@@ -1,7 +1,16 @@
-"""Decisions that all processes of a training must take alike."""
+"""What all processes of a training must take alike: decisions and configurations."""
+
+import json
+from collections.abc import Mapping
 
 import torch
 from torch import distributed
+from torch.distributed import ProcessGroup
+
+from lsq.dist.collectives import all_gather
+
+TEXT_BYTES = 4096
+"""Most that `gather_text` carries."""
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
@@ -11,3 +20,37 @@ def any_process(flag: bool, device: torch.device) -> bool:
     votes = torch.tensor(int(flag), device=device)
     distributed.all_reduce(votes, op=distributed.ReduceOp.MAX)
     return bool(votes)
+
+
+def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
+    """The texts of all processes of a group, in order of ranks; every process must call it.
+
+    Raises:
+        ValueError: `text` takes more than TEXT_BYTES in UTF-8.
+    """
+    encoded = text.encode()
+    if len(encoded) > TEXT_BYTES:
+        raise ValueError(f"a text of {len(encoded)} bytes was to be gathered, but at most {TEXT_BYTES} can be")
+    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    gathered = torch.empty(group.size(), TEXT_BYTES, dtype=torch.uint8, device=device)
+    all_gather(gathered, own.to(device), group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in gathered.cpu()]
+
+
+def require_same(what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device) -> None:
+    """Check that `settings` (JSON values) are the same in every process of a group; every process must call it.
+
+    Raises:
+        ValueError: they are not; names the first ranks that differ and their values.
+    """
+    texts = gather_text(json.dumps(dict(settings), sort_keys=True), group, device)
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            first, other = json.loads(texts[0]), json.loads(text)
+            differing = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
+            said = [", ".join(f"{name}={values.get(name)!r}" for name in differing) for values in (first, other)]
+            raise ValueError(
+                f"{what} must be the same in every process, but rank 0 has {said[0]} and rank {rank} has {said[1]}; "
+                "start all processes with the same options"
+            )

@@ -1,0 +1,79 @@
+"""Where exchanges run while the backward pass goes on: in order, one after another.
+
+A worker must not start the collectives of two buckets in another order than its peers. Callbacks that issue further
+collectives do not keep an order and hang; one queue does.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+Task = Callable[[], Tensor]
+
+
+class WorkerThread:
+    """Runs exchanges of the CPU in one thread, whose collectives block; the caller goes on at once.
+
+    After a task has failed its group is of no use, so that all later ones fail with the same error.
+
+    Args:
+        explain: turns the exception of a failed task into the one to raise.
+    """
+
+    def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
+        self._explain = explain
+        self._tasks: queue.SimpleQueue[tuple[Task, Future]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def submit(self, task: Task) -> Future:
+        """A future of what `task` returns, or that raises what it raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, args=(torch.get_num_threads(),), daemon=True)
+            self._thread.start()
+        done: Future = Future()
+        self._tasks.put((task, done))
+        # An error passes from Future to DDP's C++ only when a callback raises it.
+        return done.then(_result)
+
+    def _work(self, threads: int) -> None:
+        torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
+        while True:
+            task, done = self._tasks.get()
+            done.set_result(self._outcome(task))
+            del task, done  # until the next task comes, they would keep a bucket alive
+
+    def _outcome(self, task: Task) -> Tensor | Exception:
+        if self._failure is None:
+            try:
+                return task()
+            except Exception as error:
+                self._failure = self._explain(error)
+        return self._failure
+
+
+def _result(future: Future) -> Tensor:
+    outcome = future.value()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+class SideStream:
+    """Runs exchanges of a GPU on a stream of their own, ordered by events; nothing waits on the host."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def submit(self, task: Task) -> Future:
+        """A future of what `task` returns, complete once the side stream has got there."""
+        done: Future = Future(devices=[self.device])
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            done.set_result(task())  # records the events that whoever waits will wait for
+        return done

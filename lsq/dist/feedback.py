@@ -1,0 +1,117 @@
+"""Error feedback: what rounding took from a gradient is added to the next one (Seide et al. 2014, "1-Bit Stochastic
+Gradient Descent"; Karimireddy et al. 2019).
+
+Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first step. A step that is not
+finite on some worker is skipped by all, and its residuals with it: new ones are kept aside until the next step begins.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+PREFIX = "residual."
+"""Stands before a parameter's name in a state."""
+
+
+class ErrorFeedback:
+    """The residuals of one worker: float32, two for each parameter, the last step's and the one before.
+
+    Args:
+        named_parameters: the parameters of the model with their names.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]):
+        self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._waiting: dict[str, Tensor] = {}  # loaded, or from buckets that are no more: name -> residual, flat
+        self._buckets: dict[tuple[str, ...], BucketResiduals] = {}
+        self._finite: Tensor | None = None
+
+    def begin(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> "BucketResiduals":
+        """The residuals of a bucket, whose `error` the exchange is to fill; adds the last ones to `buffer`, float [n].
+
+        Args:
+            index: of the bucket; 0 begins a new step.
+            parameters: whose gradients lie in `buffer`, in this order.
+        """
+        if index == 0:
+            self._settle()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        if names not in self._buckets:
+            self._arrange(names, [parameter.numel() for parameter in parameters], buffer.device)
+        residuals = self._buckets[names]
+        buffer.add_(residuals.current)
+        return residuals
+
+    def end(self, residuals: "BucketResiduals", mean: Tensor) -> None:
+        """Take note of a bucket's mean, float [n]: whether it is finite decides about the residuals of this step."""
+        finite = mean.isfinite().all()
+        self._finite = finite if self._finite is None else self._finite & finite
+        residuals.written = True
+
+    def state(self) -> dict[str, Tensor]:
+        """PREFIX and a parameter's name -> its residual, float32 of the parameter's number of values, copied."""
+        self._settle()
+        residuals = {name: piece.clone() for name, piece in self._waiting.items()}
+        for bucket in self._buckets.values():
+            residuals.update({name: piece.clone() for name, piece in bucket.pieces()})
+        return {PREFIX + name: residuals[name] for name in sorted(residuals)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned, in a training of as many workers.
+
+        Raises:
+            ValueError: a name is unknown.
+        """
+        known = set(self._names.values())
+        unknown = [name for name in state if name.removeprefix(PREFIX) not in known or not name.startswith(PREFIX)]
+        if unknown:
+            raise ValueError(
+                f"residuals were given for {', '.join(sorted(unknown)[:5])}, which this model does not have; "
+                "start without them"
+            )
+        self._buckets.clear()
+        self._finite = None
+        self._waiting = {name.removeprefix(PREFIX): residual.flatten() for name, residual in state.items()}
+
+    def _settle(self) -> None:
+        """Make the errors of the last step the residuals, unless that step was not finite."""
+        for bucket in self._buckets.values():
+            if bucket.written:
+                # Decided on the device: to look at the flag would make the host wait for a GPU.
+                torch.where(self._finite, bucket.error, bucket.current, out=bucket.current)
+                bucket.written = False
+        self._finite = None
+
+    def _arrange(self, names: tuple[str, ...], sizes: list[int], device: torch.device) -> None:
+        """Make room for a bucket that was not seen before, with what is known of its parameters."""
+        for key in [key for key in self._buckets if not set(key).isdisjoint(names)]:
+            self._waiting.update(self._buckets.pop(key).pieces())
+        bucket = self._buckets[names] = BucketResiduals(names, sizes, device)
+        for name, piece in bucket.pieces():
+            residual = self._waiting.pop(name, None)
+            if residual is not None:
+                piece.copy_(residual)
+
+
+class BucketResiduals:
+    """Of one bucket, laid out as its buffer: parameters one after another.
+
+    Args:
+        names: of the parameters.
+        sizes: their numbers of values.
+        device: where gradients lie.
+    """
+
+    def __init__(self, names: tuple[str, ...], sizes: list[int], device: torch.device):
+        self.names, self.sizes = names, sizes
+        self.current = torch.zeros(sum(sizes), device=device)
+        """What is added to the next gradient, float32 [n]."""
+        self.error = torch.zeros(sum(sizes), device=device)
+        """What the exchange writes, float32 [n]; zero where this worker owns nothing."""
+        self.written = False
+        """Whether `error` is of the last step, and not yet in `current`."""
+
+    def pieces(self) -> Iterable[tuple[str, Tensor]]:
+        """(name, residual float32 [values]) of each parameter, views."""
+        return zip(self.names, self.current.split(self.sizes), strict=True)

@@ -1,0 +1,82 @@
+"""gcq: LightSeq's gradient communication quantisation, in its five steps.
+
+1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is taken (all-reduce
+MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within 127 // N, 4. which are added
+up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the scale, clip / 127. Two differences: a clip of
+zero divides nothing, and what is not finite makes its whole row non-finite on all workers.
+"""
+
+import math
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup, ReduceOp
+
+from lsq.dist.config import LARGEST_CODE, gcq_levels
+from lsq.dist.scratch import Scratch
+
+
+class GCQ:
+    """Averages buckets over a group; see the module.
+
+    Args:
+        group: the workers.
+        row: values that share a clip.
+        kept_largest: which magnitude of a row is its clip, counted from the largest, 1.
+        scratch: holds codes.
+
+    Raises:
+        ValueError: so many workers leave no code but 0.
+    """
+
+    def __init__(self, group: ProcessGroup, row: int, kept_largest: int, scratch: Scratch):
+        self.group, self.row, self.kept_largest, self.scratch = group, row, kept_largest, scratch
+        self.levels = gcq_levels(group.size())
+
+    def average(self, buffer: Tensor, error: Tensor | None = None) -> None:
+        """Replace `buffer`, float [n], by its mean over the group.
+
+        Args:
+            error: float32 [n], gets what clipping and rounding took from this worker's values; None: not wanted.
+        """
+        workers = self.group.size()
+        rows = self.rows(buffer)
+        scale = row_scales(rows, self.kept_largest)
+        distributed.all_reduce(scale, op=ReduceOp.MAX, group=self.group)
+        codes = self.scratch.take("codes", tuple(rows.shape), torch.int8)
+        encode(rows, scale, workers, self.levels, codes)
+        if error is not None:
+            taken = rows - decode(codes, scale) * workers
+            error.copy_(taken.view(-1)[: buffer.numel()])
+        distributed.all_reduce(codes, op=ReduceOp.SUM, group=self.group)
+        buffer.copy_(decode(codes, scale).view(-1)[: buffer.numel()])
+
+    def rows(self, buffer: Tensor) -> Tensor:
+        """`buffer` in float32 rows [R, row], the last one filled up with zeros; scratch memory."""
+        count = -(-buffer.numel() // self.row)
+        rows = self.scratch.take("rows", (count, self.row), torch.float32)
+        flat = rows.view(-1)
+        flat[: buffer.numel()].copy_(buffer)
+        flat[buffer.numel() :].zero_()
+        return rows
+
+
+def row_scales(rows: Tensor, kept_largest: int) -> Tensor:
+    """clip / 127 [R, 1] of each row [R, row]; infinity for a row that holds a NaN or an infinity.
+
+    The clip is the `kept_largest`-th largest magnitude. MAX between workers carries infinity, but may lose a NaN.
+    """
+    largest = rows.abs().topk(min(kept_largest, rows.shape[1]), dim=1, sorted=False).values
+    scale = largest.amin(1, keepdim=True) / LARGEST_CODE
+    return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)
+
+
+def encode(rows: Tensor, scale: Tensor, workers: int, levels: int, codes: Tensor) -> None:
+    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; 0 where the scale is 0."""
+    scaled = rows / (scale * workers)
+    codes.copy_(scaled.nan_to_num_(nan=0.0).clamp_(-levels, levels).round_())
+
+
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """float32 [R, row] of codes [R, row] under scale [R, 1]: NaN or infinity where the scale is infinite."""
+    return codes * scale

@@ -1,0 +1,251 @@
+"""DDP's communication hook that averages gradients as a GradientConfig says."""
+
+import logging
+import weakref
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.dist.agreement import require_same
+from lsq.dist.codec import Codec
+from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq_levels
+from lsq.dist.executor import SideStream, WorkerThread
+from lsq.dist.feedback import ErrorFeedback
+from lsq.dist.gcq import GCQ
+from lsq.dist.hierarchical import Hierarchical
+from lsq.dist.scratch import Scratch
+from lsq.dist.topology import Topology, find_topology
+from lsq.dist.two_hop import TwoHop
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of gradients that can be compressed."""
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""What carries codes on each device."""
+PYTORCH_HOOKS = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "float": default_hooks.allreduce_hook,
+}
+"""Modes that are PyTorch's own; "float" stands for modes that have nothing to compress."""
+NODE_MODES = ("auto", "int8_hier", "int4_hier")
+"""Modes that go by which workers share a node."""
+_compressed: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+class GradientCompression:
+    """What `compress_gradients` returns: which mode came of a configuration, and the state of error feedback."""
+
+    mode: str
+    """One of COMPRESSED, "bf16", "fp16", or "float": nothing to compress, gradients travel as they are."""
+    topology: Topology
+
+    def __init__(self, mode: str, topology: Topology, group: ProcessGroup):
+        self.mode, self.topology, self.group = mode, topology, group
+        self._average: GCQ | TwoHop | Hierarchical | None = None
+        self._executor: WorkerThread | SideStream | None = None
+        self._feedback: ErrorFeedback | None = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What error feedback remembers on this worker: name -> float32; empty without error feedback.
+
+        It belongs to this rank of a training of this many workers. Call it between steps.
+        """
+        return self._feedback.state() if self._feedback is not None else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a `state_dict` of the same rank in a training of as many workers.
+
+        Raises:
+            ValueError: it names parameters that the model does not have, or there is no error feedback.
+        """
+        if self._feedback is not None:
+            self._feedback.load(state)
+        elif state:
+            raise ValueError("residuals were given, but error_feedback is off; turn it on, or leave them out")
+
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """The future of a bucket's mean, in the bucket's own buffer."""
+        if self._average is None:
+            return PYTORCH_HOOKS[self.mode](self.group, bucket)
+        buffer, index = bucket.buffer(), bucket.index()
+        if buffer.dtype not in DTYPES or buffer.is_sparse:
+            raise _unfit(f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode)
+        if self._feedback is None:
+            return self._executor.submit(lambda: self._mean(buffer))
+        parameters = bucket.parameters()
+        return self._executor.submit(lambda: self._mean_with_feedback(index, parameters, buffer))
+
+    def _mean(self, buffer: Tensor) -> Tensor:
+        self._average.average(buffer)
+        return buffer
+
+    def _mean_with_feedback(self, index: int, parameters: list[Tensor], buffer: Tensor) -> Tensor:
+        residuals = self._feedback.begin(index, parameters, buffer)
+        self._average.average(buffer, residuals.error)
+        self._feedback.end(residuals, buffer)
+        return buffer
+
+    def _prepare(self, config: GradientConfig, model: DistributedDataParallel, device: torch.device) -> None:
+        """Make groups and memory; every worker must call it, with the same configuration."""
+        topology, scratch = self.topology, Scratch(device)
+        ranks = distributed.get_process_group_ranks(self.group)
+
+        def group(places: list[int]) -> ProcessGroup:
+            return distributed.new_group(
+                [ranks[place] for place in places], timeout=timedelta(seconds=config.timeout_s),
+                backend=BACKENDS[device.type], use_local_synchronization=True,
+            )
+
+        codec = Codec(
+            block=config.block, first_bits=4 if self.mode == "int4_hier" else 8, stochastic=config.stochastic,
+            device=device, seed=config.seed * topology.world_size + topology.rank,
+        )
+        everyone = list(range(topology.world_size))
+        if self.mode == "gcq":
+            self._average = GCQ(group(everyone), config.row, config.kept_largest, scratch)
+        elif topology.node_size == 1 or self.mode == "int8":
+            self._average = TwoHop(group(everyone), codec, scratch)
+        else:
+            self._average = Hierarchical(group(topology.neighbours), group(topology.counterparts), codec, scratch)
+        self._executor = SideStream(device) if device.type == "cuda" else WorkerThread()
+        if config.error_feedback:
+            self._feedback = ErrorFeedback(model.module.named_parameters())
+
+
+def compress_gradients(model: DistributedDataParallel, config: GradientConfig | None = None) -> GradientCompression:
+    """Let a DDP model average its gradients as `config` says, in place of DDP's own all-reduce.
+
+    Call it in every process, once, before the first forward pass. Every worker gets the same bits: the mean of all,
+    or something that is not finite where one worker's values were not. The backward pass goes on meanwhile. With one
+    worker nothing is registered.
+
+    Args:
+        model: the wrapped model, its parameters on one device.
+        config: the same in all processes; None: GradientConfig().
+
+    Raises:
+        ValueError: the configuration does not fit the workers, the model or the backend, differs between processes, or
+            the model has a communication hook already.
+        TypeError: `model` is not DistributedDataParallel.
+    """
+    config = config or GradientConfig()
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"compress_gradients was given a {type(model).__name__}; wrap it in DistributedDataParallel")
+    if model in _compressed:
+        raise ValueError("this model's gradients are compressed already; call compress_gradients once for each model")
+    group = model.process_group
+    topology = _topology(config, group)
+    device = _device(model)
+    if topology.world_size == 1:
+        logger.info("there is one worker: gradients are not exchanged, and mode %s has nothing to do", config.mode)
+        return GradientCompression("float", topology, group)
+    require_same("the configuration of gradients", {**asdict(config), "node_size": topology.node_size}, group, device)
+    mode = _mode(config, topology)
+    if mode in COMPRESSED:
+        _check_fit(model, mode, group, device)
+    compression = GradientCompression(mode, topology, group)
+    try:
+        model.register_comm_hook(compression, average)
+    except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
+        raise ValueError(
+            "this model has a communication hook already, and DDP takes one; do not register another, and leave out "
+            "fairseq's --ddp-comm-hook"
+        ) from error
+    _compressed.add(model)
+    if mode in COMPRESSED:
+        compression._prepare(config, model, device)
+    return compression
+
+
+def average(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
+    """The communication hook that DDP calls for each bucket."""
+    return state.exchange(bucket)
+
+
+def _topology(config: GradientConfig, group: ProcessGroup) -> Topology:
+    """Modes that know of no nodes take workers in any arrangement: as if there were one node."""
+    if config.mode in NODE_MODES:
+        return find_topology(group.size(), group.rank(), config.node_size)
+    return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
+
+
+def _mode(config: GradientConfig, topology: Topology) -> str:
+    """The mode that a configuration comes to, with a word in rank 0's log where that is not plain."""
+    workers, nodes = topology.world_size, topology.nodes
+    mode = config.mode
+    if mode == "auto":
+        mode = "bf16" if nodes == 1 else "int8_hier"
+        why = (
+            f"{workers} workers share one node, whose links carry bf16 as fast as it is needed"
+            if nodes == 1
+            else f"{nodes} nodes of {topology.node_size} share a network; with 200 Gb/s or more for a node of 8 GPUs, "
+            "bf16 may hide behind the backward pass as well: measure it"
+        )
+        _say(topology, logging.INFO, f"gradients: auto chose {mode}: {why}")
+    if mode == "gcq":
+        levels = gcq_levels(workers)
+        if workers > GCQ_ADVISED_WORKERS:
+            _say(
+                topology, logging.WARNING,
+                f"mode gcq leaves each of {workers} workers codes of -{levels} to {levels}; above "
+                f"{GCQ_ADVISED_WORKERS} workers, int8 and int8_hier are far more exact",
+            )
+    elif mode.endswith("_hier") and nodes == 1:
+        _say(topology, logging.WARNING, f"mode {mode} compresses between nodes, and there is one: floats are averaged")
+        return "float"
+    if mode == "int4_hier":
+        _say(topology, logging.WARNING, "mode int4_hier is experimental: see docs/gradients.md for its error")
+    return mode
+
+
+def _say(topology: Topology, level: int, text: str) -> None:
+    if topology.rank == 0:
+        logger.log(level, text)
+
+
+def _device(model: DistributedDataParallel) -> torch.device:
+    """The one device of a model's trainable parameters."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the model's parameters lie on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
+            "gradients can be compressed on one device a process"
+        )
+    return devices.pop()
+
+
+def _check_fit(model: DistributedDataParallel, mode: str, group: ProcessGroup, device: torch.device) -> None:
+    """Refuse gradients and backends that codes cannot be made of or travel by."""
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            raise _unfit(f"parameter {name} is {parameter.dtype}", mode)
+    wanted, backend = BACKENDS.get(device.type), backend_of(group, device)
+    if wanted is None or backend != wanted:
+        known = " and ".join(f"{device} by {backend}" for device, backend in BACKENDS.items())
+        raise ValueError(
+            f"gradients are on {device.type} and their process group uses {backend}, but mode {mode} sends those of "
+            f"{known}; initialise the process group with that backend, or choose mode bf16"
+        )
+
+
+def _unfit(what: str, mode: str) -> ValueError:
+    return ValueError(
+        f"{what}, but mode {mode} takes dense gradients of {', '.join(map(str, DTYPES))}; convert the model, or choose "
+        "mode bf16"
+    )
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
+    """The name of the backend that carries tensors of `device` in a group, e.g. "gloo"; None: it has none."""
+    pairs = (pair.partition(":") for pair in distributed.get_backend_config(group).split(","))
+    return {kind: backend for kind, _, backend in pairs}.get(device.type)

@@ -1,0 +1,64 @@
+"""Which worker sits where: nodes of equal size, ranks counted node by node as torchrun does."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """One worker's place among all that average their gradients."""
+
+    world_size: int
+    rank: int
+    node_size: int
+    """Workers on each node."""
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return self.world_size // self.node_size
+
+    @property
+    def node(self) -> int:
+        """The number of this worker's node."""
+        return self.rank // self.node_size
+
+    @property
+    def neighbours(self) -> list[int]:
+        """All ranks on this worker's node, in order."""
+        first = self.node * self.node_size
+        return list(range(first, first + self.node_size))
+
+    @property
+    def counterparts(self) -> list[int]:
+        """The ranks with this worker's place on every node, in order of nodes."""
+        return list(range(self.rank % self.node_size, self.world_size, self.node_size))
+
+
+def find_topology(
+    world_size: int, rank: int, node_size: int | None, environment: Mapping[str, str] = os.environ
+) -> Topology:
+    """The Topology for a node size that was given, or that torchrun says (LOCAL_WORLD_SIZE), or else one node for all.
+
+    Raises:
+        ValueError: nodes of that size do not divide the workers, or torchrun counts otherwise.
+    """
+    launched = environment.get("LOCAL_WORLD_SIZE")
+    source = "node_size"
+    if node_size is None:
+        source = "LOCAL_WORLD_SIZE" if launched is not None else "the number of workers"
+        node_size = world_size if launched is None else int(launched)
+    if world_size % node_size:
+        raise ValueError(
+            f"{world_size} workers cannot be divided into nodes of {node_size} ({source}); start as many workers on "
+            "every node, or set node_size to a divisor"
+        )
+    topology = Topology(world_size=world_size, rank=rank, node_size=node_size)
+    local = environment.get("LOCAL_RANK")
+    if source == "LOCAL_WORLD_SIZE" and local is not None and int(local) != rank % node_size:
+        raise ValueError(
+            f"rank {rank} is worker {local} of its node, but with nodes of {node_size} it would be worker "
+            f"{rank % node_size}; ranks must be counted node by node, or node_size be given"
+        )
+    return topology
