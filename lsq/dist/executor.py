@@ -33,7 +33,9 @@ class WorkerThread:
     def submit(self, task: Task) -> Future:
         """A future of what `task` returns, or that raises what it raised."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, args=(torch.get_num_threads(),), daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(torch.get_num_threads(),), name="lsq gradients", daemon=True
+            )
             self._thread.start()
         done: Future = Future()
         self._tasks.put((task, done))

@@ -1,7 +1,9 @@
+import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
-from lsq.dist.agreement import any_process
+from lsq.dist.agreement import TEXT_BYTES, any_process, gather_text, require_same
+from tests.dist.processes import run
 
 CPU = torch.device("cpu")
 
@@ -10,12 +12,41 @@ def test_one_process_decides_alone():
     assert any_process(True, CPU) and not any_process(False, CPU)
 
 
-def _vote(rank: int, folder: str) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    votes = [any_process(flag, CPU) for flag in (False, rank == 0, rank == 1, True)]
-    distributed.destroy_process_group()
-    assert votes == [False, True, True, True]
+def votes(rank: int) -> list[bool]:
+    return [any_process(flag, CPU) for flag in (False, rank == 0, rank == 1, True)]
 
 
-def test_one_of_two_processes_is_enough(tmp_path):
-    multiprocessing.spawn(_vote, args=(str(tmp_path),), nprocs=2)
+def test_one_of_two_processes_is_enough():
+    assert run(votes, 2) == [[False, True, True, True]] * 2
+
+
+def texts(rank: int) -> list[str]:
+    return gather_text("näher" * rank, distributed.group.WORLD, CPU)
+
+
+def test_texts_come_in_order_of_ranks():
+    assert run(texts, 3) == [["", "näher", "nähernäher"]] * 3
+
+
+def too_long(rank: int) -> str:
+    with pytest.raises(ValueError) as raised:
+        gather_text("x" * (TEXT_BYTES + 1), distributed.group.WORLD, CPU)
+    return str(raised.value)
+
+
+def test_texts_that_are_too_long_are_refused():
+    assert "4097 bytes" in run(too_long, 1)[0]
+
+
+def settings(rank: int) -> str | None:
+    require_same("the settings", {"same": 1, "other": [2.5, None]}, distributed.group.WORLD, CPU)
+    try:
+        require_same("the settings", {"same": 1, "odd": "ab"[rank // 2]}, distributed.group.WORLD, CPU)
+    except ValueError as error:
+        return str(error)
+
+
+def test_settings_that_differ_are_named_on_all():
+    (message,) = set(run(settings, 3))
+    assert message.startswith("the settings must be the same in every process")
+    assert "rank 0 has odd='a' and rank 2 has odd='b'" in message and "same=" not in message

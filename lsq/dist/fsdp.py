@@ -1,0 +1,108 @@
+"""int8 gradients for FSDP2: a reduce-scatter whose payload is codes.
+
+FSDP2 keeps each gradient on the worker that owns the shard, so that there is one hop: an all-to-all of packed messages,
+then a float32 sum in the order of ranks. Values are rounded once, before they are sent.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.fsdp import FSDPModule
+
+from lsq.dist.collectives import all_to_all
+from lsq.dist.config import GradientConfig
+from lsq.dist.hooks import DTYPES
+from lsq.dist.scratch import Scratch
+from lsq.ops import gradient_codec
+from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
+from lsq.ops.random import draw_key
+
+
+def compress_reduce_scatter(model: nn.Module, config: GradientConfig | None = None) -> "Int8ReduceScatter":
+    """Let every FSDP2 module in `model` reduce its gradients in int8.
+
+    It is FSDPModule.set_custom_reduce_scatter, called on all of them. Parameters are gathered as before. Call it after
+    `fully_shard` and before the first backward pass, in every process.
+
+    Args:
+        model: holds at least one module that `fully_shard` was called on.
+        config: mode "int8"; None: that, with its defaults. Of its fields, `block` and `rounding` count.
+
+    Raises:
+        ValueError: another mode or error feedback is asked for, or there is no such module.
+    """
+    config = config or GradientConfig(mode="int8")
+    if config.mode != "int8" or config.error_feedback:
+        asked = "error_feedback" if config.mode == "int8" else f"mode {config.mode}"
+        raise ValueError(f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own reduce_dtype")
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ValueError("the model holds no FSDP2 module; call torch.distributed.fsdp.fully_shard on it first")
+    reduce_scatter = Int8ReduceScatter(block=config.block, stochastic=config.stochastic)
+    for module in modules:
+        module.set_custom_reduce_scatter(reduce_scatter)
+    return reduce_scatter
+
+
+class Int8ReduceScatter:
+    """What FSDP2 calls in place of reduce_scatter_tensor; see FSDPModule.set_custom_reduce_scatter.
+
+    Args:
+        block: values that share a scale.
+        stochastic: whether to round at random; keys come from PyTorch's default CPU generator.
+    """
+
+    def __init__(self, *, block: int = 256, stochastic: bool = False):
+        self.block, self.stochastic = block, stochastic
+        self._scratch: dict[torch.device, Scratch] = {}
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for FSDP2's own buffers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: ReduceOp, async_op: bool = False
+    ) -> None:
+        """Write the sum or mean over the group of everyone's part of `input_tensor` [N * n] to `output_tensor` [n].
+
+        On a GPU it is ordered on the current stream, as FSDP2 wants it.
+
+        Raises:
+            ValueError: an operation other than SUM and AVG, a dtype that cannot be compressed, or async_op.
+        """
+        workers = group.size()
+        factors = {ReduceOp.SUM: 1.0, ReduceOp.AVG: 1.0 / workers}
+        if op not in factors or async_op:
+            raise ValueError(
+                f"a reduce-scatter in int8 was asked for {op}{' with async_op' if async_op else ''}; it does SUM and AVG "
+                "at once: call set_force_sum_reduction_for_comms(True) on the module"
+            )
+        if input_tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))}; set reduce_dtype in "
+                "MixedPrecisionPolicy"
+            )
+        scratch = self._scratch.setdefault(input_tensor.device, Scratch(input_tensor.device))
+        values = output_tensor.numel()
+        length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
+        layout = MessageLayout(values=workers * length, shards=workers, length=length, block=self.block)
+        sent = scratch.take("sent", (workers, layout.message_bytes))
+        gradient_codec.pack(
+            self._padded(input_tensor.view(workers, values), length, scratch), layout, out=sent,
+            key=draw_key().to(input_tensor.device) if self.stochastic else None, stochastic=self.stochastic,
+        )
+        received = scratch.take("received", tuple(sent.shape))
+        all_to_all(received, sent, group)
+        own = MessageLayout(values=values, shards=1, length=length, block=self.block)
+        gradient_codec.unpack(received[:, None], own, out=output_tensor.view(-1), factor=factors[op])
+
+    @staticmethod
+    def _padded(parts: Tensor, length: int, scratch: Scratch) -> Tensor:
+        """`parts` [N, n] as [N * length], each part filled up with zeros."""
+        workers, values = parts.shape
+        if values == length:
+            return parts.reshape(-1)
+        padded = scratch.take("padded", (workers, length), parts.dtype)
+        padded[:, :values].copy_(parts)
+        padded[:, values:].zero_()
+        return padded.view(-1)

@@ -1,0 +1,71 @@
+"""What every exchange should give, value by value: written for itself, in float64 where rounding is not the point."""
+
+import math
+
+import numpy
+
+f32 = numpy.float32
+
+
+def rounded(values: numpy.ndarray, block: int = 256, largest: int = 127) -> numpy.ndarray:
+    """Values float32 [n] after rounding to the nearest code, with a scale for each block."""
+    out = numpy.empty_like(values)
+    for start in range(0, len(values), block):
+        part = values[start : start + block]
+        if not numpy.isfinite(part).all():
+            out[start : start + block] = math.nan
+            continue
+        magnitude = numpy.abs(part).max()
+        if magnitude < 1e-35:
+            out[start : start + block] = 0
+            continue
+        codes = numpy.rint(part * (f32(largest) / magnitude))
+        out[start : start + block] = codes * (magnitude / f32(largest))
+    return out
+
+
+def shards(values: numpy.ndarray, count: int) -> list[numpy.ndarray]:
+    """Values [n] in `count` shards of one length, a multiple of 32, the rest filled up with zeros."""
+    length = math.ceil(math.ceil(len(values) / count) / 32) * 32
+    padded = numpy.zeros(count * length, f32)
+    padded[: len(values)] = values
+    return list(padded.reshape(count, length))
+
+
+def in_order(rows) -> numpy.ndarray:
+    total = rows[0].astype(f32)
+    for row in rows[1:]:
+        total = total + row.astype(f32)
+    return total
+
+
+def two_hop(rows: list[numpy.ndarray], factor: float, block: int = 256, first_largest: int = 127) -> numpy.ndarray:
+    """Of each worker's values [n]: the mean that all get."""
+    cut = [shards(row, len(rows)) for row in rows]
+    pieces = []
+    for owner in range(len(rows)):
+        total = in_order([rounded(mine[owner], block, first_largest) for mine in cut])
+        pieces.append(rounded(total * f32(factor), block))
+    return numpy.concatenate(pieces)[: len(rows[0])]
+
+
+def hierarchical(rows: list[numpy.ndarray], node_size: int, block: int = 256, first_largest: int = 127) -> numpy.ndarray:
+    n, length = len(rows[0]), math.ceil(len(rows[0]) / (node_size * 32)) * 32
+    nodes = [in_order(rows[first : first + node_size]) for first in range(0, len(rows), node_size)]
+    pieces = []
+    for start in range(0, node_size * length, length):
+        mine = [numpy.pad(node[start : start + length], (0, length - len(node[start : start + length]))) for node in nodes]
+        pieces.append(two_hop(mine, 1 / len(rows), block, first_largest))
+    return numpy.concatenate(pieces)[:n]
+
+
+def gcq(rows: list[numpy.ndarray], row: int = 1024, quantile: float = 0.99) -> numpy.ndarray:
+    n, workers = len(rows[0]), len(rows)
+    padded = [numpy.pad(values.astype(f32), (0, -n % row)).reshape(-1, row) for values in rows]
+    kept = max(1, math.ceil(row * (1 - quantile)))
+    clips = [numpy.sort(numpy.abs(values), axis=1)[:, -kept] for values in padded]
+    scale = (numpy.max(clips, axis=0) / f32(127))[:, None]
+    levels = 127 // workers
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        codes = [numpy.rint(numpy.clip(numpy.nan_to_num(v / (scale * f32(workers))), -levels, levels)) for v in padded]
+    return (numpy.sum(codes, axis=0).astype(f32) * scale).reshape(-1)[:n]

@@ -1,0 +1,286 @@
+"""compress_gradients under DDP: its contract in every mode, and what it refuses."""
+
+import logging
+import random
+import time
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.dist import GradientConfig, compress_gradients, hooks
+from tests.dist.processes import ProcessFailed, run
+
+BOUND = {"int8": 0.02, "int8_hier": 0.02, "int4_hier": 0.4, "gcq": 0.4, "bf16": 0.01, "fp16": 0.002}
+"""Largest relative error of a mean in these tests, whose gradients are small and uneven: many are zero."""
+
+
+def config(mode: str, **options) -> GradientConfig:
+    return GradientConfig(mode=mode, node_size=2 if mode.endswith("_hier") else None, **options)
+
+
+class Net(nn.Module):
+    """Layers of odd sizes; the second half of the batch's workers does without `spare`."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.spare = nn.Linear(37, 53), nn.Linear(53, 7), nn.Linear(53, 7)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor, use_spare: bool = True) -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        return self.second(hidden) + (self.spare(hidden) if use_spare else 0)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, 37, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def flat_gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def exact_mean(net: nn.Module, inputs: list[torch.Tensor], **options) -> torch.Tensor:
+    """The mean over workers of the gradients of a loss that is summed over `inputs`."""
+    loss = sum(net(x, **options).float().square().sum() for x in inputs)
+    found = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+    flat = torch.cat([gradient.flatten() for gradient in found]).float()
+    distributed.all_reduce(flat)
+    return flat / distributed.get_world_size()
+
+
+def jitter(compression, rank: int) -> None:
+    """Make a worker's exchanges, and the hook itself, start late by random times."""
+    chance = random.Random(rank)
+    if compression._executor is None:
+        return
+    submit = compression._executor.submit
+
+    def late(task):
+        time.sleep(chance.random() * 0.004)
+        return submit(lambda: (time.sleep(chance.random() * 0.004), task())[1])
+
+    compression._executor.submit = late
+
+
+SCENARIOS = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+def means(rank: int, modes: list[str]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(what, mean through the hook, exact mean) for each mode, way of using DDP and step."""
+    results = []
+    for mode in modes:
+        for scenario, options in SCENARIOS.items():
+            net = Net()
+            model = DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
+            jitter(compress_gradients(model, config(mode)), rank)
+            use_spare = scenario != "unused" or rank % 2 == 0
+            for step in range(3):
+                model.zero_grad()
+                model(batch(rank, step), use_spare).square().sum().backward()
+                exact = exact_mean(net, [batch(rank, step)], use_spare=use_spare)
+                results.append((f"{mode}, {scenario}, step {step}", flat_gradients(net), exact))
+    return results
+
+
+@pytest.mark.parametrize("modes", [["int8", "gcq", "bf16"], ["int8_hier", "int4_hier", "fp16"]])
+def test_every_worker_gets_the_same_mean_in_every_mode(modes):
+    results = run(means, 4, modes)
+    for number, (what, found, exact) in enumerate(results[0]):
+        assert all(torch.equal(found, other[number][1]) for other in results[1:]), f"{what}: workers differ"
+        error = (found - exact).norm() / exact.norm()
+        assert 0 < error < BOUND[what.split(",")[0]], f"{what}: relative error {error:.4f}"
+
+
+def accumulated(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    net = Net()
+    model = DistributedDataParallel(net)
+    compression = compress_gradients(model, config("int8"))
+    exchanged = []
+    submit = compression._executor.submit
+    compression._executor.submit = lambda task: (exchanged.append(1), submit(task))[1]
+    with model.no_sync():
+        model(batch(rank, 0)).square().sum().backward()
+    before = len(exchanged)
+    model(batch(rank, 1)).square().sum().backward()
+    return flat_gradients(net), exact_mean(net, [batch(rank, 0), batch(rank, 1)]), before
+
+
+def test_passes_without_synchronisation_are_added_up_and_sent_once():
+    (found, exact, before), (other, _, _) = run(accumulated, 2)
+    assert before == 0
+    assert torch.equal(found, other)
+    assert (found - exact).norm() < 0.02 * exact.norm()
+
+
+def overflows(rank: int, modes: list[str]) -> list[tuple[str, torch.Tensor]]:
+    results = []
+    for mode in modes:
+        for value in (torch.inf, torch.nan):
+            net = Net(torch.float16)
+            model = DistributedDataParallel(net)
+            compress_gradients(model, config(mode))
+            x = batch(rank, 0).half()
+            loss = model(x).square().sum()
+            (loss * (value if rank == 1 else 1.0)).backward()
+            results.append((mode, flat_gradients(net)))
+    return results
+
+
+def test_overflow_on_one_worker_shows_on_all():
+    for overflow in run(overflows, 2, ["int8", "gcq", "fp16", "bf16"]):
+        for mode, gradients in overflow:
+            assert not gradients.isfinite().all(), mode
+
+
+def silent(rank: int) -> list[torch.Tensor]:
+    """Gradients where worker 0 has a dummy batch, then all have."""
+    net = Net()
+    model = DistributedDataParallel(net)
+    compress_gradients(model, config("int8"))
+    results = []
+    for factor in (rank, 0):
+        model.zero_grad()
+        (model(batch(rank, 0)).square().sum() * factor).backward()
+        results.append(flat_gradients(net))
+    return results
+
+
+def test_dummy_batches_count_as_zero():
+    (some, none), _ = run(silent, 2)
+    assert some.isfinite().all() and some.any()
+    assert not none.any()
+
+
+def messages_of_modes(rank: int) -> list[tuple[str, list[str]]]:
+    """(mode that came out, rank's log) for configurations that need a word."""
+    results = []
+    for options in (
+        {"mode": "auto"}, {"mode": "auto", "node_size": 1}, {"mode": "int8_hier", "node_size": 2},
+        {"mode": "int4_hier", "node_size": 1},
+    ):
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda record, records=records: records.append(record.getMessage())
+        hooks.logger.addHandler(handler)
+        hooks.logger.setLevel(logging.INFO)
+        compression = compress_gradients(DistributedDataParallel(Net()), GradientConfig(**options))
+        hooks.logger.removeHandler(handler)
+        results.append((compression.mode, records))
+    return results
+
+
+def test_what_is_not_plain_is_said_once():
+    first, second = run(messages_of_modes, 2)
+    assert [mode for mode, _ in first] == ["bf16", "int8_hier", "float", "int4_hier"]
+    assert ["auto chose bf16" in first[0][1][0], "auto chose int8_hier" in first[1][1][0]] == [True, True]
+    assert "there is one" in first[2][1][0] and "experimental" in first[3][1][0]
+    assert all(len(said) == 1 for _, said in first)
+    assert all(said == [] for _, said in second)
+
+
+def alone(rank: int) -> tuple[str, bool]:
+    model = DistributedDataParallel(Net())
+    compression = compress_gradients(model, GradientConfig(mode="int8", error_feedback=True))
+    model(batch(0, 0)).sum().backward()
+    return compression.mode, compression.state_dict() == {}
+
+
+def test_one_worker_exchanges_nothing():
+    assert run(alone, 1) == [("float", True)]
+
+
+def mistakes(rank: int) -> list[str]:
+    def message(make) -> str:
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return "nothing was raised"
+
+    double = DistributedDataParallel(Net(torch.float64))
+    hooked = DistributedDataParallel(Net())
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    twice = DistributedDataParallel(Net())
+    compress_gradients(twice, GradientConfig(mode="bf16"))
+    other = DistributedDataParallel(Net())
+    found = [
+        message(lambda: compress_gradients(Net())),
+        message(lambda: compress_gradients(double, GradientConfig(mode="int8"))),
+        message(lambda: compress_gradients(hooked, GradientConfig(mode="int8"))),
+        message(lambda: compress_gradients(twice, GradientConfig(mode="int8"))),
+        message(lambda: compress_gradients(other, GradientConfig(mode="int8", block=64 << rank))),
+        message(lambda: compress_gradients(other, GradientConfig(mode="int8_hier", node_size=3))),
+    ]
+    hooks.BACKENDS["cpu"] = "nccl"
+    return [*found, message(lambda: compress_gradients(other, GradientConfig(mode="int8")))]
+
+
+def test_mistakes_are_named():
+    for found in run(mistakes, 2):
+        wanted = (
+            ["Net", "DistributedDataParallel"],
+            ["first.weight", "torch.float64", "mode bf16"],
+            ["communication hook already", "--ddp-comm-hook"],
+            ["already", "once"],
+            ["rank 0 has block=64", "rank 1 has block=128"],
+            ["2 workers", "nodes of 3"],
+            ["gradients are on cpu", "gloo", "cpu by nccl"],
+        )
+        for message, words in zip(found, wanted, strict=True):
+            assert all(word in message for word in words), message
+
+
+def fails(rank: int) -> list[str]:
+    """What backward raises in this step and in the next once an exchange has failed."""
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+    compression = compress_gradients(model, config("int8"))
+
+    def refuse(buffer, error=None):
+        raise RuntimeError("the cable was cut")
+
+    compression._average.average = refuse
+    messages = []
+    for step in range(2):
+        try:
+            model(batch(rank, step)).sum().backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_failed_exchange_ends_the_backward_pass():
+    for messages in run(fails, 2):
+        assert "the cable was cut" in messages[0] and len(messages) == 2
+
+
+def many_workers(rank: int) -> str:
+    compress_gradients(DistributedDataParallel(Net()), GradientConfig(mode="gcq"))
+    return "went through"
+
+
+def test_gcq_counts_its_workers(monkeypatch, caplog):
+    topology = hooks.Topology(world_size=17, rank=0, node_size=17)
+    assert hooks._mode(GradientConfig(mode="gcq"), topology) == "gcq"
+    assert "-7 to 7" in caplog.text
+    with pytest.raises(ValueError, match=r"127 // 128 = 0"):
+        hooks._mode(GradientConfig(mode="gcq"), hooks.Topology(world_size=128, rank=0, node_size=8))
+    assert run(many_workers, 2) == ["went through"] * 2
+
+
+def raises(rank: int) -> None:
+    if rank == 1:
+        raise RuntimeError("on purpose")
+
+
+def test_the_harness_sees_failures():
+    with pytest.raises(ProcessFailed, match="on purpose"):
+        run(raises, 2)

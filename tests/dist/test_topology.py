@@ -1,0 +1,32 @@
+import pytest
+
+from lsq.dist.topology import find_topology
+
+
+def test_nodes_come_from_torchrun():
+    found = find_topology(16, 11, None, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"})
+    assert (found.node_size, found.nodes, found.node) == (8, 2, 1)
+    assert found.neighbours == list(range(8, 16))
+    assert found.counterparts == [3, 11]
+
+
+def test_a_given_node_size_goes_first():
+    found = find_topology(6, 4, 2, {"LOCAL_WORLD_SIZE": "6", "LOCAL_RANK": "4"})
+    assert (found.nodes, found.neighbours, found.counterparts) == (3, [4, 5], [0, 2, 4])
+
+
+def test_without_torchrun_there_is_one_node():
+    assert find_topology(3, 1, None, {}).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("node_size", "environment", "words"),
+    [
+        (3, {}, "4 workers .* nodes of 3 .node_size."),
+        (None, {"LOCAL_WORLD_SIZE": "3"}, "nodes of 3 .LOCAL_WORLD_SIZE."),
+        (None, {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 1 is worker 0 .* would be worker 1"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_named(node_size, environment, words):
+    with pytest.raises(ValueError, match=words):
+        find_topology(4, 1, node_size, environment)
