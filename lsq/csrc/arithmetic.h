@@ -62,19 +62,25 @@ struct GradientScale {
     float scale, reciprocal;
 };
 
-// Of a row or column of gradients with this largest magnitude: (0, 0) for vanishing ones, (NaN, 0) for non-finite ones.
-LSQ_INLINE GradientScale gradient_scale(float largest) {
+// Of gradients whose largest magnitude this is, and is to become code q: (0, 0) for vanishing ones, (NaN, 0) for
+// non-finite ones.
+LSQ_INLINE GradientScale gradient_scale(float largest, float q = kGradientCode) {
     if (!(largest < infinity())) return {not_a_number(), 0.0f};
     if (largest < kSmallestGradient) return {0.0f, 0.0f};
-    return {largest / kGradientCode, kGradientCode / largest};
+    return {largest / q, q / largest};
+}
+
+// x times the reciprocal of its GradientScale, rounded half to even; no bounds are needed. x is finite.
+LSQ_INLINE int8_t nearest_code(float scaled) {
+    return static_cast<int8_t>(bits_of(scaled + 12582912.0f));  // 1.5 * 2^23: leaves the whole number in the last bits
 }
 
 // Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of which 24 count.
-LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word) {
+LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q = kGradientCode) {
     const float uniform = static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
     float rounded = floorf(scaled + uniform);
-    rounded = rounded < -kGradientCode ? -kGradientCode : rounded;
-    rounded = rounded > kGradientCode ? kGradientCode : rounded;
+    rounded = rounded < -q ? -q : rounded;
+    rounded = rounded > q ? q : rounded;
     return static_cast<int8_t>(static_cast<int32_t>(rounded == rounded ? rounded : 0.0f));
 }
 

@@ -10,7 +10,8 @@ v values, S shards, L values of a shard, M bytes of a message, N messages, R row
 
 import torch
 
-from lsq.csrc.launch import check
+from lsq.csrc import loader
+from lsq.csrc.launch import FLOATS, check
 from lsq.ops import rounding
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.random import uniform
@@ -43,12 +44,12 @@ def pack_reference(x, key, *, shards, length, bits=8, block=256, stochastic=Fals
 def pack_cpu(
     x, key, messages, error_out, *, shards, length, bits=8, block=256, stochastic=False, stream=0, error=False
 ):
-    found, rest = pack_reference(
-        x, key, shards=shards, length=length, bits=bits, block=block, stochastic=stochastic, stream=stream, error=error
+    layout = pack_layout(x, shards, length, bits, block)
+    check_key(key, stochastic)
+    loader.call(
+        "lsq_gradient_pack", x, FLOATS[x.dtype], key if stochastic else None, messages, error_out, x.shape[0],
+        layout.values, shards, length, block, bits, stream,
     )
-    messages.copy_(found)
-    if error_out is not None:
-        error_out.copy_(rest)
 
 
 def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
@@ -73,11 +74,12 @@ def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=256, stoch
 
 
 def sum_cpu(messages, key, out, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
-    (found,) = sum_reference(
-        messages, key, length=length, bits=bits, out_bits=out_bits, block=block, stochastic=stochastic, stream=stream,
-        factor=factor,
+    sum_layouts(messages, length, bits, out_bits, block)
+    check_key(key, stochastic)
+    loader.call(
+        "lsq_gradient_sum", messages, key if stochastic else None, out, messages.shape[0], length, block, bits,
+        out_bits, stream, float(factor),
     )
-    out.copy_(found)
 
 
 def unpack_reference(messages, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
@@ -100,10 +102,11 @@ def unpack_reference(messages, *, values, length, bits=8, block=256, factor=1.0,
 
 
 def unpack_cpu(messages, x, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
-    (found,) = unpack_reference(
-        messages, values=values, length=length, bits=bits, block=block, factor=factor, dtype=x.dtype
+    layout = unpack_layout(messages, values, length, bits, block)
+    loader.call(
+        "lsq_gradient_unpack", messages, x, FLOATS[x.dtype], messages.shape[0], values, layout.shards, length, block,
+        bits, float(factor),
     )
-    x.copy_(found)
 
 
 def decode(messages: torch.Tensor, layout: MessageLayout) -> torch.Tensor:
@@ -182,10 +185,9 @@ def _encode(values: torch.Tensor, layout: MessageLayout, key: torch.Tensor | Non
         rounded = scaled.round()
     else:
         rounded = (scaled + uniform(key, stream, (shards, length)).to(values.device)).floor()
-    codes = rounded.clamp(-layout.largest_code, layout.largest_code).nan_to_num(nan=0.0)
+    codes = rounded.clamp(-layout.largest_code, layout.largest_code).nan_to_num(nan=0.0).to(torch.int8)
     scales = _per_value(scale, layout)
-    error = torch.where(scales.isfinite(), values - codes * scales, 0.0)
-    codes = codes.to(torch.int8)
+    error = torch.where(scales.isfinite(), values - codes.to(torch.float32) * scales, 0.0)
     if layout.bits == 4:
         codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
     messages = torch.zeros(shards, layout.message_bytes, dtype=torch.uint8, device=values.device)

@@ -182,6 +182,32 @@ def test_unpack(values, shards, dtype, copies):
         check("gradient_unpack", messages, **of_unpack(layout, factor=1e6, dtype=dtype))
 
 
+def every_half(dtype: torch.dtype) -> torch.Tensor:
+    """All 65,536 values of a two-byte float [1, v], neighbours side by side."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)[None]
+
+
+def any_scale(values: int) -> tuple[MessageLayout, torch.Tensor]:
+    """(layout, messages uint8 [1, 1, M]) whose scales are any bits."""
+    layout = MessageLayout.for_values(values, 1, block=32)
+    messages = torch.randint(0, 256, (1, 1, layout.message_bytes), dtype=torch.uint8)
+    return layout, messages
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_half_is_widened(dtype):
+    layout = MessageLayout.for_values(2**16, 1, block=32)
+    check("gradient_pack", every_half(dtype), None, **of_pack(layout, error=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_magnitude_is_narrowed(dtype):
+    layout, messages = any_scale(2**16)
+    for copies in (messages, messages.expand(2, -1, -1).contiguous()):
+        check("gradient_unpack", copies, **of_unpack(layout, dtype=dtype))
+        check("gradient_unpack", copies, **of_unpack(layout, dtype=dtype, factor=1e-30))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", WORST)

@@ -1,0 +1,258 @@
+// Gradients as messages of 8 or 4 bits a value, sums of messages, and back; see lsq/ops/gradient_messages.py.
+//
+// A block of at most 1,024 values is worked on at a time, in the L1 cache; blocks are spread over the threads. v values,
+// S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are added up.
+#include "floats.h"
+#include "rows.h"
+
+using namespace lsq;
+
+namespace {
+
+constexpr int64_t kLargestBlock = 1024;
+constexpr int64_t kAhead = 8192;  // bytes: where a block ends, loads would wait for memory before the next one's begin
+
+// Begins to load what lies kAhead bytes behind x [n].
+template <class T>
+void load_ahead(const T* x, int64_t n) {
+    const char* from = reinterpret_cast<const char*>(x) + kAhead;
+    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(from + byte);
+}
+
+// How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_layout.py.
+struct Shard {
+    int64_t length, block, bits;
+
+    int64_t blocks() const { return (length + block - 1) / block; }
+    int64_t code_bytes() const { return length * bits / 8; }
+    int64_t bytes() const { return (code_bytes() + 4 * blocks() + 15) / 16 * 16; }
+    float largest_code() const { return bits == 8 ? 127.0f : 7.0f; }
+    int64_t size_of(int64_t number) const { return std::min(block, length - number * block); }
+    const uint8_t* codes(const uint8_t* message, int64_t number) const { return message + number * block * bits / 8; }
+    float scale(const uint8_t* message, int64_t number) const {
+        float found;
+        std::memcpy(&found, message + code_bytes() + 4 * number, 4);
+        return found;
+    }
+};
+
+// How values become codes: to the nearest, or at random where there is a key.
+struct Rounder {
+    const int64_t* key;
+    int64_t stream;
+
+    // x [n] becomes codes [n]; x[0] is that element of the stream.
+    template <class T>
+    void round(const T* x, int64_t n, float reciprocal, float q, int64_t element, int8_t* codes) const {
+        if (!key) {
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(widen(x[i]) * reciprocal);
+            return;
+        }
+        uint32_t words[kLargestBlock];
+        philox(key[0], stream, element, n, words);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) codes[i] = round_at_random(widen(x[i]) * reciprocal, words[i], q);
+    }
+};
+
+// Pairs of neighbours in one byte. n is even.
+void pack_halves(const int8_t* codes, int64_t n, uint8_t* out) {
+#pragma omp simd
+    for (int64_t i = 0; i < n / 2; ++i) {
+        uint16_t pair;  // the first in the low byte
+        std::memcpy(&pair, codes + 2 * i, 2);
+        out[i] = static_cast<uint8_t>((pair & 0x0Fu) | (pair >> 4 & 0xF0u));
+    }
+}
+
+void unpack_halves(const uint8_t* bytes, int64_t n, int8_t* codes) {
+#pragma omp simd
+    for (int64_t i = 0; i < n / 2; ++i) {
+        const uint16_t pair = static_cast<uint16_t>((bytes[i] & 0x0Fu) | (bytes[i] & 0xF0u) << 4);
+        std::memcpy(codes + 2 * i, &pair, 2);
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<int8_t>((codes[i] ^ 8) - 8);
+}
+
+// Block `number` of a message, whose values are x [n], and x - code * scale [n] unless null; `element` as above.
+template <class T>
+void encode(const Shard& shard, int64_t number, const T* x, const Rounder& rounder, int64_t element,
+            uint8_t* message, float* error) {
+    const int64_t n = shard.size_of(number);
+    const float q = shard.largest_code();
+    const GradientScale s = gradient_scale(largest_magnitude(x, n), q);
+    std::memcpy(message + shard.code_bytes() + 4 * number, &s.scale, 4);
+    if (number + 1 == shard.blocks()) {
+        const int64_t used = shard.code_bytes() + 4 * shard.blocks();
+        std::memset(message + used, 0, shard.bytes() - used);
+    }
+    uint8_t* out = message + number * shard.block * shard.bits / 8;
+    if (s.reciprocal == 0.0f) {
+        std::memset(out, 0, n * shard.bits / 8);
+        for (int64_t i = 0; error && i < n; ++i) error[i] = s.scale == 0.0f ? widen(x[i]) : 0.0f;
+        return;
+    }
+    int8_t rounded[kLargestBlock];
+    int8_t* codes = shard.bits == 8 ? reinterpret_cast<int8_t*>(out) : rounded;
+    rounder.round(x, n, s.reciprocal, q, element, codes);
+    if (shard.bits == 4) pack_halves(codes, n, out);
+    if (!error) return;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) error[i] = widen(x[i]) - static_cast<float>(codes[i]) * s.scale;
+}
+
+// The codes of a block, as they lie there or in `memory` [n].
+const int8_t* codes_of(const Shard& shard, int64_t number, const uint8_t* message, int8_t* memory) {
+    const uint8_t* bytes = shard.codes(message, number);
+    if (shard.bits == 8) return reinterpret_cast<const int8_t*>(bytes);
+    unpack_halves(bytes, shard.size_of(number), memory);
+    return memory;
+}
+
+constexpr int kAtOnce = 4;  // messages that one pass over a sum adds
+
+// Block `number` of some messages.
+struct Terms {
+    const int8_t* codes[kAtOnce];
+    float scale[kAtOnce];
+    int8_t memory[kAtOnce][kLargestBlock];
+
+    void load(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count, int64_t stride) {
+        const int64_t n = shard.size_of(number);
+        for (int64_t m = 0; m < count; ++m) {
+            const uint8_t* message = messages + m * stride;
+            codes[m] = codes_of(shard, number, message, memory[m]);
+            scale[m] = shard.scale(message, number);
+            load_ahead(shard.codes(message, number), n * shard.bits / 8);
+        }
+    }
+
+    template <int COUNT, bool FIRST>
+    void add(int64_t n, float* out) const {
+        const int8_t *a = codes[0], *b = codes[1], *c = codes[2], *d = codes[3];
+        const float s = scale[0], t = scale[1], u = scale[2], v = scale[3];
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) {
+            float sum = static_cast<float>(a[i]) * s;
+            if (!FIRST) sum = out[i] + sum;
+            if (COUNT > 1) sum += static_cast<float>(b[i]) * t;
+            if (COUNT > 2) sum += static_cast<float>(c[i]) * u;
+            if (COUNT > 3) sum += static_cast<float>(d[i]) * v;
+            out[i] = sum;
+        }
+    }
+
+    template <bool FIRST>
+    void add(int64_t count, int64_t n, float* out) const {
+        if (count == 1) add<1, FIRST>(n, out);
+        if (count == 2) add<2, FIRST>(n, out);
+        if (count == 3) add<3, FIRST>(n, out);
+        if (count == 4) add<4, FIRST>(n, out);
+    }
+};
+
+// out [n] = the sum over `count` messages, `stride` bytes apart, of block `number`, in order.
+void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t count, int64_t stride, float* out) {
+    const int64_t n = shard.size_of(number);
+    Terms terms;
+    for (int64_t first = 0; first < count; first += kAtOnce) {
+        const int64_t here = std::min<int64_t>(kAtOnce, count - first);
+        terms.load(shard, number, messages + first * stride, here, stride);
+        first ? terms.add<false>(here, n, out) : terms.add<true>(here, n, out);
+    }
+}
+
+template <class T>
+void pack(const T* x, const Rounder& rounder, uint8_t* messages, float* error, int64_t rows, int64_t values,
+          int64_t shards, const Shard& shard) {
+    const int64_t blocks = shard.blocks();
+#pragma omp parallel for schedule(static)
+    for (int64_t block = 0; block < shards * blocks; ++block) {
+        const int64_t number = block % blocks, first = block / blocks * shard.length + number * shard.block;
+        const int64_t n = shard.size_of(number), valid = std::min(std::max<int64_t>(values - first, 0), n);
+        uint8_t* message = messages + block / blocks * shard.bytes();
+        if (rows == 1 && valid == n) {
+            load_ahead(x + first, n);
+            encode(shard, number, x + first, rounder, first, message, error ? error + first : nullptr);
+            continue;
+        }
+        float sum[kLargestBlock], rest[kLargestBlock];
+        for (int64_t row = 0; row < rows; ++row) {
+            const T* from = x + row * values + first;
+            load_ahead(from, valid);
+            if (row == 0) {
+#pragma omp simd
+                for (int64_t i = 0; i < valid; ++i) sum[i] = widen(from[i]);
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < valid; ++i) sum[i] += widen(from[i]);
+            }
+        }
+        std::fill(sum + valid, sum + n, 0.0f);
+        encode(shard, number, sum, rounder, first, message, error ? rest : nullptr);
+        if (error && valid) std::memcpy(error + first, rest, valid * sizeof(float));
+    }
+}
+
+}  // namespace
+
+// x float [R, v] of dtype `kind` -> messages uint8 [S, M], error float32 [v] or null. Rounds at random under a key.
+LSQ_EXPORT void lsq_gradient_pack(const void* x, int64_t kind, const int64_t* key, uint8_t* messages, float* error,
+                                  int64_t rows, int64_t values, int64_t shards, int64_t length, int64_t block,
+                                  int64_t bits, int64_t stream) {
+    for_dtype(kind, [&](auto* dtype) {
+        const auto* from = static_cast<decltype(dtype)>(const_cast<void*>(x));
+        pack(from, {key, stream}, messages, error, rows, values, shards, {length, block, bits});
+    });
+}
+
+// messages uint8 [N, M] -> message uint8 [M']: the sum times `factor`, with codes of `out_bits` bits.
+LSQ_EXPORT void lsq_gradient_sum(const uint8_t* messages, const int64_t* key, uint8_t* out, int64_t count,
+                                 int64_t length, int64_t block, int64_t bits, int64_t out_bits, int64_t stream,
+                                 float factor) {
+    const Shard from{length, block, bits}, to{length, block, out_bits};
+    const Rounder rounder{key, stream};
+#pragma omp parallel for schedule(static)
+    for (int64_t number = 0; number < from.blocks(); ++number) {
+        float sum[kLargestBlock];
+        add_up(from, number, messages, count, from.bytes(), sum);
+        const int64_t n = from.size_of(number);
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) sum[i] *= factor;
+        encode(to, number, sum, rounder, number * block, out, nullptr);
+    }
+}
+
+// messages uint8 [R, S, M] -> x float [v] of dtype `kind`: the sum of the copies times `factor`.
+LSQ_EXPORT void lsq_gradient_unpack(const uint8_t* messages, void* x, int64_t kind, int64_t copies, int64_t values,
+                                    int64_t shards, int64_t length, int64_t block, int64_t bits, float factor) {
+    const Shard shard{length, block, bits};
+    const int64_t blocks = shard.blocks();
+    for_dtype(kind, [&](auto* dtype) {
+        auto* to = static_cast<decltype(dtype)>(x);
+        using T = std::remove_pointer_t<decltype(dtype)>;
+#pragma omp parallel for schedule(static)
+        for (int64_t at = 0; at < shards * blocks; ++at) {
+            const int64_t number = at % blocks, first = at / blocks * length + number * block;
+            const int64_t valid = std::min(values - first, shard.size_of(number));
+            if (valid <= 0) continue;
+            const uint8_t* message = messages + at / blocks * shard.bytes();
+            T* out = to + first;
+            if (copies == 1) {
+                Terms terms;
+                terms.load(shard, number, message, 1, 0);
+                const int8_t* codes = terms.codes[0];
+                const float scale = terms.scale[0];
+#pragma omp simd
+                for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
+                continue;
+            }
+            float sum[kLargestBlock];
+            add_up(shard, number, message, copies, shards * shard.bytes(), sum);
+#pragma omp simd
+            for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(sum[i] * factor);
+        }
+    });
+}
