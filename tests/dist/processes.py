@@ -1,4 +1,4 @@
-"""Runs a function in several processes that share a gloo group, and brings back what it returns."""
+"""Runs a function in several processes that share a process group, and brings back what it returns."""
 
 import datetime
 import io
@@ -19,7 +19,7 @@ class ProcessFailed(AssertionError):
     """A process raised something; the text is its traceback."""
 
 
-def run(function: Callable, workers: int, *arguments, timeout: float = 90.0) -> list:
+def run(function: Callable, workers: int, *arguments, timeout: float = 90.0, backend: str = "gloo") -> list:
     """[function(rank, *arguments) for each rank], each in a process of its own with the default group initialised.
 
     `function` must be at the top level of a module. What it returns goes through torch.save.
@@ -33,7 +33,7 @@ def run(function: Callable, workers: int, *arguments, timeout: float = 90.0) -> 
         for rank in range(workers):
             receiving, sending = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
-                target=_process, args=(sending, rendezvous, rank, workers, function, arguments), daemon=True
+                target=_process, args=(sending, rendezvous, rank, workers, function, arguments, backend), daemon=True
             )
             process.start()
             sending.close()
@@ -59,12 +59,14 @@ def _result(pipe, rank: int, timeout: float):
     return torch.load(io.BytesIO(result), weights_only=False)
 
 
-def _process(pipe, rendezvous: str, rank: int, workers: int, function: Callable, arguments: tuple) -> None:
+def _process(
+    pipe, rendezvous: str, rank: int, workers: int, function: Callable, arguments: tuple, backend: str
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
         distributed.init_process_group(
-            "gloo", init_method=rendezvous, rank=rank, world_size=workers, timeout=datetime.timedelta(seconds=60)
+            backend, init_method=rendezvous, rank=rank, world_size=workers, timeout=datetime.timedelta(seconds=60)
         )
         result = io.BytesIO()
         torch.save(function(rank, *arguments), result)
