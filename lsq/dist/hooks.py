@@ -186,7 +186,7 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
     if mode == "auto":
         mode = "bf16" if nodes == 1 else "int8_hier"
         why = (
-            f"{workers} workers share one node, whose links carry bf16 as fast as it is needed"
+            f"{workers} workers share one node, whose links carry bf16 fast enough; without NVLink, try int8"
             if nodes == 1
             else f"{nodes} nodes of {topology.node_size} share a network; with 200 Gb/s or more for a node of 8 GPUs, "
             "bf16 may hide behind the backward pass as well: measure it"

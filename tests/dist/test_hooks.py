@@ -141,6 +141,34 @@ def test_overflow_on_one_worker_shows_on_all():
             assert not gradients.isfinite().all(), mode
 
 
+def scaled_steps(rank: int, mode: str) -> tuple[list[bool], list[float], torch.Tensor]:
+    """(whether each step changed a weight, the loss scale after each, the weights) with overflow on one worker."""
+    net = Net()
+    model = DistributedDataParallel(net)
+    compress_gradients(model, config(mode, error_feedback=True))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    changed, scales = [], []
+    for step in range(4):
+        before = net.first.weight.detach().clone()
+        optimizer.zero_grad()
+        too_large = 2.0**40 if rank == 1 and step == 1 else 1.0
+        scaler.scale(model(batch(rank, step)).square().mean() * too_large).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed.append(not torch.equal(before, net.first.weight))
+        scales.append(scaler.get_scale())
+    return changed, scales, net.first.weight.detach()
+
+
+@pytest.mark.parametrize("mode", ["int8", "gcq"])
+def test_all_workers_skip_a_step_that_overflows_on_one(mode):
+    first, second = run(scaled_steps, 2, mode)
+    assert first[0] == second[0] == [True, False, True, True]
+    assert first[1] == second[1] == [2.0**100, 2.0**99, 2.0**99, 2.0**99]
+    assert torch.equal(first[2], second[2]) and first[2].isfinite().all()
+
+
 def silent(rank: int) -> list[torch.Tensor]:
     """Gradients where worker 0 has a dummy batch, then all have."""
     net = Net()
