@@ -12,7 +12,8 @@ import torch
 from torch import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")  # a fork of pytest itself would inherit OpenMP's dead threads
-CONTEXT.set_forkserver_preload(["tests.dist.processes", "lsq.dist", "lsq.ops"])
+CONTEXT.set_forkserver_preload(["tests.dist.processes", "lsq.dist", "torch._dynamo", "torch.distributed.fsdp"])
+"""DDP imports torch._dynamo when it is made: imported once, it need not take seconds in every process."""
 
 
 class ProcessFailed(AssertionError):
