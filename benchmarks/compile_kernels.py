@@ -5,6 +5,7 @@ exit status is 1 if a kernel spills registers to memory.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
 from lsq.csrc.launch import Kernel
+from lsq.ops import gradient_layout, registry
+from lsq.ops.gradient_layout import MessageLayout
 from lsq.program import layers
 from lsq.program.kernels import kernels
 from lsq.program.program import Program
@@ -28,6 +31,8 @@ SIZES = {"base": (512, 2048, 8), "big": (1024, 4096, 16)}
 VOCABULARY, PADDED = 32764, 32768
 SENTENCES, LENGTH = 128, 32
 """Nothing is specialised for these, except for lengths that are no multiple of 8, which are compiled as well."""
+MESSAGE_BLOCKS = (256, 1024)
+"""Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
 
 def configurations() -> Iterator[LayerConfig]:
@@ -62,10 +67,27 @@ def programs() -> Iterator[Program]:
         yield layers.vocabulary_logits(quant, SENTENCES, hidden, VOCABULARY, PADDED, False, False)
 
 
+def gradient_kernels(dtypes=DTYPES) -> Iterator[Kernel]:
+    """What packs gradients of each dtype into messages, adds messages up and unpacks them."""
+    pack, add, unpack = (registry.definition(f"gradient_{name}").cuda for name in ("pack", "sum", "unpack"))
+    key, values = torch.empty(1, dtype=torch.int64, device="meta"), SENTENCES * LENGTH
+    kinds = itertools.product(MESSAGE_BLOCKS, gradient_layout.BITS, (False, True), (1, 2))
+    for block, bits, stochastic, rows in kinds:
+        layout = MessageLayout.of_shard(values, block=block, bits=bits)
+        messages = torch.empty(1, layout.message_bytes, dtype=torch.uint8, device="meta")
+        cut = {"length": values, "bits": bits, "block": block}
+        entries = add(messages, key, messages, **cut, stochastic=stochastic)
+        for dtype in dtypes:
+            x = torch.empty(rows, values, dtype=dtype, device="meta")
+            entries += pack(x, key, messages, None, shards=1, **cut, stochastic=stochastic)
+            entries += unpack(messages.expand(rows, 1, -1), x[0], values=values, **cut)
+        yield from (entry.kernel for entry in entries)
+
+
 def needed(dtypes=DTYPES) -> list[Kernel]:
-    """Every kernel of every program, for activations of each dtype."""
+    """Every kernel of every program and of gradient messages, for activations of each dtype."""
     found = {kernel for program in programs() for dtype in dtypes for kernel in kernels(program, dtype)}
-    return sorted(found, key=str)
+    return sorted({*found, *gradient_kernels(dtypes)}, key=str)
 
 
 def report(wanted: list[Kernel], targets=TARGETS) -> dict[tuple[str, str], Resources]:

@@ -133,16 +133,7 @@ class LaunchList:
         return iter(range(first, first + 8 * wanted, 8))
 
     def _address(self, tensor: torch.Tensor, what: str) -> int:
-        check(
-            tensor.device == self.device.place,
-            f"{what}: a tensor lies on {tensor.device}, but this list runs on {self.device.place}; move it with .to()",
-        )
-        found = tensor.data_ptr()
-        check(
-            found % ALIGNMENT == 0,
-            f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()",
-        )
-        return found
+        return tensor_address(tensor, self.device.place, what)
 
     def _argument(self, value, what: str) -> bytes:
         if value is None:
@@ -151,11 +142,7 @@ class LaunchList:
             return address(next(self._tickets))
         if not isinstance(value, torch.Tensor):
             return argument(value)
-        check(
-            value.is_contiguous(),
-            f"{what}: a tensor with strides {value.stride()} is not contiguous; call .contiguous()",
-        )
-        found = self._address(value, what)
+        found = contiguous_address(value, self.device.place, what)
         self._used.add(found)
         return address(self._slot_of.get(found, found))
 
@@ -175,6 +162,33 @@ class LaunchList:
         alpha = 1.0 if vector else float(entry.alpha)
         memory = self._workspace.data_ptr(), self._workspace.numel()
         self._replay.add_product(what, prepared.address, a, b, out, alphas, alpha, *memory)
+
+
+def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
+    """Where a kernel on `place` finds a tensor; `what` begins the message of an error.
+
+    Raises:
+        ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
+    """
+    check(
+        tensor.is_contiguous(),
+        f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()",
+    )
+    return tensor_address(tensor, place, what)
+
+
+def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
+    """The same for a tensor that may have any strides."""
+    check(
+        tensor.device == place,
+        f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with .to()",
+    )
+    found = tensor.data_ptr()
+    check(
+        found % ALIGNMENT == 0,
+        f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()",
+    )
+    return found
 
 
 def aligned_workspace(size: int, place: torch.device) -> torch.Tensor:

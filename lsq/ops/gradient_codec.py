@@ -1,13 +1,20 @@
 """The operations on gradient messages as plain functions, for callers outside programs: they write into given memory.
 
 On the CPU the fused loops run, or the references where the library is not built; on a GPU the kernels, on PyTorch's
-current stream. v values, S shards, M bytes of a message, N messages, R copies; see gradient_layout.py.
+current stream, and the caller keeps the tensors until they are done, as with any kernel of its own. v values, S shards,
+M bytes of a message, N messages, R copies; see gradient_layout.py.
 """
+
+import dataclasses
+import threading
+from collections import OrderedDict
 
 import torch
 
+from lsq.csrc.device import Device
 from lsq.csrc.launch import check
-from lsq.ops import gradient_messages, registry
+from lsq.csrc.launch_list import LaunchList, contiguous_address
+from lsq.ops import device, gradient_messages, registry
 from lsq.ops.gradient_layout import MessageLayout
 
 
@@ -121,9 +128,63 @@ def _check(given: torch.Tensor, wanted: dict[str, tuple[torch.Tensor, torch.dtyp
 
 
 def _run(definition: registry.OpDefinition, inputs: tuple, outputs: tuple, **attributes) -> None:
-    if inputs[0].device.type == "cpu" and registry.fused_available():
+    place = inputs[0].device
+    if place.type == "cuda":
+        with torch.cuda.device(place):
+            _KERNELS.run(device.gpu(place.index), definition, inputs, outputs, attributes)
+        return
+    if registry.fused_available():
         definition.cpu(*inputs, *outputs, **attributes)
         return
     for output, found in zip(outputs, definition.reference(*inputs, **attributes), strict=True):
         if output is not None:
             output.copy_(found)
+
+
+class KernelCache:
+    """The launches of operations whose kernels need nothing but their tensors, kept for calls on the same memory.
+
+    Buckets and messages lie at the same addresses in every step. A kept list knows addresses, shapes and dtypes alone
+    and keeps no tensor alive; it runs for whatever tensors lie there. Threads may share a cache.
+
+    Args:
+        size: lists that are kept; those used longest ago are dropped.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._lists: OrderedDict[tuple, LaunchList] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def run(self, target: Device, definition: registry.OpDefinition, inputs, outputs, attributes: dict) -> None:
+        """Launch an operation on the current stream of `target`.
+
+        Raises:
+            ValueError: a tensor lies elsewhere, is not contiguous or does not begin at a multiple of 16 bytes.
+            RuntimeError: a kernel does not compile, or a launch fails.
+        """
+        described = (None if t is None else (t.data_ptr(), tuple(t.shape), t.dtype) for t in (*inputs, *outputs))
+        key = target, definition.name, tuple(described), tuple(attributes.items())
+        with self._lock:
+            found = self._lists.get(key)
+            if found is None:
+                found = self._lists[key] = self._prepared(target, definition, inputs, outputs, attributes)
+            self._lists.move_to_end(key)
+            if len(self._lists) > self._size:
+                self._lists.popitem(last=False)
+        found.run()
+
+    def _prepared(self, target: Device, definition, inputs, outputs, attributes: dict) -> LaunchList:
+        def pinned(argument):
+            if not isinstance(argument, torch.Tensor):
+                return argument
+            return contiguous_address(argument, target.place, definition.name)
+
+        entries = [
+            dataclasses.replace(entry, arguments=tuple(map(pinned, entry.arguments)))
+            for entry in definition.cuda(*inputs, *outputs, **attributes)
+        ]
+        return target.list(entries, title=definition.name)
+
+
+_KERNELS = KernelCache(1024)

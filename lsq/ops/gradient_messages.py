@@ -11,11 +11,16 @@ v values, S shards, L values of a shard, M bytes of a message, N messages, R row
 import torch
 
 from lsq.csrc import loader
-from lsq.csrc.launch import FLOATS, check
+from lsq.csrc.geometry import THREADS, VECTOR
+from lsq.csrc.launch import FLOATS, check, float_define, launch
 from lsq.ops import rounding
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.random import uniform
 from lsq.ops.registry import OpDefinition, register
+
+WARP = 32
+LARGEST_GRID = 65535
+"""Blocks of threads in the second dimension of a grid."""
 
 
 def pack_reference(x, key, *, shards, length, bits=8, block=256, stochastic=False, stream=0, error=False):
@@ -52,6 +57,20 @@ def pack_cpu(
     )
 
 
+def pack_cuda(
+    x, key, messages, error_out, *, shards, length, bits=8, block=256, stochastic=False, stream=0, error=False
+):
+    layout = pack_layout(x, shards, length, bits, block)
+    check_key(key, stochastic)
+    return [
+        launch(
+            "gradient_messages.cu", "lsq_gradient_pack", x, key if stochastic else None, messages, error_out,
+            x.shape[0], layout.values, length, stream, grid=_grid(layout, _vectors(block)), BLOCK=block, OUT_BITS=bits,
+            RANDOM=int(stochastic), MANY=int(x.shape[0] > 1), **float_define(x),
+        )
+    ]
+
+
 def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
     """messages uint8 [N, M], key int64 [1] or None -> message uint8 [M']: their sum times `factor`, rounded anew.
 
@@ -82,6 +101,18 @@ def sum_cpu(messages, key, out, *, length, bits=8, out_bits=8, block=256, stocha
     )
 
 
+def sum_cuda(messages, key, out, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
+    layout, _ = sum_layouts(messages, length, bits, out_bits, block)
+    check_key(key, stochastic)
+    return [
+        launch(
+            "gradient_messages.cu", "lsq_gradient_sum", messages, key if stochastic else None, out, messages.shape[0],
+            length, stream, float(factor), grid=_grid(layout, _vectors(block)), BLOCK=block, BITS=bits,
+            OUT_BITS=out_bits, RANDOM=int(stochastic),
+        )
+    ]
+
+
 def unpack_reference(messages, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
     """messages uint8 [R, S, M] -> x [v]: the sum of the R copies times `factor`, rounded once.
 
@@ -107,6 +138,17 @@ def unpack_cpu(messages, x, *, values, length, bits=8, block=256, factor=1.0, dt
         "lsq_gradient_unpack", messages, x, FLOATS[x.dtype], messages.shape[0], values, layout.shards, length, block,
         bits, float(factor),
     )
+
+
+def unpack_cuda(messages, x, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
+    layout = unpack_layout(messages, values, length, bits, block)
+    return [
+        launch(
+            "gradient_messages.cu", "lsq_gradient_unpack", messages, x, messages.shape[0], values, length,
+            float(factor), grid=_grid(layout, 1), BLOCK=block, BITS=bits, MANY=int(messages.shape[0] > 1),
+            **float_define(x),
+        )
+    ]
 
 
 def decode(messages: torch.Tensor, layout: MessageLayout) -> torch.Tensor:
@@ -162,6 +204,20 @@ def _check_messages(name: str, messages, layout: MessageLayout, shape: str, dime
     )
 
 
+def _vectors(block: int) -> int:
+    """Vectors of a thread where up to 32 threads share a block of values."""
+    return max(1, block // (WARP * VECTOR))
+
+
+def _grid(layout: MessageLayout, vectors: int) -> tuple[int, int]:
+    """Blocks of threads for a shard, and shards, where a thread takes `vectors` vectors."""
+    check(
+        layout.shards <= LARGEST_GRID,
+        f"{layout.shards} shards cannot be launched at once on CUDA; choose at most {LARGEST_GRID}",
+    )
+    return -(-layout.length // (THREADS * VECTOR * vectors)), layout.shards
+
+
 def _sum_in_order(terms) -> torch.Tensor:
     total = None
     for term in terms:
@@ -196,6 +252,8 @@ def _encode(values: torch.Tensor, layout: MessageLayout, key: torch.Tensor | Non
     return messages, error
 
 
-PACK = register(OpDefinition(name="gradient_pack", reference=pack_reference, cpu=pack_cpu))
-SUM = register(OpDefinition(name="gradient_sum", reference=sum_reference, cpu=sum_cpu))
-UNPACK = register(OpDefinition(name="gradient_unpack", reference=unpack_reference, cpu=unpack_cpu))
+PACK = register(OpDefinition(name="gradient_pack", reference=pack_reference, cpu=pack_cpu, cuda=pack_cuda))
+SUM = register(OpDefinition(name="gradient_sum", reference=sum_reference, cpu=sum_cpu, cuda=sum_cuda))
+UNPACK = register(
+    OpDefinition(name="gradient_unpack", reference=unpack_reference, cpu=unpack_cpu, cuda=unpack_cuda)
+)

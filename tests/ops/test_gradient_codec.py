@@ -1,11 +1,16 @@
 """The functions on gradient messages: they write what the operations compute; a two-hop sum; what is refused."""
 
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from lsq.ops import gradient_codec, registry
+from lsq.ops.gradient_codec import KernelCache
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.registry import definition
+from tests.ops import cuda
 from tests.ops.compare import KEY
 from tests.ops.operands import DTYPES
 
@@ -96,3 +101,80 @@ LAYOUT = MessageLayout.for_values(1000, 2)
 def test_what_is_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Makes the functions run kernels in the emulator; the cache that they use, of two lists."""
+    cache = gradient_codec.KernelCache(2)
+
+    def run(definition, inputs, outputs, **attributes):
+        cache.run(cuda.current_device(), definition, inputs, outputs, attributes)
+
+    monkeypatch.setattr(gradient_codec, "_run", run)
+    return cache
+
+
+def test_launches_are_kept_for_the_same_memory(kernels, monkeypatch):
+    made = []
+    monkeypatch.setattr(kernels, "_prepared", lambda *inputs: made.append(1) or KernelCache._prepared(kernels, *inputs))
+    layout = MessageLayout.for_values(1000, 3)
+    x, messages = torch.randn(1000), messages_for(layout)
+    for _ in range(3):
+        x.normal_()
+        gradient_codec.pack(x, layout, out=messages)
+        wanted, _ = definition("gradient_pack").reference(x[None], None, shards=3, length=layout.length)
+        assert torch.equal(messages, wanted) and len(made) == 1
+    back = torch.empty(1000)
+    gradient_codec.unpack(messages, layout, out=back)
+    gradient_codec.unpack(messages, layout, out=back, factor=2.0)
+    assert len(made) == 3 and len(kernels._lists) == 2
+    gradient_codec.pack(x, layout, out=messages)  # dropped meanwhile
+    assert len(made) == 4 and torch.equal(messages, wanted)
+
+
+def test_kept_launches_keep_no_tensor(kernels):
+    layout = MessageLayout.for_values(64, 1)
+    x, messages = torch.randn(64), messages_for(layout)
+    gradient_codec.pack(x, layout, out=messages)
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None and len(kernels._lists) == 1
+
+
+def test_kernels_want_aligned_memory(kernels):
+    layout = MessageLayout.for_values(64, 1)
+    with pytest.raises(ValueError, match="gradient_pack: a tensor begins 4 bytes after a multiple of 16"):
+        gradient_codec.pack(torch.zeros(65)[1:], layout, out=messages_for(layout))
+
+
+def test_threads_share_the_launches(kernels):
+    layout = MessageLayout.for_values(1000, 3)
+    x = torch.randn(1000)
+    (wanted, _) = definition("gradient_pack").reference(x[None], None, shards=3, length=layout.length)
+
+    def work(_):
+        messages = messages_for(layout)
+        for _ in range(5):
+            gradient_codec.pack(x, layout, out=messages)
+        return torch.equal(messages, wanted)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+@pytest.mark.gpu
+def test_functions_on_a_gpu():
+    layout = MessageLayout.for_values(5001, 3)
+    x = torch.randn(5001)
+    messages, on_gpu = messages_for(layout), messages_for(layout).cuda()
+    gradient_codec.pack(x, layout, out=messages)
+    gradient_codec.pack(x.cuda(), layout, out=on_gpu)
+    assert torch.equal(on_gpu.cpu(), messages)
+    reference, _ = definition("gradient_pack").reference(x.cuda()[None], None, shards=3, length=layout.length)
+    assert torch.equal(reference, on_gpu)
+    back = torch.empty(5001)
+    found = torch.empty(5001, device="cuda")
+    gradient_codec.unpack(messages, layout, out=back, factor=0.3)
+    gradient_codec.unpack(on_gpu, layout, out=found, factor=0.3)
+    assert torch.equal(found.cpu(), back)

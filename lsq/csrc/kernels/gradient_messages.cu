@@ -1,0 +1,325 @@
+// Gradients as messages of 8 or 4 bits a value, sums of messages, and back.
+//
+// A thread takes vectors of 8 values; up to 32 threads share a block of BLOCK values, which has one scale. Values lie
+// in S shards of L values, a multiple of 32, each of them a message of M bytes: codes, scales, zeros. BITS are those of
+// codes that are read, OUT_BITS of those that are written. RANDOM: rounded at random. MANY: there may be several rows
+// or copies. v values, N messages, R rows or copies. lsq/ops/gradient_messages.py is the reference.
+#include "random.cuh"
+#include "reduce.cuh"
+
+#ifndef BLOCK
+#define BLOCK 256
+#endif
+#ifndef BITS
+#define BITS 8
+#endif
+#ifndef OUT_BITS
+#define OUT_BITS 8
+#endif
+#ifndef RANDOM
+#define RANDOM 0
+#endif
+#ifndef MANY
+#define MANY 0
+#endif
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = BLOCK / kVector < kWarp ? BLOCK / kVector : kWarp;  // threads that share a block of values
+constexpr int kVectors = BLOCK / kVector / kLanes;
+constexpr int kGroups = kThreads / kLanes;                // blocks of values that a block of threads takes
+constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;    // whose loads are under way together
+constexpr int kRowsAtOnce = MANY ? 4 / kVectors : 1, kCopiesAtOnce = MANY ? 4 : 1;
+constexpr float kOutCode = OUT_BITS == 8 ? 127.0f : 7.0f;  // the largest code that is written
+
+// Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs few registers.
+constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY || RANDOM ? 4 : 6;
+
+static_assert(BLOCK % kVector == 0 && (BLOCK & (BLOCK - 1)) == 0, "blocks are whole vectors, a power of two of them");
+
+// How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_layout.py.
+template <int WIDTH>
+struct Shard {
+    int64_t length;
+
+    __device__ __forceinline__ int64_t blocks() const { return (length + BLOCK - 1) / BLOCK; }
+    __device__ __forceinline__ int64_t code_bytes() const { return length / 8 * WIDTH; }
+    __device__ __forceinline__ int64_t bytes() const { return (code_bytes() + 4 * blocks() + 15) / 16 * 16; }
+};
+
+// Eight codes as they lie in memory.
+template <int WIDTH>
+struct Codes {
+    uint32_t word[WIDTH / 4];
+
+    __device__ __forceinline__ void load(const uint8_t* from) {
+        if constexpr (WIDTH == 8) {
+            const uint2 words = load_words<uint2>(from);
+            word[0] = words.x, word[1] = words.y;
+        } else {
+            word[0] = load_words<uint32_t>(from);
+        }
+    }
+
+    __device__ __forceinline__ void store(uint8_t* to) const {
+        if constexpr (WIDTH == 8) {
+            store_words(to, make_uint2(word[0], word[1]));
+        } else {
+            store_words(to, word[0]);
+        }
+    }
+
+    __device__ __forceinline__ float value(int i) const {
+        const uint32_t to_the_top = word[i * WIDTH / 32] << (32 - WIDTH - i * WIDTH % 32);
+        return static_cast<float>(static_cast<int32_t>(to_the_top) >> (32 - WIDTH));
+    }
+
+    __device__ __forceinline__ void add(int i, int8_t code) {
+        const uint32_t bits = static_cast<uint32_t>(code) & ((1u << WIDTH) - 1);
+        word[i * WIDTH / 32] |= bits << (i * WIDTH % 32);
+    }
+};
+
+using Values = float[kVectors][kVector];  // what one thread holds of a block
+
+// The block of values that a thread shares: its number in the shard, and where the thread's vectors begin there.
+struct Place {
+    int64_t number;
+
+    __device__ __forceinline__ Place()
+        : number(static_cast<int64_t>(blockIdx.x) * kGroups + threadIdx.x / kLanes) {}
+    __device__ __forceinline__ void columns(int64_t (&column)[kVectors]) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) column[v] = number * BLOCK + kVector * (threadIdx.x % kLanes + v * kLanes);
+    }
+};
+
+// Sets sum to minus zero, which added to anything leaves it as it is.
+template <int V>
+__device__ __forceinline__ void clear(float (&sum)[V][kVector]) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[v][i] = -0.0f;
+    }
+}
+
+// Adds to sum, in order, vectors column[V] of block `number` of `count` messages, which lie `stride` bytes apart.
+template <int AT_ONCE, int V>
+__device__ __forceinline__ void add_messages(
+    const uint8_t* messages, int64_t count, int64_t stride, const Shard<BITS>& shard, int64_t number,
+    const int64_t (&column)[V], float (&sum)[V][kVector]) {
+    const int64_t scales = shard.code_bytes() + 4 * number;
+    for (int64_t first = 0; first < count; first += AT_ONCE) {
+        Codes<BITS> codes[AT_ONCE][V] = {};
+        float scale[AT_ONCE];
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; ++m) {
+            if (first + m >= count) continue;
+            const uint8_t* message = messages + (first + m) * stride;
+            scale[m] = load_words<float>(message + scales);
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                if (column[v] < shard.length) codes[m][v].load(message + column[v] / 8 * BITS);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < AT_ONCE; ++m) {
+            if (first + m >= count) continue;
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) sum[v][i] += codes[m][v].value(i) * scale[m];
+            }
+        }
+    }
+}
+
+// The first `count` of eight values at any address, then zeros.
+__device__ __forceinline__ Packed<Float> load_some(const Float* from, int64_t count) {
+    float x[kVector] = {};
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        if (i < count) x[i] = widen(from[i]);
+    }
+    Packed<Float> packed;
+    pack8(x, packed);
+    return packed;
+}
+
+// Adds to sum, in order, the rows of x [rows, values]: vectors column[V] of a shard of `length` values whose first one
+// is `element`. What lies beyond `values` is zero.
+template <int V>
+__device__ __forceinline__ void add_rows(
+    const Float* x, int64_t rows, int64_t values, int64_t element, int64_t length, const int64_t (&column)[V],
+    float (&sum)[V][kVector]) {
+    const bool aligned = rows == 1 || values % kVector == 0;
+    for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
+        Packed<Float> loaded[kRowsAtOnce][V] = {};
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                const int64_t begin = element + column[v];
+                if (first + r >= rows || column[v] >= length) continue;
+                if (aligned && begin + kVector <= values) {
+                    loaded[r][v] = load_packed(x + (first + r) * values + begin);
+                } else {
+                    loaded[r][v] = load_some(x + (first + r) * values + begin, values - begin);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+            if (first + r >= rows) continue;
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+                float wide[kVector];
+                unpack8(loaded[r][v], wide);
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) sum[v][i] += wide[i];
+            }
+        }
+    }
+}
+
+// Where values go as codes. All threads of the block must call `write`.
+struct Encoder {
+    const int64_t* key;
+    int64_t stream;
+    float* error;    // [v], or null
+    int64_t values;  // v
+
+    // The thread's vectors x of block `number`, into a message; the shard's first value is that `element` of all.
+    __device__ __forceinline__ void write(
+        const Shard<OUT_BITS>& shard, int64_t number, const int64_t (&column)[kVectors], const Values& x,
+        int64_t element, uint8_t* message) const {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
+        }
+        const GradientScale s = gradient_scale(float_of(warp_reduce<Largest, kLanes>(largest)), kOutCode);
+        if (number >= shard.blocks()) return;
+        if (threadIdx.x % kLanes == 0) write_scale(shard, number, s.scale, message);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (column[v] >= shard.length) continue;
+            const Codes<OUT_BITS> codes = rounded(x[v], s.reciprocal, element + column[v]);
+            codes.store(message + column[v] / 8 * OUT_BITS);
+            if (error) write_error(x[v], codes, s.scale, element + column[v]);
+        }
+    }
+
+    __device__ __forceinline__ void write_scale(
+        const Shard<OUT_BITS>& shard, int64_t number, float scale, uint8_t* message) const {
+        store_words(message + shard.code_bytes() + 4 * number, scale);
+        if (number + 1 < shard.blocks()) return;
+        const int64_t end = shard.bytes();
+        for (int64_t byte = shard.code_bytes() + 4 * shard.blocks(); byte < end; byte += 4) {
+            store_words(message + byte, 0u);
+        }
+    }
+
+    __device__ __forceinline__ Codes<OUT_BITS> rounded(
+        const float (&x)[kVector], float reciprocal, int64_t element) const {
+        Codes<OUT_BITS> codes = {};
+        if (reciprocal == 0.0f) return codes;
+#if RANDOM
+        uint32_t words[kVector];
+        random8(key[0], stream, element, words);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) codes.add(i, round_at_random(x[i] * reciprocal, words[i], kOutCode));
+#else
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) codes.add(i, nearest_code(x[i] * reciprocal));
+#endif
+        return codes;
+    }
+
+    __device__ __forceinline__ void write_error(
+        const float (&x)[kVector], const Codes<OUT_BITS>& codes, float scale, int64_t element) const {
+        float rest[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) rest[i] = scale == scale ? x[i] - codes.value(i) * scale : 0.0f;
+        if (element + kVector <= values) {
+            store8(error + element, rest);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            if (element + i < values) error[element + i] = rest[i];
+        }
+    }
+};
+
+}  // namespace
+
+// x Float [R, v] -> messages uint8 [S, M], error float32 [v] or null. Grid: blocks of a shard, S.
+LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_gradient_pack(
+    In<Float> x, In<int64_t> key, Out<uint8_t> messages, Out<float> error, int64_t rows, int64_t values,
+    int64_t length, int64_t stream) {
+    const Shard<OUT_BITS> shard{length};
+    const Place place;
+    int64_t column[kVectors];
+    place.columns(column);
+    Values sum;
+    clear(sum);
+    const int64_t element = static_cast<int64_t>(blockIdx.y) * length;
+    add_rows(static_cast<const Float*>(x), MANY ? rows : 1, values, element, length, column, sum);
+    const Encoder encoder{key, stream, error, values};
+    encoder.write(shard, place.number, column, sum, element, messages + blockIdx.y * shard.bytes());
+}
+LSQ_EXPORT(lsq_gradient_pack)
+
+// messages uint8 [N, M] -> message uint8 [M']: the sum times `factor`. Grid: blocks of the shard.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_sum(
+    In<uint8_t> messages, In<int64_t> key, Out<uint8_t> out, int64_t count, int64_t length, int64_t stream,
+    float factor) {
+    const Shard<BITS> shard{length};
+    const Place place;
+    int64_t column[kVectors];
+    place.columns(column);
+    Values sum;
+    clear(sum);
+    if (place.number < shard.blocks()) {
+        add_messages<kMessagesAtOnce>(
+            static_cast<const uint8_t*>(messages), count, shard.bytes(), shard, place.number, column, sum);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[v][i] *= factor;
+    }
+    const Encoder encoder{key, stream, nullptr, length};
+    encoder.write({length}, place.number, column, sum, 0, out);
+}
+LSQ_EXPORT(lsq_gradient_sum)
+
+// messages uint8 [R, S, M] -> x Float [v]: the sum of the copies times `factor`. Grid: vectors of a shard, S.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_unpack(
+    In<uint8_t> messages, Out<Float> x, int64_t copies, int64_t values, int64_t length, float factor) {
+    const Shard<BITS> shard{length};
+    const int64_t column[1] = {kVector * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};
+    const int64_t element = blockIdx.y * length + column[0];
+    if (column[0] >= length || element >= values) return;
+    float sum[1][kVector];
+    clear(sum);
+    const uint8_t* message = messages + blockIdx.y * shard.bytes();
+    const int64_t stride = gridDim.y * shard.bytes(), count = MANY ? copies : 1;
+    add_messages<kCopiesAtOnce>(message, count, stride, shard, column[0] / BLOCK, column, sum);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum[0][i] *= factor;
+    Float* out = x + element;
+    if (element + kVector <= values) {
+        store8(out, sum[0]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        if (element + i < values) out[i] = narrow<Float>(sum[0][i]);
+    }
+}
+LSQ_EXPORT(lsq_gradient_unpack)
