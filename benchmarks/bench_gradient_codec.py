@@ -2,11 +2,15 @@
 
 A bucket has the values that 25 MB of float32 hold, DistributedDataParallel's default; `sum` adds up one shard of
 each of the processes. `copy` moves as many bytes as the operation reads and writes, half of them read.
+With --device cuda, the kernels are measured instead, on the gradient of a feed-forward weight, see gpu_operations.py.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 
 import common
+import gpu
+import gpu_operations
 import torch
 
 from lsq.csrc import loader
@@ -14,6 +18,7 @@ from lsq.ops import gradient_codec, gradient_messages
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.random import draw_key
 
+OPERATIONS = ("gradient_pack", "gradient_sum", "gradient_unpack")
 BUCKET = 25 * 2**20 // 4
 QUICK_BUCKET = 5000
 PROCESSES = 8
@@ -93,8 +98,14 @@ def _bytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = common.parse(common.parser(__doc__), arguments)
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; the exit status."""
+    parser = common.parser(__doc__)
+    gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
+    options = common.parse(parser, arguments)
+    if options.device != gpu.CPU:
+        options.dropout = 0.0
+        return gpu_operations.main("gradient_codec", OPERATIONS, options)
     values = QUICK_BUCKET if options.quick else BUCKET
     table = [row for case in CASES for row in rows(values, *case, options.rounds)]
     conditions = common.conditions(
@@ -105,7 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
         dtypes=["float32", "bfloat16", "float16"],
     )
     common.report("gradient_codec", table, conditions, options)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -153,6 +153,8 @@ def drawn(name: str, like: torch.Tensor, size: Size, place: torch.device) -> tor
         return (torch.arange(shape[-1], device=place) + PADDING + 1).expand(shape).contiguous()
     if dtype == torch.int64:
         return torch.randint(PADDING + 1, size.vocabulary, shape, device=place)
+    if name.startswith("message"):  # codes and the bytes of finite scales
+        return torch.randint(0x3C, 0x40, shape, dtype=dtype, device=place)
     if dtype == torch.uint8:  # packed bits, one in eight of them set
         first, *others = (torch.randint(0, 256, shape, dtype=dtype, device=place) for _ in range(3))
         return first & others[0] & others[1]

@@ -117,8 +117,10 @@ measuring() {
 
 stage_kernels() {
     # What is quick comes first; what is left of its time goes to the others.
-    local names=(embedding read cross_entropy activation attention residual_norm quantize heads linear_operations) name
-    local end=$((SECONDS + $1)) left=${#names[@]} failed=0 seconds launch=()
+    local names=(
+        embedding read cross_entropy activation attention residual_norm quantize gradient_codec heads linear_operations
+    )
+    local name end=$((SECONDS + $1)) left=${#names[@]} failed=0 seconds launch=()
     [[ $device == cuda ]] && launch=(--gpu)
     measure kernels $(($1 / (left + 1))) launch "${launch[@]}" || failed=1
     for name in "${names[@]}"; do

@@ -36,6 +36,19 @@ def test_operations_in_the_emulator(name, tmp_path):
         assert row["ratio"] is None or row["megabytes"] > 0
 
 
+def test_gradient_messages_in_the_emulator(tmp_path):
+    benchmark = import_module("bench_gradient_codec")
+    written = tmp_path / "figures.json"
+    assert benchmark.main([*EMULATE, "--json", str(written)]) == 0
+    figures = json.loads(written.read_text())
+    assert not figures["failed"] and not figures["left_out"]
+    assert {row["operation"] for row in figures["rows"]} == set(benchmark.OPERATIONS)
+    packed = [row["megabytes"] for row in figures["rows"] if row["operation"] == "gradient_pack"]
+    values, message = 64 * 48, 8 * 400
+    wanted = [4 * values + message, 8 * values + message, 2 * values + message]
+    assert packed == pytest.approx([1e-6 * count for count in wanted])
+
+
 def test_every_copy_of_an_operand_is_drawn_in_its_range():
     size, place = gpu_operations.QUICK, torch.device("cpu")
 
@@ -47,6 +60,7 @@ def test_every_copy_of_an_operand_is_drawn_in_its_range():
     assert drawn("codes", (40, 50), torch.int8).abs().max() == 127
     assert drawn("sums", (40, 50), torch.int32).abs().max() > 10000
     assert drawn("x.clipped", (4000,), torch.uint8).unique().numel() > 50
+    assert drawn("messages", (3, 64), torch.uint8).view(torch.float32).isfinite().all()
     assert drawn("tokens", (40, 50), torch.int64).max() == size.vocabulary - 1
     assert drawn("places", (2, 5), torch.int64)[1].tolist() == [2, 3, 4, 5, 6]
     assert drawn("padding", (2, 20), torch.bool).sum(1).tolist() == [2, 2]
