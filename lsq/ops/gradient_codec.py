@@ -28,7 +28,7 @@ def pack(
         x: float32, bfloat16 or float16 [v], or [R, v], whose rows are added up in order.
         layout: of the messages.
         out: uint8 [S, M].
-        error: float32 [v] for value - code * scale, or None.
+        error: float32 [v] for value - code * scale, which may be the memory of x [v]; or None.
         key: int64 [1] on the device of x; needed to round at random.
         stochastic: round at random instead of to the nearest code.
         stream: of the random numbers, which differ between ranks and buckets.

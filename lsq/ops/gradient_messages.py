@@ -33,7 +33,8 @@ def pack_reference(x, key, *, shards, length, bits=8, block=256, stochastic=Fals
         block: values that share a scale.
         stochastic: round up with a probability equal to the fraction, instead of to the nearest code, half to even.
         stream: of the random numbers; value i draws element i.
-        error: whether value - code * scale is wanted; it is 0 in blocks that are not finite.
+        error: whether value - code * scale is wanted; it is 0 in blocks that are not finite, and may be written over
+            x float32 [1, v].
 
     Raises:
         ValueError: the shards do not hold v values, or there is no key to round at random with.

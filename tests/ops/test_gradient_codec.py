@@ -67,6 +67,20 @@ def test_two_hops_are_close_to_the_mean():
     assert (found - mean).norm() / mean.norm() < 0.015
 
 
+@pytest.mark.parametrize("where", ["fused", "reference", "kernels"])
+def test_the_error_may_take_the_place_of_the_values(where, monkeypatch, request):
+    """As error feedback wants it: what one step leaves, the next one adds its gradients to."""
+    if where == "kernels":
+        request.getfixturevalue("kernels")
+    monkeypatch.setattr(registry, "fused_available", lambda: where == "fused")
+    for values in (1000, 1001):
+        layout = MessageLayout.for_values(values, 3)
+        x, messages = torch.randn(values), messages_for(layout)
+        wanted = definition("gradient_pack").reference(x[None], None, shards=3, length=layout.length, error=True)
+        gradient_codec.pack(x, layout, out=messages, error=x)
+        assert torch.equal(messages, wanted[0]) and torch.equal(x, wanted[1])
+
+
 def test_rows_and_copies_are_added_up():
     layout = MessageLayout.for_values(1000, 2)
     x = torch.randn(3, 1000)

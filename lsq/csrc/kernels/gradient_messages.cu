@@ -28,8 +28,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = BLOCK / kVector < kWarp ? BLOCK / kVector : kWarp;  // threads that share a block of values
 constexpr int kVectors = BLOCK / kVector / kLanes;
-constexpr int kGroups = kThreads / kLanes;                // blocks of values that a block of threads takes
-constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;    // whose loads are under way together
+constexpr int kGroups = kThreads / kLanes;              // blocks of values that a block of threads takes
+constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;  // whose loads are under way together
 constexpr int kRowsAtOnce = MANY ? 4 / kVectors : 1, kCopiesAtOnce = MANY ? 4 : 1;
 constexpr float kOutCode = OUT_BITS == 8 ? 127.0f : 7.0f;  // the largest code that is written
 
