@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EVERY_KERNEL = (
     "tests/program/test_kernels_cuda.py",
     "tests/ops/test_adam_cuda.py",
-    "tests/ops/test_gradient_messages_cuda.py",
+    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256-8-False]",
+    "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024-4-True]",
     "tests/ops/test_quantize_transpose.py",
 )
 """Together these launch every kernel: whole programs, and the operations that no program has."""
