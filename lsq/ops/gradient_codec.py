@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 
 from lsq.csrc.device import Device
-from lsq.csrc.launch import check
+from lsq.csrc.launch import FLOATS, check
 from lsq.csrc.launch_list import LaunchList, contiguous_address
 from lsq.ops import device, gradient_messages, registry
 from lsq.ops.gradient_layout import MessageLayout
@@ -42,6 +42,7 @@ def pack(
         rows.dim() == 2 and rows.shape[1] == layout.values,
         f"values to pack have the shape {list(x.shape)}; the layout wants [{layout.values}], or several rows of that",
     )
+    _check_float("values to pack are", x)
     wanted = {"out": (out, torch.uint8, (layout.shards, layout.message_bytes))}
     if error is not None:
         wanted["error"] = error, torch.float32, (layout.values,)
@@ -102,11 +103,16 @@ def unpack(messages: torch.Tensor, layout: MessageLayout, *, out: torch.Tensor, 
         f"messages to unpack have the shape {list(messages.shape)}; the layout wants [{layout.shards}, "
         f"{layout.message_bytes}], or several copies of that",
     )
+    _check_float("values are to be unpacked to", out)
     _check(messages, {"out": (out, out.dtype, (layout.values,))})
     _run(
         gradient_messages.UNPACK, (copies,), (out,), values=layout.values, length=layout.length, bits=layout.bits,
         block=layout.block, factor=float(factor), dtype=out.dtype,
     )
+
+
+def _check_float(what: str, tensor: torch.Tensor) -> None:
+    check(tensor.dtype in FLOATS, f"{what} {tensor.dtype}; it must be one of {', '.join(map(str, FLOATS))}")
 
 
 def _check(given: torch.Tensor, wanted: dict[str, tuple[torch.Tensor, torch.dtype, tuple[int, ...]]]) -> None:

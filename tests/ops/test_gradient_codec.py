@@ -109,6 +109,8 @@ LAYOUT = MessageLayout.for_values(1000, 2)
     (lambda: gradient_codec.sum_messages(
         messages_for(LAYOUT), LAYOUT, out=messages_for(LAYOUT)[0], out_layout=MessageLayout.of_shard(512, block=32)),
      "only the bits may differ"),
+    (lambda: gradient_codec.pack(torch.zeros(1000).double(), LAYOUT, out=messages_for(LAYOUT)), "are torch.float64"),
+    (lambda: gradient_codec.unpack(messages_for(LAYOUT), LAYOUT, out=torch.zeros(1000).int()), "to torch.int32; it"),
     (lambda: gradient_codec.unpack(messages_for(LAYOUT)[:1], LAYOUT, out=torch.zeros(1000)), "messages to unpack"),
     (lambda: gradient_codec.unpack(messages_for(LAYOUT), LAYOUT, out=torch.zeros(999)), r"it must be .* \[1000\]"),
 ])

@@ -4,12 +4,10 @@
 // in S shards of L values, a multiple of 32, each of them a message of M bytes: codes, scales, zeros. BITS are those of
 // codes that are read, OUT_BITS of those that are written. RANDOM: rounded at random. MANY: there may be several rows
 // or copies. v values, N messages, R rows or copies. lsq/ops/gradient_messages.py is the reference.
+#include "messages.cuh"
 #include "random.cuh"
 #include "reduce.cuh"
 
-#ifndef BLOCK
-#define BLOCK 256
-#endif
 #ifndef BITS
 #define BITS 8
 #endif
@@ -35,51 +33,6 @@ constexpr float kOutCode = OUT_BITS == 8 ? 127.0f : 7.0f;  // the largest code t
 
 // Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs few registers.
 constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY || RANDOM ? 4 : 6;
-
-static_assert(BLOCK % kVector == 0 && (BLOCK & (BLOCK - 1)) == 0, "blocks are whole vectors, a power of two of them");
-
-// How a shard lies in its message; the arithmetic of MessageLayout in lsq/ops/gradient_layout.py.
-template <int WIDTH>
-struct Shard {
-    int64_t length;
-
-    __device__ __forceinline__ int64_t blocks() const { return (length + BLOCK - 1) / BLOCK; }
-    __device__ __forceinline__ int64_t code_bytes() const { return length / 8 * WIDTH; }
-    __device__ __forceinline__ int64_t bytes() const { return (code_bytes() + 4 * blocks() + 15) / 16 * 16; }
-};
-
-// Eight codes as they lie in memory.
-template <int WIDTH>
-struct Codes {
-    uint32_t word[WIDTH / 4];
-
-    __device__ __forceinline__ void load(const uint8_t* from) {
-        if constexpr (WIDTH == 8) {
-            const uint2 words = load_words<uint2>(from);
-            word[0] = words.x, word[1] = words.y;
-        } else {
-            word[0] = load_words<uint32_t>(from);
-        }
-    }
-
-    __device__ __forceinline__ void store(uint8_t* to) const {
-        if constexpr (WIDTH == 8) {
-            store_words(to, make_uint2(word[0], word[1]));
-        } else {
-            store_words(to, word[0]);
-        }
-    }
-
-    __device__ __forceinline__ float value(int i) const {
-        const uint32_t to_the_top = word[i * WIDTH / 32] << (32 - WIDTH - i * WIDTH % 32);
-        return static_cast<float>(static_cast<int32_t>(to_the_top) >> (32 - WIDTH));
-    }
-
-    __device__ __forceinline__ void add(int i, int8_t code) {
-        const uint32_t bits = static_cast<uint32_t>(code) & ((1u << WIDTH) - 1);
-        word[i * WIDTH / 32] |= bits << (i * WIDTH % 32);
-    }
-};
 
 using Values = float[kVectors][kVector];  // what one thread holds of a block
 
