@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     conditions = common.conditions(
         options,
         baseline="plain PyTorch: the operation's reference",
-        shape={"values": values, "shards": PROCESSES, "block": 256},
+        shape={"values": values, "shards": PROCESSES, "block": 128},
         library=loader.description(),
         dtypes=["float32", "bfloat16", "float16"],
     )

@@ -31,7 +31,7 @@ SIZES = {"base": (512, 2048, 8), "big": (1024, 4096, 16)}
 VOCABULARY, PADDED = 32764, 32768
 SENTENCES, LENGTH = 128, 32
 """Nothing is specialised for these, except for lengths that are no multiple of 8, which are compiled as well."""
-MESSAGE_BLOCKS = (256, 1024)
+MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
 

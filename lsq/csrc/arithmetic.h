@@ -70,6 +70,14 @@ LSQ_INLINE GradientScale gradient_scale(float largest, float q = kGradientCode) 
     return {largest / q, q / largest};
 }
 
+// The same for values in a message, whose scale is a bfloat16: it is rounded up, so that no value exceeds q.
+LSQ_INLINE GradientScale message_scale(float largest, float q) {
+    const GradientScale exact = gradient_scale(largest, q);
+    if (exact.reciprocal == 0.0f) return exact;
+    const float scale = float_of((bits_of(exact.scale) + 0xFFFFu) & 0xFFFF0000u);
+    return {scale, 1.0f / scale};
+}
+
 // x times the reciprocal of its GradientScale, rounded half to even; no bounds are needed. x is finite.
 LSQ_INLINE int8_t nearest_code(float scaled) {
     return static_cast<int8_t>(bits_of(scaled + 12582912.0f));  // 1.5 * 2^23: leaves the whole number in the last bits

@@ -23,8 +23,8 @@ class GradientConfig:
     """"int8" (two hops, for one GPU a node), "int8_hier" (floats inside a node, int8 between nodes), "int4_hier" (the
     same with 4 bits on the first hop; experimental), "gcq" (LightSeq's scheme, for few workers), "bf16" or "fp16"
     (PyTorch's own hooks), or "auto": bf16 on one node, int8_hier on several."""
-    block: int = 256
-    """Neighbouring values that share a scale."""
+    block: int = 128
+    """Neighbouring values that share a scale, a bfloat16: 64 or 32 round more exactly and send 1.5 or 4.6 % more."""
     rounding: str | None = None
     """"nearest" or "stochastic"; None: stochastic for int4_hier, nearest for the others. "gcq" knows nearest alone."""
     error_feedback: bool = False

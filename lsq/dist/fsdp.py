@@ -52,7 +52,7 @@ class Int8ReduceScatter:
         stochastic: whether to round at random; keys come from PyTorch's default CPU generator.
     """
 
-    def __init__(self, *, block: int = 256, stochastic: bool = False):
+    def __init__(self, *, block: int = 128, stochastic: bool = False):
         self.block, self.stochastic = block, stochastic
         self._scratch: dict[torch.device, Scratch] = {}
 

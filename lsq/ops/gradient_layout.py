@@ -2,7 +2,7 @@
 
 A bucket of v values is cut into S shards of L values each; what lies beyond v counts as zero. Each shard is one message
 of M bytes: codes (8 bits: int8; 4 bits: value 2i in the low half of byte i, 2i + 1 in the high one, two's complement),
-float32 scales [B], zeros up to a multiple of 16 bytes. Blocks start anew in each shard, and the last may be short.
+bfloat16 scales [B], zeros up to a multiple of 16 bytes. Blocks start anew in each shard, and the last may be short.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ SHARD_MULTIPLE = 32
 BLOCKS = (32, 64, 128, 256, 512, 1024)
 BITS = (8, 4)
 _MESSAGE_MULTIPLE = 16
+_SCALE_BYTES = torch.bfloat16.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class MessageLayout:
     """S, at least 1."""
     length: int
     """L: values of a shard, a multiple of SHARD_MULTIPLE; S * L is at least v."""
-    block: int = 256
+    block: int = 128
     """Values that share a scale, one of BLOCKS."""
     bits: int = 8
     """Width of a code, 8 or 4."""
@@ -58,14 +59,14 @@ class MessageLayout:
             )
 
     @classmethod
-    def for_values(cls, values: int, shards: int, *, block: int = 256, bits: int = 8) -> "MessageLayout":
+    def for_values(cls, values: int, shards: int, *, block: int = 128, bits: int = 8) -> "MessageLayout":
         """The layout with the shortest shards that hold `values` values."""
         needed = -(-values // max(1, shards))
         length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
         return cls(values=values, shards=shards, length=length, block=block, bits=bits)
 
     @classmethod
-    def of_shard(cls, length: int, *, block: int = 256, bits: int = 8) -> "MessageLayout":
+    def of_shard(cls, length: int, *, block: int = 128, bits: int = 8) -> "MessageLayout":
         """The layout of one message by itself."""
         return cls(values=length, length=length, block=block, bits=bits)
 
@@ -87,7 +88,7 @@ class MessageLayout:
     @property
     def message_bytes(self) -> int:
         """M, a multiple of 16."""
-        used = self.code_bytes + 4 * self.blocks
+        used = self.code_bytes + _SCALE_BYTES * self.blocks
         return -(-used // _MESSAGE_MULTIPLE) * _MESSAGE_MULTIPLE
 
     def codes(self, messages: torch.Tensor) -> torch.Tensor:
@@ -95,9 +96,9 @@ class MessageLayout:
         return messages[..., : self.code_bytes].view(torch.int8)
 
     def scales(self, messages: torch.Tensor) -> torch.Tensor:
-        """The scales of messages uint8 [..., M]: a view, float32 [..., B]; NaN: a value of the block was not finite."""
-        return messages[..., self.code_bytes : self.code_bytes + 4 * self.blocks].view(torch.float32)
+        """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN where a value was not finite."""
+        return messages[..., self.code_bytes : self.code_bytes + _SCALE_BYTES * self.blocks].view(torch.bfloat16)
 
     def padding(self, messages: torch.Tensor) -> torch.Tensor:
         """What lies behind the scales: a view, uint8 [..., fewer than 16]."""
-        return messages[..., self.code_bytes + 4 * self.blocks :]
+        return messages[..., self.code_bytes + _SCALE_BYTES * self.blocks :]

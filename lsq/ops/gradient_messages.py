@@ -2,7 +2,8 @@
 
 What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says how a message lies in
 memory. A block's largest magnitude gives its scale, as rounding.gradient_scale has it: 0 where it vanishes, NaN where a
-value is not finite, so that overflow reaches everyone. Sums are float32 sums in order of the products code * scale,
+value is not finite, so that overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the
+bytes of a float32, lose less. Sums are float32 sums in order of the products code * scale,
 each rounded before it is added: all devices and all processes compute the same bits.
 
 v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are added up.
@@ -23,7 +24,7 @@ LARGEST_GRID = 65535
 """Blocks of threads in the second dimension of a grid."""
 
 
-def pack_reference(x, key, *, shards, length, bits=8, block=256, stochastic=False, stream=0, error=False):
+def pack_reference(x, key, *, shards, length, bits=8, block=128, stochastic=False, stream=0, error=False):
     """x float [R, v], key int64 [1] or None -> messages uint8 [S, M], error float32 [v] or None.
 
     Args:
@@ -48,7 +49,7 @@ def pack_reference(x, key, *, shards, length, bits=8, block=256, stochastic=Fals
 
 
 def pack_cpu(
-    x, key, messages, error_out, *, shards, length, bits=8, block=256, stochastic=False, stream=0, error=False
+    x, key, messages, error_out, *, shards, length, bits=8, block=128, stochastic=False, stream=0, error=False
 ):
     layout = pack_layout(x, shards, length, bits, block)
     check_key(key, stochastic)
@@ -59,7 +60,7 @@ def pack_cpu(
 
 
 def pack_cuda(
-    x, key, messages, error_out, *, shards, length, bits=8, block=256, stochastic=False, stream=0, error=False
+    x, key, messages, error_out, *, shards, length, bits=8, block=128, stochastic=False, stream=0, error=False
 ):
     layout = pack_layout(x, shards, length, bits, block)
     check_key(key, stochastic)
@@ -72,7 +73,7 @@ def pack_cuda(
     ]
 
 
-def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
+def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=128, stochastic=False, stream=0, factor=1.0):
     """messages uint8 [N, M], key int64 [1] or None -> message uint8 [M']: their sum times `factor`, rounded anew.
 
     Args:
@@ -93,7 +94,7 @@ def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=256, stoch
     return (_encode(values[None], out_layout, key if stochastic else None, stream)[0][0],)
 
 
-def sum_cpu(messages, key, out, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
+def sum_cpu(messages, key, out, *, length, bits=8, out_bits=8, block=128, stochastic=False, stream=0, factor=1.0):
     sum_layouts(messages, length, bits, out_bits, block)
     check_key(key, stochastic)
     loader.call(
@@ -102,7 +103,7 @@ def sum_cpu(messages, key, out, *, length, bits=8, out_bits=8, block=256, stocha
     )
 
 
-def sum_cuda(messages, key, out, *, length, bits=8, out_bits=8, block=256, stochastic=False, stream=0, factor=1.0):
+def sum_cuda(messages, key, out, *, length, bits=8, out_bits=8, block=128, stochastic=False, stream=0, factor=1.0):
     layout, _ = sum_layouts(messages, length, bits, out_bits, block)
     check_key(key, stochastic)
     return [
@@ -114,7 +115,7 @@ def sum_cuda(messages, key, out, *, length, bits=8, out_bits=8, block=256, stoch
     ]
 
 
-def unpack_reference(messages, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
+def unpack_reference(messages, *, values, length, bits=8, block=128, factor=1.0, dtype=torch.float32):
     """messages uint8 [R, S, M] -> x [v]: the sum of the R copies times `factor`, rounded once.
 
     Args:
@@ -133,7 +134,7 @@ def unpack_reference(messages, *, values, length, bits=8, block=256, factor=1.0,
     return (x.flatten()[:values].to(dtype),)
 
 
-def unpack_cpu(messages, x, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
+def unpack_cpu(messages, x, *, values, length, bits=8, block=128, factor=1.0, dtype=torch.float32):
     layout = unpack_layout(messages, values, length, bits, block)
     loader.call(
         "lsq_gradient_unpack", messages, x, FLOATS[x.dtype], messages.shape[0], values, layout.shards, length, block,
@@ -141,7 +142,7 @@ def unpack_cpu(messages, x, *, values, length, bits=8, block=256, factor=1.0, dt
     )
 
 
-def unpack_cuda(messages, x, *, values, length, bits=8, block=256, factor=1.0, dtype=torch.float32):
+def unpack_cuda(messages, x, *, values, length, bits=8, block=128, factor=1.0, dtype=torch.float32):
     layout = unpack_layout(messages, values, length, bits, block)
     return [
         launch(
@@ -158,7 +159,15 @@ def decode(messages: torch.Tensor, layout: MessageLayout) -> torch.Tensor:
     if layout.bits == 4:
         # A shift to the left drops what stands in the high half; one to the right keeps the sign.
         codes = torch.stack([codes.bitwise_left_shift(4) >> 4, codes >> 4], dim=-1).flatten(-2)
-    return codes.to(torch.float32) * _per_value(layout.scales(messages), layout)
+    return codes.to(torch.float32) * _per_value(layout.scales(messages).to(torch.float32), layout)
+
+
+def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """rounding.gradient_scale with the scale rounded up to a bfloat16 (in float32), so that no value exceeds `code`."""
+    scale, reciprocal = rounding.gradient_scale(largest, code)
+    upwards = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    plain = reciprocal != 0
+    return torch.where(plain, upwards, scale), torch.where(plain, torch.ones_like(scale) / upwards, 0.0)
 
 
 def pack_layout(x, shards: int, length: int, bits: int, block: int) -> MessageLayout:
@@ -236,7 +245,7 @@ def _encode(values: torch.Tensor, layout: MessageLayout, key: torch.Tensor | Non
     shards, length = values.shape
     whole = torch.nn.functional.pad(values, (0, layout.blocks * layout.block - length))
     largest = whole.view(shards, layout.blocks, layout.block).abs().amax(dim=-1)
-    scale, reciprocal = rounding.gradient_scale(largest, layout.largest_code)
+    scale, reciprocal = message_scale(largest, layout.largest_code)
     scaled = values * _per_value(reciprocal, layout)
     if key is None:
         rounded = scaled.round()
@@ -249,7 +258,8 @@ def _encode(values: torch.Tensor, layout: MessageLayout, key: torch.Tensor | Non
         codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
     messages = torch.zeros(shards, layout.message_bytes, dtype=torch.uint8, device=values.device)
     layout.codes(messages).copy_(codes)
-    layout.scales(messages).copy_(scale)
+    # Bits, not values: PyTorch has several NaNs in bfloat16.
+    layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
     return messages, error
 
 

@@ -7,7 +7,7 @@ import numpy
 f32 = numpy.float32
 
 
-def rounded(values: numpy.ndarray, block: int = 256, largest: int = 127) -> numpy.ndarray:
+def rounded(values: numpy.ndarray, block: int = 128, largest: int = 127) -> numpy.ndarray:
     """Values float32 [n] after rounding to the nearest code, with a scale for each block."""
     out = numpy.empty_like(values)
     for start in range(0, len(values), block):
@@ -19,9 +19,14 @@ def rounded(values: numpy.ndarray, block: int = 256, largest: int = 127) -> nump
         if magnitude < 1e-35:
             out[start : start + block] = 0
             continue
-        codes = numpy.rint(part * (f32(largest) / magnitude))
-        out[start : start + block] = codes * (magnitude / f32(largest))
+        scale = upwards(magnitude / f32(largest))
+        out[start : start + block] = numpy.rint(part * (f32(1) / scale)) * scale
     return out
+
+
+def upwards(scale: f32) -> f32:
+    """The nearest float32 that is a bfloat16 and not smaller."""
+    return f32(math.ldexp(math.ceil(math.ldexp(math.frexp(scale)[0], 8)), math.frexp(scale)[1] - 8))
 
 
 def shards(values: numpy.ndarray, count: int) -> list[numpy.ndarray]:
@@ -39,7 +44,7 @@ def in_order(rows) -> numpy.ndarray:
     return total
 
 
-def two_hop(rows: list[numpy.ndarray], factor: float, block: int = 256, first_largest: int = 127) -> numpy.ndarray:
+def two_hop(rows: list[numpy.ndarray], factor: float, block: int = 128, first_largest: int = 127) -> numpy.ndarray:
     """Of each worker's values [n]: the mean that all get."""
     cut = [shards(row, len(rows)) for row in rows]
     pieces = []
@@ -49,7 +54,7 @@ def two_hop(rows: list[numpy.ndarray], factor: float, block: int = 256, first_la
     return numpy.concatenate(pieces)[: len(rows[0])]
 
 
-def hierarchical(rows: list[numpy.ndarray], node_size: int, block: int = 256, first_largest: int = 127) -> numpy.ndarray:
+def hierarchical(rows: list[numpy.ndarray], node_size: int, block: int = 128, first_largest: int = 127) -> numpy.ndarray:
     n, length = len(rows[0]), math.ceil(len(rows[0]) / (node_size * 32)) * 32
     nodes = [in_order(rows[first : first + node_size]) for first in range(0, len(rows), node_size)]
     pieces = []

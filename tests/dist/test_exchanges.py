@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NODE_SIZE = 2
 
 
-def codec(bits: int = 8, block: int = 256, stochastic: bool = False, seed: int = 0) -> Codec:
+def codec(bits: int = 8, block: int = 128, stochastic: bool = False, seed: int = 0) -> Codec:
     return Codec(block=block, first_bits=bits, stochastic=stochastic, device=CPU, seed=seed)
 
 

@@ -56,7 +56,7 @@ def test_each_worker_gets_its_sum_and_what_is_not_finite_stays_so(values, dtype,
         poisoned = rank == 0 and values > 3
         assert bool(out[3 % values].isfinite()) == (not poisoned)
         fine = out.isfinite()
-        assert fine.sum() >= values - 256 * poisoned
+        assert fine.sum() >= values - 128 * poisoned
         step = parts[:, fine].abs().max() / 127 if fine.any() else 0.0
         assert ((out.float() - wanted).abs()[fine] <= 1.01 * step + 0.01 * wanted[fine].abs()).all()
 

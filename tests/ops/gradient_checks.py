@@ -16,7 +16,7 @@ def gradients(rows: int, values: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(rows, values) * magnitudes).to(dtype)
 
 
-def packed(values: int, copies: int = 1, *, shards: int = 1, block: int = 256, bits: int = 8, rows: int = 1):
+def packed(values: int, copies: int = 1, *, shards: int = 1, block: int = 128, bits: int = 8, rows: int = 1):
     """(layout, messages uint8 [copies, S, M])."""
     layout = MessageLayout.for_values(values, shards, block=block, bits=bits)
     pack = definition("gradient_pack").reference

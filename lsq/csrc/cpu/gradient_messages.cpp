@@ -10,6 +10,7 @@ using namespace lsq;
 namespace {
 
 constexpr int64_t kLargestBlock = 1024;
+constexpr int64_t kScaleBytes = sizeof(bfloat16);
 constexpr int64_t kAhead = 8192;  // bytes: where a block ends, loads would wait for memory before the next one's begin
 
 // Begins to load what lies kAhead bytes behind x [n].
@@ -25,14 +26,16 @@ struct Shard {
 
     int64_t blocks() const { return (length + block - 1) / block; }
     int64_t code_bytes() const { return length * bits / 8; }
-    int64_t bytes() const { return (code_bytes() + 4 * blocks() + 15) / 16 * 16; }
+    int64_t scale_place(int64_t number) const { return code_bytes() + kScaleBytes * number; }
+    int64_t scales_end() const { return scale_place(blocks()); }
+    int64_t bytes() const { return (scales_end() + 15) / 16 * 16; }
     float largest_code() const { return bits == 8 ? 127.0f : 7.0f; }
     int64_t size_of(int64_t number) const { return std::min(block, length - number * block); }
     const uint8_t* codes(const uint8_t* message, int64_t number) const { return message + number * block * bits / 8; }
     float scale(const uint8_t* message, int64_t number) const {
-        float found;
-        std::memcpy(&found, message + code_bytes() + 4 * number, 4);
-        return found;
+        bfloat16 found;
+        std::memcpy(&found, message + scale_place(number), kScaleBytes);
+        return widen(found);
     }
 };
 
@@ -82,11 +85,11 @@ void encode(const Shard& shard, int64_t number, const T* x, const Rounder& round
             uint8_t* message, float* error) {
     const int64_t n = shard.size_of(number);
     const float q = shard.largest_code();
-    const GradientScale s = gradient_scale(largest_magnitude(x, n), q);
-    std::memcpy(message + shard.code_bytes() + 4 * number, &s.scale, 4);
+    const GradientScale s = message_scale(largest_magnitude(x, n), q);
+    const bfloat16 scale{static_cast<uint16_t>(bits_of(s.scale) >> 16)};
+    std::memcpy(message + shard.scale_place(number), &scale, kScaleBytes);
     if (number + 1 == shard.blocks()) {
-        const int64_t used = shard.code_bytes() + 4 * shard.blocks();
-        std::memset(message + used, 0, shard.bytes() - used);
+        std::memset(message + shard.scales_end(), 0, shard.bytes() - shard.scales_end());
     }
     uint8_t* out = message + number * shard.block * shard.bits / 8;
     if (s.reciprocal == 0.0f) {

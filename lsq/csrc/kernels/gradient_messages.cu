@@ -63,7 +63,7 @@ template <int AT_ONCE, int V>
 __device__ __forceinline__ void add_messages(
     const uint8_t* messages, int64_t count, int64_t stride, const Shard<BITS>& shard, int64_t number,
     const int64_t (&column)[V], float (&sum)[V][kVector]) {
-    const int64_t scales = shard.code_bytes() + 4 * number;
+    const int64_t place = shard.scale_place(number);
     for (int64_t first = 0; first < count; first += AT_ONCE) {
         Codes<BITS> codes[AT_ONCE][V] = {};
         float scale[AT_ONCE];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void add_messages(
         for (int m = 0; m < AT_ONCE; ++m) {
             if (first + m >= count) continue;
             const uint8_t* message = messages + (first + m) * stride;
-            scale[m] = load_words<float>(message + scales);
+            scale[m] = widen(load_words<bfloat16>(message + place));
 #pragma unroll
             for (int v = 0; v < V; ++v) {
                 if (column[v] < shard.length) codes[m][v].load(message + column[v] / 8 * BITS);
@@ -154,7 +154,7 @@ struct Encoder {
 #pragma unroll
             for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
         }
-        const GradientScale s = gradient_scale(float_of(warp_reduce<Largest, kLanes>(largest)), kOutCode);
+        const GradientScale s = message_scale(float_of(warp_reduce<Largest, kLanes>(largest)), kOutCode);
         if (number >= shard.blocks()) return;
         if (threadIdx.x % kLanes == 0) write_scale(shard, number, s.scale, message);
 #pragma unroll
@@ -168,11 +168,11 @@ struct Encoder {
 
     __device__ __forceinline__ void write_scale(
         const Shard<OUT_BITS>& shard, int64_t number, float scale, uint8_t* message) const {
-        store_words(message + shard.code_bytes() + 4 * number, scale);
+        store_words(message + shard.scale_place(number), bfloat16{static_cast<uint16_t>(bits_of(scale) >> 16)});
         if (number + 1 < shard.blocks()) return;
         const int64_t end = shard.bytes();
-        for (int64_t byte = shard.code_bytes() + 4 * shard.blocks(); byte < end; byte += 4) {
-            store_words(message + byte, 0u);
+        for (int64_t byte = shard.scales_end(); byte < end; byte += sizeof(bfloat16)) {
+            store_words(message + byte, bfloat16{0});
         }
     }
 

@@ -1,11 +1,11 @@
-// How gradients lie in messages: codes of 8 or 4 bits, a float32 scale for each block of BLOCK values, zeros up to a
+// How gradients lie in messages: codes of 8 or 4 bits, a bfloat16 scale for each block of BLOCK values, zeros up to a
 // multiple of 16 bytes; lsq/ops/gradient_layout.py says more.
 #pragma once
 
 #include "vectors.cuh"
 
 #ifndef BLOCK
-#define BLOCK 256
+#define BLOCK 128
 #endif
 
 namespace lsq {
@@ -19,7 +19,11 @@ struct Shard {
 
     __device__ __forceinline__ int64_t blocks() const { return (length + BLOCK - 1) / BLOCK; }
     __device__ __forceinline__ int64_t code_bytes() const { return length / 8 * WIDTH; }
-    __device__ __forceinline__ int64_t bytes() const { return (code_bytes() + 4 * blocks() + 15) / 16 * 16; }
+    __device__ __forceinline__ int64_t scale_place(int64_t number) const {
+        return code_bytes() + static_cast<int64_t>(sizeof(bfloat16)) * number;
+    }
+    __device__ __forceinline__ int64_t scales_end() const { return scale_place(blocks()); }
+    __device__ __forceinline__ int64_t bytes() const { return (scales_end() + 15) / 16 * 16; }
 };
 
 // Eight codes as they lie in memory.
