@@ -1,0 +1,268 @@
+"""Which process of a training is gone: what a failed exchange alone does not tell.
+
+When one process dies or hangs, the others only see that a connection closed or that time ran out, and not all at once:
+in a ring, a process that waits for a healthy neighbour notices nothing until that neighbour ends. So every process
+keeps a thread beside its work that looks into the store of the process group. Whoever sees an exchange fail calls the
+roll there; the threads answer, also for processes that are still waiting; who has not answered after a few seconds is
+named. A process that ends by an error of its own leaves its last words in the store.
+
+The store lives in torchrun's agent, so that it survives every worker; with init_method tcp:// it lives in rank 0.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import distributed
+
+PATIENCE_S = 5.0
+"""How long the roll call waits for an answer, in seconds; torchrun gives a process 30 from SIGTERM to SIGKILL."""
+PERIOD_S = 0.5
+"""How often a process looks whether the roll is called, in seconds."""
+FAILURES = ("gloo", "nccl", "socket timeout", "connection closed by peer", "connection reset by peer", "broken pipe")
+"""What the messages of failed exchanges contain, in lower case."""
+
+
+class ExchangeFailed(RuntimeError):
+    """An exchange between the processes failed or ran out of time."""
+
+
+class RankLost(ExchangeFailed):
+    """It failed because processes are gone; the message says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One process of a group."""
+
+    rank: int
+    host: str
+    process: int
+    """Its number on that host."""
+
+
+class RollCall:
+    """One process's part in the roll calls of a group.
+
+    Args:
+        store: of the group; used from one thread only, so give a clone.
+        member: this process.
+        size: number of processes.
+        store_host: who is gone if the store is, in words.
+        patience_s, period_s: see PATIENCE_S and PERIOD_S.
+    """
+
+    def __init__(
+        self,
+        store: distributed.Store,
+        member: Member,
+        size: int,
+        *,
+        store_host: str,
+        patience_s: float = PATIENCE_S,
+        period_s: float = PERIOD_S,
+    ):
+        self.member, self.size, self.store_host = member, size, store_host
+        self.patience_s, self.period_s = patience_s, period_s
+        self._store = distributed.PrefixStore("lsq/roll_call", store)
+        self._members: dict[int, Member] = {}
+        self._last_words: dict[int, str] = {}
+        self._own_last_words: str | None = None
+        self._lost: list[int] | None = None
+        self._called, self._ends, self._wake, self._done = (threading.Event() for _ in range(4))
+        self._thread = threading.Thread(target=self._watch, name="lsq-roll-call", daemon=True)
+        self._thread.start()
+
+    def lost(self) -> str | None:
+        """Call the roll, unless somebody has, and wait for the result.
+
+        Returns:
+            who is gone, in words, or None if all answered.
+        """
+        self._called.set()
+        self._wake.set()
+        # A store whose host is stopped, not gone, answers nothing: its requests never return.
+        if not self._done.wait(2 * (self.patience_s + self.period_s)) or self._lost is None:
+            return self.store_host
+        return self._describe(self._lost) if self._lost else None
+
+    def leave(self, last_words: str | None = None) -> None:
+        """End this process's part; the others will be told `last_words`, if given, when they call the roll."""
+        self._own_last_words = last_words
+        self._ends.set()
+        self._wake.set()
+        self._thread.join(2 * self.period_s)
+
+    def _watch(self) -> None:
+        """What the thread does. Errors of the store mean that it is gone."""
+        try:
+            store = self._store
+            store.set(self._key("member"), json.dumps([self.member.host, self.member.process]))
+            while not self._ends.is_set():
+                self._meet()
+                if self._called.is_set():
+                    store.set("called", "")
+                if store.check(["called"]):
+                    self._lost = self._call()
+                    if self.member.rank == 0:  # where the store may live: the others have seen the call a little later
+                        self._ends.wait(2 * self.period_s)
+                    break
+                self._wake.wait(self.period_s)
+            if self._own_last_words is not None:
+                store.set(self._key("last_words"), self._own_last_words)
+        except RuntimeError:
+            self._lost = None
+        finally:
+            self._done.set()
+
+    def _call(self) -> list[int]:
+        """Answer, wait for the answers of the others and return the ranks of which there is none."""
+        store, deadline = self._store, time.monotonic() + self.patience_s
+        store.set(self._key("here"), "")
+        while not store.check([self._key("here", rank) for rank in range(self.size)]):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(min(self.period_s, 0.1))
+        missing = [rank for rank in range(self.size) if not store.check([self._key("here", rank)])]
+        for rank in missing:
+            if store.check([self._key("last_words", rank)]):
+                self._last_words[rank] = store.get(self._key("last_words", rank)).decode()
+        return missing
+
+    def _meet(self) -> None:
+        """Read who the others are, once all have said so."""
+        keys = [self._key("member", rank) for rank in range(self.size)]
+        if not self._members and self._store.check(keys):
+            for rank, entry in enumerate(self._store.multi_get(keys)):
+                host, process = json.loads(entry)
+                self._members[rank] = Member(rank=rank, host=host, process=process)
+
+    def _key(self, kind: str, rank: int | None = None) -> str:
+        return f"{kind}/{self.member.rank if rank is None else rank}"
+
+    def _describe(self, ranks: list[int]) -> str:
+        """`ranks` in words, those of one host together."""
+        hosts: dict[str, list[int]] = {}
+        for rank in ranks:
+            hosts.setdefault(self._members[rank].host if self._members else "not known yet", []).append(rank)
+        found = []
+        for host, of_host in hosts.items():
+            numbers = [str(self._members[rank].process) for rank in of_host if self._members]
+            process = f", process id{_plural(numbers)} {', '.join(numbers)}" if numbers else ""
+            names = ", ".join(map(str, of_host))
+            found.append(f"rank{_plural(of_host)} {names} (of {self.size}, host {host}{process})")
+        words = [f"; rank {rank} ended with {self._last_words[rank]}" for rank in ranks if rank in self._last_words]
+        return f"{' and '.join(found)} no longer answer{'s' if len(ranks) == 1 else ''}{''.join(words)}"
+
+
+_current: RollCall | None = None
+
+
+def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None:
+    """Take part in the roll calls of the default process group; to be called by every process once it is there.
+
+    Does nothing if there is no group of several processes, or if this process takes part already.
+    """
+    global _current
+    if _current is not None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if size == 1:
+        return
+    _current = RollCall(
+        distributed.group.WORLD.get_group_store().clone(),
+        Member(rank=rank, host=socket.gethostname(), process=os.getpid()),
+        size,
+        store_host=_store_host(),
+        patience_s=patience_s,
+        period_s=period_s,
+    )
+    atexit.register(unregister)  # a thread inside the store while the interpreter ends would crash it
+
+
+def unregister(last_words: str | None = None) -> None:
+    """End this process's part in roll calls, before the process group ends or is made anew."""
+    global _current
+    if _current is not None:
+        _current.leave(last_words)
+        _current = None
+
+
+def is_exchange_failure(error: BaseException) -> bool:
+    """Whether `error`, or one that it was raised in place of, is that of a failed exchange between processes."""
+    while error is not None:
+        text = str(error).lower()
+        if isinstance(error, (ExchangeFailed, distributed.DistError)):
+            return True
+        if isinstance(error, RuntimeError) and any(part in text for part in FAILURES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def name_the_lost(error: BaseException) -> ExchangeFailed:
+    """Call the roll after an exchange failed with `error`.
+
+    Returns:
+        the error to raise: RankLost, which names those that are gone, or ExchangeFailed with the words of `error` if
+        all answered or nobody has registered. `error` itself if it is one of these.
+    """
+    if isinstance(error, ExchangeFailed):
+        return error
+    reason = _root(error)
+    if _current is None:
+        return ExchangeFailed(reason)
+    lost = _current.lost()
+    if lost is not None:
+        return RankLost(f"{lost}: {reason}")
+    return ExchangeFailed(
+        f"{reason}; all {_current.size} ranks still answer, so one is slow, or they are not at the same exchange"
+    )
+
+
+@contextlib.contextmanager
+def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Within this context a failed exchange is raised as `name_the_lost` has it; `before` is called before the roll.
+
+    Another error that ends this process is left to the others as its last words.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if not is_exchange_failure(error):
+            unregister(f"{type(error).__name__}: {_first_line(error)}")
+            raise
+        before()
+        named = name_the_lost(error)
+        if named is error:
+            raise
+        raise named from error
+
+
+def _store_host() -> str:
+    """Who is gone if the store is, in words."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"torchrun's agent on the first machine ({address}), which hosts the store, no longer answers"
+    return "rank 0, which hosts the store, no longer answers"
+
+
+def _plural(items: list) -> str:
+    return "" if len(items) == 1 else "s"
+
+
+def _root(error: BaseException) -> str:
+    """The first line of what the exchange itself said."""
+    while not isinstance(error, RuntimeError) and (error.__cause__ or error.__context__) is not None:
+        error = error.__cause__ or error.__context__
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(getattr(error, "message", error)) or type(error).__name__).splitlines()[0]

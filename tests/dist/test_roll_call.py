@@ -1,0 +1,194 @@
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+from lsq.dist import roll_call
+from lsq.dist.roll_call import ExchangeFailed, Member, RankLost, RollCall, is_exchange_failure, naming_the_lost
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1\nmore")
+
+
+@pytest.fixture
+def start():
+    """start(store, rank, size) -> a RollCall on a host named after the rank; ended after the test."""
+    started = []
+
+    def start(store, rank: int, size: int, patience_s: float = 1.0) -> RollCall:
+        member = Member(rank=rank, host=f"host{rank // 2}", process=100 + rank)
+        started.append(RollCall(store, member, size, store_host="nobody", patience_s=patience_s, period_s=0.02))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.leave()
+
+
+def wait_until(condition) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_all_answer(start):
+    store = distributed.HashStore()
+    calls = [start(store, rank, 3) for rank in range(3)]
+    assert calls[1].lost() is None
+    assert calls[0].lost() is None and calls[2].lost() is None
+
+
+def test_the_silent_ones_are_named_by_host(start):
+    store = distributed.HashStore()
+    calls = [start(store, rank, 5) for rank in range(5)]
+    wait_until(lambda: all(call._members for call in calls))
+    for rank in (1, 2, 3):
+        calls[rank].leave("ValueError: sentence 7 is too long" if rank == 3 else None)
+    expected = (
+        "rank 1 (of 5, host host0, process id 101) and ranks 2, 3 (of 5, host host1, process ids 102, 103) no longer"
+        " answer; rank 3 ended with ValueError: sentence 7 is too long"
+    )
+    assert calls[4].lost() == expected
+    assert calls[0].lost() == expected, "it answered the call of another, and has the same result"
+
+
+def test_one_that_never_came(start):
+    store = distributed.HashStore()
+    call = start(store, 0, 2, patience_s=0.1)
+    assert call.lost() == "rank 1 (of 2, host not known yet) no longer answers"
+
+
+def test_a_store_that_is_gone(start):
+    server = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = distributed.TCPStore("localhost", server.port, is_master=False)
+    call = start(client, 1, 2, patience_s=0.1)
+    del server
+    assert call.lost() == "nobody"
+
+
+def test_a_store_that_does_not_answer(start):
+    """As when its host is stopped: connections stay, requests never return."""
+    answer = threading.Event()
+
+    class Silent(distributed.Store):
+        def set(self, key, value):
+            answer.wait(30)
+            raise RuntimeError("the test is over")
+
+    call = start(Silent(), 1, 2, patience_s=0.1)
+    assert call.lost() == "nobody"
+    answer.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [
+        (CLOSED, True),
+        (RuntimeError("[..unbound_buffer.cc:78] Gloo: Timed out waiting 1000ms for recv operation"), True),
+        (distributed.DistBackendError("NCCL error"), True),
+        (distributed.DistNetworkError("The client socket has timed out"), True),
+        (RankLost("rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo is not a mode"), False),
+        (FileNotFoundError("nowhere"), False),
+    ],
+)
+def test_which_errors_are_of_exchanges(error, failed):
+    assert is_exchange_failure(error) == failed
+
+
+def test_an_error_raised_while_an_exchange_failed():
+    try:
+        try:
+            raise CLOSED
+        except RuntimeError:
+            raise SystemExit(143)  # noqa: B904  as a signal's handler does
+    except SystemExit as error:
+        assert is_exchange_failure(error)
+        assert str(roll_call.name_the_lost(error)).startswith("[gloo/transport/tcp/pair.cc:553] Connection closed")
+
+
+def test_without_processes_nothing_is_named():
+    roll_call.register()
+    assert roll_call._current is None
+    with pytest.raises(ExchangeFailed, match=r"^\[gloo.*\]:1$") as failed, naming_the_lost():
+        raise CLOSED
+    assert not isinstance(failed.value, RankLost) and failed.value.__cause__ is CLOSED
+    with pytest.raises(ZeroDivisionError), naming_the_lost():
+        _ = 1 / 0
+    with pytest.raises(RankLost, match="^rank 1$"), naming_the_lost():
+        raise RankLost("rank 1")
+
+
+def _ring(rank: int, folder: str, how: int, place: str) -> None:
+    """Exchange in a ring of four; rank 2 gets the signal `how`, or fails by itself; the others write what they saw."""
+    torch.set_num_threads(1)
+    method = f"file://{folder}/store" if place == "file" else f"tcp://localhost:{place}"
+    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=4)
+    distributed.group.WORLD.set_timeout(timedelta(seconds=4))
+    roll_call.register(patience_s=2.0, period_s=0.05)
+    distributed.barrier()
+    time.sleep(0.3)  # until they know each other
+    try:
+        with naming_the_lost():
+            for update in range(1000):
+                if rank == (0 if how == -1 else 2) and update == 5:
+                    if how == 0:
+                        raise ValueError("sentence 7 is too long")
+                    os.kill(os.getpid(), how if how > 0 else signal.SIGKILL)
+                distributed.all_reduce(torch.ones(1000))
+    except (ExchangeFailed, ValueError) as error:
+        with open(f"{folder}/{rank}.json", "w") as file:
+            json.dump([type(error).__name__, str(error)], file)
+    finally:
+        os._exit(0)  # without the group's own farewell, which needs the others
+
+
+def _run(tmp_path, how: int, place: str = "file") -> tuple[dict[int, list[str]], int]:
+    """{rank: [type, message]} of those that could tell, and the process id of rank 2."""
+    multiprocessing.set_forkserver_preload(["torch"])  # once for all: it takes most of the time of a start
+    arguments = (str(tmp_path), how, place)
+    running = multiprocessing.start_processes(_ring, arguments, nprocs=4, join=False, start_method="forkserver")
+    lost = running.processes[2]
+    for process in running.processes:
+        if process is not lost:
+            process.join(60)
+    lost.kill()
+    lost.join(10)
+    told = {rank: tmp_path / f"{rank}.json" for rank in range(4)}
+    return {rank: json.loads(file.read_text()) for rank, file in told.items() if file.exists()}, lost.pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_survivor_names_the_one_that_is_gone(tmp_path, number):
+    told, process = _run(tmp_path, number)
+    assert sorted(told) == [0, 1, 3]
+    for kind, message in told.values():
+        assert kind == "RankLost"
+        assert message.startswith(
+            f"rank 2 (of 4, host {socket.gethostname()}, process id {process}) no longer answers: "
+        )
+        assert re.search("gloo.*(Connection (closed|reset) by peer|Timed out)", message)
+
+
+def test_last_words_of_the_one_that_failed(tmp_path):
+    told, process = _run(tmp_path, 0)
+    assert told.pop(2) == ["ValueError", "sentence 7 is too long"]
+    assert sorted(told) == [0, 1, 3]
+    for _, message in told.values():
+        assert "no longer answers; rank 2 ended with ValueError: sentence 7 is too long: " in message
+
+
+def test_the_store_dies_with_rank_0(tmp_path):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    told, _ = _run(tmp_path, -1, str(port))
+    assert sorted(told) == [1, 2, 3]
+    for kind, message in told.values():
+        assert kind == "RankLost" and message.startswith("rank 0, which hosts the store, no longer answers: ")
