@@ -61,6 +61,10 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         cause = error.__context__
         detail = f" ({' '.join(str(cause).split())})" if type(error) is Exception and cause is not None else ""
         return 2, f"error: {message}{detail}"
+    if isinstance(error, RuntimeError):
+        from lsq.dist.roll_call import ExchangeFailed  # PyTorch takes seconds to import, and is there already
+
+        return 1, f"error: {message}" if isinstance(error, ExchangeFailed) else None
     return 1, None
 
 

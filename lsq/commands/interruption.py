@@ -25,6 +25,7 @@ class Interruption:
         self.requested: int | None = None
         """Number of the signal that came, or None."""
         self._immediate = True
+        self._concluding = False
         self._process = os.getpid()  # those that it forks, to load data, die of signals as usual
         self._previous: dict[int, object] = {}
 
@@ -37,11 +38,19 @@ class Interruption:
 
     def __exit__(self, *error) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            ignored = self._concluding and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     def defer(self) -> None:
         """From now on only note signals; see `requested`."""
         self._immediate = False
+
+    def conclude(self) -> None:
+        """From now on ignore signals, and SIGTERM also after this context: this process is about to say why it ends.
+
+        torchrun sends SIGTERM to all processes once one has ended, and SIGKILL half a minute later.
+        """
+        self._concluding = True
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -53,6 +62,8 @@ class Interruption:
             self._immediate = before
 
     def _handle(self, number: int, frame: object) -> None:
+        if self._concluding and os.getpid() == self._process:
+            return
         if self.requested is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

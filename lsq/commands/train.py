@@ -20,6 +20,7 @@ from lsq.commands import launch, logs
 from lsq.commands.interruption import Interrupted, Interruption
 from lsq.commands.options import one_line_errors
 from lsq.commands.user_dir import user_dir
+from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
 from lsq.fairseq.compatibility import replaced
 
@@ -103,12 +104,15 @@ def train_process(cfg: DictConfig) -> None:
 
     Raises:
         Interrupted: a signal came; a checkpoint was written if there was something to write.
+        ExchangeFailed: other processes are gone, or too late; the message says which (see `lsq.dist.roll_call`).
     """
     for function in (checkpoint_utils.save_checkpoint, fairseq_train.should_stop_early):
         if hasattr(function, "best"):  # of an earlier training in this process
             del function.best
     with Interruption() as interruption, stopping_between_updates(interruption):
-        fairseq_train.main(cfg)
+        roll_call.register()
+        with roll_call.naming_the_lost(before=interruption.conclude):
+            fairseq_train.main(cfg)
 
 
 @contextlib.contextmanager
@@ -147,7 +151,7 @@ def run(arguments: list[str]) -> int:
 
     Raises:
         ValueError, OSError: a mistake in the options or the data.
-        Interrupted: a signal came.
+        Interrupted, ExchangeFailed: see `train_process`.
     """
     args = parse_training(arguments)
     command = launch.torchrun_command(args, arguments)

@@ -9,10 +9,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from lsq.dist import roll_call
 from lsq.dist.roll_call import ExchangeFailed, Member, RankLost, RollCall, is_exchange_failure, naming_the_lost
+from tests.dist.processes import CONTEXT
 
 CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1\nmore")
 
@@ -151,16 +152,17 @@ def _ring(rank: int, folder: str, how: int, place: str) -> None:
 
 
 def _run(tmp_path, how: int, place: str = "file") -> tuple[dict[int, list[str]], int]:
-    """{rank: [type, message]} of those that could tell, and the process id of rank 2."""
-    multiprocessing.set_forkserver_preload(["torch"])  # once for all: it takes most of the time of a start
-    arguments = (str(tmp_path), how, place)
-    running = multiprocessing.start_processes(_ring, arguments, nprocs=4, join=False, start_method="forkserver")
-    lost = running.processes[2]
-    for process in running.processes:
-        if process is not lost:
+    """{rank: [type, message]} of those that could tell, and the process id of the one that is gone."""
+    started = [CONTEXT.Process(target=_ring, args=(rank, str(tmp_path), how, place)) for rank in range(4)]
+    for process in started:
+        process.start()
+    lost = started[0 if how == -1 else 2]
+    for process in started:
+        if process is not lost or how == 0:
             process.join(60)
-    lost.kill()
-    lost.join(10)
+    for process in started:
+        process.kill()
+        process.join(10)
     told = {rank: tmp_path / f"{rank}.json" for rank in range(4)}
     return {rank: json.loads(file.read_text()) for rank, file in told.items() if file.exists()}, lost.pid
 
