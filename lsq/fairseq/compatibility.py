@@ -6,6 +6,7 @@ Importing this module prepares fairseq once for the whole process:
   as it is by default about all others;
 * data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only;
 * files that are no checkpoints of fairseq's are named;
+* resuming on another number of processes: fairseq would skip or repeat data, or refuse;
 * batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
 * writing checkpoints: under another name first, then renamed. fairseq does so for the first file of a save but copies
   checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full.
@@ -13,10 +14,12 @@ Importing this module prepares fairseq once for the whole process:
 
 import argparse
 import contextlib
+import logging
 import os
 import pickle
 import shutil
 import typing
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +32,20 @@ import omegaconf
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.file_io import PathManager
 from numpy._core import multiarray
 from torch.nn.parallel import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
 _fairseq_save = checkpoint_utils.torch_persistent_save
 _fairseq_copy = PathManager.copy
 _fairseq_batches = data_utils.batch_by_size
+_fairseq_iterator_state = EpochBatchIterator.state_dict
+_fairseq_load_iterator_state = EpochBatchIterator.load_state_dict
+_wrapped: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
 
@@ -51,6 +60,34 @@ class CPUSafeDataParallel(DistributedDataParallel):
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             device_ids = output_device = None
         super().__init__(module, device_ids=device_ids, output_device=output_device, **options)
+        _wrapped[module] = weakref.ref(self)
+
+    @classmethod
+    def around(cls, module: torch.nn.Module) -> "CPUSafeDataParallel | None":
+        """The data parallel module that was last made of `module`; None: there is none."""
+        return _wrapped.get(module, lambda: None)()
+
+
+def iterator_state(iterator: EpochBatchIterator) -> dict:
+    """Takes the place of EpochBatchIterator.state_dict: among how many processes the batches were divided is kept."""
+    return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards}
+
+
+def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
+    """Takes the place of EpochBatchIterator.load_state_dict.
+
+    fairseq counts the batches of one process. With another number of processes the same count is another place in the
+    epoch: batches would be skipped or repeated, and past the end fairseq refuses. Here no batch is skipped, and fewer
+    are repeated than there are processes.
+    """
+    before, done = state.get("num_shards", iterator.num_shards), state.get("iterations_in_epoch", 0)
+    if before != iterator.num_shards:
+        state = {**state, "iterations_in_epoch": done * before // iterator.num_shards}
+        logger.info(
+            "the checkpoint is of %d processes, and now there are %d: of epoch %d, %d batches are done",
+            before, iterator.num_shards, state["epoch"], state["iterations_in_epoch"] * iterator.num_shards,
+        )
+    _fairseq_load_iterator_state(iterator, state)
 
 
 def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False) -> dict:
@@ -172,6 +209,8 @@ def apply() -> None:
     checkpoint_utils.load_checkpoint_to_cpu = load_checkpoint
     checkpoint_utils.torch_persistent_save = save_checkpoint
     PathManager.copy = staticmethod(copy_checkpoint)
+    EpochBatchIterator.state_dict = iterator_state
+    EpochBatchIterator.load_state_dict = load_iterator_state
 
 
 apply()

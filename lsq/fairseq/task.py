@@ -12,6 +12,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
 from lsq.fairseq import tuned_products
+from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
@@ -20,8 +21,8 @@ from lsq.layers.module import ProgramModule
 
 
 @dataclass
-class LSQTranslationConfig(TranslationConfig):
-    """fairseq's options of translation, those of memory, and the common ones that signals and memory go by."""
+class LSQTranslationConfig(TranslationConfig, GradientOptions):
+    """fairseq's options of translation, those of gradients and memory, and what signals and memory go by."""
 
     lsq_memory: ChoiceEnum(MODES) = field(
         default="planned",
@@ -46,8 +47,11 @@ class LSQTranslationConfig(TranslationConfig):
 
 
 @register_task("lsq_translation", dataclass=LSQTranslationConfig)
-class LSQTranslationTask(TranslationTask):
-    """Translation that plans the memory of a training step and watches the quantisers in the first process."""
+class LSQTranslationTask(GradientTask, TranslationTask):
+    """Translation that plans the memory of a training step and watches the quantisers in the first process.
+
+    Gradients go between workers as `lsq.fairseq.gradients` has it.
+    """
 
     signals: TrainingSignals | None = None
     model: BaseFairseqModel | None = None

@@ -1,0 +1,98 @@
+"""Files of error feedback: what each worker's rounding still owes, beside fairseq's last checkpoint.
+
+checkpoint_last.gradients-rank-3-of-8.safetensors holds the residuals of one worker, and as metadata the number of
+updates and of workers. They belong to the checkpoint of the same number of updates, and to as many workers.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+
+from lsq.dist.agreement import gather_text
+from lsq.dist.feedback import PREFIX
+from lsq.dist.topology import Topology
+from lsq.fairseq.compatibility import CheckpointNotWritten
+
+NAME = "checkpoint_last.gradients-rank-{}-of-{}.safetensors"
+OF_ANY = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))
+
+
+def path(folder: Path, topology: Topology) -> Path:
+    """The file of one worker in a folder of checkpoints."""
+    return folder / NAME.format(topology.rank, topology.world_size)
+
+
+def write(folder: Path, topology: Topology, updates: int, residuals: Mapping[str, Tensor]) -> None:
+    """Write this worker's residuals, whole or not at all; rank 0 removes the files of other numbers of workers.
+
+    Args:
+        updates: that the training has made.
+        residuals: PREFIX and a parameter's name -> float32 of its number of values.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+    """
+    target = path(folder, topology)
+    temporary = target.with_name(target.name + ".tmp")
+    metadata = {"updates": str(updates), "workers": str(topology.world_size)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: residual.cpu() for name, residual in residuals.items()}, temporary, metadata)
+        os.replace(temporary, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointNotWritten(f"could not write {target} ({error}); what was there before is kept") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    if topology.rank == 0:
+        for file in folder.iterdir():
+            found = OF_ANY.fullmatch(file.name)
+            if found and int(found[2]) != topology.world_size:
+                file.unlink(missing_ok=True)
+
+
+def read(
+    folder: Path, topology: Topology, updates: int, model: nn.Module, device: torch.device
+) -> tuple[dict[str, Tensor], str | None]:
+    """The residuals that belong to a checkpoint: of all workers or of none. Every worker must call it.
+
+    Args:
+        folder: of the checkpoint.
+        updates: that it was written after.
+        model: whose parameters the residuals are of.
+        device: that the default process group can carry.
+
+    Returns:
+        (residuals as given to `write`, None), or ({}, why they cannot be used, of the first such worker).
+    """
+    residuals, reason = _read_own(folder, topology, updates, model)
+    reasons = [text for text in gather_text(reason or "", distributed.group.WORLD, device) if text]
+    return ({}, reasons[0]) if reasons else (residuals, None)
+
+
+def _read_own(folder: Path, topology: Topology, updates: int, model: nn.Module) -> tuple[dict[str, Tensor], str | None]:
+    """`read`, for this worker alone."""
+    source = path(folder, topology)
+    if not source.exists():
+        found = (OF_ANY.fullmatch(file.name) for file in folder.glob(NAME.format("*", "*")))
+        others = sorted({int(match[2]) for match in found if match})
+        kept = f"; those here are of {others[0]} workers, and now there are {topology.world_size}" if others else ""
+        return {}, f"there is no file {source}{kept}"
+    try:
+        with safe_open(source, framework="pt") as file:
+            metadata = file.metadata() or {}
+            residuals = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        return {}, f"{source} cannot be read ({str(error)[:200]})"
+    if metadata.get("updates") != str(updates):
+        return {}, f"{source} is of update {metadata.get('updates')}, and the checkpoint of update {updates}"
+    sizes = {PREFIX + name: parameter.numel() for name, parameter in model.named_parameters()}
+    strange = [name for name, residual in residuals.items() if sizes.get(name) != residual.numel()]
+    if strange:
+        return {}, f"{source} is of another model: {strange[0]} does not fit"
+    return residuals, None

@@ -1,0 +1,230 @@
+"""Gradients between workers: the options, for any task, and when fairseq exchanges them as `lsq.dist` does.
+
+A task takes part by deriving its options from GradientOptions and itself from GradientTask, before fairseq's class:
+
+    @register_task("mine", dataclass=MyConfig)          # class MyConfig(TranslationConfig, GradientOptions)
+    class MyTask(GradientTask, TranslationTask): ...
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Optional
+
+from fairseq import checkpoint_utils
+from fairseq.dataclass import ChoiceEnum
+from fairseq.distributed import utils as distributed_utils
+from omegaconf import II
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.dist import GradientCompression, GradientConfig, compress_gradients, roll_call
+from lsq.dist.config import BLOCKS, COMPRESSED, MODES, ROUNDINGS
+from lsq.fairseq import gradient_state
+from lsq.fairseq.compatibility import CPUSafeDataParallel
+
+logger = logging.getLogger(__name__)
+
+NONE = "none"
+DDP_BACKENDS = ("pytorch_ddp", "c10d")
+"""fairseq's names of PyTorch's DistributedDataParallel."""
+_fairseq_save = checkpoint_utils.save_checkpoint
+
+
+@dataclass
+class GradientOptions:
+    """Options of the exchange between workers; the last ones are fairseq's own."""
+
+    lsq_gradients: ChoiceEnum((NONE, *MODES)) = field(
+        default=NONE,
+        metadata={
+            "help": "how workers average gradients: as DDP does by itself (none), in int8 (int8: in two hops; "
+            "int8_hier: between nodes only; int4_hier: 4 bits on its first hop; gcq: LightSeq's scheme, for few "
+            "workers), in bf16 or fp16, or as fits the launch (auto)"
+        },
+    )
+    lsq_gradients_block: int = field(
+        default=256,
+        metadata={"help": f"neighbouring gradients that share a scale: {', '.join(map(str, BLOCKS))}"},
+    )
+    lsq_gradients_rounding: Optional[ChoiceEnum(ROUNDINGS)] = field(  # noqa: UP045  fairseq cannot read X | None
+        default=None, metadata={"help": "how gradients are rounded; default: the mode's own"}
+    )
+    lsq_gradients_error_feedback: bool = field(
+        default=False,
+        metadata={"help": "add what rounding took from a gradient to the next one; for SGD with momentum"},
+    )
+    lsq_gradients_node_size: Optional[int] = field(  # noqa: UP045
+        default=None, metadata={"help": "workers on a node; default: as torchrun started them"}
+    )
+    lsq_timeout: float = field(
+        default=600.0,
+        metadata={"help": "seconds that a worker waits for the others in an exchange before the training fails"},
+    )
+    ddp_backend: str = II("distributed_training.ddp_backend")
+    ddp_comm_hook: str = II("distributed_training.ddp_comm_hook")
+    seed: int = II("common.seed")
+    save_dir: str = II("checkpoint.save_dir")
+    restore_file: str = II("checkpoint.restore_file")
+
+
+class GradientTask:
+    """What a task needs, beside GradientOptions in its `cfg`, to exchange gradients as `--lsq-gradients` says."""
+
+    compression: GradientCompression | None = None
+    """Once the hook is installed; None under "none" and with one worker."""
+    _prepared = False
+    _residuals_read = False
+
+    def begin_epoch(self, epoch: int, model: nn.Module) -> None:
+        """Called by fairseq before each epoch, with the model itself: the last moment before the first forward.
+
+        Here, not in the first `train_step`: fairseq answers a mistake there by writing crash.pt.
+
+        Raises:
+            ValueError: the options do not fit each other or the launch.
+        """
+        super().begin_epoch(epoch, model)
+        if not self._prepared:
+            self._prepared = True
+            limit_waiting(self.cfg.lsq_timeout)
+            roll_call.register()
+            if str(self.cfg.lsq_gradients) != NONE:
+                self.compression = install(self.cfg, model)
+
+    def train_step(self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options):
+        """Called by fairseq for each batch; `update_num` counts the updates that are done.
+
+        Raises:
+            RankLost: other processes are gone.
+        """
+        if not self._residuals_read:
+            self._residuals_read = True
+            if self.keeps_residuals and update_num > 0:
+                self._read_residuals(update_num, model)
+        with _failing_by_name():
+            return super().train_step(sample, model, criterion, optimizer, update_num, *rest, **options)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether there is error feedback, whose state goes with the checkpoints."""
+        wanted = self.compression is not None and self.cfg.lsq_gradients_error_feedback
+        return wanted and self.compression.mode in COMPRESSED
+
+    def write_residuals(self, folder: Path, updates: int) -> None:
+        """Write what error feedback remembers after so many updates, beside the last checkpoint.
+
+        Raises:
+            CheckpointNotWritten: the file system refused.
+        """
+        if self.keeps_residuals:
+            gradient_state.write(folder, self.compression.topology, updates, self.compression.state_dict())
+
+    def _read_residuals(self, updates: int, model: nn.Module) -> None:
+        restored = self.cfg.restore_file
+        folder = Path(self.cfg.save_dir if restored == "checkpoint_last.pt" else os.path.dirname(restored))
+        topology, device = self.compression.topology, next(model.parameters()).device
+        residuals, reason = gradient_state.read(folder, topology, updates, data_parallel(model).module, device)
+        if reason is None:
+            self.compression.load_state_dict(residuals)
+        elif topology.rank == 0:
+            logger.warning("error feedback starts from zero: %s", reason)
+
+
+def install(options: GradientOptions, model: nn.Module) -> GradientCompression | None:
+    """Exchange the gradients of `model`, which data parallel training wraps, as the options say.
+
+    Returns:
+        None with one worker, where there is nothing to exchange.
+
+    Raises:
+        ValueError: the options do not fit each other or the launch.
+    """
+    mode = str(options.lsq_gradients)
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        logger.info("--lsq-gradients %s has nothing to do: there is one worker", mode)
+        return None
+    if str(options.ddp_backend) not in DDP_BACKENDS:
+        raise ValueError(
+            f"--lsq-gradients {mode} works with --ddp-backend {' or '.join(DDP_BACKENDS)}, but {options.ddp_backend} "
+            "was given; leave one of the two out"
+        )
+    if str(options.ddp_comm_hook) != "none":
+        raise ValueError(
+            f"--lsq-gradients {mode} and --ddp-comm-hook {options.ddp_comm_hook} are two ways to exchange gradients; "
+            "leave one of them out"
+        )
+    wrapped = CPUSafeDataParallel.around(model)
+    if wrapped is None:
+        raise ValueError(
+            f"--lsq-gradients {mode} needs fairseq's data parallel training, but the model is not wrapped for it; "
+            "leave out --use-bmuf and whatever else replaces it"
+        )
+    rounding = options.lsq_gradients_rounding
+    try:
+        config = GradientConfig(
+            mode=mode,
+            block=options.lsq_gradients_block,
+            rounding=None if rounding is None else str(rounding),
+            error_feedback=options.lsq_gradients_error_feedback,
+            node_size=options.lsq_gradients_node_size,
+            timeout_s=options.lsq_timeout,
+            seed=options.seed,
+        )
+    except ValueError as error:
+        raise ValueError(f"--lsq-gradients {mode} and its options: {error}") from error
+    compression = compress_gradients(wrapped, config)
+    logger.info("gradients: %s between %d workers", compression.mode, compression.topology.world_size)
+    return compression
+
+
+def data_parallel(model: nn.Module) -> DistributedDataParallel:
+    """The data parallel module inside what fairseq's trainer trains.
+
+    Raises:
+        ValueError: there is none.
+    """
+    while not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "module", None)
+        if model is None:
+            raise ValueError("the model is not wrapped in DistributedDataParallel")
+    return model
+
+
+def limit_waiting(seconds: float) -> None:
+    """Let exchanges of fairseq's groups fail after so long; until then they wait for as long as PyTorch has it.
+
+    Raises:
+        ValueError: `seconds` is not above 0.
+    """
+    if not seconds > 0:
+        raise ValueError(f"--lsq-timeout is {seconds}; it must be a number of seconds above 0")
+    if distributed.is_available() and distributed.is_initialized():
+        for group in (distributed.group.WORLD, distributed_utils.get_global_group()):
+            group.set_timeout(timedelta(seconds=seconds))
+
+
+def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
+    """Takes the place of fairseq's save_checkpoint, which every process calls; residuals follow the last checkpoint."""
+    path = _fairseq_save(cfg, trainer, epoch_itr, val_loss)
+    if isinstance(trainer.task, GradientTask) and not cfg.no_save and not cfg.no_last_checkpoints:
+        trainer.task.write_residuals(Path(cfg.save_dir), trainer.get_num_updates())
+    return path
+
+
+@contextlib.contextmanager
+def _failing_by_name() -> Iterator[None]:
+    """Raise a failed exchange as RankLost; fairseq's trainer looks at other errors itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not roll_call.is_exchange_failure(error):
+            raise
+        raise roll_call.name_the_lost(error) from error
+
+
+checkpoint_utils.save_checkpoint = save_checkpoint
