@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -27,6 +28,12 @@ PERIOD_S = 0.5
 """How often a process looks whether the roll is called, in seconds."""
 FAILURES = ("gloo", "nccl", "socket timeout", "connection closed by peer", "connection reset by peer", "broken pipe")
 """What the messages of failed exchanges contain, in lower case."""
+NOISE = (
+    (re.compile(r"Got the following error when running the callback: \w+: "), ""),
+    (re.compile(r"\[\S*/gloo/\S*\] "), "gloo: "),
+    (re.compile(r"\. This is typically caused by.*"), ""),
+)
+"""What DDP and gloo put around the reason: (pattern, replacement)."""
 
 
 class ExchangeFailed(RuntimeError):
@@ -265,4 +272,8 @@ def _root(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(getattr(error, "message", error)) or type(error).__name__).splitlines()[0]
+    """Without the source lines and the advice that gloo and DDP put around it."""
+    line = (str(getattr(error, "message", error)) or type(error).__name__).splitlines()[0]
+    for pattern, replacement in NOISE:
+        line = pattern.sub(replacement, line)
+    return line
