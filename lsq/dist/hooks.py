@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lsq.dist import roll_call
 from lsq.dist.agreement import require_same
 from lsq.dist.codec import Codec
 from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq_levels
@@ -115,7 +116,11 @@ class GradientCompression:
             self._average = TwoHop(group(everyone), codec, scratch)
         else:
             self._average = Hierarchical(group(topology.neighbours), group(topology.counterparts), codec, scratch)
-        self._executor = SideStream(device) if device.type == "cuda" else WorkerThread()
+        if device.type == "cuda":
+            self._executor = SideStream(device)
+        else:
+            roll_call.register()
+            self._executor = WorkerThread(explain=roll_call.name_the_lost)
         if config.error_feedback:
             self._feedback = ErrorFeedback(model.module.named_parameters())
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import distributed
 
@@ -213,24 +214,23 @@ def is_exchange_failure(error: BaseException) -> bool:
     return False
 
 
-def name_the_lost(error: BaseException) -> ExchangeFailed:
-    """Call the roll after an exchange failed with `error`.
+def name_the_lost(error: BaseException) -> BaseException:
+    """Call the roll if `error` is that of a failed exchange.
 
     Returns:
-        the error to raise: RankLost, which names those that are gone, or ExchangeFailed with the words of `error` if
-        all answered or nobody has registered. `error` itself if it is one of these.
+        the error to raise: RankLost, which names those that are gone; ExchangeFailed with the words of `error` if all
+        answered or nobody has registered; `error` itself if it is one of these, or no failed exchange at all.
     """
-    if isinstance(error, ExchangeFailed):
+    if isinstance(error, ExchangeFailed) or not is_exchange_failure(error):
         return error
     reason = _root(error)
     if _current is None:
         return ExchangeFailed(reason)
     lost = _current.lost()
-    if lost is not None:
-        return RankLost(f"{lost}: {reason}")
-    return ExchangeFailed(
-        f"{reason}; all {_current.size} ranks still answer, so one is slow, or they are not at the same exchange"
-    )
+    if lost is not None:  # DDP passes on no more than the words of what another thread has named already
+        return RankLost(reason if reason.startswith(lost) else f"{lost}: {reason}")
+    said = f"; all {_current.size} ranks still answer, so one is slow, or they are not at the same exchange"
+    return ExchangeFailed(reason if reason.endswith(said) else reason + said)
 
 
 @contextlib.contextmanager
@@ -242,14 +242,19 @@ def naming_the_lost(before: Callable[[], object] = lambda: None) -> Iterator[Non
     try:
         yield
     except (Exception, SystemExit) as error:
-        if not is_exchange_failure(error):
+        if is_exchange_failure(error):
+            before()
+        else:
             unregister(f"{type(error).__name__}: {_first_line(error)}")
-            raise
-        before()
-        named = name_the_lost(error)
-        if named is error:
-            raise
-        raise named from error
+        raise_named(error)
+
+
+def raise_named(error: BaseException) -> NoReturn:
+    """Raise what `name_the_lost` makes of `error`."""
+    named = name_the_lost(error)
+    if named is error:
+        raise error
+    raise named from error
 
 
 def _store_host() -> str:

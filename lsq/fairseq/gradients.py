@@ -6,10 +6,8 @@ A task takes part by deriving its options from GradientOptions and itself from G
     class MyTask(GradientTask, TranslationTask): ...
 """
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -106,8 +104,10 @@ class GradientTask:
             self._residuals_read = True
             if self.keeps_residuals and update_num > 0:
                 self._read_residuals(update_num, model)
-        with _failing_by_name():
+        try:
             return super().train_step(sample, model, criterion, optimizer, update_num, *rest, **options)
+        except RuntimeError as error:
+            roll_call.raise_named(error)
 
     @property
     def keeps_residuals(self) -> bool:
@@ -214,17 +214,6 @@ def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
     if isinstance(trainer.task, GradientTask) and not cfg.no_save and not cfg.no_last_checkpoints:
         trainer.task.write_residuals(Path(cfg.save_dir), trainer.get_num_updates())
     return path
-
-
-@contextlib.contextmanager
-def _failing_by_name() -> Iterator[None]:
-    """Raise a failed exchange as RankLost; fairseq's trainer looks at other errors itself."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not roll_call.is_exchange_failure(error):
-            raise
-        raise roll_call.name_the_lost(error) from error
 
 
 checkpoint_utils.save_checkpoint = save_checkpoint
