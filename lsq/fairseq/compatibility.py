@@ -111,7 +111,7 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
     if PathManager.path_requires_pathmanager(filename):
         _fairseq_save(content, filename, async_write)
         return
-    _write_whole(filename, lambda file: torch.save(content, file))
+    write_whole(filename, lambda file: torch.save(content, file))
 
 
 def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
@@ -125,12 +125,16 @@ def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
     if not overwrite and os.path.exists(target):
         raise FileExistsError(f"{target} exists")
     with open(source, "rb") as original:
-        _write_whole(target, lambda file: shutil.copyfileobj(original, file))
+        write_whole(target, lambda file: shutil.copyfileobj(original, file))
     return True
 
 
-def _write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with a temporary file beside `filename`, then rename it: all of the new file or all of the old."""
+def write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
+    """Call `write` with a temporary file beside `filename`, then rename it: all of the new file or all of the old.
+
+    Raises:
+        CheckpointNotWritten: the file system refused, e.g. because it is full.
+    """
     temporary = Path(f"{filename}.tmp")
     try:
         with temporary.open("wb") as file:

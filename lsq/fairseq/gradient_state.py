@@ -4,20 +4,19 @@ checkpoint_last.gradients-rank-3-of-8.safetensors holds the residuals of one wor
 updates and of workers. They belong to the checkpoint of the same number of updates, and to as many workers.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, distributed, nn
 
 from lsq.dist.agreement import gather_text
 from lsq.dist.feedback import PREFIX
 from lsq.dist.topology import Topology
-from lsq.fairseq.compatibility import CheckpointNotWritten
+from lsq.fairseq.compatibility import write_whole
 
 NAME = "checkpoint_last.gradients-rank-{}-of-{}.safetensors"
 OF_ANY = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))
@@ -38,17 +37,10 @@ def write(folder: Path, topology: Topology, updates: int, residuals: Mapping[str
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
     """
-    target = path(folder, topology)
-    temporary = target.with_name(target.name + ".tmp")
     metadata = {"updates": str(updates), "workers": str(topology.world_size)}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: residual.cpu() for name, residual in residuals.items()}, temporary, metadata)
-        os.replace(temporary, target)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointNotWritten(f"could not write {target} ({error}); what was there before is kept") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    content = save({name: residual.cpu() for name, residual in residuals.items()}, metadata)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(str(path(folder, topology)), lambda file: file.write(content))
     if topology.rank == 0:
         for file in folder.iterdir():
             found = OF_ANY.fullmatch(file.name)

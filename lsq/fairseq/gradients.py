@@ -144,7 +144,7 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
     Raises:
         ValueError: the options do not fit each other or the launch.
     """
-    mode = str(options.lsq_gradients)
+    mode, config = str(options.lsq_gradients), configuration(options)
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         logger.info("--lsq-gradients %s has nothing to do: there is one worker", mode)
         return None
@@ -164,10 +164,21 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
             f"--lsq-gradients {mode} needs fairseq's data parallel training, but the model is not wrapped for it; "
             "leave out --use-bmuf and whatever else replaces it"
         )
+    compression = compress_gradients(wrapped, config)
+    logger.info("gradients: %s between %d workers", compression.mode, compression.topology.world_size)
+    return compression
+
+
+def configuration(options: GradientOptions) -> GradientConfig:
+    """The GradientConfig that the options ask for; not for "none".
+
+    Raises:
+        ValueError: a value is not allowed, or two do not fit together.
+    """
     rounding = options.lsq_gradients_rounding
     try:
-        config = GradientConfig(
-            mode=mode,
+        return GradientConfig(
+            mode=str(options.lsq_gradients),
             block=options.lsq_gradients_block,
             rounding=None if rounding is None else str(rounding),
             error_feedback=options.lsq_gradients_error_feedback,
@@ -176,10 +187,7 @@ def install(options: GradientOptions, model: nn.Module) -> GradientCompression |
             seed=options.seed,
         )
     except ValueError as error:
-        raise ValueError(f"--lsq-gradients {mode} and its options: {error}") from error
-    compression = compress_gradients(wrapped, config)
-    logger.info("gradients: %s between %d workers", compression.mode, compression.topology.world_size)
-    return compression
+        raise ValueError(f"--lsq-gradients {options.lsq_gradients} and its options: {error}") from error
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel:

@@ -42,6 +42,21 @@ def test_handlers_come_back():
     assert [signal.getsignal(number) for number in Interruption.SIGNALS] == before
 
 
+def test_a_process_that_concludes_ignores_signals():
+    """SIGTERM also afterwards: torchrun sends it to all when one ends, and this one has yet to say why."""
+    before = [signal.getsignal(number) for number in Interruption.SIGNALS]
+    try:
+        with Interruption() as interruption:
+            interruption.conclude()
+            send(signal.SIGTERM)
+            send(signal.SIGINT)
+            assert interruption.requested is None
+        send(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) == before[0]
+    finally:
+        signal.signal(signal.SIGTERM, before[1])
+
+
 def test_ignored_signals_stay_ignored():
     """As nohup and shells' background jobs want it."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

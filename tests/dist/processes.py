@@ -12,8 +12,10 @@ import torch
 from torch import distributed
 
 CONTEXT = multiprocessing.get_context("forkserver")  # a fork of pytest itself would inherit OpenMP's dead threads
-CONTEXT.set_forkserver_preload(["tests.dist.processes", "lsq.dist", "torch._dynamo", "torch.distributed.fsdp"])
-"""DDP imports torch._dynamo when it is made: imported once, it need not take seconds in every process."""
+CONTEXT.set_forkserver_preload(
+    ["tests.dist.processes", "lsq.dist", "torch._dynamo", "torch.distributed.fsdp", "lsq.commands.train"]
+)
+"""What takes seconds to import, once for all processes; DDP imports torch._dynamo when it is made."""
 
 
 class ProcessFailed(AssertionError):

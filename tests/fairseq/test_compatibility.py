@@ -7,6 +7,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils
+from fairseq.data.iterators import EpochBatchIterator
 from fairseq.distributed.utils import _split_tensors_from_obj
 from fairseq.file_io import PathManager
 from torch import distributed, nn
@@ -118,3 +119,45 @@ def test_replaced_puts_everything_back():
         assert (Module.one, Module.two) == (10, 20)
         raise KeyError
     assert (Module.one, Module.two) == (1, 2)
+
+
+class Numbers(torch.utils.data.Dataset):
+    """0, 1, 2, ..."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (2, 1), (3, 2), (4, 3), (1, 4)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_goes_on_with_another_number_of_processes(before, now, shuffle):
+    """No batch is left out, and fewer than `now` are seen twice; at any place, also where fairseq refuses."""
+    batches, epoch = [[number] for number in range(17)], 3
+    items = list(range(len(batches)))
+
+    def iterator(shards: int, shard: int) -> EpochBatchIterator:
+        return EpochBatchIterator(
+            Numbers(), collate_fn=list, batch_sampler=batches, num_shards=shards, shard_id=shard, epoch=epoch
+        )
+
+    for place in range(1, -(-len(batches) // before)):
+        seen, states = [], []
+        for shard in range(before):
+            part = iterator(before, shard)
+            started = part.next_epoch_itr(shuffle=shuffle)
+            seen += [item for _ in range(place) for item in next(started)]
+            states.append(part.state_dict())
+        after = []
+        for shard in range(now):
+            part = iterator(now, shard)
+            part.load_state_dict(states[0])
+            assert part.next_epoch_idx == epoch
+            after += [item for batch in part.next_epoch_itr(shuffle=shuffle) for item in batch]
+        assert sorted(set(seen + after)) == items
+        assert len(seen) + len(after) - len(items) < now
+
+
+def test_checkpoints_without_a_number_of_processes_are_read_as_fairseq_does():
+    part = EpochBatchIterator(Numbers(), collate_fn=list, batch_sampler=[[0], [1], [2]], num_shards=1)
+    part.load_state_dict({"version": 2, "epoch": 1, "iterations_in_epoch": 2, "shuffle": False})
+    assert part.iterations_in_epoch == 2
