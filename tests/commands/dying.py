@@ -1,0 +1,25 @@
+"""`lsq train` in which one process gets a signal: python -m tests.commands.dying NUMBER RANK UPDATES [options]."""
+
+import os
+import sys
+
+from fairseq.trainer import Trainer
+
+from lsq import cli
+
+
+def main(number: int, rank: int, updates: int, arguments: list[str]) -> int:
+    """`lsq train` with `arguments`; process `rank` sends itself signal `number` when so many updates are done."""
+    step = Trainer.train_step
+
+    def train_step(trainer, samples, raise_oom=False):
+        if int(os.environ["RANK"]) == rank and trainer.get_num_updates() == updates:
+            os.kill(os.getpid(), number)
+        return step(trainer, samples, raise_oom)
+
+    Trainer.train_step = train_step
+    return cli.main(["train", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:4]), sys.argv[4:]))

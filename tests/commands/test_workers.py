@@ -1,0 +1,126 @@
+"""Trainings of several processes on one machine: started, failing, resumed."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lsq.commands.user_dir import user_dir
+from tests.commands import dying
+from tests.commands.conftest import TRAINING
+from tests.dist.processes import CONTEXT
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = [*TRAINING, "--disable-validation", "--lsq-gradients", "int8", "--save-interval-updates", "2", "--cpu"]
+
+
+def updates(folder: Path) -> int:
+    return torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
+
+
+def torchrun(processes: int, *command: str, timeout: float = 190) -> subprocess.CompletedProcess:
+    """Start a command in so many processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, "--no-python", *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment
+    )
+
+
+def lsq_train(data: Path, folder: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "lsq.cli", "train", str(data), "--save-dir", str(folder), *OPTIONS, *options]
+
+
+def _process(rank: int, port: int, folder: Path, arguments: list[str]) -> None:
+    """One of two processes, as torchrun would start them; process 1 dies after 3 updates."""
+    torch.set_num_threads(1)
+    with (folder / f"{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in of_torchrun.items()})
+    sys.exit(dying.main(signal.SIGKILL, 1, 3, arguments))
+
+
+def test_a_killed_process_is_named_and_the_training_goes_on_alone(prepared, lsq_train, tmp_path):
+    model = tmp_path / "model"
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = [str(prepared.data), "--save-dir", str(model), *OPTIONS, "--max-update", "6"]
+    processes = [CONTEXT.Process(target=_process, args=(rank, port, tmp_path, arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        process.kill()
+    assert processes[1].exitcode == -signal.SIGKILL and processes[0].exitcode == 1
+    said = [line for line in (tmp_path / "0.log").read_text().splitlines() if line.startswith("lsq train: ")]
+    lost = f"rank 1 (of 2, host {socket.gethostname()}, process id {processes[1].pid}) no longer answers: gloo: "
+    assert len(said) == 1 and said[0].startswith(f"lsq train: error: {lost}")
+    assert "Traceback" not in (tmp_path / "0.log").read_text()
+    assert updates(model) == 2 and not list(model.glob("*.tmp")) and not (model / "crash.pt").exists()
+    lsq_train(model, "--disable-validation", "--lsq-gradients", "int8", "--max-update", "5")
+    assert updates(model) == 5
+    log = (model / "train.log").read_text()
+    assert "the checkpoint is of 2 processes, and now there are 1: of epoch 1, 4 batches are done" in log
+    assert "--lsq-gradients int8 has nothing to do: there is one worker" in log
+
+
+def test_fairseq_train_under_torchrun(prepared, tmp_path):
+    """As fairseq starts it on a CPU: each process is told its rank."""
+    options = [*OPTIONS, "--arch", "lsq_transformer", "--task", "lsq_translation", "--max-update", "2"]
+    options += ["--criterion", "lsq_label_smoothed_cross_entropy", "--user-dir", str(user_dir())]
+    options += ["--distributed-world-size", "2", "--distributed-no-spawn", "--distributed-backend", "gloo"]
+    options += ["--distributed-init-method", "env://", "--save-dir", str(tmp_path)]
+    program = f"{sys.executable} -m fairseq_cli.train"
+    script = f'exec {program} "$0" "$@" --distributed-rank "$RANK" --device-id "$LOCAL_RANK"'
+    done = torchrun(2, "bash", "-c", script, str(prepared.data), *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "gradients: int8 between 2 workers" in done.stdout + done.stderr
+    assert updates(tmp_path) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_four_processes_of_which_one_is_lost(prepared, tmp_path, number):
+    """Every survivor names it within the timeout, and three go on from the checkpoint. A stopped process ends when
+    torchrun kills it, half a minute after the first of the others."""
+    dies = [sys.executable, "-m", "tests.commands.dying", str(int(number)), "2", "3"]
+    timeout = ["--lsq-timeout", "10", "--lsq-gradients-error-feedback"]
+    done = torchrun(4, *dies, *lsq_train(prepared.data, tmp_path, "--max-update", "8", *timeout)[4:])
+    assert done.returncode == 1
+    named = re.findall(
+        r"^lsq train: error: rank 2 \(of 4, host \S+, process id \d+\) no longer answers: gloo: .+$",
+        done.stderr, re.MULTILINE,
+    )  # fmt: skip
+    assert len(named) == 3, done.stderr
+    assert "Traceback" not in done.stderr.partition("torch/distributed/elastic")[0]
+    assert updates(tmp_path) == 2 and not list(tmp_path.glob("*.tmp"))
+    done = torchrun(3, *lsq_train(prepared.data, tmp_path, "--max-update", "6", *timeout))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert updates(tmp_path) == 6
+    assert "error feedback starts from zero" in done.stdout
+    assert "of 4 processes, and now there are 3: of epoch 1, 6 batches are done" in done.stdout
+    assert len(list(tmp_path.glob("checkpoint_last.gradients-rank-*-of-3.safetensors"))) == 3
+    assert not list(tmp_path.glob("*-of-4.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_sigterm_to_torchrun_writes_one_checkpoint(prepared, tmp_path):
+    """What a cluster sends before it takes the machine away."""
+    dies = [sys.executable, "-m", "tests.commands.dying", str(int(signal.SIGTERM)), "1", "3"]
+    feedback = "--lsq-gradients-error-feedback"
+    done = torchrun(4, *dies, *lsq_train(prepared.data, tmp_path, "--max-update", "8", feedback)[4:])
+    assert done.returncode == 1 and "stopped by SIGTERM after 4 updates; wrote " in done.stderr
+    assert updates(tmp_path) == 4
+    done = torchrun(4, *lsq_train(prepared.data, tmp_path, "--max-update", "5", feedback))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert updates(tmp_path) == 5 and "starts from zero" not in done.stdout
