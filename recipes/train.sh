@@ -1,12 +1,14 @@
 # Shared by the run.sh of the public tasks, which set: here, training (options of lsq train), updates, max_length,
 # and, where the batch should stay the same on any number of processes, batches (max-tokens batches in an update).
 #
-#   run.sh OUTPUT [--mode int8|float] [--processes N] [--machines M --machine R --master HOST]
-#                 [--updates N] [--print] [--dry-run] [-- further options of lsq train]
+#   run.sh OUTPUT [--mode int8|float] [--processes N] [--machines M --machine R --master HOST[:PORT] [--name JOB]]
+#                 [--gradients MODE] [--updates N] [--print] [--dry-run] [-- further options of lsq train]
 #
 # OUTPUT is what prepare.sh filled. Processes are per machine: one for each GPU, or more than one on the CPU with --cpu
-# after the --. Machines are counted from 0; all see the same OUTPUT, and run.sh is started on each. --print only shows
-# the command. --dry-run trains three updates of a tiny model on toy text.
+# after the --. With several machines, run.sh is started on each, with its number from 0; all see the same OUTPUT, and
+# meet at the master under the name of the job (default lsq). MODE is how gradients travel between processes, as
+# --lsq-gradients has it (default auto). --print only shows the command. --dry-run trains three updates of a tiny model
+# on toy text.
 set -euo pipefail
 
 usage() {
@@ -14,10 +16,10 @@ usage() {
     exit 2
 }
 
-mode=int8 processes=1 machines=1 machine=0 master=localhost print=0 dry_run=0 output=
+mode=int8 processes=1 machines=1 machine=0 master=localhost name=lsq gradients=auto print=0 dry_run=0 output=
 while [ $# -gt 0 ]; do
     case $1 in
-        --mode | --processes | --machines | --machine | --master | --updates)
+        --mode | --processes | --machines | --machine | --master | --name | --gradients | --updates)
             [ $# -gt 1 ] || usage
             declare "${1#--}=$2"
             shift
@@ -46,9 +48,10 @@ done
 if [ $mode = int8 ]; then
     training+=(--arch "lsq_$architecture" --task lsq_translation --criterion lsq_label_smoothed_cross_entropy)
 else
-    training+=(--arch "$architecture" --task translation --criterion label_smoothed_cross_entropy)
+    training+=(--arch "$architecture" --task lsq_translation --criterion label_smoothed_cross_entropy)
 fi
 total=$((processes * machines))
+[ $total = 1 ] || training+=(--lsq-gradients "$gradients")
 if [ -n "${batches:-}" ]; then
     training+=(--update-freq $((batches > total ? batches / total : 1)))
 fi
@@ -63,7 +66,8 @@ fi
 
 command=(lsq train "$output/data" --save-dir "$output/$mode/model" "${training[@]}" --max-update "$updates" "$@")
 if [ "$machines" -gt 1 ]; then
-    command=(torchrun --nnodes "$machines" --node-rank "$machine" --master-addr "$master" --master-port 29500
+    [[ $master = *:* ]] || master+=:29500
+    command=(torchrun --nnodes "$machines" --rdzv-backend c10d --rdzv-endpoint "$master" --rdzv-id "$name"
         --nproc-per-node "$processes" --no-python "${command[@]}")
 elif [ "$processes" -gt 1 ]; then
     command=(torchrun --standalone --nproc-per-node "$processes" --no-python "${command[@]}")

@@ -1,8 +1,10 @@
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,13 @@ def run(tmp_path):
     curl.write_text('#!/bin/sh\necho "curl $*" >&2\nexit 22\n')
     curl.chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    common = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
-    def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    def run(script: str, *arguments: str, environment: Mapping[str, str] = {}) -> subprocess.CompletedProcess:
         command = [str(RECIPES / script), *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+        return subprocess.run(
+            command, cwd=tmp_path, env=common | environment, capture_output=True, text=True, timeout=110
+        )
 
     return run
 
@@ -49,10 +53,12 @@ def test_text_without_files(run):
     assert done.returncode == 2 and done.stderr.startswith("usage: run.sh SOURCE TARGET OUTPUT")
 
 
-@pytest.mark.parametrize(("recipe", "mode"), list(zip(PUBLIC, ("int8", "float"), strict=True)))
-def test_dry_run(run, tmp_path, recipe, mode):
-    done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode)
+@pytest.mark.parametrize(("recipe", "mode", "processes"), [(PUBLIC[0], "int8", 1), (PUBLIC[1], "float", 2)])
+def test_dry_run(run, tmp_path, recipe, mode, processes):
+    given = ["--processes", str(processes), "--gradients", "int8"]
+    done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode, *given)
     check(done)
+    assert ("gradients: int8 between 2 workers" in done.stdout) == (processes == 2)
     scores = json.loads((tmp_path / "out" / mode / "scores.json").read_text())
     assert [score["name"] for score in scores] == ["BLEU", "chrF2"]
     assert len((tmp_path / "out" / mode / "translation" / "hypotheses.txt").read_text().splitlines()) == 10
@@ -98,8 +104,14 @@ def test_training_without_data(run):
         (["--processes", "8"], "torchrun --standalone --nproc-per-node 8 --no-python lsq train ", 1),
         (
             ["--processes", "8", "--machines", "2", "--machine", "1", "--master", "host0"],
-            "torchrun --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 8 --no-python"
-            " lsq train ",
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id lsq --nproc-per-node 8"
+            " --no-python lsq train ",
+            1,
+        ),
+        (
+            ["--processes", "4", "--machines", "4", "--machine", "0", "--master", "host0:1234", "--name", "job7"],
+            "torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint host0:1234 --rdzv-id job7 --nproc-per-node 4"
+            " --no-python lsq train ",
             1,
         ),
     ],
@@ -108,8 +120,61 @@ def test_launches(run, options, start, update_freq):
     done = run("wmt14_en_de/run.sh", "out", "--print", *options, "--", "--lr", "1e-3")
     check(done)
     assert done.stdout.startswith(start)
+    assert ("--lsq-gradients auto " in done.stdout) == bool(options)
     assert f"--update-freq {update_freq} " in done.stdout
     assert done.stdout.split()[-2:] == ["--lr", "1e-3"]
+
+
+def test_gradients_are_passed_on(run):
+    done = run("wmt14_en_de/run.sh", "out", "--print", "--processes", "2", "--gradients", "int8_hier")
+    assert "--lsq-gradients int8_hier " in done.stdout
+    done = run("wmt14_en_de/run.sh", "out", "--gradients")
+    assert done.returncode == 2 and not done.stdout
+
+
+def test_slurm(run, tmp_path):
+    """With stand-ins for SLURM's programs that play the second of two nodes."""
+    (tmp_path / "recipes").symlink_to(RECIPES)
+    programs = {
+        "scontrol": '[ "$*" = "show hostnames node[07-08]" ] && printf "node07\\nnode08\\n"',
+        "srun": 'while [ "$1" != bash ]; do shift; done; export SLURM_NODEID=1; exec "$@"',
+    }
+    for name, line in programs.items():
+        (tmp_path / "programs" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "programs" / name).chmod(0o755)
+    job = {"JOB_NODELIST": "node[07-08]", "JOB_NUM_NODES": 2, "GPUS_ON_NODE": 8, "CPUS_ON_NODE": 64, "JOB_ID": 12345}
+    job = {f"SLURM_{name}": str(value) for name, value in job.items()}
+    done = run("multi_gpu/slurm.sh", "runs/wmt14", "--print", "--", "--lr", "1e-3", environment=job)
+    check(done)
+    assert done.stdout.startswith(
+        "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node07:29845 --rdzv-id 12345 --nproc-per-node 8"
+        " --no-python lsq train runs/wmt14/data --save-dir runs/wmt14/float/model "
+    )
+    assert "--lsq-gradients auto " in done.stdout and done.stdout.split()[-2:] == ["--lr", "1e-3"]
+    (tmp_path / "recipes").unlink()
+    done = run("multi_gpu/slurm.sh", "runs/wmt14", environment=job)
+    assert done.returncode == 2 and "submit from the folder of this repository" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_machines(tmp_path):
+    """As two torchruns on this machine that meet at a port; each counts as a node, so that auto means int8_hier."""
+    data = tmp_path / "out"
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+    with socket.create_server(("localhost", 0)) as free:
+        master = f"localhost:{free.getsockname()[1]}"
+    command = [RECIPES / "wmt14_en_de" / "run.sh", data, "--mode", "float", "--dry-run"]
+    command += ["--processes", "2", "--machines", "2", "--master", master, "--print"]
+    line = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=190).stdout.splitlines()[-1]
+    started = [
+        subprocess.Popen(line, shell=True, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    said = [process.communicate(timeout=190)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert sum("gradients: int8_hier between 4 workers" in text for text in said) == 1
 
 
 def archive(path: Path, files: dict[str, str]) -> None:
