@@ -101,11 +101,15 @@ class RollCall:
         return self._describe(self._lost) if self._lost else None
 
     def leave(self, last_words: str | None = None) -> None:
-        """End this process's part; the others will be told `last_words`, if given, when they call the roll."""
+        """End this process's part; the others will be told `last_words`, if given, when they call the roll.
+
+        A thread that comes back from C++ while the interpreter ends aborts the process: this waits until it is done,
+        and gives up only on a request that the store never answers, which will not come back.
+        """
         self._own_last_words = last_words
         self._ends.set()
         self._wake.set()
-        self._thread.join(2 * self.period_s)
+        self._thread.join(max(10.0, 2 * self.patience_s))
 
     def _watch(self) -> None:
         """What the thread does. Errors of the store mean that it is gone."""
@@ -134,9 +138,8 @@ class RollCall:
         store, deadline = self._store, time.monotonic() + self.patience_s
         store.set(self._key("here"), "")
         while not store.check([self._key("here", rank) for rank in range(self.size)]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._ends.wait(min(self.period_s, 0.1)):
                 break
-            time.sleep(min(self.period_s, 0.1))
         missing = [rank for rank in range(self.size) if not store.check([self._key("here", rank)])]
         for rank in missing:
             if store.check([self._key("last_words", rank)]):
@@ -191,7 +194,7 @@ def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None
         patience_s=patience_s,
         period_s=period_s,
     )
-    atexit.register(unregister)  # a thread inside the store while the interpreter ends would crash it
+    atexit.register(unregister)
 
 
 def unregister(last_words: str | None = None) -> None:

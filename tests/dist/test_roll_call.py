@@ -91,6 +91,21 @@ def test_a_store_that_does_not_answer(start):
     answer.set()
 
 
+def test_leaving_waits_for_a_slow_store(start):
+    """A thread inside the store while the interpreter ends would abort the process."""
+
+    class Slow(distributed.Store):
+        def set(self, key, value):
+            time.sleep(0.5)
+
+        def check(self, keys):
+            return False
+
+    call = start(Slow(), 1, 2, patience_s=0.1)
+    call.leave()
+    assert not call._thread.is_alive()
+
+
 @pytest.mark.parametrize(
     ("error", "failed"),
     [
