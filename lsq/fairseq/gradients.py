@@ -46,7 +46,7 @@ class GradientOptions:
         },
     )
     lsq_gradients_block: int = field(
-        default=256,
+        default=GradientConfig.block,
         metadata={"help": f"neighbouring gradients that share a scale: {', '.join(map(str, BLOCKS))}"},
     )
     lsq_gradients_rounding: Optional[ChoiceEnum(ROUNDINGS)] = field(  # noqa: UP045  fairseq cannot read X | None
@@ -60,7 +60,7 @@ class GradientOptions:
         default=None, metadata={"help": "workers on a node; default: as torchrun started them"}
     )
     lsq_timeout: float = field(
-        default=600.0,
+        default=GradientConfig.timeout_s,
         metadata={"help": "seconds that a worker waits for the others in an exchange before the training fails"},
     )
     ddp_backend: str = II("distributed_training.ddp_backend")
