@@ -153,7 +153,7 @@ def _ring(rank: int, folder: str, how: int, place: str) -> None:
     method = f"file://{folder}/store" if place == "file" else f"tcp://localhost:{place}"
     distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=4)
     distributed.group.WORLD.set_timeout(timedelta(seconds=4))
-    roll_call.register(patience_s=2.0, period_s=0.05)
+    roll_call.register(patience_s=4.0, period_s=0.05)
     distributed.barrier()
     time.sleep(0.3)  # until they know each other
     try:
