@@ -7,6 +7,7 @@ from lsq import cli
 from lsq.commands import COMMANDS
 from lsq.commands.interruption import Interrupted
 from lsq.commands.user_dir import user_dir
+from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten
 
 
@@ -98,6 +99,7 @@ def test_arguments_reach_the_command(command):
         (CheckpointNotWritten("could not write x"), 1, "error: could not write x"),
         (Exception("Could not infer language pair"), 2, "error: Could not infer language pair"),
         (Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x"), 143, "stopped by SIGTERM after 3 updates"),
+        (RankLost("rank 2 no longer answers:\ngloo"), 1, "error: rank 2 no longer answers: gloo"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
 )
