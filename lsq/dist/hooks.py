@@ -197,6 +197,8 @@ def _mode(config: GradientConfig, topology: Topology) -> str:
             "bf16 may hide behind the backward pass as well: measure it"
         )
         _say(topology, logging.INFO, f"gradients: auto chose {mode}: {why}")
+        if config.error_feedback and mode not in COMPRESSED:
+            _say(topology, logging.WARNING, f"error_feedback has nothing to do: mode {mode} has none")
     if mode == "gcq":
         levels = gcq_levels(workers)
         if workers > GCQ_ADVISED_WORKERS:
