@@ -97,29 +97,28 @@ class GradientCompression:
     def _prepare(self, config: GradientConfig, model: DistributedDataParallel, device: torch.device) -> None:
         """Make groups and memory; every worker must call it, with the same configuration."""
         topology, scratch = self.topology, Scratch(device)
-        ranks = distributed.get_process_group_ranks(self.group)
 
-        def group(places: list[int]) -> ProcessGroup:
-            return distributed.new_group(
-                [ranks[place] for place in places], timeout=timedelta(seconds=config.timeout_s),
-                backend=BACKENDS[device.type], use_local_synchronization=True,
-            )
+        def group(parts: list[list[int]]) -> ProcessGroup:
+            return _own_group(self.group, parts, timedelta(seconds=config.timeout_s), BACKENDS[device.type])
 
         codec = Codec(
             block=config.block, first_bits=4 if self.mode == "int4_hier" else 8, stochastic=config.stochastic,
             device=device, seed=config.seed * topology.world_size + topology.rank,
         )
-        everyone = list(range(topology.world_size))
+        everyone = [list(range(topology.world_size))]
         if self.mode == "gcq":
             self._average = GCQ(group(everyone), config.row, config.kept_largest, scratch)
         elif topology.node_size == 1 or self.mode == "int8":
             self._average = TwoHop(group(everyone), codec, scratch)
         else:
-            self._average = Hierarchical(group(topology.neighbours), group(topology.counterparts), codec, scratch)
+            self._average = Hierarchical(
+                group(topology.all_neighbours), group(topology.all_counterparts), codec, scratch
+            )
         if device.type == "cuda":
             self._executor = SideStream(device)
         else:
-            roll_call.register()
+            if topology.world_size == distributed.get_world_size():  # else some processes may never register
+                roll_call.register()
             self._executor = WorkerThread(explain=roll_call.name_the_lost)
         if config.error_feedback:
             self._feedback = ErrorFeedback(model.module.named_parameters())
@@ -175,6 +174,26 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
 def average(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
     """The communication hook that DDP calls for each bucket."""
     return state.exchange(bucket)
+
+
+def _own_group(whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str) -> ProcessGroup:
+    """A new group of the part of `whole`, given as places in it, that this process is in; every member must call it.
+
+    With use_local_synchronization, PyTorch names a group by how many groups its process knows: where processes know
+    different numbers, they wait for each other under different names. So, where all processes are there, all make all
+    groups.
+    """
+    ranks = distributed.get_process_group_ranks(whole)
+    everybody, own = len(ranks) == distributed.get_world_size(), None
+    for places in parts:
+        here = whole.rank() in places
+        if everybody or here:
+            made = distributed.new_group(
+                [ranks[place] for place in places], timeout=timeout, backend=backend,
+                use_local_synchronization=not everybody,
+            )
+            own = made if here else own
+    return own
 
 
 def _topology(config: GradientConfig, group: ProcessGroup) -> Topology:

@@ -20,20 +20,14 @@ class Topology:
         return self.world_size // self.node_size
 
     @property
-    def node(self) -> int:
-        """The number of this worker's node."""
-        return self.rank // self.node_size
+    def all_neighbours(self) -> list[list[int]]:
+        """The ranks on each node, in order: a part for each node."""
+        return [list(range(first, first + self.node_size)) for first in range(0, self.world_size, self.node_size)]
 
     @property
-    def neighbours(self) -> list[int]:
-        """All ranks on this worker's node, in order."""
-        first = self.node * self.node_size
-        return list(range(first, first + self.node_size))
-
-    @property
-    def counterparts(self) -> list[int]:
-        """The ranks with this worker's place on every node, in order of nodes."""
-        return list(range(self.rank % self.node_size, self.world_size, self.node_size))
+    def all_counterparts(self) -> list[list[int]]:
+        """The ranks with the same place on every node, in order of nodes: a part for each place."""
+        return [list(range(place, self.world_size, self.node_size)) for place in range(self.node_size)]
 
 
 def find_topology(

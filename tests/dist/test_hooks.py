@@ -10,7 +10,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.dist import GradientConfig, compress_gradients, hooks
+from lsq.dist import GradientConfig, compress_gradients, hooks, roll_call
 from tests.dist.processes import ProcessFailed, run
 
 BOUND = {"int8": 0.02, "int8_hier": 0.02, "int4_hier": 0.4, "gcq": 0.4, "bf16": 0.01, "fp16": 0.002}
@@ -289,6 +289,39 @@ def fails(rank: int) -> list[str]:
 def test_a_failed_exchange_ends_the_backward_pass():
     for messages in run(fails, 2):
         assert "the cable was cut" in messages[0] and len(messages) == 2
+
+
+def beside_another_group(rank: int) -> torch.Tensor:
+    distributed.new_group([0, 1])  # PyTorch counts it in the processes 0 and 1 alone
+    gradients = []
+    for mode in ("int8", "int8_hier"):
+        net = Net()
+        model = DistributedDataParallel(net)
+        compress_gradients(model, config(mode, timeout_s=10))
+        model(batch(rank, 0)).square().sum().backward()
+        gradients.append(flat_gradients(net))
+    return torch.cat(gradients)
+
+
+def test_processes_may_be_in_different_numbers_of_groups():
+    first, *others = run(beside_another_group, 4)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def halves(rank: int) -> tuple[float, bool]:
+    """(the mean of the ranks of each half, whether roll calls began)."""
+    both = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    net = nn.Linear(1, 1, bias=False)
+    model = DistributedDataParallel(net, process_group=both[rank // 2])
+    compress_gradients(model, GradientConfig(mode="int8"))
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    return net.weight.grad.item(), roll_call._current is not None
+
+
+def test_some_of_the_processes_call_no_roll_of_all():
+    found = run(halves, 4)
+    assert [mean for mean, _ in found] == pytest.approx([0.5, 0.5, 2.5, 2.5], rel=0.02)
+    assert not any(called for _, called in found)
 
 
 def many_workers(rank: int) -> str:

@@ -5,14 +5,15 @@ from lsq.dist.topology import find_topology
 
 def test_nodes_come_from_torchrun():
     found = find_topology(16, 11, None, {"LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3"})
-    assert (found.node_size, found.nodes, found.node) == (8, 2, 1)
-    assert found.neighbours == list(range(8, 16))
-    assert found.counterparts == [3, 11]
+    assert (found.node_size, found.nodes) == (8, 2)
+    assert found.all_neighbours == [list(range(8)), list(range(8, 16))]
+    assert found.all_counterparts[3] == [3, 11]
 
 
 def test_a_given_node_size_goes_first():
     found = find_topology(6, 4, 2, {"LOCAL_WORLD_SIZE": "6", "LOCAL_RANK": "4"})
-    assert (found.nodes, found.neighbours, found.counterparts) == (3, [4, 5], [0, 2, 4])
+    assert found.nodes == 3
+    assert (found.all_neighbours, found.all_counterparts) == ([[0, 1], [2, 3], [4, 5]], [[0, 2, 4], [1, 3, 5]])
 
 
 def test_without_torchrun_there_is_one_node():
