@@ -67,10 +67,10 @@ class GradientConfig:
         """Whether codes are rounded at random."""
         return (self.rounding or ("stochastic" if self.mode == "int4_hier" else "nearest")) == "stochastic"
 
-    @property
-    def kept_largest(self) -> int:
-        """gcq: which magnitude of a row is its clip, counted from the largest, 1."""
-        return max(1, math.ceil(self.row * (1 - self.quantile)))
+
+def kept_largest(values: int, quantile: float) -> int:
+    """gcq: which magnitude of a row of so many values is its clip, counted from the largest, 1."""
+    return max(1, math.ceil(round(values * (1 - quantile), 6)))  # 100 * (1 - 0.99) is a little more than 1
 
 
 def gcq_levels(workers: int) -> int:

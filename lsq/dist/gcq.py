@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
-from lsq.dist.config import LARGEST_CODE, gcq_levels
+from lsq.dist.config import LARGEST_CODE, gcq_levels, kept_largest
 from lsq.dist.scratch import Scratch
 
 
@@ -22,15 +22,15 @@ class GCQ:
     Args:
         group: the workers.
         row: values that share a clip.
-        kept_largest: which magnitude of a row is its clip, counted from the largest, 1.
+        quantile: share of a row's magnitudes that lie within its clip.
         scratch: holds codes.
 
     Raises:
         ValueError: so many workers leave no code but 0.
     """
 
-    def __init__(self, group: ProcessGroup, row: int, kept_largest: int, scratch: Scratch):
-        self.group, self.row, self.kept_largest, self.scratch = group, row, kept_largest, scratch
+    def __init__(self, group: ProcessGroup, row: int, quantile: float, scratch: Scratch):
+        self.group, self.row, self.quantile, self.scratch = group, row, quantile, scratch
         self.levels = gcq_levels(group.size())
 
     def average(self, buffer: Tensor, error: Tensor | None = None) -> None:
@@ -41,7 +41,10 @@ class GCQ:
         """
         workers = self.group.size()
         rows = self.rows(buffer)
-        scale = row_scales(rows, self.kept_largest)
+        scale = row_scales(rows, kept_largest(self.row, self.quantile))
+        values = buffer.numel() % self.row
+        if values:  # the zeros behind a short row count for nothing: with them, the clip of a few values would be zero
+            scale[-1:] = row_scales(rows[-1:, :values], kept_largest(values, self.quantile))
         distributed.all_reduce(scale, op=ReduceOp.MAX, group=self.group)
         codes = self.scratch.take("codes", tuple(rows.shape), torch.int8)
         encode(rows, scale, workers, self.levels, codes)
@@ -61,12 +64,12 @@ class GCQ:
         return rows
 
 
-def row_scales(rows: Tensor, kept_largest: int) -> Tensor:
+def row_scales(rows: Tensor, place: int) -> Tensor:
     """clip / 127 [R, 1] of each row [R, row]; infinity for a row that holds a NaN or an infinity.
 
-    The clip is the `kept_largest`-th largest magnitude. MAX between workers carries infinity, but may lose a NaN.
+    The clip is the magnitude at `place`, counted from the largest, 1. MAX between workers carries infinity, but may lose a NaN.
     """
-    largest = rows.abs().topk(min(kept_largest, rows.shape[1]), dim=1, sorted=False).values
+    largest = rows.abs().topk(place, dim=1, sorted=False).values
     scale = largest.amin(1, keepdim=True) / LARGEST_CODE
     return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)
 

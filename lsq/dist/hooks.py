@@ -107,7 +107,7 @@ class GradientCompression:
         )
         everyone = [list(range(topology.world_size))]
         if self.mode == "gcq":
-            self._average = GCQ(group(everyone), config.row, config.kept_largest, scratch)
+            self._average = GCQ(group(everyone), config.row, config.quantile, scratch)
         elif topology.node_size == 1 or self.mode == "int8":
             self._average = TwoHop(group(everyone), codec, scratch)
         else:

@@ -67,8 +67,9 @@ def hierarchical(rows: list[numpy.ndarray], node_size: int, block: int = 128, fi
 def gcq(rows: list[numpy.ndarray], row: int = 1024, quantile: float = 0.99) -> numpy.ndarray:
     n, workers = len(rows[0]), len(rows)
     padded = [numpy.pad(values.astype(f32), (0, -n % row)).reshape(-1, row) for values in rows]
-    kept = max(1, math.ceil(row * (1 - quantile)))
-    clips = [numpy.sort(numpy.abs(values), axis=1)[:, -kept] for values in padded]
+    real = [min(row, n - first) for first in range(0, n, row)]
+    kept = [max(1, math.ceil(round(values * (1 - quantile), 6))) for values in real]
+    clips = [numpy.sort(numpy.abs(values), axis=1)[range(len(kept)), [-k for k in kept]] for values in padded]
     scale = (numpy.max(clips, axis=0) / f32(127))[:, None]
     levels = 127 // workers
     with numpy.errstate(divide="ignore", invalid="ignore"):

@@ -1,7 +1,7 @@
 import pytest
 
 from lsq.dist import GradientConfig
-from lsq.dist.config import gcq_levels
+from lsq.dist.config import gcq_levels, kept_largest
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_rounding_goes_by_mode_unless_it_is_given():
 
 
 def test_clip_of_gcq_is_a_quantile():
-    assert GradientConfig(mode="gcq").kept_largest == 11
-    assert GradientConfig(mode="gcq", quantile=1.0).kept_largest == 1
+    assert [kept_largest(values, 0.99) for values in (1, 10, 100, 101, 1024)] == [1, 1, 1, 2, 11]
+    assert kept_largest(1024, 1.0) == 1
 
 
 def test_levels_of_gcq():

@@ -43,8 +43,8 @@ def averages(rank: int) -> dict[tuple, torch.Tensor]:
         "int8, block 32": TwoHop(world, codec(block=32), scratch),
         "int8_hier": Hierarchical(*groups, codec(), scratch),
         "int4_hier": Hierarchical(*groups, codec(bits=4), scratch),
-        "gcq": GCQ(world, 1024, 11, scratch),
-        "gcq, largest": GCQ(world, 256, 1, scratch),
+        "gcq": GCQ(world, 1024, 0.99, scratch),
+        "gcq, largest": GCQ(world, 256, 1.0, scratch),
     }
     results = {}
     for name, way in ways.items():
@@ -80,7 +80,7 @@ def test_means_are_the_oracles_on_every_worker():
 def errors_and_means(rank: int) -> list[tuple]:
     """(gradient, error, mean) of each way with error feedback."""
     scratch, world = Scratch(CPU), distributed.group.WORLD
-    ways = TwoHop(world, codec(), scratch), Hierarchical(*node_groups(rank), codec(), scratch), GCQ(world, 1024, 11, scratch)
+    ways = TwoHop(world, codec(), scratch), Hierarchical(*node_groups(rank), codec(), scratch), GCQ(world, 1024, 0.99, scratch)
     results = []
     for way in ways:
         given = gradient(rank, 4097, torch.float32)
@@ -116,7 +116,7 @@ def _padded(piece: numpy.ndarray) -> list[numpy.ndarray]:
 
 def poisoned(rank: int, value: float) -> list[torch.Tensor]:
     scratch, world = Scratch(CPU), distributed.group.WORLD
-    ways = TwoHop(world, codec(), scratch), Hierarchical(*node_groups(rank), codec(), scratch), GCQ(world, 1024, 11, scratch)
+    ways = TwoHop(world, codec(), scratch), Hierarchical(*node_groups(rank), codec(), scratch), GCQ(world, 1024, 0.99, scratch)
     buffers = [gradient(rank, 4097, torch.float16) for _ in ways]
     for way, buffer in zip(ways, buffers, strict=True):
         if rank == 2:
@@ -161,7 +161,7 @@ def zeros(rank: int) -> list[torch.Tensor]:
     scratch, world = Scratch(CPU), distributed.group.WORLD
     buffers = [torch.zeros(4097), torch.zeros(4097)]
     TwoHop(world, codec(), scratch).average(buffers[0])
-    GCQ(world, 1024, 11, scratch).average(buffers[1])
+    GCQ(world, 1024, 0.99, scratch).average(buffers[1])
     return buffers
 
 
@@ -172,3 +172,19 @@ def test_pieces_cover_all_values_and_begin_aligned(values, pieces):
     assert all(start % 32 == 0 or start == values for start, _ in found)
     assert [start for start, _ in found] == sorted(start for start, _ in found)
     assert found[0][1] == max(length for _, length in found)
+
+
+def short_rows(rank: int) -> list[torch.Tensor]:
+    """Means of 5, and of 1024 + 5, equal values under gcq: fewer than the 11 that lie outside the clip of a row."""
+    found = []
+    for values in (5, 1029):
+        buffer = torch.full((values,), 1.0 + rank)
+        GCQ(distributed.group.WORLD, 1024, 0.99, Scratch(CPU)).average(buffer)
+        found.append(buffer[-5:])
+    return found
+
+
+def test_gcq_keeps_rows_of_few_values():
+    for found in run(short_rows, 2):
+        for mean in found:
+            assert torch.allclose(mean, torch.full((5,), 1.5), rtol=0.05), mean

@@ -22,7 +22,7 @@ SIZES = (1, 1000, 20011)
 def averages(rank: int) -> list[torch.Tensor]:
     world, scratch = distributed.group.WORLD, Scratch(GPU)
     codec = Codec(block=128, first_bits=8, stochastic=False, device=GPU)
-    ways = TwoHop(world, codec, scratch), Hierarchical(world, world, codec, scratch), GCQ(world, 1024, 11, scratch)
+    ways = TwoHop(world, codec, scratch), Hierarchical(world, world, codec, scratch), GCQ(world, 1024, 0.99, scratch)
     results = []
     for size in SIZES:
         for way in ways:
