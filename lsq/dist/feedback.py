@@ -26,16 +26,19 @@ class ErrorFeedback:
         self._waiting: dict[str, Tensor] = {}  # loaded, or from buckets that are no more: name -> residual, flat
         self._buckets: dict[tuple[str, ...], BucketResiduals] = {}
         self._finite: Tensor | None = None
+        self._last_index = -1
 
     def begin(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> "BucketResiduals":
         """The residuals of a bucket, whose `error` the exchange is to fill; adds the last ones to `buffer`, float [n].
 
         Args:
-            index: of the bucket; 0 begins a new step.
+            index: of the bucket. They rise within a step: one that does not begins a new step. It need not be 0, as
+                DDP can leave out buckets that no worker used.
             parameters: whose gradients lie in `buffer`, in this order.
         """
-        if index == 0:
+        if index <= self._last_index:
             self._settle()
+        self._last_index = index
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         if names not in self._buckets:
             self._arrange(names, [parameter.numel() for parameter in parameters], buffer.device)

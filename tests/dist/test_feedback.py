@@ -64,6 +64,20 @@ def test_one_bucket_that_is_not_finite_counts_for_all():
     assert not any(buffer.any() for buffer in step(feedback, [[a, b], [c]], 0.0))
 
 
+def test_steps_without_the_first_bucket_are_steps():
+    a, b, c = parameters().values()
+    feedback = ErrorFeedback([("a", a), ("b", b), ("c", c)])
+    step(feedback, [[a, b], [c]], 1.0)
+    found = []
+    for value in (2.0, 3.0):
+        buffer = torch.zeros(2)
+        residuals = feedback.begin(1, [c], buffer)
+        residuals.error.fill_(value)
+        feedback.end(residuals, torch.zeros(2))
+        found.append(buffer.tolist())
+    assert found == [[1, 2], [2, 2]]
+
+
 def test_a_state_is_taken_up_before_buckets_are_known():
     a, b, c = parameters().values()
     feedback = ErrorFeedback([("a", a), ("b", b), ("c", c)])
