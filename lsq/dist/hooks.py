@@ -79,6 +79,10 @@ class GradientCompression:
         buffer, index = bucket.buffer(), bucket.index()
         if buffer.dtype not in DTYPES or buffer.is_sparse:
             raise _unfit(f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode)
+        if buffer.numel() == 0:  # of parameters that hold nothing, in a dtype of their own
+            done: Future = Future(devices=[buffer.device] if buffer.is_cuda else None)
+            done.set_result(buffer)
+            return done
         if self._feedback is None:
             return self._executor.submit(lambda: self._mean(buffer))
         parameters = bucket.parameters()

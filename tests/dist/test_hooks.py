@@ -324,6 +324,37 @@ def test_some_of_the_processes_call_no_roll_of_all():
     assert not any(called for _, called in found)
 
 
+class Hollow(nn.Module):
+    """Has a parameter without values, whose dtype gives it a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.nothing, self.some = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.some * x).sum() + self.nothing.float().sum()
+
+
+def hollow(rank: int, error_feedback: bool) -> list[torch.Tensor]:
+    found = []
+    for mode in ("int8", "gcq"):
+        net = Hollow()
+        model = DistributedDataParallel(net)
+        compress_gradients(model, config(mode, error_feedback=error_feedback))
+        for _ in range(2):
+            net.zero_grad()
+            model(torch.arange(5.0) * rank).backward()
+        found.append(net.some.grad)
+    return found
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_buckets_may_be_empty(error_feedback):
+    for found in run(hollow, 2, error_feedback):
+        for mean in found:
+            assert torch.allclose(mean, torch.arange(5.0) / 2, atol=0.1), mean
+
+
 def many_workers(rank: int) -> str:
     compress_gradients(DistributedDataParallel(Net()), GradientConfig(mode="gcq"))
     return "went through"
