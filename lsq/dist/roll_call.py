@@ -17,6 +17,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
@@ -173,16 +174,22 @@ class RollCall:
 
 
 _current: RollCall | None = None
+_group: Callable[[], object] = lambda: None
+"""The default process group that `_current` is of, while it is there."""
 
 
 def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None:
     """Take part in the roll calls of the default process group; to be called by every process once it is there.
 
-    Does nothing if there is no group of several processes, or if this process takes part already.
+    Does nothing if there is no group of several processes, or if this process takes part already. If the group was made
+    anew since, this process takes part in the new one's roll calls instead.
     """
-    global _current
-    if _current is not None or not distributed.is_available() or not distributed.is_initialized():
+    global _current, _group
+    if not distributed.is_available() or not distributed.is_initialized():
         return
+    if _current is not None and _group() is distributed.group.WORLD:
+        return
+    unregister()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size == 1:
         return
@@ -194,6 +201,8 @@ def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None
         patience_s=patience_s,
         period_s=period_s,
     )
+    _group = weakref.ref(distributed.group.WORLD)
+    atexit.unregister(unregister)
     atexit.register(unregister)
 
 

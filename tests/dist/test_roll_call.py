@@ -13,7 +13,7 @@ from torch import distributed
 
 from lsq.dist import roll_call
 from lsq.dist.roll_call import ExchangeFailed, Member, RankLost, RollCall, is_exchange_failure, naming_the_lost
-from tests.dist.processes import CONTEXT
+from tests.dist.processes import CONTEXT, run
 
 CLOSED = RuntimeError(
     "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by a"
@@ -145,6 +145,22 @@ def test_without_processes_nothing_is_named():
         _ = 1 / 0
     with pytest.raises(RankLost, match="^rank 1$"), naming_the_lost():
         raise RankLost("rank 1")
+
+
+def _anew(rank: int, folder: str) -> tuple[bool, int]:
+    """(whether the second group has roll calls of its own, this process's rank in them)."""
+    roll_call.register()
+    first = roll_call._current
+    roll_call.register()
+    assert roll_call._current is first
+    distributed.destroy_process_group()
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/anew", rank=1 - rank, world_size=2)
+    roll_call.register()
+    return roll_call._current is not first and not first._thread.is_alive(), roll_call._current.member.rank
+
+
+def test_a_new_group_has_roll_calls_of_its_own(tmp_path):
+    assert run(_anew, 2, str(tmp_path)) == [(True, 1), (True, 0)]
 
 
 def _ring(rank: int, folder: str, how: int, place: str) -> None:
