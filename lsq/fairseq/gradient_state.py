@@ -70,12 +70,12 @@ def read(
 def _read_own(folder: Path, topology: Topology, updates: int, model: nn.Module) -> tuple[dict[str, Tensor], str | None]:
     """`read`, for this worker alone."""
     source = path(folder, topology)
-    if not source.exists():
-        found = (OF_ANY.fullmatch(file.name) for file in folder.glob(NAME.format("*", "*")))
-        others = sorted({int(match[2]) for match in found if match})
-        kept = f"; those here are of {others[0]} workers, and now there are {topology.world_size}" if others else ""
-        return {}, f"there is no file {source}{kept}"
     try:
+        if not source.exists():
+            found = (OF_ANY.fullmatch(file.name) for file in folder.glob(NAME.format("*", "*")))
+            others = sorted({int(match[2]) for match in found if match})
+            kept = f"; those here are of {others[0]} workers, and now there are {topology.world_size}" if others else ""
+            return {}, f"there is no file {source}{kept}"
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata() or {}
             residuals = {name: file.get_tensor(name) for name in file.keys()}

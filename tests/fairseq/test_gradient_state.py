@@ -98,3 +98,9 @@ def test_full_disk_keeps_the_previous_file(tmp_path, group, model):
     with pytest.raises(CheckpointNotWritten, match="could not write .*rank-0-of-1.*that were there before are kept"):
         gradient_state.write(tmp_path, ALONE, 8, residuals(model))
     assert file.read_bytes() == before and names(tmp_path) == {file.name, "store"}
+
+
+def test_a_folder_that_cannot_be_looked_into_is_told_to_all(tmp_path, group, model):
+    """An error on one worker would leave the others waiting for its word."""
+    found, reason = gradient_state.read(tmp_path / ("x" * 300), ALONE, 7, model, CPU)
+    assert not found and "cannot be read" in reason
