@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass
 
 from lsq.config import require_choice, require_positive
+from lsq.ops.gradient_layout import BLOCKS
 
 COMPRESSED = ("gcq", "int8", "int8_hier", "int4_hier")
 """Modes whose codes lsq makes itself."""
 MODES = ("auto", *COMPRESSED, "bf16", "fp16")
 ROUNDINGS = ("nearest", "stochastic")
-BLOCKS = (32, 64, 128, 256, 512, 1024)
 LARGEST_CODE = 127
 """Of int8."""
 GCQ_ADVISED_WORKERS = 16
+LARGEST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class GradientConfig:
     rounding: str | None = None
     """"nearest" or "stochastic"; None: stochastic for int4_hier, nearest for the others. "gcq" knows nearest alone."""
     error_feedback: bool = False
-    """Whether what rounding took from a gradient is added to the next one (Seide et al. 2014). It takes 8 bytes a
+    """Whether what rounding took from a gradient is added to the next one (Seide et al. 2014). It takes 4 bytes a
     parameter and helps SGD with momentum; under Adam it does not."""
     node_size: int | None = None
     """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE)."""
@@ -59,8 +60,8 @@ class GradientConfig:
         if not (isinstance(self.quantile, (int, float)) and 0 < self.quantile <= 1):
             raise ValueError(f"quantile is {self.quantile!r}; it must be above 0 and at most 1")
         require_positive("timeout_s", self.timeout_s)
-        if not _whole(self.seed):
-            raise ValueError(f"seed is {self.seed!r}; it must be a whole number")
+        if not (_whole(self.seed) and 0 <= self.seed <= LARGEST_SEED):
+            raise ValueError(f"seed is {self.seed!r}; it must be a whole number from 0 to {LARGEST_SEED}")
 
     @property
     def stochastic(self) -> bool:

@@ -6,6 +6,7 @@ collectives do not keep an order and hang; one queue does.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -26,36 +27,36 @@ class WorkerThread:
 
     def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
         self._explain = explain
-        self._tasks: queue.SimpleQueue[tuple[Task, Future]] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Task, Future] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
 
     def submit(self, task: Task) -> Future:
         """A future of what `task` returns, or that raises what it raised."""
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, args=(torch.get_num_threads(),), name="lsq gradients", daemon=True
-            )
+            arguments = self._tasks, self._explain, torch.get_num_threads()
+            self._thread = threading.Thread(target=_work, args=arguments, name="lsq gradients", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._tasks.put, None)
         done: Future = Future()
         self._tasks.put((task, done))
         # An error passes from Future to DDP's C++ only when a callback raises it.
         return done.then(_result)
 
-    def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
-        while True:
-            task, done = self._tasks.get()
-            done.set_result(self._outcome(task))
-            del task, done  # until the next task comes, they would keep a bucket alive
 
-    def _outcome(self, task: Task) -> Tensor | Exception:
-        if self._failure is None:
+def _work(tasks: queue.SimpleQueue, explain: Callable[[Exception], Exception], threads: int) -> None:
+    """What the thread does until it gets None: nothing here keeps the WorkerThread itself alive."""
+    torch.set_num_threads(threads)  # OpenMP counts for each thread that calls it
+    failure: Exception | None = None
+    while (entry := tasks.get()) is not None:
+        task, done = entry
+        outcome = failure
+        if failure is None:
             try:
-                return task()
+                outcome = task()
             except Exception as error:
-                self._failure = self._explain(error)
-        return self._failure
+                outcome = failure = explain(error)
+        done.set_result(outcome)
+        del entry, task, done, outcome  # until the next task comes, they would keep a bucket alive
 
 
 def _result(future: Future) -> Tensor:

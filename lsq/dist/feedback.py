@@ -1,8 +1,8 @@
 """Error feedback: what rounding took from a gradient is added to the next one (Seide et al. 2014, "1-Bit Stochastic
 Gradient Descent"; Karimireddy et al. 2019).
 
-Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first step. A step that is not
-finite on some worker is skipped by all, and its residuals with it: new ones are kept aside until the next step begins.
+Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first step. Where a step is not
+finite on some worker, all skip it and begin anew from zero: a loss scaler will have changed the unit of gradients.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ PREFIX = "residual."
 
 
 class ErrorFeedback:
-    """The residuals of one worker: float32, two for each parameter, the last step's and the one before.
+    """The residuals of one worker: float32, one for each value of each parameter.
 
     Args:
         named_parameters: the parameters of the model with their names.
@@ -28,8 +28,10 @@ class ErrorFeedback:
         self._finite: Tensor | None = None
         self._last_index = -1
 
-    def begin(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> "BucketResiduals":
-        """The residuals of a bucket, whose `error` the exchange is to fill; adds the last ones to `buffer`, float [n].
+    def begin(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> Tensor:
+        """Add a bucket's residuals to `buffer`, float [n]; where the exchange is to write its error, float32 [n].
+
+        The memory that is returned holds zeros, for values whose error other workers keep.
 
         Args:
             index: of the bucket. They rise within a step: one that does not begins a new step. It need not be 0, as
@@ -42,15 +44,14 @@ class ErrorFeedback:
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         if names not in self._buckets:
             self._arrange(names, [parameter.numel() for parameter in parameters], buffer.device)
-        residuals = self._buckets[names]
-        buffer.add_(residuals.current)
-        return residuals
+        residuals = self._buckets[names].values
+        buffer.add_(residuals)
+        return residuals.zero_()
 
-    def end(self, residuals: "BucketResiduals", mean: Tensor) -> None:
+    def end(self, mean: Tensor) -> None:
         """Take note of a bucket's mean, float [n]: whether it is finite decides about the residuals of this step."""
         finite = mean.isfinite().all()
         self._finite = finite if self._finite is None else self._finite & finite
-        residuals.written = True
 
     def state(self) -> dict[str, Tensor]:
         """PREFIX and a parameter's name -> its residual, float32 of the parameter's number of values, copied."""
@@ -78,12 +79,11 @@ class ErrorFeedback:
         self._waiting = {name.removeprefix(PREFIX): residual.flatten() for name, residual in state.items()}
 
     def _settle(self) -> None:
-        """Make the errors of the last step the residuals, unless that step was not finite."""
-        for bucket in self._buckets.values():
-            if bucket.written:
+        """Forget the errors of the last step if it was not finite."""
+        if self._finite is not None:
+            for bucket in self._buckets.values():
                 # Decided on the device: to look at the flag would make the host wait for a GPU.
-                torch.where(self._finite, bucket.error, bucket.current, out=bucket.current)
-                bucket.written = False
+                bucket.values.copy_(torch.where(self._finite, bucket.values, 0.0))
         self._finite = None
 
     def _arrange(self, names: tuple[str, ...], sizes: list[int], device: torch.device) -> None:
@@ -108,13 +108,9 @@ class BucketResiduals:
 
     def __init__(self, names: tuple[str, ...], sizes: list[int], device: torch.device):
         self.names, self.sizes = names, sizes
-        self.current = torch.zeros(sum(sizes), device=device)
-        """What is added to the next gradient, float32 [n]."""
-        self.error = torch.zeros(sum(sizes), device=device)
-        """What the exchange writes, float32 [n]; zero where this worker owns nothing."""
-        self.written = False
-        """Whether `error` is of the last step, and not yet in `current`."""
+        self.values = torch.zeros(sum(sizes), device=device)
+        """float32 [n]"""
 
     def pieces(self) -> Iterable[tuple[str, Tensor]]:
         """(name, residual float32 [values]) of each parameter, views."""
-        return zip(self.names, self.current.split(self.sizes), strict=True)
+        return zip(self.names, self.values.split(self.sizes), strict=True)

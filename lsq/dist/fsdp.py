@@ -54,7 +54,7 @@ class Int8ReduceScatter:
 
     def __init__(self, *, block: int = 128, stochastic: bool = False):
         self.block, self.stochastic = block, stochastic
-        self._scratch: dict[torch.device, Scratch] = {}
+        self._scratch: dict[tuple[torch.device, int], Scratch] = {}
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for FSDP2's own buffers."""
@@ -82,7 +82,7 @@ class Int8ReduceScatter:
                 f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))}; set reduce_dtype in "
                 "MixedPrecisionPolicy"
             )
-        scratch = self._scratch.setdefault(input_tensor.device, Scratch(input_tensor.device))
+        scratch = self._scratch_of_stream(input_tensor.device)
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
         layout = MessageLayout(values=workers * length, shards=workers, length=length, block=self.block)
@@ -95,6 +95,11 @@ class Int8ReduceScatter:
         all_to_all(received, sent, group)
         own = MessageLayout(values=values, shards=1, length=length, block=self.block)
         gradient_codec.unpack(received[:, None], own, out=output_tensor.view(-1), factor=factors[op])
+
+    def _scratch_of_stream(self, device: torch.device) -> Scratch:
+        """Each root of FSDP2 has a stream of its own, and nothing orders two of them."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return self._scratch.setdefault((device, stream), Scratch(device))
 
     @staticmethod
     def _padded(parts: Tensor, length: int, scratch: Scratch) -> Tensor:

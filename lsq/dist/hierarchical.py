@@ -13,9 +13,7 @@ from lsq.dist.codec import Codec
 from lsq.dist.collectives import all_gather, all_to_all
 from lsq.dist.scratch import Scratch
 from lsq.dist.two_hop import exchange_mean
-
-PIECE_MULTIPLE = 32
-"""Pieces of a bucket begin at multiples of this many values, so that kernels find them aligned."""
+from lsq.ops.gradient_layout import SHARD_MULTIPLE
 
 
 class Hierarchical:
@@ -56,7 +54,10 @@ class Hierarchical:
 
 
 def cut(values: int, pieces: int) -> list[tuple[int, int]]:
-    """(first value, number of values) of each piece of `values`; the first is the longest, the last may be empty."""
-    length = -(-values // (pieces * PIECE_MULTIPLE)) * PIECE_MULTIPLE
+    """(first value, number of values) of each piece of `values`; the first is the longest, the last may be empty.
+
+    Pieces begin at multiples of SHARD_MULTIPLE, so that kernels find them aligned.
+    """
+    length = -(-values // (pieces * SHARD_MULTIPLE)) * SHARD_MULTIPLE
     starts = [min(piece * length, values) for piece in range(pieces)]
     return [(start, min(length, values - start)) for start in starts]

@@ -1,6 +1,8 @@
 """DDP's communication hook that averages gradients as a GradientConfig says."""
 
 import logging
+import os
+import socket
 import weakref
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,7 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.dist import roll_call
-from lsq.dist.agreement import require_same
+from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.codec import Codec
 from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq_levels
 from lsq.dist.executor import SideStream, WorkerThread
@@ -93,9 +95,9 @@ class GradientCompression:
         return buffer
 
     def _mean_with_feedback(self, index: int, parameters: list[Tensor], buffer: Tensor) -> Tensor:
-        residuals = self._feedback.begin(index, parameters, buffer)
-        self._average.average(buffer, residuals.error)
-        self._feedback.end(residuals, buffer)
+        error = self._feedback.begin(index, parameters, buffer)
+        self._average.average(buffer, error)
+        self._feedback.end(buffer)
         return buffer
 
     def _prepare(self, config: GradientConfig, model: DistributedDataParallel, device: torch.device) -> None:
@@ -150,8 +152,8 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
     if model in _compressed:
         raise ValueError("this model's gradients are compressed already; call compress_gradients once for each model")
     group = model.process_group
-    topology = _topology(config, group)
     device = _device(model)
+    topology = _topology(config, group, device)
     if topology.world_size == 1:
         logger.info("there is one worker: gradients are not exchanged, and mode %s has nothing to do", config.mode)
         return GradientCompression("float", topology, group)
@@ -167,7 +169,7 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
             raise
         raise ValueError(
             "this model has a communication hook already, and DDP takes one; do not register another, and leave out "
-            "fairseq's --ddp-comm-hook"
+            "mixed_precision of DDP and fairseq's --ddp-comm-hook"
         ) from error
     _compressed.add(model)
     if mode in COMPRESSED:
@@ -200,10 +202,15 @@ def _own_group(whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, 
     return own
 
 
-def _topology(config: GradientConfig, group: ProcessGroup) -> Topology:
+def _topology(config: GradientConfig, group: ProcessGroup, device: torch.device) -> Topology:
     """Modes that know of no nodes take workers in any arrangement: as if there were one node."""
     if config.mode in NODE_MODES:
-        return find_topology(group.size(), group.rank(), config.node_size)
+        # What torchrun says is said of all its processes, not of a group of some.
+        environment = os.environ if group.size() == distributed.get_world_size() else {}
+        return find_topology(
+            group.size(), group.rank(), config.node_size, lambda: gather_text(socket.gethostname(), group, device),
+            environment,
+        )
     return Topology(world_size=group.size(), rank=group.rank(), node_size=group.size())
 
 

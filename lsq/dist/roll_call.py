@@ -28,8 +28,12 @@ PATIENCE_S = 5.0
 """How long the roll call waits for an answer, in seconds; torchrun gives a process 30 from SIGTERM to SIGKILL."""
 PERIOD_S = 0.5
 """How often a process looks whether the roll is called, in seconds."""
-FAILURES = ("gloo", "nccl", "socket timeout", "connection closed by peer", "connection reset by peer", "broken pipe")
-"""What the messages of failed exchanges contain, in lower case."""
+FAILURES = re.compile(
+    r"/gloo/|\bgloo timeout\b|timed out waiting \d+ ?ms|wait timeout|\bnccl (communicator|error|operation|work)\b"
+    r"|watchdog caught collective|socket timeout|connection (closed|reset) by peer|broken pipe",
+    re.IGNORECASE,
+)
+"""What the messages of failed exchanges contain."""
 NOISE = (
     (re.compile(r"Got the following error when running the callback: \w+: "), ""),
     (re.compile(r"\[\S*/gloo/\S*\] "), "gloo: "),
@@ -217,10 +221,9 @@ def unregister(last_words: str | None = None) -> None:
 def is_exchange_failure(error: BaseException) -> bool:
     """Whether `error`, or one that it was raised in place of, is that of a failed exchange between processes."""
     while error is not None:
-        text = str(error).lower()
         if isinstance(error, (ExchangeFailed, distributed.DistError)):
             return True
-        if isinstance(error, RuntimeError) and any(part in text for part in FAILURES):
+        if isinstance(error, RuntimeError) and FAILURES.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

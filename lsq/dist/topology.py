@@ -1,8 +1,9 @@
 """Which worker sits where: nodes of equal size, ranks counted node by node as torchrun does."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +32,30 @@ class Topology:
 
 
 def find_topology(
-    world_size: int, rank: int, node_size: int | None, environment: Mapping[str, str] = os.environ
+    world_size: int,
+    rank: int,
+    node_size: int | None,
+    hosts: Callable[[], Sequence[str]],
+    environment: Mapping[str, str] = os.environ,
 ) -> Topology:
-    """The Topology for a node size that was given, or that torchrun says (LOCAL_WORLD_SIZE), or else one node for all.
+    """The Topology for a node size that was given, or that torchrun says (LOCAL_WORLD_SIZE), or as hosts tell.
+
+    Args:
+        world_size: number of workers.
+        rank: of this one.
+        node_size: workers on each node, or None.
+        hosts: the name of each worker's host, in order of ranks; called where nothing else tells.
+        environment: of this process.
 
     Raises:
-        ValueError: nodes of that size do not divide the workers, or torchrun counts otherwise.
+        ValueError: nodes of that size do not divide the workers, torchrun counts otherwise, or hosts have different
+            numbers of workers.
     """
     launched = environment.get("LOCAL_WORLD_SIZE")
     source = "node_size"
     if node_size is None:
-        source = "LOCAL_WORLD_SIZE" if launched is not None else "the number of workers"
-        node_size = world_size if launched is None else int(launched)
+        source = "LOCAL_WORLD_SIZE" if launched is not None else "by the names of hosts"
+        node_size = node_size_of(hosts()) if launched is None else int(launched)
     if world_size % node_size:
         raise ValueError(
             f"{world_size} workers cannot be divided into nodes of {node_size} ({source}); start as many workers on "
@@ -56,3 +69,19 @@ def find_topology(
             f"{rank % node_size}; ranks must be counted node by node, or node_size be given"
         )
     return topology
+
+
+def node_size_of(hosts: Sequence[str]) -> int:
+    """Workers on each node, from the name of each worker's host, in order of ranks.
+
+    Raises:
+        ValueError: hosts have different numbers of workers, or ranks are not counted host by host.
+    """
+    nodes = [(host, len(list(workers))) for host, workers in groupby(hosts)]
+    if len({count for _, count in nodes}) > 1 or len({host for host, _ in nodes}) < len(nodes):
+        listed = ", ".join(f"{count} on {host}" for host, count in nodes[:8])
+        raise ValueError(
+            f"workers are spread over hosts unevenly ({listed}{', ...' if len(nodes) > 8 else ''}); start as many on "
+            "every host, counted host by host, or choose mode int8, which knows of no nodes"
+        )
+    return nodes[0][1]

@@ -19,6 +19,7 @@ from lsq.dist.config import gcq_levels, kept_largest
         ({"quantile": 0.0}, ["quantile", "0.0", "at most 1"]),
         ({"timeout_s": -1}, ["timeout_s", "-1"]),
         ({"seed": "x"}, ["seed", "'x'"]),
+        ({"seed": 2**32}, ["seed", "4294967296", "4294967295"]),
     ],
 )
 def test_values_that_are_not_allowed_are_named(options, words):

@@ -19,10 +19,11 @@ def step(feedback: ErrorFeedback, buckets: list[list[nn.Parameter]], value: floa
     buffers = []
     for index, bucket in enumerate(buckets):
         buffer = torch.zeros(sum(parameter.numel() for parameter in bucket))
-        residuals = feedback.begin(index, bucket, buffer)
+        error = feedback.begin(index, bucket, buffer)
         buffers.append(buffer)
-        residuals.error.copy_(torch.arange(buffer.numel()) + value)
-        feedback.end(residuals, torch.full_like(buffer, mean))
+        assert not error.any()
+        error.copy_(torch.arange(buffer.numel()) + value)
+        feedback.end(torch.full_like(buffer, mean))
     return buffers
 
 
@@ -42,15 +43,16 @@ def test_residuals_follow_parameters_into_other_buckets():
     assert first.tolist() == [1, 2, 4, 5, 6, 7, 8] and second.tolist() == [1, 2, 3]
 
 
-def test_a_step_that_is_not_finite_leaves_residuals_as_they_were():
+def test_after_a_step_that_is_not_finite_residuals_begin_from_zero():
+    """A loss scaler has then changed the unit of gradients."""
     a, b, c = parameters().values()
     feedback = ErrorFeedback([("a", a), ("b", b), ("c", c)])
     step(feedback, [[a, b, c]], 1.0)
-    residuals = feedback.begin(0, [a, b, c], torch.zeros(10))
-    residuals.error.fill_(9.0)
-    feedback.end(residuals, torch.full((10,), torch.inf))
+    step(feedback, [[a, b, c]], 9.0, mean=torch.inf)
+    (buffer,) = step(feedback, [[a, b, c]], 5.0)
+    assert not buffer.any()
     (buffer,) = step(feedback, [[a, b, c]], 0.0)
-    assert torch.equal(buffer, torch.arange(10) + 1.0)
+    assert torch.equal(buffer, torch.arange(10) + 5.0)
 
 
 def test_one_bucket_that_is_not_finite_counts_for_all():
@@ -58,9 +60,8 @@ def test_one_bucket_that_is_not_finite_counts_for_all():
     feedback = ErrorFeedback([("a", a), ("b", b), ("c", c)])
     for index, (bucket, mean) in enumerate([([a, b], 0.0), ([c], torch.nan)]):
         buffer = torch.zeros(sum(parameter.numel() for parameter in bucket))
-        residuals = feedback.begin(index, bucket, buffer)
-        residuals.error.fill_(9.0)
-        feedback.end(residuals, torch.full_like(buffer, mean))
+        feedback.begin(index, bucket, buffer).fill_(9.0)
+        feedback.end(torch.full_like(buffer, mean))
     assert not any(buffer.any() for buffer in step(feedback, [[a, b], [c]], 0.0))
 
 
@@ -71,9 +72,8 @@ def test_steps_without_the_first_bucket_are_steps():
     found = []
     for value in (2.0, 3.0):
         buffer = torch.zeros(2)
-        residuals = feedback.begin(1, [c], buffer)
-        residuals.error.fill_(value)
-        feedback.end(residuals, torch.zeros(2))
+        feedback.begin(1, [c], buffer).fill_(value)
+        feedback.end(torch.zeros(2))
         found.append(buffer.tolist())
     assert found == [[1, 2], [2, 2]]
 

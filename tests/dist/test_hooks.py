@@ -1,55 +1,19 @@
-"""compress_gradients under DDP: its contract in every mode, and what it refuses."""
+"""compress_gradients under DDP: its contract in every mode."""
 
-import logging
 import random
 import time
 
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.dist import GradientConfig, compress_gradients, hooks, roll_call
-from tests.dist.processes import ProcessFailed, run
+from lsq.dist import GradientConfig, compress_gradients, roll_call
+from tests.dist.net import Net, batch, config, exact_mean, flat_gradients
+from tests.dist.processes import run
 
 BOUND = {"int8": 0.02, "int8_hier": 0.02, "int4_hier": 0.4, "gcq": 0.4, "bf16": 0.01, "fp16": 0.002}
 """Largest relative error of a mean in these tests, whose gradients are small and uneven: many are zero."""
-
-
-def config(mode: str, **options) -> GradientConfig:
-    return GradientConfig(mode=mode, node_size=2 if mode.endswith("_hier") else None, **options)
-
-
-class Net(nn.Module):
-    """Layers of odd sizes; the second half of the batch's workers does without `spare`."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.spare = nn.Linear(37, 53), nn.Linear(53, 7), nn.Linear(53, 7)
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor, use_spare: bool = True) -> torch.Tensor:
-        hidden = torch.relu(self.first(x))
-        return self.second(hidden) + (self.spare(hidden) if use_spare else 0)
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(5, 37, generator=torch.Generator().manual_seed(1000 * rank + step))
-
-
-def flat_gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-def exact_mean(net: nn.Module, inputs: list[torch.Tensor], **options) -> torch.Tensor:
-    """The mean over workers of the gradients of a loss that is summed over `inputs`."""
-    loss = sum(net(x, **options).float().square().sum() for x in inputs)
-    found = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
-    flat = torch.cat([gradient.flatten() for gradient in found]).float()
-    distributed.all_reduce(flat)
-    return flat / distributed.get_world_size()
 
 
 def jitter(compression, rank: int) -> None:
@@ -127,7 +91,7 @@ def overflows(rank: int, modes: list[str]) -> list[tuple[str, torch.Tensor]]:
         for value in (torch.inf, torch.nan):
             net = Net(torch.float16)
             model = DistributedDataParallel(net)
-            compress_gradients(model, config(mode))
+            compress_gradients(model, GradientConfig(mode=mode, node_size=1))
             x = batch(rank, 0).half()
             loss = model(x).square().sum()
             (loss * (value if rank == 1 else 1.0)).backward()
@@ -136,7 +100,7 @@ def overflows(rank: int, modes: list[str]) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_overflow_on_one_worker_shows_on_all():
-    for overflow in run(overflows, 2, ["int8", "gcq", "fp16", "bf16"]):
+    for overflow in run(overflows, 2, ["int8", "int8_hier", "int4_hier", "gcq", "fp16", "bf16"]):
         for mode, gradients in overflow:
             assert not gradients.isfinite().all(), mode
 
@@ -186,86 +150,6 @@ def test_dummy_batches_count_as_zero():
     (some, none), _ = run(silent, 2)
     assert some.isfinite().all() and some.any()
     assert not none.any()
-
-
-def messages_of_modes(rank: int) -> list[tuple[str, list[str]]]:
-    """(mode that came out, rank's log) for configurations that need a word."""
-    results = []
-    for options in (
-        {"mode": "auto"}, {"mode": "auto", "node_size": 1}, {"mode": "int8_hier", "node_size": 2},
-        {"mode": "int4_hier", "node_size": 1}, {"mode": "auto", "error_feedback": True},
-    ):
-        records = []
-        handler = logging.Handler()
-        handler.emit = lambda record, records=records: records.append(record.getMessage())
-        hooks.logger.addHandler(handler)
-        hooks.logger.setLevel(logging.INFO)
-        compression = compress_gradients(DistributedDataParallel(Net()), GradientConfig(**options))
-        hooks.logger.removeHandler(handler)
-        results.append((compression.mode, records))
-    return results
-
-
-def test_what_is_not_plain_is_said_once():
-    first, second = run(messages_of_modes, 2)
-    assert [mode for mode, _ in first] == ["bf16", "int8_hier", "float", "int4_hier", "bf16"]
-    assert ["auto chose bf16" in first[0][1][0], "auto chose int8_hier" in first[1][1][0]] == [True, True]
-    assert "there is one" in first[2][1][0] and "experimental" in first[3][1][0]
-    assert "error_feedback has nothing to do" in first[4][1][1]
-    assert [len(said) for _, said in first] == [1, 1, 1, 1, 2]
-    assert all(said == [] for _, said in second)
-
-
-def alone(rank: int) -> tuple[str, bool]:
-    model = DistributedDataParallel(Net())
-    compression = compress_gradients(model, GradientConfig(mode="int8", error_feedback=True))
-    model(batch(0, 0)).sum().backward()
-    return compression.mode, compression.state_dict() == {}
-
-
-def test_one_worker_exchanges_nothing():
-    assert run(alone, 1) == [("float", True)]
-
-
-def mistakes(rank: int) -> list[str]:
-    def message(make) -> str:
-        try:
-            make()
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return "nothing was raised"
-
-    double = DistributedDataParallel(Net(torch.float64))
-    hooked = DistributedDataParallel(Net())
-    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    twice = DistributedDataParallel(Net())
-    compress_gradients(twice, GradientConfig(mode="bf16"))
-    other = DistributedDataParallel(Net())
-    found = [
-        message(lambda: compress_gradients(Net())),
-        message(lambda: compress_gradients(double, GradientConfig(mode="int8"))),
-        message(lambda: compress_gradients(hooked, GradientConfig(mode="int8"))),
-        message(lambda: compress_gradients(twice, GradientConfig(mode="int8"))),
-        message(lambda: compress_gradients(other, GradientConfig(mode="int8", block=64 << rank))),
-        message(lambda: compress_gradients(other, GradientConfig(mode="int8_hier", node_size=3))),
-    ]
-    hooks.BACKENDS["cpu"] = "nccl"
-    return [*found, message(lambda: compress_gradients(other, GradientConfig(mode="int8")))]
-
-
-def test_mistakes_are_named():
-    for found in run(mistakes, 2):
-        wanted = (
-            ["Net", "DistributedDataParallel"],
-            ["first.weight", "torch.float64", "mode bf16"],
-            ["communication hook already", "--ddp-comm-hook"],
-            ["already", "once"],
-            ["rank 0 has block=64", "rank 1 has block=128"],
-            ["2 workers", "nodes of 3"],
-            ["gradients are on cpu", "gloo", "cpu by nccl"],
-        )
-        for message, words in zip(found, wanted, strict=True):
-            assert all(word in message for word in words), message
 
 
 def fails(rank: int) -> list[str]:
@@ -353,26 +237,3 @@ def test_buckets_may_be_empty(error_feedback):
     for found in run(hollow, 2, error_feedback):
         for mean in found:
             assert torch.allclose(mean, torch.arange(5.0) / 2, atol=0.1), mean
-
-
-def many_workers(rank: int) -> str:
-    compress_gradients(DistributedDataParallel(Net()), GradientConfig(mode="gcq"))
-    return "went through"
-
-
-def test_gcq_counts_its_workers(monkeypatch, caplog):
-    topology = hooks.Topology(world_size=17, rank=0, node_size=17)
-    assert hooks._mode(GradientConfig(mode="gcq"), topology) == "gcq"
-    assert "-7 to 7" in caplog.text
-    with pytest.raises(ValueError, match=r"127 // 128 = 0"):
-        hooks._mode(GradientConfig(mode="gcq"), hooks.Topology(world_size=128, rank=0, node_size=8))
-    assert run(many_workers, 2) == ["went through"] * 2
-
-
-def raises(rank: int) -> None:
-    raise RuntimeError("on purpose")
-
-
-def test_the_harness_sees_failures():
-    with pytest.raises(ProcessFailed, match="on purpose"):
-        run(raises, 1)

@@ -115,6 +115,8 @@ def test_leaving_waits_for_a_slow_store(start):
         (distributed.DistNetworkError("The client socket has timed out"), True),
         (RankLost("rank 1"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("Missing key gloomy.weight"), False),
+        (NotImplementedError("not implemented for backend gloo"), False),
         (ValueError("gloo is not a mode"), False),
         (FileNotFoundError("nowhere"), False),
     ],
