@@ -1,0 +1,183 @@
+"""Step time of every way to average gradients, on two pretended nodes of two processes each, over a slow network.
+
+The nodes are network namespaces on this machine, joined by a cable of a limited rate; this needs root, `ip` and `tc`. Before
+and after each measurement the bytes that the network cards have sent are read. The model computes next to nothing on
+purpose: `no exchange` is a step without communication. All processes share this machine's cores.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import common
+import gradient_sides
+import network
+import processes
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+NO_EXCHANGE = "no exchange"
+BASELINE = gradient_sides.TORCH_BF16
+PROCESSES_PER_NODE = 2
+SIDES = (NO_EXCHANGE, *(side for side in gradient_sides.SIDES if side not in (gradient_sides.DISTURBED, "fp16")))
+WORKER_SECONDS = 1800
+"""A measurement at one rate takes at most this long."""
+
+
+class Sides:
+    """The same model for every side, with gradients averaged in its way."""
+
+    def __init__(self, names: list[str], layers: int, width: int, rows: int):
+        self.models = {}
+        for name in names:
+            torch.manual_seed(1)
+            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+            self.models[name] = DistributedDataParallel(model)
+            if name != NO_EXCHANGE:
+                gradient_sides.attach(self.models[name], name, PROCESSES_PER_NODE)
+        generator = torch.Generator().manual_seed(distributed.get_rank())
+        self.x = torch.randn(rows, width, generator=generator)
+
+    def step(self, name: str) -> None:
+        """Forward and backward pass; gradients are averaged on the way."""
+        model = self.models[name]
+        model.zero_grad(set_to_none=True)
+        if name == NO_EXCHANGE:
+            with model.no_sync():
+                model(self.x).square().mean().backward()
+        else:
+            model(self.x).square().mean().backward()
+
+    def error(self, name: str) -> float:
+        """Relative error of the gradient that the last step left, against the exact mean."""
+        found, exact = (
+            torch.cat([weight.grad.flatten() for weight in self.models[side].parameters()])
+            for side in (name, gradient_sides.EXACT)
+        )
+        return ((found - exact).norm() / exact.norm()).item()
+
+
+def worker(rank: int, folder: Path) -> None:
+    """One process of the group: takes part in every measurement; writes its own figures."""
+    options = json.loads((folder / "options.json").read_text())
+    torch.set_num_threads(1)
+    processes.join(rank, network.NODES * PROCESSES_PER_NODE, folder)
+    sides = Sides(options["sides"], options["layers"], options["width"], options["batch"])
+    found = {name: {"seconds": [], "bytes": []} for name in options["sides"]}
+    for round_number in range(-options["warm_up"], options["rounds"]):
+        for name in options["sides"]:
+            distributed.barrier()
+            sent, start = network.sent_bytes(), time.perf_counter()
+            for _ in range(options["steps"]):
+                sides.step(name)
+            elapsed = time.perf_counter() - start
+            distributed.barrier()
+            if round_number >= 0:
+                found[name]["seconds"].append(elapsed / options["steps"])
+                found[name]["bytes"].append((network.sent_bytes() - sent) / options["steps"])
+        if rank == 0:
+            print(f"round {round_number + 1} of {options['rounds']}", file=sys.stderr, flush=True)
+    for name in options["sides"]:
+        if name != NO_EXCHANGE:
+            found[name]["error"] = sides.error(name)
+    (folder / f"figures{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def measure(nodes: network.Network, options: dict) -> list[dict]:
+    """Run the processes of one measurement; what each of them found, by rank.
+
+    Raises:
+        RuntimeError: a process failed; its last lines are shown.
+    """
+    count = network.NODES * PROCESSES_PER_NODE
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "options.json").write_text(json.dumps(options))
+        started = []
+        for rank in range(count):
+            command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rank), name]
+            with (folder / f"log{rank}").open("w") as log:
+                output = {"stdout": log, "stderr": None if rank == 0 else log}
+                started.append(nodes.start(rank // PROCESSES_PER_NODE, command, **output))
+        wait(started, folder)
+        return [json.loads((folder / f"figures{rank}.json").read_text()) for rank in range(count)]
+
+
+def wait(started: list[subprocess.Popen], folder: Path) -> None:
+    """Until all have ended, or one of them has failed."""
+    deadline = time.monotonic() + WORKER_SECONDS
+    while any(process.poll() is None for process in started):
+        failed = [rank for rank, process in enumerate(started) if process.poll() not in (None, 0)]
+        if failed or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for rank, process in enumerate(started):
+        if process.poll() != 0:
+            lines = (folder / f"log{rank}").read_text().splitlines()[-20:]
+            why = f"failed with status {process.returncode}" if process.returncode else "did not end in time"
+            raise RuntimeError("\n".join([f"process {rank} {why}", *lines]))
+
+
+def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
+    """One row for each side. A round takes as long as its slowest process; a node's card counts once."""
+    cards = [found[node * PROCESSES_PER_NODE] for node in range(network.NODES)]
+    timings = {
+        side: common.timing([max(times) for times in zip(*(figures[side]["seconds"] for figures in found), strict=True)])
+        for side in found[0]
+    }
+    made = []
+    for side, timing in timings.items():
+        sent = max(common.timing(card[side]["bytes"]).median for card in cards)
+        made.append({
+            "rate": rate,
+            "side": side,
+            "milliseconds": 1e3 * timing.median,
+            "fastest": 1e3 * timing.fastest,
+            "computing": timings[NO_EXCHANGE].median / timing.median,
+            "bytes_per_parameter": sent / parameters,
+            "error": found[0][side].get("error"),
+            "ratio": timings[BASELINE].median / timing.median,
+        })
+    return made
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        worker(int(sys.argv[2]), Path(sys.argv[3]))
+        return
+    parser = common.parser(__doc__)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="of the cable, as tc writes them")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE")
+    options = common.parse(parser)
+    reason = network.obstacle()
+    if reason is not None:
+        parser.error(reason)
+    shape = {"layers": 2, "width": 32} if options.quick else {"layers": 4, "width": 1024}
+    sides = [NO_EXCHANGE, gradient_sides.EXACT, BASELINE]
+    sides += [side for side in options.sides if side not in sides]
+    work = {**shape, "batch": 4, "steps": 1, "sides": sides, "warm_up": 1 if options.quick else 2, "rounds": options.rounds}
+    parameters = shape["layers"] * shape["width"] ** 2
+    figures = []
+    with network.Network() as nodes:
+        for rate in options.rates:
+            nodes.limit(rate)
+            figures += rows(rate, measure(nodes, work), parameters)
+    conditions = common.conditions(
+        options, **{key: value for key, value in work.items() if key not in ("rounds", "sides")}, baseline=BASELINE,
+        backend="gloo", nodes=network.NODES, processes_per_node=PROCESSES_PER_NODE, parameters=parameters,
+        network=f"veth pair, tbf with a burst of {network.BURST} and a queue of {network.LATENCY} on both ends",
+        kernel=os.uname().release,
+    )
+    common.report("network", figures, conditions, options)
+
+
+if __name__ == "__main__":
+    main()
