@@ -1,7 +1,8 @@
 """Loss curves of a small language model trained by several processes, one way to average gradients beside another.
 
-All sides begin with the same weights and read the same text; `difference` is the final held-out loss minus that of exact
-averaging. "exact, disturbed" shows what differences mean: it is exact but for the last digits.
+All sides begin with the same weights and read the same text; `difference` is the final held-out loss minus that of
+exact averaging, `ratio` the one divided by the other. "exact, disturbed" shows what differences mean: it is exact but for
+the last digits.
 """
 
 import common
@@ -90,9 +91,9 @@ def row(world: int, side: str, runs: list[dict]) -> dict:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
-    parser.add_argument("--processes", type=common.positive, nargs="+", default=[2, 4], metavar="N", help="one set each")
+    parser.add_argument("--processes", type=common.positive, nargs="+", default=[2, 4], metavar="N", help="sets")
     parser.add_argument("--steps", type=common.positive, default=200, metavar="N", help="updates of each training")
-    parser.add_argument("--seeds", type=common.positive, nargs="+", default=[1, 2], metavar="SEED", help="a run each")
+    parser.add_argument("--seeds", type=common.positive, nargs="+", default=[1, 2], metavar="SEED", help="of each side")
     parser.add_argument("--sides", nargs="+", choices=NAMES, default=NAMES, metavar="SIDE", help="also: exact, always")
     options = common.parse(parser)
     training = {"steps": options.steps, "warm_up": 20, "every": 20, "sequences": 4, "length": 64, "shape": {}}

@@ -1,8 +1,8 @@
 """Step time of every way to average gradients, on two pretended nodes of two processes each, over a slow network.
 
-The nodes are network namespaces on this machine, joined by a cable of a limited rate; this needs root, `ip` and `tc`. Before
-and after each measurement the bytes that the network cards have sent are read. The model computes next to nothing on
-purpose: `no exchange` is a step without communication. All processes share this machine's cores.
+The nodes are network namespaces on this machine, joined by a cable of a limited rate; this needs root, `ip` and `tc`.
+Before and after each measurement the bytes that the network cards have sent are read. The model computes next to nothing
+on purpose: `no exchange` is a step without communication. All processes share this machine's cores.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 NO_EXCHANGE = "no exchange"
-BASELINE = gradient_sides.TORCH_BF16
+BASELINE = "bf16"
 PROCESSES_PER_NODE = 2
 SIDES = (NO_EXCHANGE, *(side for side in gradient_sides.SIDES if side not in (gradient_sides.DISTURBED, "fp16")))
 WORKER_SECONDS = 1800
@@ -128,10 +128,10 @@ def wait(started: list[subprocess.Popen], folder: Path) -> None:
 def rows(rate: str, found: list[dict], parameters: int) -> list[dict]:
     """One row for each side. A round takes as long as its slowest process; a node's card counts once."""
     cards = [found[node * PROCESSES_PER_NODE] for node in range(network.NODES)]
-    timings = {
-        side: common.timing([max(times) for times in zip(*(figures[side]["seconds"] for figures in found), strict=True)])
-        for side in found[0]
-    }
+    timings = {}
+    for side in found[0]:
+        rounds = zip(*(figures[side]["seconds"] for figures in found), strict=True)
+        timings[side] = common.timing([max(times) for times in rounds])
     made = []
     for side, timing in timings.items():
         sent = max(common.timing(card[side]["bytes"]).median for card in cards)
@@ -163,7 +163,8 @@ def main() -> None:
     shape = {"layers": 2, "width": 32} if options.quick else {"layers": 4, "width": 1024}
     sides = [NO_EXCHANGE, gradient_sides.EXACT, BASELINE]
     sides += [side for side in options.sides if side not in sides]
-    work = {**shape, "batch": 4, "steps": 1, "sides": sides, "warm_up": 1 if options.quick else 2, "rounds": options.rounds}
+    work = {**shape, "batch": 4, "steps": 1, "warm_up": 1 if options.quick else 2, "sides": sides}
+    work["rounds"] = options.rounds
     parameters = shape["layers"] * shape["width"] ** 2
     figures = []
     with network.Network() as nodes:

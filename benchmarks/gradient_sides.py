@@ -1,15 +1,16 @@
-"""Ways to average gradients that the benchmarks of gradient exchange compare, by the names that they have in the results."""
+"""Ways to average gradients that benchmarks compare, by the names that they have in the results."""
 
 import torch
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lsq.dist import GradientConfig, compress_gradients
+
 EXACT = "exact"
 """DistributedDataParallel without a hook: an all-reduce in float32."""
 DISTURBED = "exact, disturbed"
 """The same, with every averaged value off by about a millionth: what a training makes of the smallest differences."""
-TORCH_BF16 = "bf16 of PyTorch"
 DISTURBANCE = 1e-6
 
 LSQ_SIDES = {
@@ -21,9 +22,9 @@ LSQ_SIDES = {
     "int4_hier": {"mode": "int4_hier"},
     "int4_hier, error feedback": {"mode": "int4_hier", "error_feedback": True},
 }
-"""Name -> options of GradientConfig."""
+"""Name -> options of GradientConfig. bf16 and fp16 are PyTorch's own hooks."""
 
-SIDES = (EXACT, DISTURBED, TORCH_BF16, *LSQ_SIDES)
+SIDES = (EXACT, DISTURBED, *LSQ_SIDES)
 
 
 def attach(model: DistributedDataParallel, side: str, node_size: int):
@@ -42,19 +43,11 @@ def attach(model: DistributedDataParallel, side: str, node_size: int):
         return None
     if side == DISTURBED:
         model.register_comm_hook(torch.Generator().manual_seed(1), disturbed_hook)
-    elif side == TORCH_BF16:
-        model.register_comm_hook(distributed.group.WORLD, torch_bf16_hook)
     elif side in LSQ_SIDES:
-        from lsq.dist import GradientConfig, compress_gradients
         return compress_gradients(model, GradientConfig(**LSQ_SIDES[side], node_size=node_size))
     else:
         raise ValueError(f"{side!r} is not one of {', '.join(map(repr, SIDES))}")
     return None
-
-
-def torch_bf16_hook(group: distributed.ProcessGroup, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook under another name: by its own, DistributedDataParallel refuses it wherever there is no GPU."""
-    return default_hooks.bf16_compress_hook(group, bucket)
 
 
 def disturbed_hook(generator: torch.Generator, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:

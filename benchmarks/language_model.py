@@ -1,7 +1,7 @@
 """What the benchmarks of gradient exchange train: a small language model on number names, made without data files.
 
-The text is that of `lsq numbers`: lines such as "twenty-one = einundzwanzig", as bytes. With the default shape the model
-has 660,608 parameters.
+The text is that of `lsq numbers`: lines such as "twenty-one = einundzwanzig", as bytes. With the default shape the
+model has 660,608 parameters.
 Shape letters: B sequences, T bytes of a sequence, H hidden.
 """
 
@@ -99,7 +99,7 @@ def make_text(train_numbers: int = TRAIN_NUMBERS, held_out_numbers: int = HELD_O
 
 
 def microbatch(text: torch.Tensor, number: int, *, sequences: int, length: int) -> torch.Tensor:
-    """The microbatch of that number, which seeds it: int64 [sequences, length], pieces of `text` uint8 at random places."""
+    """Pieces of `text` uint8 at places that `number` seeds: int64 [sequences, length]."""
     generator = torch.Generator().manual_seed(number)
     starts = torch.randint(len(text) - length + 1, (sequences, 1), generator=generator)
     return text[starts + torch.arange(length)].long()

@@ -1,7 +1,7 @@
 """Two pretended machines on this one: network namespaces joined by one cable of a chosen rate.
 
-Linux, root, `ip` and `tc` (iproute2) are needed. Each end of the cable is a veth interface whose outgoing packets pass a
-token bucket (tc-tbf). Processes inside one namespace reach each other through its loopback, which is not limited.
+Linux, root, `ip` and `tc` (iproute2) are needed. Each end of the cable is a veth interface whose outgoing packets pass
+a token bucket (tc-tbf). Processes inside one namespace reach each other through its loopback, which is not limited.
 """
 
 import os
@@ -27,7 +27,7 @@ def obstacle() -> str | None:
     if missing:
         return f"{' and '.join(missing)} not found; install iproute2"
     if os.geteuid() != 0:
-        return "making network namespaces needs root; run it as root or in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
+        return "network namespaces need root; run it as root, in a container with CAP_SYS_ADMIN and CAP_NET_ADMIN"
     return None
 
 
