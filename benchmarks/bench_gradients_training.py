@@ -1,8 +1,8 @@
 """Loss curves of a small language model trained by several processes, one way to average gradients beside another.
 
 All sides begin with the same weights and read the same text; `difference` is the final held-out loss minus that of
-exact averaging, `ratio` the one divided by the other. "exact, disturbed" shows what differences mean: it is exact but for
-the last digits.
+exact averaging, `ratio` the one divided by the other. "exact, disturbed" shows what differences mean: it is exact but
+for the last digits.
 """
 
 import common

@@ -1,8 +1,8 @@
 """Up to 1,024 workers in one process: how exact their mean gradient is, and what a training makes of it.
 
 Each worker's gradient is that of a small language model on a microbatch of its own, and what lsq would send of it is
-made by the code that sends it (simulated_exchange.py). Workers come one after another: of each, the message is kept, not
-the gradient (gcq keeps them, for at most 64 workers). With `--json FILE`, what FILE has already is not made again.
+made by the code that sends it (simulated_exchange.py). Workers come one after another: of each, the message is kept,
+not the gradient (gcq keeps them, for at most 64 workers). With `--json FILE`, what FILE has already is not made again.
 """
 
 import json
@@ -98,7 +98,8 @@ class Store:
     def __init__(self, path: Path | None, options: dict, conditions: dict):
         self.path = path
         self.content: dict = {
-            "benchmark": "simulated_workers", "conditions": conditions, "options": options, "errors": [], "trainings": [],
+            "benchmark": "simulated_workers", "conditions": conditions, "options": options,
+            "errors": [], "trainings": [],
         }
         if path is not None and path.exists():
             found = json.loads(path.read_text())
@@ -188,7 +189,7 @@ def main() -> None:
         "--after", type=int, nargs="*", default=[0, 60, 200], metavar="STEPS",
         help=f"steps of training, at most {PREPARATION['steps']}, before errors are measured",
     )
-    parser.add_argument("--train", nargs="*", choices=SCHEMES, default=[], metavar="SCHEME", help="train with these, too")
+    parser.add_argument("--train", nargs="*", choices=SCHEMES, default=[], metavar="SCHEME", help="train with these")
     parser.add_argument("--train-workers", type=common.positive, default=32, metavar="N", help="in trainings")
     parser.add_argument("--train-sequences", type=common.positive, default=4, metavar="N", help="of each worker")
     parser.add_argument("--steps", type=common.positive, default=200, metavar="N", help="of trainings")

@@ -68,7 +68,8 @@ class TwoHop:
     """
 
     def __init__(
-        self, workers: int, values: int, *, node_size: int = 1, bits: int = 8, stochastic: bool = False, block: int = 256,
+        self, workers: int, values: int, *, node_size: int = 1, bits: int = 8, stochastic: bool = False,
+        block: int = 256,
     ):
         self.workers, self.values, self.nodes = workers, values, workers // node_size
         self.pieces = cut(values, node_size) if node_size > 1 else [(0, values)]
