@@ -98,7 +98,7 @@ def main() -> None:
     options = common.parse(parser)
     training = {"steps": options.steps, "warm_up": 20, "every": 20, "sequences": 4, "length": 64, "shape": {}}
     if options.quick:
-        options.processes, options.seeds = [2], [1]
+        options.processes, options.seeds, options.sides = [2], [1], ["int8"]
         training.update(steps=2, sequences=2, length=16, shape={"hidden": 32, "layers": 1, "positions": 16})
     training["seeds"] = options.seeds
     text = language_model.make_text(*([100, 50] if options.quick else []))

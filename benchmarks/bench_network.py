@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 NO_EXCHANGE = "no exchange"
 BASELINE = "bf16"
 PROCESSES_PER_NODE = 2
-SIDES = (NO_EXCHANGE, *(side for side in gradient_sides.SIDES if side not in (gradient_sides.DISTURBED, "fp16")))
+SIDES = (NO_EXCHANGE, gradient_sides.EXACT, "bf16", "gcq", "int8", "int8_hier", "int4_hier")
 WORKER_SECONDS = 1800
 """A measurement at one rate takes at most this long."""
 

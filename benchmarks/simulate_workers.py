@@ -25,6 +25,8 @@ LEARNING_RATE = 2e-3
 PREPARATION = {"steps": 200, "sequences": 32}
 """The training that leads to the weights whose gradients are compared; it may be stopped before its end."""
 EXACT = "exact"
+SETTING = ("workers", "sequences", "steps", "seed")
+"""What trainings that are compared have in common."""
 Maker = Callable[[int, int], object]
 
 
@@ -44,8 +46,9 @@ SCHEMES: dict[str, Maker] = {
     "gcq": lambda workers, values: gcq(workers, values, 11),
     "gcq, largest value as clip": lambda workers, values: gcq(workers, values, 1),
     "int8": TwoHop,
-    "int8, block 64": lambda workers, values: TwoHop(workers, values, block=64),
+    "int8, block 128": lambda workers, values: TwoHop(workers, values, block=128),
     "int8_hier": hierarchical,
+    "int8_hier, block 128": lambda workers, values: hierarchical(workers, values, block=128),
     "int4_hier, nodes of 1": lambda workers, values: TwoHop(workers, values, bits=4, stochastic=True),
     "int4_hier": lambda workers, values: hierarchical(workers, values, bits=4, stochastic=True),
 }
@@ -173,9 +176,9 @@ def error_rows(store: Store) -> Iterator[dict]:
 def training_rows(store: Store) -> Iterator[dict]:
     """One row for each training: its final loss, and how far it is from that of the exact mean."""
     for row in store.content["trainings"]:
-        exact = store.find("trainings", scheme=EXACT, **{key: row[key] for key in ("workers", "seed", "steps")})
+        exact = store.find("trainings", scheme=EXACT, **{key: row[key] for key in SETTING})
         yield {
-            **{key: row[key] for key in ("workers", "steps", "seed", "scheme", "final_loss")},
+            **{key: row[key] for key in (*SETTING, "scheme", "final_loss")},
             "difference": row["final_loss"] - exact["final_loss"],
         }
 
@@ -213,8 +216,8 @@ def main() -> None:
     measure_errors(store, Workers(shape, text, 1, sequences, length), options.after, options.workers, options.quiet)
     for seed in options.seeds:
         for scheme in dict.fromkeys([EXACT, *options.train] if options.train else []):
-            key = {"workers": options.train_workers, "seed": seed, "steps": options.steps, "scheme": scheme}
-            key["sequences"] = options.train_sequences
+            setting = (options.train_workers, options.train_sequences, options.steps, seed)
+            key = {**dict(zip(SETTING, setting, strict=True)), "scheme": scheme}
             if store.find("trainings", **key) is None:
                 workers = Workers(shape, text, seed, options.train_sequences, length)
                 done = train(workers, scheme, options.train_workers, options.steps, seed, options.quiet)
