@@ -5,6 +5,8 @@ exact averaging, `ratio` the one divided by the other. "exact, disturbed" shows 
 for the last digits.
 """
 
+import sys
+
 import common
 import gradient_sides
 import language_model
@@ -54,20 +56,29 @@ def train(rank: int, side: str, options: dict, text: language_model.Text) -> dic
     return {"training": (losses / world).tolist(), "held_out": held_out, "agree": torch.equal(first, weights)}
 
 
-def measure(world: int, sides: list[str], options: dict, text: language_model.Text) -> list[dict]:
-    """Train with every side, each twice as often as there are seeds; the rows of the table, curves included."""
-    rows = []
-    exact = {}
+def train_all(rank: int, sides: list[str], options: dict, text: language_model.Text) -> list[list[dict]]:
+    """One process of all trainings: those of a side are one after another, one for each seed."""
+    found = []
     for side in sides:
+        found.append([train(rank, side, {**options, "seed": seed}, text) for seed in options["seeds"]])
+        if rank == 0:
+            losses = ", ".join(f"{run['held_out'][options['steps']]:.4f}" for run in found[-1])
+            print(f"{distributed.get_world_size()} processes, {side}: {losses}", file=sys.stderr, flush=True)
+    return found
+
+
+def measure(world: int, sides: list[str], options: dict, text: language_model.Text) -> list[dict]:
+    """Train with every side, the first of which is exact; the rows of the table, curves included."""
+    answers = processes.run(train_all, world, sides, options, text)
+    rows = []
+    exact = [run["held_out"][options["steps"]] for run in answers[0][0]]
+    for number, side in enumerate(sides):
         runs = []
-        for seed in options["seeds"]:
-            answers = processes.run(train, world, side, {**options, "seed": seed}, text)
-            answer = {**answers[0], "agree": all(answer["agree"] for answer in answers)}
-            final = answer["held_out"][options["steps"]]
-            exact.setdefault(seed, final)
-            last = answer["training"][-LAST:]
-            runs.append({"final": final, "difference": final - exact[seed], "last": sum(last) / len(last), **answer})
-            print(f"{world} processes, {side}, seed {seed}: {final:.4f} {runs[-1]['difference']:+.4f}", flush=True)
+        for place, run in enumerate(answers[0][number]):
+            final, last = run["held_out"][options["steps"]], run["training"][-LAST:]
+            agree = all(answer[number][place]["agree"] for answer in answers)
+            more = {"final": final, "difference": final - exact[place], "last": sum(last) / len(last), "agree": agree}
+            runs.append({**run, **more})
         rows.append(row(world, side, runs))
     return rows
 

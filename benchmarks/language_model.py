@@ -1,13 +1,14 @@
-"""What the benchmarks of gradient exchange train: a small language model on number names, made without data files.
+"""What the benchmarks of gradient exchange train: a small language model, on text that is made without data files.
 
-The text is that of `lsq numbers`: lines such as "twenty-one = einundzwanzig", as bytes. With the default shape the
-model has 660,608 parameters.
+The text is that of `lsq numbers`, lines such as "twenty-one = einundzwanzig", or sentences of invented words whose
+order follows a random grammar; either as bytes. With the default shape the model has 660,608 parameters.
 Shape letters: B sequences, T bytes of a sequence, H hidden.
 """
 
 import random
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional
@@ -17,6 +18,10 @@ BYTES = 256
 TEXT_SEED = 1
 TRAIN_NUMBERS = 20000
 HELD_OUT_NUMBERS = 500
+WORDS = 1000
+"""Of invented sentences."""
+SUCCESSORS = 20
+"""Words that may follow a word; the n-th of them does with a probability proportional to 1/n."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,28 @@ def make_text(train_numbers: int = TRAIN_NUMBERS, held_out_numbers: int = HELD_O
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     return Text(train=lines(train), held_out=lines(held_out))
+
+
+def make_sentences(train_words: int = 300_000, held_out_words: int = 10_000) -> Text:
+    """Invented words, each of which decides by chance which of its successors comes next.
+
+    Its loss falls evenly: there is no rule that a model suddenly finds out, as there is in number names.
+    """
+    generator = numpy.random.default_rng(TEXT_SEED)
+    letters = numpy.array(list("abcdefghijklmnopqrstuvwxyz"))
+    words = ["".join(generator.choice(letters, generator.integers(2, 9))) for _ in range(WORDS)]
+    successors = generator.integers(WORDS, size=(WORDS, SUCCESSORS))
+    chances = 1 / numpy.arange(1, SUCCESSORS + 1)
+    ranks = generator.choice(SUCCESSORS, size=train_words + held_out_words, p=chances / chances.sum())
+    word, found = 0, []
+    for rank in ranks:
+        word = successors[word, rank]
+        found.append(words[word])
+
+    def join(part: list[str]) -> torch.Tensor:
+        return torch.frombuffer(bytearray(" ".join(part).encode()), dtype=torch.uint8)
+
+    return Text(train=join(found[:train_words]), held_out=join(found[train_words:]))
 
 
 def microbatch(text: torch.Tensor, number: int, *, sequences: int, length: int) -> torch.Tensor:

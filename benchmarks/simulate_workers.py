@@ -7,13 +7,14 @@ not the gradient (gcq keeps them, for at most 64 workers). With `--json FILE`, w
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import common
 import language_model
 import torch
-from simulated_exchange import GCQ, Exact, Ring, TwoHop, relative_error
+from simulated_exchange import GCQ, Exact, Noisy, Ring, TwoHop, relative_error
 from torch import Tensor
 from tqdm import tqdm
 
@@ -25,7 +26,8 @@ LEARNING_RATE = 2e-3
 PREPARATION = {"steps": 200, "sequences": 32}
 """The training that leads to the weights whose gradients are compared; it may be stopped before its end."""
 EXACT = "exact"
-SETTING = ("workers", "sequences", "steps", "seed")
+TEXTS = {"numbers": language_model.make_text, "sentences": language_model.make_sentences}
+SETTING = ("text", "workers", "sequences", "steps", "seed")
 """What trainings that are compared have in common."""
 Maker = Callable[[int, int], object]
 
@@ -42,6 +44,7 @@ def gcq(workers: int, values: int, kept_largest: int) -> GCQ | None:
 
 SCHEMES: dict[str, Maker] = {
     EXACT: Exact,
+    "exact, noisy": Noisy,
     "bf16": Ring,
     "gcq": lambda workers, values: gcq(workers, values, 11),
     "gcq, largest value as clip": lambda workers, values: gcq(workers, values, 1),
@@ -121,12 +124,13 @@ class Store:
             write_text(self.path, json.dumps(self.content) + "\n")
 
 
-def measure_errors(store: Store, workers: Workers, steps: list[int], counts: list[int], quiet: bool) -> None:
-    """Relative errors of the mean, after each of `steps` steps of a training, for each number of workers."""
+def measure_errors(store: Store, workers: Workers, options: Namespace) -> None:
+    """Relative errors of the mean, after each number of steps of a training, for each number of workers."""
     batch = {**workers.pieces, "sequences": PREPARATION["sequences"]}
     done = 0
-    for after in sorted(steps):
-        missing = [count for count in counts if store.find("errors", after_steps=after, workers=count) is None]
+    for after in sorted(options.after):
+        key = {"text": options.text, "after_steps": after}
+        missing = [count for count in options.workers if store.find("errors", **key, workers=count) is None]
         while missing and done < after:
             loss = workers.model(language_model.microbatch(workers.text.train, done, **batch))
             gradients = torch.autograd.grad(loss, workers.parameters)
@@ -137,13 +141,14 @@ def measure_errors(store: Store, workers: Workers, steps: list[int], counts: lis
             made = {name: make(count, workers.values) for name, make in SCHEMES.items()}
             sides = {name: side for name, side in made.items() if side is not None}
             numbers = range(10**6, 10**6 + count)
-            bar = tqdm(numbers, desc=f"{count} workers, step {after}", unit=" gradients", disable=quiet, leave=False)
+            name = f"{count} workers, step {after}"
+            bar = tqdm(numbers, desc=name, unit=" gradients", disable=options.quiet, leave=False)
             for _, gradient in workers.gradients(bar):
                 for side in sides.values():
                     side.add(gradient)
             exact = sides.pop(EXACT).mean()
             errors = {name: relative_error(side.mean(), exact) for name, side in sides.items()}
-            store.add("errors", {"after_steps": after, "workers": count, "errors": errors})
+            store.add("errors", {**key, "workers": count, "errors": errors})
 
 
 def train(workers: Workers, scheme: str, count: int, steps: int, seed: int, quiet: bool) -> dict:
@@ -163,14 +168,14 @@ def train(workers: Workers, scheme: str, count: int, steps: int, seed: int, quie
 
 def error_rows(store: Store) -> Iterator[dict]:
     """One row for each state of the weights and each scheme, workers from left to right."""
-    found_at: dict[int, list[dict]] = {}
-    for row in sorted(store.content["errors"], key=lambda row: (row["after_steps"], row["workers"])):
-        found_at.setdefault(row["after_steps"], []).append(row)
-    for after, found in found_at.items():
+    found_at: dict[tuple[str, int], list[dict]] = {}
+    for row in sorted(store.content["errors"], key=lambda row: (row["text"], row["after_steps"], row["workers"])):
+        found_at.setdefault((row["text"], row["after_steps"]), []).append(row)
+    for (text, after), found in found_at.items():
         for scheme in SCHEMES:
             if scheme != EXACT:
                 errors = {f"N={row['workers']}": row["errors"].get(scheme) for row in found}
-                yield {"after_steps": after, "error_of": scheme, **errors}
+                yield {"text": text, "after_steps": after, "error_of": scheme, **errors}
 
 
 def training_rows(store: Store) -> Iterator[dict]:
@@ -181,6 +186,11 @@ def training_rows(store: Store) -> Iterator[dict]:
             **{key: row[key] for key in (*SETTING, "scheme", "final_loss")},
             "difference": row["final_loss"] - exact["final_loss"],
         }
+
+
+def make_text(name: str, quick: bool) -> language_model.Text:
+    """The text of that name; little of it for a quick run."""
+    return TEXTS[name](*([100, 50] if quick else []))
 
 
 def main() -> None:
@@ -197,6 +207,7 @@ def main() -> None:
     parser.add_argument("--train-sequences", type=common.positive, default=4, metavar="N", help="of each worker")
     parser.add_argument("--steps", type=common.positive, default=200, metavar="N", help="of trainings")
     parser.add_argument("--seeds", **{**numbers, "metavar": "SEED"}, default=[1], help="of trainings")
+    parser.add_argument("--text", choices=TEXTS, default="numbers", help="what is read")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
     options = common.parse(parser)
     if any(not 0 <= after <= PREPARATION["steps"] for after in options.after):
@@ -212,11 +223,11 @@ def main() -> None:
         store = Store(options.json, kept, common.conditions(options, baseline=EXACT, node_size=NODE_SIZE))
     except ValueError as error:
         parser.error(str(error))
-    text = language_model.make_text(*([100, 50] if options.quick else []))
-    measure_errors(store, Workers(shape, text, 1, sequences, length), options.after, options.workers, options.quiet)
+    text = make_text(options.text, options.quick)
+    measure_errors(store, Workers(shape, text, 1, sequences, length), options)
     for seed in options.seeds:
         for scheme in dict.fromkeys([EXACT, *options.train] if options.train else []):
-            setting = (options.train_workers, options.train_sequences, options.steps, seed)
+            setting = (options.text, options.train_workers, options.train_sequences, options.steps, seed)
             key = {**dict(zip(SETTING, setting, strict=True)), "scheme": scheme}
             if store.find("trainings", **key) is None:
                 workers = Workers(shape, text, seed, options.train_sequences, length)

@@ -36,6 +36,19 @@ class Exact:
         return self.sum / self.workers
 
 
+class Noisy(Exact):
+    """The mean, and noise of the size of one rounding of int8: what any error of that size makes of a training."""
+
+    BLOCK = 256
+
+    def mean(self) -> Tensor:
+        """See Exact."""
+        mean = super().mean()
+        blocks = torch.nn.functional.pad(mean, (0, -len(mean) % self.BLOCK)).view(-1, self.BLOCK)
+        deviation = blocks.abs().amax(1, keepdim=True) / 127 / 12**0.5
+        return (blocks + deviation * torch.randn_like(blocks)).view(-1)[: len(mean)]
+
+
 class Ring:
     """PyTorch's bf16 hook: gradients are rounded to `dtype`, divided by N, and every partial sum is rounded.
 

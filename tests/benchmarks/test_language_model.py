@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from language_model import LanguageModel, Shape, held_out_loss, make_text, microbatch, schedule
+from language_model import LanguageModel, Shape, held_out_loss, make_sentences, make_text, microbatch, schedule
 
 SMALL = Shape(hidden=32, layers=1, positions=16)
 
@@ -39,6 +39,15 @@ def test_text_and_microbatches_repeat_themselves():
     assert batch.shape == (3, 16) and torch.equal(batch, microbatch(text.train, 7, sequences=3, length=16))
     assert not torch.equal(batch, microbatch(text.train, 8, sequences=3, length=16))
     assert held_out_loss(LanguageModel(SMALL, 1), text.held_out, sequences=4, length=16) > 0
+
+
+def test_sentences_are_words_that_return():
+    text = make_sentences(5000, 100)
+    assert torch.equal(text.train, make_sentences(5000, 100).train)
+    words = bytes(text.train.tolist()).decode().split(" ")
+    assert len(words) == 5000 and 500 < len(set(words)) <= 1000
+    following = {after for word, after in zip(words, words[1:], strict=False) if word == words[0]}
+    assert 1 <= len(following) <= 20
 
 
 def test_schedule():

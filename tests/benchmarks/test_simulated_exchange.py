@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from simulated_exchange import GCQ, Exact, Ring, TwoHop, relative_error
+from simulated_exchange import GCQ, Exact, Noisy, Ring, TwoHop, relative_error
 
 from tests.dist import oracle
 
@@ -67,6 +67,15 @@ def test_a_ring_in_bfloat16_rounds_every_partial_sum():
     # Quarters: 128, 0.5, 0.5. bfloat16 has steps of 1 from 128 on, and rounds halves to even.
     assert mean(Ring(4, 1), gradients).item() == 128
     assert mean(Exact(4, 1), gradients).item() == 129
+
+
+def test_noise_has_the_size_of_one_rounding():
+    torch.manual_seed(1)
+    gradients = random_gradients(2, 256 * 100)
+    exact = mean(Exact(2, 256 * 100), gradients)
+    rounded = oracle.rounded(exact.float().numpy())
+    ratio = relative_error(mean(Noisy(2, 256 * 100), gradients), exact) / relative_error(torch.tensor(rounded), exact)
+    assert ratio == pytest.approx(1, abs=0.05)
 
 
 def test_relative_error():
