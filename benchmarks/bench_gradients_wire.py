@@ -10,6 +10,7 @@ import torch
 from counting_group import CountingGroup, Wires, run
 from torch import Tensor
 
+from lsq.dist import GradientConfig
 from lsq.dist.codec import Codec
 from lsq.dist.gcq import GCQ
 from lsq.dist.hierarchical import Hierarchical
@@ -21,7 +22,8 @@ from lsq.dist.two_hop import TwoHop
 CLUSTERS = ((4, 8), (2, 2))
 """(nodes, workers of a node)."""
 BUCKET, QUICK_BUCKET = 2**20, 4096
-BLOCK, ROW = 256, 1024
+BLOCK, ROW = GradientConfig().block, GradientConfig().row
+SCALE_BYTES = torch.bfloat16.itemsize
 MODES = ("float", "bf16", "gcq", "int8", "int8_hier", "int4_hier")
 BASELINE = "bf16"
 
@@ -78,7 +80,7 @@ def count(mode: str, nodes: int, node_size: int, bucket: int, gather: str = "rin
 
 def formula(mode: str, nodes: int, node_size: int) -> float:
     """Bytes a value on a node's card, for buckets so large that padding does not count."""
-    workers, codes = nodes * node_size, 1 + 4 / BLOCK
+    workers, codes = nodes * node_size, 1 + SCALE_BYTES / BLOCK
     once = (workers - 1) / workers  # what each worker of a ring sends on in one round
     between = (nodes - 1) / nodes
     return {
@@ -87,7 +89,7 @@ def formula(mode: str, nodes: int, node_size: int) -> float:
         "gcq": 2 * once * (1 + 4 / ROW),
         "int8": (node_size * between + once) * codes,
         "int8_hier": 2 * between * codes,
-        "int4_hier": between * (0.5 + 4 / BLOCK + codes),
+        "int4_hier": between * (0.5 + SCALE_BYTES / BLOCK + codes),
     }[mode]
 
 

@@ -49,9 +49,11 @@ SCHEMES: dict[str, Maker] = {
     "gcq": lambda workers, values: gcq(workers, values, 11),
     "gcq, largest value as clip": lambda workers, values: gcq(workers, values, 1),
     "int8": TwoHop,
-    "int8, block 128": lambda workers, values: TwoHop(workers, values, block=128),
+    "int8, block 64": lambda workers, values: TwoHop(workers, values, block=64),
+    "int8, block 256": lambda workers, values: TwoHop(workers, values, block=256),
     "int8_hier": hierarchical,
-    "int8_hier, block 128": lambda workers, values: hierarchical(workers, values, block=128),
+    "int8_hier, block 64": lambda workers, values: hierarchical(workers, values, block=64),
+    "int8_hier, block 256": lambda workers, values: hierarchical(workers, values, block=256),
     "int4_hier, nodes of 1": lambda workers, values: TwoHop(workers, values, bits=4, stochastic=True),
     "int4_hier": lambda workers, values: hierarchical(workers, values, bits=4, stochastic=True),
 }

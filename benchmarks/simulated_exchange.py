@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lsq.dist.codec import Codec
-from lsq.dist.config import gcq_levels
+from lsq.dist.config import GradientConfig, gcq_levels
 from lsq.dist.gcq import decode, encode, row_scales
 from lsq.dist.hierarchical import cut
 
 CPU = torch.device("cpu")
+BLOCK = GradientConfig().block
 
 
 class Exact:
@@ -39,12 +40,10 @@ class Exact:
 class Noisy(Exact):
     """The mean, and noise of the size of one rounding of int8: what any error of that size makes of a training."""
 
-    BLOCK = 256
-
     def mean(self) -> Tensor:
         """See Exact."""
         mean = super().mean()
-        blocks = torch.nn.functional.pad(mean, (0, -len(mean) % self.BLOCK)).view(-1, self.BLOCK)
+        blocks = torch.nn.functional.pad(mean, (0, -len(mean) % BLOCK)).view(-1, BLOCK)
         deviation = blocks.abs().amax(1, keepdim=True) / 127 / 12**0.5
         return (blocks + deviation * torch.randn_like(blocks)).view(-1)[: len(mean)]
 
@@ -82,7 +81,7 @@ class TwoHop:
 
     def __init__(
         self, workers: int, values: int, *, node_size: int = 1, bits: int = 8, stochastic: bool = False,
-        block: int = 256,
+        block: int = BLOCK,
     ):
         self.workers, self.values, self.nodes = workers, values, workers // node_size
         self.pieces = cut(values, node_size) if node_size > 1 else [(0, values)]
