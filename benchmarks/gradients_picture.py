@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {
-    "exact": "black", "float": "black", "copy": "0.75", "no exchange": "0.75", "bf16": "C7", "fp16": "C6",
+    "exact": "black", "exact, noisy": "C5", "float": "black", "copy": "0.75", "no exchange": "0.75", "bf16": "C7", "fp16": "C6",
     "gcq": "C3", "gcq, largest value as clip": "C1", "int8": "C0", "int8_hier": "C2",
     "int4_hier": "C4", "int4_hier, nodes of 1": "C9",
 }
@@ -43,14 +43,15 @@ def main() -> None:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, 3)
     draw_processes(panels[0], load(f"gradients_training_{given.machine}"))
-    for axes, workers in zip(panels[1:], (32, 1024), strict=True):
-        draw_simulated(axes, simulated["trainings"], workers)
+    draw_simulated(panels[1], simulated["trainings"], 32, "sentences")
+    draw_simulated(panels[2], simulated["trainings"], 1024, "numbers")
     figure.savefig(given.output / "gradients-training.png", dpi=110)
 
 
 def draw_errors(axes: Axes, errors: list[dict]) -> None:
     """Relative error of the mean against the number of workers."""
-    found = sorted((row for row in errors if row["after_steps"] == AFTER_STEPS), key=lambda row: row["workers"])
+    chosen = [row for row in errors if (row["text"], row["after_steps"]) == ("numbers", AFTER_STEPS)]
+    found = sorted(chosen, key=lambda row: row["workers"])
     for scheme in ("bf16", "gcq", "int8", "int8_hier", "int4_hier"):
         points = [(row["workers"], row["errors"][scheme]) for row in found if scheme in row["errors"]]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLOURS[scheme], label=scheme)
@@ -114,17 +115,17 @@ def draw_processes(axes: Axes, results: dict) -> None:
     for curve in results["curves"]:
         if curve["processes"] == processes and curve["side"] in COLOURS:
             draw_losses(axes, curve["side"], curve["seeds"][0]["training"])
-    finish(axes, f"updates, {processes} processes over gloo")
+    finish(axes, f"updates, {processes} processes over gloo, numbers")
 
 
-def draw_simulated(axes: Axes, trainings: list[dict], workers: int) -> None:
-    """Training losses of one number of simulated workers, first seed."""
-    chosen = [row for row in trainings if row["workers"] == workers]
+def draw_simulated(axes: Axes, trainings: list[dict], workers: int, text: str) -> None:
+    """Training losses of one number of simulated workers on one text, first seed."""
+    chosen = [row for row in trainings if (row["workers"], row["text"]) == (workers, text)]
     seed = min(row["seed"] for row in chosen)
     for row in chosen:
         if row["seed"] == seed:
             draw_losses(axes, row["scheme"], row["losses"])
-    finish(axes, f"updates, {workers:,} simulated workers")
+    finish(axes, f"updates, {workers:,} simulated workers, {text}")
 
 
 def draw_losses(axes: Axes, side: str, losses: list[float]) -> None:
