@@ -10,8 +10,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {
-    "exact": "black", "exact, noisy": "C5", "float": "black", "copy": "0.75", "no exchange": "0.75", "bf16": "C7", "fp16": "C6",
-    "gcq": "C3", "gcq, largest value as clip": "C1", "int8": "C0", "int8_hier": "C2",
+    "exact": "black", "exact, noisy": "C5", "float": "black", "copy": "0.75", "no exchange": "0.75",
+    "bf16": "C7", "fp16": "C6", "gcq": "C3", "gcq, largest value as clip": "C1", "int8": "C0", "int8_hier": "C2",
     "int4_hier": "C4", "int4_hier, nodes of 1": "C9",
 }
 """Of each side, the same in every panel."""
