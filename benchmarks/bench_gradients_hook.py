@@ -6,7 +6,7 @@ Times are those of one worker, per MB (10^6 bytes) of float32 gradients.
 
 import common
 import torch
-from bench_gradients_wire import BLOCK, ROW, Bucket
+from bench_gradients_wire import BLOCK, QUANTILE, ROW, Bucket
 from torch import Tensor, distributed
 from torch.futures import Future
 
@@ -76,7 +76,7 @@ def sides(nodes: int, node_size: int, values: int) -> dict:
         return Codec(block=BLOCK, first_bits=bits, stochastic=bits == 4, device=device)
 
     exchanges = {
-        "gcq": GCQ(everyone, ROW, 11, Scratch(device)),
+        "gcq": GCQ(everyone, ROW, QUANTILE, Scratch(device)),
         "int8": TwoHop(everyone, codec(8), Scratch(device)),
         "int8_hier": Hierarchical(neighbours, counterparts, codec(8), Scratch(device)),
         "int4_hier": Hierarchical(neighbours, counterparts, codec(4), Scratch(device)),

@@ -22,7 +22,7 @@ from lsq.dist.two_hop import TwoHop
 CLUSTERS = ((4, 8), (2, 2))
 """(nodes, workers of a node)."""
 BUCKET, QUICK_BUCKET = 2**20, 4096
-BLOCK, ROW = GradientConfig().block, GradientConfig().row
+BLOCK, ROW, QUANTILE = GradientConfig.block, GradientConfig.row, GradientConfig.quantile
 SCALE_BYTES = torch.bfloat16.itemsize
 MODES = ("float", "bf16", "gcq", "int8", "int8_hier", "int4_hier")
 BASELINE = "bf16"
@@ -54,11 +54,17 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
         seed=topology.rank,
     )
     exchanges = {
-        "gcq": lambda: GCQ(group(everyone), ROW, 11, scratch),
+        "gcq": lambda: GCQ(group(everyone), ROW, QUANTILE, scratch),
         "int8": lambda: TwoHop(group(everyone), codec, scratch),
     }
-    hierarchical = lambda: Hierarchical(group(topology.neighbours), group(topology.counterparts), codec, scratch)  # noqa: E731
-    exchanges.get(mode, hierarchical)().average(values)
+    if mode in exchanges:
+        exchanges[mode]().average(values)
+        return
+    neighbours, counterparts = (
+        group(next(part for part in parts if topology.rank in part))
+        for parts in (topology.all_neighbours, topology.all_counterparts)
+    )
+    Hierarchical(neighbours, counterparts, codec, scratch).average(values)
 
 
 def count(mode: str, nodes: int, node_size: int, bucket: int, gather: str = "ring") -> tuple[float, float, list]:

@@ -37,17 +37,17 @@ def hierarchical(workers: int, values: int, **rounding) -> TwoHop | None:
     return TwoHop(workers, values, node_size=NODE_SIZE, **rounding) if workers > NODE_SIZE else None
 
 
-def gcq(workers: int, values: int, kept_largest: int) -> GCQ | None:
+def gcq(workers: int, values: int, quantile: float) -> GCQ | None:
     """None where too many workers leave no code but 0, or one."""
-    return GCQ(workers, values, kept_largest=kept_largest) if workers <= MOST_GCQ_WORKERS else None
+    return GCQ(workers, values, quantile=quantile) if workers <= MOST_GCQ_WORKERS else None
 
 
 SCHEMES: dict[str, Maker] = {
     EXACT: Exact,
     "exact, noisy": Noisy,
     "bf16": Ring,
-    "gcq": lambda workers, values: gcq(workers, values, 11),
-    "gcq, largest value as clip": lambda workers, values: gcq(workers, values, 1),
+    "gcq": lambda workers, values: gcq(workers, values, 0.99),
+    "gcq, largest value as clip": lambda workers, values: gcq(workers, values, 1.0),
     "int8": TwoHop,
     "int8, block 64": lambda workers, values: TwoHop(workers, values, block=64),
     "int8, block 256": lambda workers, values: TwoHop(workers, values, block=256),

@@ -125,7 +125,7 @@ class GCQ:
 
     Args:
         workers, values: as for Exact.
-        kept_largest: which magnitude of a row of 1,024 values is its clip, counted from the largest, 1.
+        quantile: share of the magnitudes of a row of 1,024 values that lie within its clip.
 
     Raises:
         ValueError: so many workers leave no code but 0.
@@ -133,8 +133,8 @@ class GCQ:
 
     ROW = 1024
 
-    def __init__(self, workers: int, values: int, *, kept_largest: int):
-        self.workers, self.values, self.kept_largest = workers, values, kept_largest
+    def __init__(self, workers: int, values: int, *, quantile: float):
+        self.workers, self.values, self.quantile = workers, values, quantile
         self.levels = gcq_levels(workers)
         self.rows: list[Tensor] = []
 
@@ -144,7 +144,7 @@ class GCQ:
 
     def mean(self) -> Tensor:
         """See Exact."""
-        scales = torch.stack([row_scales(rows, self.kept_largest) for rows in self.rows])
+        scales = torch.stack([row_scales(rows, self.values, self.quantile) for rows in self.rows])
         scale = scales.amax(0)
         total = torch.zeros(self.rows[0].shape, dtype=torch.int8)
         codes = torch.empty_like(total)

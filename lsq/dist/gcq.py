@@ -41,10 +41,7 @@ class GCQ:
         """
         workers = self.group.size()
         rows = self.rows(buffer)
-        scale = row_scales(rows, kept_largest(self.row, self.quantile))
-        values = buffer.numel() % self.row
-        if values:  # the zeros behind a short row count for nothing: with them, the clip of a few values would be zero
-            scale[-1:] = row_scales(rows[-1:, :values], kept_largest(values, self.quantile))
+        scale = row_scales(rows, buffer.numel(), self.quantile)
         distributed.all_reduce(scale, op=ReduceOp.MAX, group=self.group)
         codes = self.scratch.take("codes", tuple(rows.shape), torch.int8)
         encode(rows, scale, workers, self.levels, codes)
@@ -64,18 +61,28 @@ class GCQ:
         return rows
 
 
-def row_scales(rows: Tensor, place: int) -> Tensor:
-    """clip / 127 [R, 1] of each row [R, row]; infinity for a row that holds a NaN or an infinity.
+def row_scales(rows: Tensor, values: int, quantile: float) -> Tensor:
+    """clip / 127 [R, 1] of each row [R, row] of a bucket of `values` values, behind which the last row has zeros.
 
-    The clip is the magnitude at `place`, counted from the largest, 1. MAX between workers carries infinity, but may lose a NaN.
+    A row that holds a NaN or an infinity has infinity: MAX between workers carries that, but may lose a NaN.
     """
+    row = rows.shape[1]
+    scale = _scales(rows, kept_largest(row, quantile))
+    rest = values % row
+    if rest:  # zeros that are no values count for nothing: with them, the clip of a few values would be zero
+        scale[-1:] = _scales(rows[-1:, :rest], kept_largest(rest, quantile))
+    return scale
+
+
+def _scales(rows: Tensor, place: int) -> Tensor:
+    """The same where the clip is the magnitude at `place` of each row, counted from the largest, 1."""
     largest = rows.abs().topk(place, dim=1, sorted=False).values
     scale = largest.amin(1, keepdim=True) / LARGEST_CODE
     return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)
 
 
 def encode(rows: Tensor, scale: Tensor, workers: int, levels: int, codes: Tensor) -> None:
-    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; 0 where the scale is 0."""
+    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; where the scale is 0 they mean 0."""
     scaled = rows / (scale * workers)
     codes.copy_(scaled.nan_to_num_(nan=0.0).clamp_(-levels, levels).round_())
 
