@@ -160,6 +160,8 @@ def main() -> None:
     reason = network.obstacle()
     if reason is not None:
         parser.error(reason)
+    if options.quick:
+        options.rates = options.rates[:1]
     shape = {"layers": 2, "width": 32} if options.quick else {"layers": 4, "width": 1024}
     sides = [NO_EXCHANGE, gradient_sides.EXACT, BASELINE]
     sides += [side for side in options.sides if side not in sides]
