@@ -10,6 +10,7 @@ from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq_cli import preprocess
 from fairseq_cli import train as fairseq_train
+from torch import distributed
 
 import lsq.fairseq  # noqa: F401  registers the plugin
 
@@ -92,3 +93,11 @@ def batch():
         return dataset.collater([dataset[i] for i in range(size)])
 
     return batch
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of this process alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from lsq.dist.topology import Topology
 from lsq.fairseq import gradient_state
@@ -11,14 +11,6 @@ from lsq.fairseq.compatibility import CheckpointNotWritten
 
 CPU = torch.device("cpu")
 ALONE = Topology(world_size=1, rank=0, node_size=1)
-
-
-@pytest.fixture
-def group(tmp_path):
-    """A group of this process alone."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.fixture

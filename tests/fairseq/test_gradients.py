@@ -30,14 +30,6 @@ OPTIONS = {
 
 
 @pytest.fixture
-def group(tmp_path):
-    """A group of this process alone."""
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.fixture
 def two_workers(group, monkeypatch):
     """As if there were two workers."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
