@@ -79,18 +79,13 @@ def rows(values: int, dtype: torch.dtype, bits: int, stochastic: bool, rounds: i
         if not loader.available():
             del measured["fused"]
         timings = common.alternate(measured, rounds=rounds)
-        for side, timing in timings.items():
+        for columns in common.beside_a_copy(timings, moved):
             yield {
                 "operation": operation,
                 "dtype": str(dtype).removeprefix("torch."),
                 "bits": bits,
                 "rounding": "stochastic" if stochastic else "nearest",
-                "side": side,
-                "milliseconds": 1e3 * timing.median,
-                "fastest": 1e3 * timing.fastest,
-                "gigabytes_per_second": 1e-9 * moved / timing.median,
-                "ratio": timings["plain"].median / timing.median,
-                "ratio_to_copy": timings["copy"].median / timing.median,
+                **columns,
             }
 
 

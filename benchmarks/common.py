@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -100,6 +100,19 @@ def alternate(
 def timing(values: list[float]) -> Timing:
     """Median and fastest of measured seconds."""
     return Timing(median=statistics.median(values), fastest=min(values))
+
+
+def beside_a_copy(timings: Mapping[str, Timing], moved: int) -> Iterator[dict]:
+    """Columns of a row for each side of `timings`, "plain" and "copy" among them; `moved`: bytes read and written."""
+    for side, timing in timings.items():
+        yield {
+            "side": side,
+            "milliseconds": 1e3 * timing.median,
+            "fastest": 1e3 * timing.fastest,
+            "gigabytes_per_second": 1e-9 * moved / timing.median,
+            "ratio": timings["plain"].median / timing.median,
+            "ratio_to_copy": timings["copy"].median / timing.median,
+        }
 
 
 def seconds(run: Callable[[], object], repeats: int = 1, synchronize: Callable | None = None) -> float:

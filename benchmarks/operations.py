@@ -124,17 +124,12 @@ def rows(call: Call, rounds: int) -> Iterator[dict]:
     with mock.patch.object(gemm, "reference", gemm.int8_product), torch.no_grad():
         timings = common.alternate(sides, rounds=rounds)
     result = next(tensor for tensor in call.operation.outputs if tensor is not None)
-    for side, timing in timings.items():
+    for columns in common.beside_a_copy(timings, moved):
         yield {
             "operation": call.operation.name,
             "backward": call.backward,
             "result": repr(result),
-            "side": side,
-            "milliseconds": 1e3 * timing.median,
-            "fastest": 1e3 * timing.fastest,
-            "gigabytes_per_second": 1e-9 * moved / timing.median,
-            "ratio": timings["plain"].median / timing.median,
-            "ratio_to_copy": timings["copy"].median / timing.median,
+            **columns,
         }
 
 

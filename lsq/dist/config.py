@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from lsq.config import require_choice, require_positive
 from lsq.ops.gradient_layout import BLOCKS
+from lsq.ops.rounding import GRADIENT_CODE
 
 COMPRESSED = ("gcq", "int8", "int8_hier", "int4_hier")
 """Modes whose codes lsq makes itself."""
 MODES = ("auto", *COMPRESSED, "bf16", "fp16")
 ROUNDINGS = ("nearest", "stochastic")
-LARGEST_CODE = 127
-"""Of int8."""
 GCQ_ADVISED_WORKERS = 16
+"""More of them leave gcq fewer than 7 codes on each side of zero: a warning."""
 LARGEST_SEED = 2**32 - 1
 
 
@@ -30,9 +30,9 @@ class GradientConfig:
     """"nearest" or "stochastic"; None: stochastic for int4_hier, nearest for the others. "gcq" knows nearest alone."""
     error_feedback: bool = False
     """Whether what rounding took from a gradient is added to the next one (Seide et al. 2014). It takes 4 bytes a
-    parameter and helps SGD with momentum; under Adam it does not."""
+    parameter and is meant for SGD with momentum."""
     node_size: int | None = None
-    """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE)."""
+    """Workers on a node; None: what torchrun started there (LOCAL_WORLD_SIZE), or else those on one host."""
     row: int = 1024
     """gcq: neighbouring values that share a clip."""
     quantile: float = 0.99
@@ -80,10 +80,10 @@ def gcq_levels(workers: int) -> int:
     Raises:
         ValueError: none is left but 0.
     """
-    levels = LARGEST_CODE // workers
+    levels = GRADIENT_CODE // workers
     if levels == 0:
         raise ValueError(
-            f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to {LARGEST_CODE} // "
+            f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to {GRADIENT_CODE} // "
             f"{workers} = 0: every gradient would be zero; choose int8 or int8_hier, whose precision does not fall "
             "with the number of workers"
         )

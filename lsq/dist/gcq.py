@@ -2,8 +2,9 @@
 
 1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is taken (all-reduce
 MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within 127 // N, 4. which are added
-up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the scale, clip / 127. Two differences: a clip of
-zero divides nothing, and what is not finite makes its whole row non-finite on all workers.
+up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the scale, clip / 127. Three differences: a clip of
+zero divides nothing, what is not finite makes its whole row non-finite on all workers, and the clip of a short last row
+comes from its own values, not from the zeros behind them.
 """
 
 import math
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
-from lsq.dist.config import LARGEST_CODE, gcq_levels, kept_largest
+from lsq.dist.config import gcq_levels, kept_largest
 from lsq.dist.scratch import Scratch
+from lsq.ops.rounding import GRADIENT_CODE
 
 
 class GCQ:
@@ -77,7 +79,7 @@ def row_scales(rows: Tensor, values: int, quantile: float) -> Tensor:
 def _scales(rows: Tensor, place: int) -> Tensor:
     """The same where the clip is the magnitude at `place` of each row, counted from the largest, 1."""
     largest = rows.abs().topk(place, dim=1, sorted=False).values
-    scale = largest.amin(1, keepdim=True) / LARGEST_CODE
+    scale = largest.amin(1, keepdim=True) / GRADIENT_CODE
     return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)
 
 
