@@ -1,7 +1,11 @@
 """Files that are written whole or not at all."""
 
 import os
+import secrets
 from pathlib import Path
+
+PARTIAL = ".partial"
+"""How the name of a file ends that is being written."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -10,9 +14,12 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
+        with temporary.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

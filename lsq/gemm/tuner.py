@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import fcntl
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from lsq.gemm.configuration import ConfigurationFile, Entry, Times, now
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.trial import Backend, Outcome, Settings, compare
 from lsq.gemm.validators import Validators, difference
+from lsq.lock import locked_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +34,6 @@ class Summary:
     """Products that were not reached."""
     interrupted: bool
     """By Ctrl-C."""
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Let no other tuner write `path` within this context; the lock falls with the process, however it ends.
-
-    Raises:
-        OSError: another tuner is writing it, or the folder cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(path.name + ".lock")
-    with lock.open("a+", encoding="utf-8") as file:  # never deleted: another tuner may have it open
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise OSError(
-                f"process {file.read().strip() or 'unknown'} is tuning into {path}; wait for it or choose another "
-                "--output"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
 
 
 def opened(path: Path, validators: Validators) -> ConfigurationFile:
@@ -110,7 +85,7 @@ def tune(
     entries, failed = [], []
     skipped = refused = incomplete = 0
     interrupted = False
-    with locked(path):
+    with locked_file(path, "choose another --output"):
         file = opened(path, validators)
         known = set() if again else {entry.key for entry in file.entries}
         try:

@@ -15,7 +15,8 @@ from lsq.gemm import configuration_file, coverage, search
 from lsq.gemm.coverage import Coverage, Line
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.trial import Settings
-from lsq.gemm.tuner import Summary, locked
+from lsq.gemm.tuner import Summary
+from lsq.lock import locked_file
 from tests.gemm.fakes import FakeBackend
 from tests.gemm.tuned import CPU, entry, file, key
 
@@ -152,9 +153,10 @@ def test_mistakes_are_told_in_one_line(tmp_path, capsys, options, message):
 
 def test_files_of_others_and_files_that_are_being_written(shapes, tmp_path, capsys):
     output = tmp_path / "file.json"
-    with locked(output):
+    with locked_file(output, "choose another --output"):
         assert main("--shapes", shapes, "--output", output, "--quiet") == 1
-    assert f"process {os.getpid()} is tuning into {output}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"process {os.getpid()} on " in printed and f"is writing into {output}" in printed
     configuration_file.write(output, file(entry(64), validators=dataclasses.replace(CPU, device="Other CPU")))
     assert main("--shapes", shapes, "--output", output, "--quiet") == 2
     assert "device differs: the file says 'Other CPU', here" in capsys.readouterr().err

@@ -1,18 +1,17 @@
 """The tuner's file holds all that is done, whatever happens; two tuners do not mix."""
 
 import dataclasses
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from lsq.gemm import configuration_file
 from lsq.gemm.trial import Settings
-from lsq.gemm.tuner import locked, tune
+from lsq.gemm.tuner import tune
+from lsq.lock import locked_file
 from tests.gemm.fakes import FakeBackend, way
 from tests.gemm.tuned import CPU, GPU, key
 
@@ -143,31 +142,9 @@ def test_a_damaged_file_is_refused_and_kept(path):
 
 
 def test_a_second_tuner_is_refused(path):
-    with locked(path):
-        with pytest.raises(OSError, match=rf"process {os.getpid()} is tuning into .*file\.json; wait"):
+    with locked_file(path, "choose another --output"):
+        with pytest.raises(OSError, match=rf"process {os.getpid()} on .* is writing into .*file\.json; wait"):
             run(path)
-    run(path)
-    assert len(known(path)) == 3
-
-
-def _hold(path, ready):
-    with locked(path):
-        ready.set()
-        time.sleep(60)
-
-
-def test_the_lock_falls_with_its_process(path):
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    other = context.Process(target=_hold, args=(path, ready))
-    other.start()
-    try:
-        assert ready.wait(20)
-        with pytest.raises(OSError, match=f"process {other.pid} is tuning"):
-            run(path)
-    finally:
-        other.kill()
-        other.join()
     run(path)
     assert len(known(path)) == 3
 

@@ -1,0 +1,86 @@
+import errno
+import fcntl
+import logging
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from lsq import lock
+from lsq.lock import NAME, Busy, locked, locked_file, locked_folder
+
+
+def test_the_second_one_is_told_who_holds_it(tmp_path):
+    folder = tmp_path / "runs"
+    with locked_folder(folder, "choose another --output"):
+        with pytest.raises(Busy, match=rf"process {os.getpid()} on .*, since .* is writing into {folder}; wait for it"):
+            with locked_folder(folder, "choose another --output"):
+                pass
+        with locked_file(folder / "plan.json", "x"):  # another lock of the same folder
+            pass
+    with locked_folder(folder, "x"):
+        pass
+
+
+def test_nothing_is_left_behind(tmp_path):
+    with pytest.raises(ValueError, match="refused"), locked_folder(tmp_path / "a" / "b", "x"):
+        raise ValueError("refused")
+    assert list(tmp_path.iterdir()) == []
+    with locked_folder(tmp_path / "kept", "x"):
+        (tmp_path / "kept" / "file").write_text("x")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["file"]
+
+
+def _hold(folder, ready):
+    with locked_folder(folder, "x"):
+        ready.set()
+        time.sleep(60)
+
+
+def test_the_lock_falls_with_its_process(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, ready))
+    other.start()
+    try:
+        assert ready.wait(20)
+        with pytest.raises(Busy, match=f"process {other.pid} on"), locked_folder(tmp_path, "x", seconds=0.1):
+            pass
+    finally:
+        other.kill()
+        other.join()
+    assert (tmp_path / NAME).exists()
+    with locked_folder(tmp_path, "x"):
+        assert f"process {os.getpid()} on" in (tmp_path / NAME).read_text()
+
+
+def test_a_lock_that_is_removed_while_it_is_waited_for_does_not_count(tmp_path, monkeypatch):
+    """Its holder removes the file after this process opened it: the lock of the old file locks nothing."""
+    path, flock, turns = tmp_path / "lock", fcntl.flock, []
+
+    def remove_first(file, operation):
+        if not turns:
+            path.unlink()
+        turns.append(1)
+        flock(file, operation)
+
+    monkeypatch.setattr(lock.fcntl, "flock", remove_first)
+    with locked(path, "it", "x"):
+        assert len(turns) == 2 and path.exists()
+        with pytest.raises(Busy), locked(path, "it", "x"):
+            pass
+
+
+def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with locked_folder(tmp_path, "x"):
+                pass
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path} cannot be locked (No locks available): do not let two processes write there at a time"
+    ]
