@@ -3,7 +3,7 @@
 #   prepare.sh OUTPUT [--download] [--dry-run]
 #
 # Looks for the archives in OUTPUT/raw; downloads what is missing only with --download. Writes OUTPUT/raw,
-# OUTPUT/plain and, by lsq train-text, OUTPUT/{text,vocabulary,data}.
+# OUTPUT/plain and, by lsq train-text, OUTPUT/{text,vocabulary,data}; --dry-run writes toy text into OUTPUT/dry-run.
 set -euo pipefail
 recipes=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -40,6 +40,7 @@ fetch() { # make sure of every archive and unpack it
 }
 
 if [ $dry_run = 1 ]; then
+    output=$output/dry-run # what is real there stays
     python3 "$recipes/extract.py" toy "$output/plain"
     vocabulary_size=60
 else

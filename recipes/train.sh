@@ -8,7 +8,7 @@
 # after the --. With several machines, run.sh is started on each, with its number from 0; all see the same OUTPUT, and
 # meet at the master under the name of the job (default lsq). MODE is how gradients travel between processes, as
 # --lsq-gradients has it (default auto). --print only shows the command. --dry-run trains three updates of a tiny model
-# on toy text.
+# on toy text in OUTPUT/dry-run.
 set -euo pipefail
 
 usage() {
@@ -57,6 +57,7 @@ if [ -n "${batches:-}" ]; then
 fi
 if [ $dry_run = 1 ]; then
     "$here/prepare.sh" "$output" --dry-run
+    output=$output/dry-run
     updates=3
     training+=(--max-tokens 400 --cpu --num-workers 0 --update-freq 1)
     for side in encoder decoder; do

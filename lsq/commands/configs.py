@@ -126,7 +126,8 @@ def verify(path: Path, *, quiet: bool) -> int:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
     faults = 0
     checked = verification.verify(file, checker(file.validators.kind))
-    with tqdm(checked, total=len(file.entries), desc="verifying", unit="entry", disable=quiet, leave=False) as bar:
+    hidden = quiet or None  # None: where there is no terminal
+    with tqdm(checked, total=len(file.entries), desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
         for entry, fault in bar:
             if fault is not None:
                 faults += 1

@@ -2,10 +2,14 @@
 
 import codecs
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lsq.files import write_text
+
+ENDS = ("src", "tgt", "lines")
+"""Ends of the names of a split's files: source sentences, target sentences, and where the user's files had them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,34 +18,61 @@ class Corpus:
 
     source: list[str]
     target: list[str]
+    lines: list[int]
+    """The line, counted from 1, that each pair had in the files that the user gave."""
 
     def __len__(self) -> int:
         return len(self.source)
 
     def select(self, rows: list[int]) -> "Corpus":
         """The pairs of these rows, in this order."""
-        return Corpus(source=[self.source[row] for row in rows], target=[self.target[row] for row in rows])
+        columns = (self.source, self.target, self.lines)
+        source, target, lines = ([column[row] for row in rows] for column in columns)
+        return Corpus(source=source, target=target, lines=lines)
 
     def write(self, folder: Path, split: str) -> None:
-        """Write folder/split.src and folder/split.tgt, one sentence a line."""
-        for side, lines in (("src", self.source), ("tgt", self.target)):
-            write_text(folder / f"{split}.{side}", "".join(line + "\n" for line in lines))
+        """Write the files folder/split.<end>, with an end for each of ENDS, an item a line."""
+        for end, column in zip(ENDS, (self.source, self.target, self.lines), strict=True):
+            write_text(folder / f"{split}.{end}", "".join(f"{item}\n" for item in column))
+
+    @classmethod
+    def of(cls, source: list[str], target: list[str]) -> "Corpus":
+        """All lines of two files."""
+        return cls(source=source, target=target, lines=list(range(1, len(source) + 1)))
+
+    @classmethod
+    def read(cls, folder: Path, split: str) -> "Corpus":
+        """What `write` wrote."""
+        texts = [(folder / f"{split}.{end}").read_text(encoding="utf-8") for end in ENDS]
+        source, target, lines = (text.removesuffix("\n").split("\n") for text in texts)
+        return cls(source=source, target=target, lines=list(map(int, lines)))
 
 
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file, each with its runs of white space turned into single spaces.
-
-    Lines end at a line feed (or carriage return and line feed) only: the other line ends that Unicode knows
-    are white space within a sentence, so that both files of a pair are always counted alike.
+def check_file(path: Path) -> None:
+    """Make sure that a file is there.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a folder, an empty file, or bytes that are not UTF-8 (names the line).
+        FileNotFoundError: there is nothing.
+        ValueError: it is a folder or the like.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
+
+
+def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
+    """The lines of a UTF-8 file, each with its runs of white space turned into single spaces.
+
+    NUL bytes count as white space, too; `say` is told how many there are. Lines end at a line feed (or carriage return
+    and line feed) only: the other line ends that Unicode knows are white space within a sentence, so that both files
+    of a pair are always counted alike.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a folder, an empty file, or bytes that are not UTF-8 (names the line).
+    """
+    check_file(path)
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if not data.strip():
         raise ValueError(f"{path} is empty; it must hold one sentence a line")
@@ -53,22 +84,24 @@ def read_lines(path: Path) -> list[str]:
             f"{path}, line {line}: byte 0x{data[error.start]:02x} is not valid UTF-8;"
             " convert the file first, e.g. with iconv"
         ) from None
+    if nuls := text.count("\0"):
+        say(f"text: {path} has {nuls} NUL {'byte' if nuls == 1 else 'bytes'}; spaces take their place")
     return [" ".join(line.replace("\0", " ").split()) for line in text.removesuffix("\n").split("\n")]
 
 
-def read_pairs(source: Path, target: Path) -> Corpus:
-    """Read two files whose lines correspond.
+def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus:
+    """Read two files whose lines correspond; `say` is told what is odd about them.
 
     Raises:
         ValueError: the files have different numbers of lines (names both), or see `read_lines`.
     """
-    corpus = Corpus(source=read_lines(source), target=read_lines(target))
-    if len(corpus.source) != len(corpus.target):
+    sources, targets = read_lines(source, say), read_lines(target, say)
+    if len(sources) != len(targets):
         raise ValueError(
-            f"{source} has {len(corpus.source)} lines but {target} has {len(corpus.target)};"
+            f"{source} has {len(sources)} lines but {target} has {len(targets)};"
             " line i of one must be the translation of line i of the other"
         )
-    return corpus
+    return Corpus.of(sources, targets)
 
 
 def without_empty(corpus: Corpus) -> Corpus:

@@ -13,16 +13,21 @@ from num2words import num2words
 from tqdm import tqdm
 
 from lsq.commands import stages
-from lsq.commands.corpus import Corpus
+from lsq.commands.corpus import ENDS, Corpus
 from lsq.commands.options import one_line_errors, positive
 from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare, say
 from lsq.commands.progress import read_losses
+from lsq.commands.run_folder import LOSSES, check_data
 from lsq.commands.score import draw_losses
-from lsq.commands.side_by_side import Training, train_side_by_side
-from lsq.commands.text_run import LOSSES, hypotheses_of
+from lsq.commands.side_by_side import OUTPUT, Training, train_side_by_side
+from lsq.commands.stages import Stage
+from lsq.commands.text_run import hypotheses_of
 from lsq.config import MODES
 from lsq.files import write_text
+from lsq.lock import locked_folder
 
+NUMBERS = "numbers"
+"""The folder of the text in the output folder."""
 DIGITS = 6
 """Numbers of up to this many digits are named."""
 VALID_PAIRS = 200
@@ -36,6 +41,7 @@ MODEL = {
     "--heads": "4",
     "--dropout": "0.1",
     "--lr": "0.002",
+    "--warmup": "100",
     "--max-tokens": "2500",
     "--beam": "4",
     "--bleu-tokenizer": "char",
@@ -63,9 +69,9 @@ def sample_numbers(count: int, generator: random.Random, excluded: set[int] = fr
 
 def name_numbers(numbers: list[int], description: str) -> Corpus:
     """English and German names."""
-    bar = tqdm(numbers, desc=description, unit=" numbers", leave=False)
+    bar = tqdm(numbers, desc=description, unit=" numbers", leave=False, disable=None)
     names = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in bar]
-    return Corpus(source=[english for english, _ in names], target=[german for _, german in names])
+    return Corpus.of([english for english, _ in names], [german for _, german in names])
 
 
 def write_numbers(folder: Path, train_pairs: int, test_pairs: int, seed: int) -> None:
@@ -118,7 +124,6 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
         "--character-coverage": str(VOCABULARY.coverage),
         "--max-length": str(VOCABULARY.max_length),
         "--updates": str(given.updates),
-        "--warmup": str(max(1, given.updates // 6)),
         "--validate-every": str(every),
         "--log-every": str(max(1, every // 4)),
         "--seed": str(given.seed),
@@ -152,12 +157,16 @@ def report(prepared: Prepared, results: dict[str, dict]) -> dict:
     content = {"test_pairs": len(target), "runs": runs}
     stages.write_json(prepared.output / "results.json", content)
     say("\n".join(samples))
-    say(f"\n{len(target)} numbers that were not trained on:")
-    say(f"{'run':8}{'exact match':>13}{'BLEU (characters)':>19}{'chrF':>8}{'validation loss':>17}{'seconds':>9}")
+    say(f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least validation loss:")
+    say(
+        f"{'run':8}{'exact match':>13}{'BLEU (characters)':>19}{'chrF':>8}{'checkpoint':>16}{'validation loss':>17}"
+        f"{'training':>10}"
+    )
     for name, run in runs.items():
         say(
             f"{name:8}{run['exact_match']:12.1f}%{run['bleu']:19.2f}{run['chrf']:8.2f}"
-            f"{run['best_validation_loss']:17.4f}{run['training_seconds']:9.0f}"
+            f"{'update ' + str(run['best_update']):>16}{run['best_validation_loss']:17.4f}"
+            f"{run['training_seconds']:8.0f} s"
         )
     say(f"\nEverything is in {prepared.output}: losses.png, samples.txt, results.json")
     return content
@@ -171,14 +180,41 @@ def run(arguments: list[str]) -> int:
         Interrupted: a signal came.
     """
     given = parser().parse_args(arguments)
-    text = given.output / "numbers"
-    key = {"train": given.train_pairs, "test": given.test_pairs, "seed": given.seed}
+    with locked_folder(given.output / NUMBERS, "choose another --output"):
+        compare(given)
+    return 0
+
+
+def compare(given: Namespace) -> dict:
+    """Make the numbers and their data, train on them in every mode, and report; returns the content of results.json.
+
+    Raises:
+        ValueError: the runs that are there were made from other numbers, or the folder holds files of somebody else.
+        ChildProcessError, Interrupted: see `train_side_by_side`.
+    """
+    made = tuple(f"{split}.{end}" for split in ("train", "valid", "test") for end in ENDS)
+    text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=made)
+    outputs = tuple(f"{mode}-{OUTPUT}" for mode in MODES)
+    comparison = Stage(
+        name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png", *outputs)
+    )
+    key = {"--train-pairs": given.train_pairs, "--test-pairs": given.test_pairs, "--seed": given.seed}
+    before = comparison.check_own()
+    if before is not None and (found := stages.differences(before.key, key)):
+        raise ValueError(
+            f"{given.output} holds a comparison with other options ({'; '.join(found)}); choose another --output"
+        )
     stages.run_stage(
         text, key, lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed), say
     )
-    train, valid, test = ((text / f"{split}.src", text / f"{split}.tgt") for split in ("train", "valid", "test"))
+    comparison.mark(key, finished=False)
+    folder = text.folder
+    train, valid, test = ((folder / f"{split}.src", folder / f"{split}.tgt") for split in ("train", "valid", "test"))
     files = TextFiles(train=train, valid=valid, test=test)
-    prepared = prepare(files, given.output, VOCABULARY)
+    prepared = Prepared(files=files, output=given.output, options=VOCABULARY)
+    with locked_folder(given.output, "choose another --output"):
+        check_data(prepared)
+        prepare(prepared)
     threads = max(1, len(os.sched_getaffinity(0)) // len(MODES))
     say(f"training in float and in int8 at the same time; threads for each: {threads}")
     results = train_side_by_side(
@@ -194,5 +230,4 @@ def run(arguments: list[str]) -> int:
         threads=threads,
         quiet=given.quiet,
     )
-    report(prepared, results)
-    return 0
+    return report(prepared, results)

@@ -60,7 +60,7 @@ def parser(of_file: bool = True) -> ArgumentParser:
 def _progress(given: Namespace) -> Iterator[Callable[[int], None]]:
     """Within this context, what to call with the number of positions that the search has tried."""
     hidden = given.quiet or given.method != "exact"
-    with tqdm(desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden) as bar:
+    with tqdm(desc="searching", unit=" positions", unit_scale=True, leave=False, disable=hidden or None) as bar:
         yield lambda tried: bar.update(tried - bar.n)
 
 

@@ -6,13 +6,23 @@ output/data         fairseq's dictionaries and binary data sets, and the same se
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from lsq.commands import corpus, stages, vocabulary
 from lsq.commands.corpus import Corpus
+from lsq.commands.stages import Stage, run_stage
 
 SPLIT_SEED = 1
 """Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same text."""
+SPLITS = ("train", "valid", "test")
+SIDES = ("src", "tgt")
+TEXT_FILES = tuple(f"{split}.{end}" for split in SPLITS for end in corpus.ENDS)
+DATA_FILES = (
+    *TEXT_FILES,
+    *(f"dict.{side}.txt" for side in SIDES),
+    *(f"{split}.src-tgt.{side}.{end}" for split in SPLITS for side in SIDES for end in ("bin", "idx")),
+)
 
 
 def say(message: str) -> None:
@@ -30,7 +40,7 @@ class TextFiles:
 
     def splits(self) -> dict[str, tuple[Path, Path] | None]:
         """The splits by name."""
-        return {"train": self.train, "valid": self.valid, "test": self.test}
+        return {split: getattr(self, split) for split in SPLITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +55,11 @@ class VocabularyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Where the data of all runs lie."""
+    """The data of all runs in an output folder."""
 
+    files: TextFiles
     output: Path
-    digest: str
-    """Of everything that the data depend on."""
+    options: VocabularyOptions
 
     @property
     def data(self) -> Path:
@@ -66,50 +76,63 @@ class Prepared:
         text = (self.data / f"{split}.{side}").read_text(encoding="utf-8")
         return text.removesuffix("\n").split("\n")
 
+    @cached_property
+    def text_settings(self) -> dict:
+        """What the text depends on, by the options of `lsq train-text`; see `stages.differences`.
 
-def prepare(files: TextFiles, output: Path, options: VocabularyOptions) -> Prepared:
-    """Check, clean and split the text, learn the vocabulary, binarise. Finished stages are skipped.
+        Raises:
+            FileNotFoundError, ValueError: a file is missing, or no file.
+        """
+        found = {}
+        for split, pair in self.files.splits().items():
+            for number, side in enumerate(SIDES):
+                path = pair[number] if pair is not None else None
+                name = f"--{side}" if split == "train" else f"--{split}-{side}"
+                if path is not None:
+                    corpus.check_file(path)
+                found[name] = path and {"file": str(path), "sha256": stages.file_digest(path)}
+        return found
+
+    @cached_property
+    def settings(self) -> dict:
+        """What the data depend on, by the options of `lsq train-text`."""
+        return {
+            **self.text_settings,
+            "--vocabulary-size": self.options.size,
+            "--character-coverage": self.options.coverage,
+            "--max-length": self.options.max_length,
+        }
+
+
+def prepare(prepared: Prepared) -> Prepared:
+    """Clean and split the text, learn the vocabulary, binarise; returns `prepared`. Finished stages are skipped.
 
     Raises:
-        FileNotFoundError, ValueError: a mistake in the files or options.
+        FileNotFoundError, ValueError: a mistake in the files or options; a folder holds files that are not of this
+            command.
     """
-    given = {split: pair for split, pair in files.splits().items() if pair is not None}
-    texts = {split: corpus.read_pairs(*pair) for split, pair in given.items()}
-    key = {split: [stages.file_digest(path) for path in pair] for split, pair in given.items()}
-    digest = stages.run_stage(output / "text", key, lambda folder: _write_splits(texts, folder), say)
+    output, options = prepared.output, prepared.options
+    text = Stage(name="text", folder=output / "text", makes=TEXT_FILES)
+    learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=("sentencepiece.*",))
+    data = Stage(name="data", folder=prepared.data, makes=DATA_FILES)
+    for stage in (text, learnt, data):  # all before any of them writes
+        stage.check_own()
+    run_stage(text, prepared.text_settings, lambda folder: _write_splits(prepared.files, folder), say)
 
     def learn(folder: Path) -> None:
         say(f"vocabulary: learning {options.size} pieces")
-        vocabulary.learn_vocabulary(_read_split(output, "train"), folder, options.size, options.coverage)
+        vocabulary.learn_vocabulary(Corpus.read(text.folder, "train"), folder, options.size, options.coverage)
 
-    key = {"text": digest, "size": options.size, "coverage": options.coverage}
-    digest = stages.run_stage(output / "vocabulary", key, learn, say)
-
-    def binarize(folder: Path) -> None:
-        pieces = vocabulary.load_vocabulary(output / "vocabulary")
-        vocabulary.write_dictionaries(pieces, folder)
-        for split in files.splits():
-            pairs = _read_split(output, split)
-            left_out, kept = vocabulary.binarize(pairs, pieces, folder, split, options.max_length)
-            if left_out:
-                _report_left_out(left_out, split, split == "test" and files.test is not None, options.max_length)
-            if not kept:
-                raise ValueError(f"no pair of {split} is left; raise --max-length")
-            pairs.select(kept).write(folder, split)
-            say(f"data: {len(kept)} pairs of {split}")
-
-    key = {"vocabulary": digest, "max_length": options.max_length}
-    digest = stages.run_stage(output / "data", key, binarize, say)
-    return Prepared(output=output, digest=digest)
+    run_stage(
+        learnt, {name: value for name, value in prepared.settings.items() if name != "--max-length"}, learn, say
+    )
+    run_stage(data, prepared.settings, lambda folder: _binarize(prepared, text.folder, folder), say)
+    return prepared
 
 
-def _read_split(output: Path, split: str) -> Corpus:
-    sides = [(output / "text" / f"{split}.{side}").read_text(encoding="utf-8") for side in ("src", "tgt")]
-    source, target = (side.removesuffix("\n").split("\n") for side in sides)
-    return Corpus(source=source, target=target)
-
-
-def _write_splits(texts: dict[str, Corpus], folder: Path) -> None:
+def _write_splits(files: TextFiles, folder: Path) -> None:
+    given = {split: pair for split, pair in files.splits().items() if pair is not None}
+    texts = {split: corpus.read_pairs(*pair, say) for split, pair in given.items()}
     pairs = corpus.without_empty(texts["train"])
     if empty := len(texts["train"]) - len(pairs):
         say(f"text: left out {empty} pairs of train with an empty side")
@@ -123,11 +146,23 @@ def _write_splits(texts: dict[str, Corpus], folder: Path) -> None:
         text.write(folder, split)
 
 
-def _report_left_out(left_out: vocabulary.LeftOut, split: str, refuse: bool, max_length: int) -> None:
-    what = (
-        f"{left_out.count} pairs of {split} have a sentence of more than {max_length} pieces (--max-length),"
-        f" the first in line {left_out.first_line} with {left_out.pieces}"
-    )
-    if refuse:
-        raise ValueError(f"{what}; shorten them or raise --max-length")
-    say(f"data: left out: {what}")
+def _binarize(prepared: Prepared, text: Path, folder: Path) -> None:
+    max_length = prepared.options.max_length
+    pieces = vocabulary.load_vocabulary(prepared.vocabulary.parent)
+    vocabulary.write_dictionaries(pieces, folder)
+    for split, given in prepared.files.splits().items():
+        pairs = Corpus.read(text, split)
+        left_out, kept = vocabulary.binarize(pairs, pieces, folder, split, max_length)
+        if left_out:
+            source = (given or prepared.files.train)[0]
+            what = (
+                f"{left_out.count} pairs of {split} have a sentence of more than {max_length} pieces (--max-length),"
+                f" the first in line {left_out.first_line} of {source} with {left_out.pieces}"
+            )
+            if split == "test" and given is not None:
+                raise ValueError(f"{what}; shorten them or raise --max-length")
+            say(f"data: left out: {what}")
+        if not kept:
+            raise ValueError(f"no pair of {split} is left; raise --max-length")
+        pairs.select(kept).write(folder, split)
+        say(f"data: {len(kept)} pairs of {split}")

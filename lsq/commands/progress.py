@@ -25,7 +25,7 @@ class LossCurve:
     validation: dict[int, float] = field(default_factory=dict)
     """Mean loss on the validation set, without label smoothing and dropout."""
     seconds: float = 0.0
-    """Time spent in updates."""
+    """Time spent in updates, in all sittings of a training that was resumed."""
 
     @property
     def updates(self) -> int:
@@ -36,20 +36,20 @@ class LossCurve:
 def read_losses(path: Path) -> LossCurve:
     """The curve in a file that `recording` wrote; empty where there is none.
 
-    Where a training was resumed from before its last entry, the later entry of an update counts.
+    Where a training was resumed from before its last entry, the later entry of an update counts. Lines that are no
+    entries, e.g. cut short by a full disk, are left out.
     """
     training, validation, seconds = {}, {}, 0.0
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for line in lines:
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # being written, or cut short by a full disk
+            kind, update, spent = entry["kind"], int(entry["update"]), float(entry["seconds"])
+            loss = float(entry["nll_loss"] if "nll_loss" in entry else entry["loss"])
+        except (ValueError, TypeError, KeyError):
             continue
-        if entry["kind"] == "train":
-            training[entry["update"]] = entry.get("nll_loss", entry["loss"])
-            seconds = entry["seconds"]
-        else:
-            validation[entry["update"]] = entry["nll_loss"]
+        (training if kind == "train" else validation)[update] = loss
+        seconds = max(seconds, spent)
     return LossCurve(
         training=dict(sorted(training.items())), validation=dict(sorted(validation.items())), seconds=seconds
     )
@@ -58,25 +58,46 @@ def read_losses(path: Path) -> LossCurve:
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
     """Within this context fairseq's training shows one bar of `updates` updates and appends its losses to `path`."""
-    done = min(read_losses(path).updates, updates)
+    before = read_losses(path)
+    done = min(before.updates, updates)
     with (
         path.open("a", encoding="utf-8") as file,
-        tqdm(total=updates, initial=done, desc=description, unit=" updates", disable=quiet) as bar,
+        tqdm(total=updates, initial=done, desc=description, unit=" updates", disable=quiet or None) as bar,
     ):
 
+        clock = None
+
         def make(iterator: Iterable, *, prefix: str | None = None, **options) -> progress_bar.BaseProgressBar:
-            return _Recorder(iterator, file, bar)
+            nonlocal clock
+            clock = clock or _Clock(before.seconds)
+            return _Recorder(iterator, file, bar, clock)
 
         with replaced(progress_bar, progress_bar=make):
             yield
 
 
+class _Clock:
+    """Seconds spent in updates, on top of `before`: fairseq's own meter, which a checkpoint brings back or does not."""
+
+    def __init__(self, before: float):
+        self.offset = before - self._meter()
+
+    def seconds(self) -> float:
+        """In all sittings until now."""
+        return self.offset + self._meter()
+
+    @staticmethod
+    def _meter() -> float:
+        meter = metrics.get_meter("default", "train_wall")  # None before the first update
+        return meter.sum if meter else 0.0
+
+
 class _Recorder(progress_bar.BaseProgressBar):
     """What fairseq makes for every epoch and every validation."""
 
-    def __init__(self, iterable: Iterable, file, bar: tqdm):
+    def __init__(self, iterable: Iterable, file, bar: tqdm, clock: _Clock):
         super().__init__(iterable)
-        self.file, self.bar = file, bar
+        self.file, self.bar, self.clock = file, bar, clock
 
     def __iter__(self) -> Iterator:
         return iter(self.iterable)
@@ -95,8 +116,7 @@ class _Recorder(progress_bar.BaseProgressBar):
 
     def _record(self, kind: str, stats: dict, step: int) -> None:
         values = {name: float(stats[name]) for name in RECORDED if name in stats}
-        clock = metrics.get_meter("default", "train_wall")  # None before the first update
-        entry = {"kind": kind, "update": step, "seconds": clock.sum if clock else 0.0, **values}
+        entry = {"kind": kind, "update": step, "seconds": self.clock.seconds(), **values}
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
 
@@ -106,7 +126,7 @@ def one_bar(description: str, quiet: bool) -> Iterator[None]:
     """Within this context fairseq's generation shows a bar of its batches and logs nothing to it."""
 
     def make(iterator: Iterable, **options) -> progress_bar.BaseProgressBar:
-        return progress_bar.NoopProgressBar(tqdm(iterator, desc=description, unit=" batches", disable=quiet))
+        return progress_bar.NoopProgressBar(tqdm(iterator, desc=description, unit=" batches", disable=quiet or None))
 
     with replaced(progress_bar, progress_bar=make):
         yield

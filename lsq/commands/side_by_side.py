@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lsq.commands.interruption import Interrupted, Interruption
 from lsq.commands.progress import read_losses
-from lsq.commands.text_run import LOSSES
+from lsq.commands.run_folder import LOSSES
 
 POLL_SECONDS = 0.3
 OUTPUT = "output.txt"
@@ -57,7 +57,7 @@ def train_side_by_side(trainings: list[Training], *, threads: int, quiet: bool) 
                     desc=f"{training.name:6}",
                     unit=" updates",
                     position=position,
-                    disable=quiet,
+                    disable=quiet or None,
                 )
             )
             for position, training in enumerate(trainings)

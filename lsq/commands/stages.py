@@ -1,18 +1,43 @@
-"""Stages of a long job that is run again after an interruption: each finished one leaves a stamp.
+"""Stages of a long job that is run again after an interruption, each in a folder of its own.
 
-A stamp is a JSON file that holds the stage's key: its options and the keys or digests of what it reads. A stage
-whose stamp equals its key is skipped; one whose key has changed is done again from the beginning.
+A folder's marker, lsq-stage.json, says which stage made what is there: its key (options and checksums of what it
+reads), whether it is finished, and the checksums of its files. A finished stage of the same key is skipped. Only files
+that a marked stage makes are ever removed; what else lies in its folder stays.
 """
 
+import contextlib
+import fnmatch
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lsq.files import write_text
+from lsq.files import PARTIAL, write_text
+from lsq.gemm import json_file
 
-STAMP = "stamp.json"
+MARKER = "lsq-stage.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marker:
+    """What a stage leaves in its folder.
+
+    Raises:
+        ValueError: a field is of another type.
+    """
+
+    stage: str
+    key: dict
+    finished: bool
+    files: dict = field(default_factory=dict)
+    """Name of each file that the finished stage made -> SHA-256 in hexadecimal; empty where they may change."""
+
+    def __post_init__(self):
+        for name, kind in (("stage", str), ("key", dict), ("finished", bool), ("files", dict)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r}; it must be of type {kind.__name__}")
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -26,43 +51,148 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def key_digest(key: dict) -> str:
-    """SHA-256 of a key, in hexadecimal: what later stages put into theirs."""
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A folder and what a stage makes in it."""
+
+    name: str
+    folder: Path
+    makes: tuple[str, ...]
+    """Patterns of the names of all that it makes in its folder."""
+
+    def marker(self) -> Marker | None:
+        """What the stage left in its folder, or None.
+
+        Raises:
+            ValueError: the marker is damaged, or of another stage.
+        """
+        path = self.folder / MARKER
+        if not path.exists():
+            return None
+        found = json_file.read(
+            path,
+            lambda content: json_file.record(Marker, content, ""),
+            f"delete {self.folder}, or choose another folder",
+        )
+        if found.stage != self.name:
+            raise ValueError(
+                f"{self.folder} holds what the stage {found.stage!r} made, not {self.name!r}; choose another folder"
+            )
+        return found
+
+    def made(self) -> list[Path]:
+        """What lies in the folder under names that this stage gives."""
+        names = [path for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        return sorted(path for path in names if any(fnmatch.fnmatchcase(path.name, name) for name in self.makes))
+
+    def check_own(self) -> Marker | None:
+        """The marker, once it is sure that this stage may write into its folder.
+
+        Raises:
+            ValueError: what lies there under names that this stage gives was not made by it, or see `marker`.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is not a folder; choose another one")
+        found = self.marker()
+        others = self.made() if found is None else []
+        if others:
+            raise ValueError(
+                f"{self.folder} holds {others[0].name}, which this command did not make (there is no {MARKER}) and"
+                " would replace; choose another folder, or move it away"
+            )
+        return found
+
+    def mark(self, key: dict, *, finished: bool, files: dict[str, str] | None = None) -> None:
+        """Say what this folder is for; it is made where it is missing.
+
+        Raises:
+            ValueError: see `check_own`.
+        """
+        self.check_own()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        marker = Marker(stage=self.name, key=key, finished=finished, files=files or {})
+        write_json(self.folder / MARKER, asdict(marker))
+
+    def empty(self, key: dict) -> None:
+        """Remove the files that this stage made, after marking it as unfinished under a new key.
+
+        Raises:
+            ValueError: see `check_own`.
+        """
+        self.mark(key, finished=False)
+        self._unlink_made()
+
+    def remove(self) -> None:
+        """Remove the files that this stage made, its marker, and its folder if nothing else is there.
+
+        Raises:
+            ValueError: see `check_own`.
+        """
+        if self.check_own() is not None:
+            self._unlink_made()
+            (self.folder / MARKER).unlink()
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+
+    def _unlink_made(self) -> None:
+        for path in self.made():
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+
+    def is_done(self, key: dict) -> bool:
+        """Whether the stage is finished with this key, and its files are as it left them."""
+        found = self.marker()
+        if found is None or not found.finished or differences(found.key, key):
+            return False
+        paths = {name: self.folder / name for name in found.files}
+        return all(path.is_file() and file_digest(path) == found.files[name] for name, path in paths.items())
 
 
-def read_stamp(folder: Path) -> dict | None:
-    """The key that a stage left in its folder, or None."""
-    try:
-        return json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+def run_stage(stage: Stage, key: dict, work: Callable[[Path], None], say: Callable[[str], None]) -> None:
+    """Let `work(folder)` make what the stage makes, unless it is there already.
 
+    What was there before stays until the work is done.
 
-def write_stamp(folder: Path, key: dict) -> None:
-    """Mark the stage of this folder as done with this key."""
-    write_json(folder / STAMP, key)
-
-
-def run_stage(folder: Path, key: dict, work: Callable[[Path], None], say: Callable[[str], None]) -> str:
-    """Fill `folder` by `work(folder)`, unless its stamp says that it was done with the same key.
-
-    Returns:
-        The key's digest.
+    Raises:
+        ValueError: see `Stage.check_own`; and what `work` raises.
     """
-    if read_stamp(folder) == key:
-        say(f"{folder.name}: already done")
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        work(folder)
-        write_stamp(folder, key)
-    return key_digest(key)
+    stage.check_own()
+    if stage.is_done(key):
+        say(f"{stage.name}: already done")
+        return
+    stage.folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Stage(
+        name=stage.name, folder=stage.folder.with_name(f".{stage.folder.name}{PARTIAL}"), makes=stage.makes
+    )
+    partial.empty(key)
+    try:
+        work(partial.folder)
+        files = {path.name: file_digest(path) for path in partial.made()}
+        stage.empty(key)
+        for name in files:
+            (partial.folder / name).replace(stage.folder / name)
+        stage.mark(key, finished=True, files=files)
+    finally:
+        partial.remove()
 
 
 def differences(before: dict, now: dict) -> list[str]:
-    """What changed between two keys, one readable entry each: "updates: 100 before, 200 now"."""
+    """What differs between two keys, one readable entry each: "--lr: 0.1 before, 0.2 now".
+
+    Of a text, {"file": where it was read from, "sha256": of its content}, only the content counts.
+    """
     names = sorted(before.keys() | now.keys())
-    return [
-        f"{name}: {before.get(name)} before, {now.get(name)} now" for name in names if before.get(name) != now.get(name)
-    ]
+    changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
+    return [f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now" for name in changed]
+
+
+def _compared(value: object) -> object:
+    return value.get("sha256") if isinstance(value, dict) else value
+
+
+def _shown(value: object) -> str:
+    if value is None or value is True:
+        return "not given" if value is None else "given"
+    if isinstance(value, dict):
+        return f"{value.get('file')} (its text has the checksum {str(value.get('sha256'))[:8]})"
+    return str(value)

@@ -6,7 +6,6 @@ output/<run>/               results.json, losses.png
 """
 
 import platform
-import shutil
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -15,15 +14,17 @@ import torch
 
 from lsq.commands import generate, stages, train
 from lsq.commands.logs import logging_to
-from lsq.commands.prepare import Prepared, say
+from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.progress import one_bar, read_losses, recording
+from lsq.commands.run_folder import LOSSES, UNBOUND, RunFolder, named_options
 from lsq.commands.score import draw_losses, scores
 from lsq.files import write_text
+from lsq.lock import locked_folder
 
 REPORTED_PACKAGES = ("lsq", "torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
-LOSSES = "losses.jsonl"
-MACHINE_OPTIONS = ("--cpu", "--num-workers")
-"""Options that may differ when a run is continued."""
+BEST = "checkpoint_best.pt"
+PREPARATION_SECONDS = 10.0
+"""To wait for another run that prepares the data of the same output folder: mostly it only looks at them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,53 +52,51 @@ class RunOptions:
         given = [word for option, value in self.training.items() for word in (option, value) if word is not None]
         return [*given, "--max-update", str(self.updates), *self.extra]
 
+    def bound(self) -> dict[str, str | bool]:
+        """Options of `lsq train` that what the run has made depends on, with their values; True for switches."""
+        given = self.training | named_options(self.extra)
+        return {option: True if value is None else value for option, value in given.items() if option not in UNBOUND}
+
 
 def run(prepared: Prepared, options: RunOptions) -> dict:
-    """Train, translate the test set and score; what is finished is skipped, what was begun is continued.
+    """Make the data, train, translate the test set and score; what is done is skipped, what was begun is continued.
+
+    All options are compared with what is there before anything is written.
 
     Returns:
         The content of results.json.
 
     Raises:
         ValueError: the run exists with other options, or an option is wrong.
+        Busy: another process is at work on this run, or on the data.
         Interrupted: a signal came; the same call later continues.
     """
-    folder = prepared.output / options.name
-    model, translation = folder / "model", folder / "translation"
-    training = {option: value for option, value in options.training.items() if option not in MACHINE_OPTIONS}
-    key = {"data": prepared.digest, "--max-update": options.updates, **training, "more": options.extra}
-    claim(folder, key, options.overwrite)
-    if stages.read_stamp(model) == key:
-        say(f"{options.name}: already trained")
-    else:
-        train_model(prepared, options, model)
-        stages.write_stamp(model, key)
-    translation_key = {"model": stages.key_digest(key), "beam": options.beam, "max_length": options.max_length}
-    stages.run_stage(translation, translation_key, lambda target: translate(prepared, options, model, target), say)
-    return report(prepared, options, key)
-
-
-def claim(folder: Path, key: dict, overwrite: bool) -> None:
-    """Make sure that what lies in a run's folder was made with the same options.
-
-    Raises:
-        ValueError: it was not, and `overwrite` is off; names every difference.
-    """
-    before = stages.read_stamp(folder)
-    if before is not None and before != key:
-        if not overwrite:
-            raise ValueError(
-                f"{folder} holds a run with other options ({'; '.join(stages.differences(before, key))});"
-                " choose another --name, or delete it with --overwrite"
-            )
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    stages.write_stamp(folder, key)
+    folder = RunFolder(prepared=prepared, name=options.name)
+    key = {**prepared.settings, **options.bound()}
+    folder.check(key, options.updates, options.overwrite)
+    with locked_folder(folder.path, "choose another --name"):
+        with locked_folder(prepared.output, "choose another --output", seconds=PREPARATION_SECONDS):
+            folder.check(key, options.updates, options.overwrite)  # again: somebody may have been at work until now
+            prepare(prepared)
+            folder.claim(key)
+        key = {**key, "--max-update": options.updates}
+        if folder.model.is_done(key):
+            say(f"{options.name}: already trained")
+        else:
+            folder.model.mark(key, finished=False)
+            train_model(prepared, options, folder.model.folder)
+            folder.model.mark(key, finished=True)
+        stages.run_stage(
+            folder.translation,
+            {**key, "--beam": options.beam},
+            lambda target: translate(prepared, options, folder.model.folder, target),
+            say,
+        )
+        return report(folder, options, key)
 
 
 def train_model(prepared: Prepared, options: RunOptions, folder: Path) -> None:
     """Train into `folder`, from the last checkpoint there if there is one."""
-    folder.mkdir(exist_ok=True)
     arguments = [str(prepared.data), "--save-dir", str(folder), "--distributed-world-size", "1"]
     with (
         logging_to(folder / "train.log"),
@@ -108,7 +107,7 @@ def train_model(prepared: Prepared, options: RunOptions, folder: Path) -> None:
 
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
     """Translate the test set with the checkpoint of least validation loss."""
-    arguments = [str(prepared.data), "--path", str(model / "checkpoint_best.pt"), "--gen-subset", "test"]
+    arguments = [str(prepared.data), "--path", str(model / BEST), "--gen-subset", "test"]
     arguments += [
         "--results-path",
         str(folder),
@@ -135,19 +134,27 @@ def hypotheses_of(prepared: Prepared, name: str) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def report(prepared: Prepared, options: RunOptions, key: dict) -> dict:
+def updates_of(checkpoint: Path) -> int:
+    """The number of updates that a checkpoint of fairseq's was written after."""
+    state = torch.load(checkpoint, map_location="cpu", mmap=True)  # weights stay on the disk
+    return state["optimizer_history"][-1]["num_updates"]
+
+
+def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
     """Score a finished run; writes results.json and losses.png, and returns the content of the former."""
-    folder = prepared.output / options.name
-    curve = read_losses(folder / "model" / LOSSES)
+    prepared = folder.prepared
+    curve = read_losses(folder.model.folder / LOSSES)
     hypotheses = hypotheses_of(prepared, options.name)
+    best = updates_of(folder.model.folder / BEST)
     results = {
         "run": options.name,
         **scores(hypotheses, prepared.lines("test", "tgt"), options.bleu_tokenizer),
         "test_pairs": len(hypotheses),
         "updates": curve.updates,
         "training_seconds": round(curve.seconds, 1),
-        "best_validation_loss": min(curve.validation.values(), default=None),
-        "options": {**key, "--beam": options.beam},
+        "best_update": best,
+        "best_validation_loss": curve.validation.get(best),
+        "options": {**key, "--beam": options.beam, "more": options.extra},
         "versions": {name: metadata.version(name) for name in REPORTED_PACKAGES},
         "machine": {
             "architecture": platform.machine(),
@@ -155,6 +162,6 @@ def report(prepared: Prepared, options: RunOptions, key: dict) -> dict:
             "gpus": torch.cuda.device_count(),
         },
     }
-    stages.write_json(folder / "results.json", results)
-    draw_losses({options.name: curve}, folder / "losses.png", f"Losses of {options.name}")
+    stages.write_json(folder.path / "results.json", results)
+    draw_losses({options.name: curve}, folder.path / "losses.png", f"Losses of {options.name}")
     return results

@@ -22,6 +22,7 @@ from lsq.commands.options import one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
+from lsq.fairseq import save_folder
 from lsq.fairseq.compatibility import replaced
 
 logger = logging.getLogger(__name__)
@@ -111,8 +112,23 @@ def train_process(cfg: DictConfig) -> None:
             del function.best
     with Interruption() as interruption, stopping_between_updates(interruption):
         roll_call.register()
-        with roll_call.naming_the_lost(before=interruption.conclude):
+        with roll_call.naming_the_lost(before=interruption.conclude), writing_alone(cfg):
             fairseq_train.main(cfg)
+
+
+@contextlib.contextmanager
+def writing_alone(cfg: DictConfig) -> Iterator[None]:
+    """Within this context no other training writes into --save-dir; with --no-save nobody writes, and it is free.
+
+    Raises:
+        Busy: another training does.
+    """
+    nobody = {"verify_checkpoint_directory": lambda folder: None} if cfg.checkpoint.no_save else {}
+    with replaced(checkpoint_utils, **nobody):
+        try:
+            yield
+        finally:
+            save_folder.release()
 
 
 @contextlib.contextmanager

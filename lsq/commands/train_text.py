@@ -6,13 +6,15 @@ from dataclasses import fields
 from pathlib import Path
 
 from lsq.commands.options import one_line_errors, positive
-from lsq.commands.prepare import TextFiles, VocabularyOptions, prepare, say
+from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare, say
+from lsq.commands.run_folder import check_data, check_name
 from lsq.commands.score import TOKENIZERS
 from lsq.commands.text_run import RunOptions
 from lsq.commands.text_run import run as run_training
 from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
 from lsq.config import MODES, QuantConfig
 from lsq.fairseq import options as quantizer_options
+from lsq.lock import locked_folder
 
 DESCRIPTION = """
 Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise, train, translate the test
@@ -96,7 +98,11 @@ def add_training_options(parser: ArgumentParser) -> None:
     training.add_argument(
         "--bleu-tokenizer", choices=TOKENIZERS, default="13a", help="what BLEU counts as words (sacrebleu's names)"
     )
-    training.add_argument("--overwrite", action="store_true", help="delete an earlier run of this name that differs")
+    training.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="delete an earlier run of this name if it differs; what it did not make stays",
+    )
     training.add_argument("--quiet", action="store_true", help="no progress bars")
     add_quantizer_options(parser)
 
@@ -180,7 +186,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
     if ours:
         training |= {"--lsq-mode": given.mode, **quantizers}
     return RunOptions(
-        name=given.name or given.mode,
+        name=given.mode if given.name is None else check_name(given.name),
         updates=given.updates,
         training=training,
         beam=given.beam,
@@ -209,8 +215,12 @@ def run(arguments: list[str]) -> int:
     vocabulary = VocabularyOptions(
         size=given.vocabulary_size, coverage=given.character_coverage, max_length=given.max_length
     )
-    prepared = prepare(files, given.output, vocabulary)
+    prepared = Prepared(files=files, output=given.output, options=vocabulary)
     if given.prepare_only:
+        check_data(prepared)
+        with locked_folder(given.output, "choose another --output"):
+            check_data(prepared)
+            prepare(prepared)
         say(f"The data are in {prepared.data}; the vocabulary is {prepared.vocabulary}")
         return 0
     results = run_training(prepared, options)

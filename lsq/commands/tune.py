@@ -170,7 +170,7 @@ def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[Pro
     total = sum(KEY_OPERATIONS + key.operations for key in keys)
     done, gains = 0, []
     first = f"0 of {len(keys)} products"
-    with tqdm(desc=first, total=total, bar_format=shown, disable=quiet, file=sys.stderr) as bar:
+    with tqdm(desc=first, total=total, bar_format=shown, disable=quiet or None, file=sys.stderr) as bar:
 
         def progress(key: ProductKey, outcome: Outcome | None) -> None:
             nonlocal done

@@ -82,7 +82,7 @@ class LeftOut:
 
     count: int
     first_line: int
-    """The first of them, counted from 1 in the split's file."""
+    """Where the first of them was in the user's files, counted from 1."""
     pieces: int
     """The pieces of its longer side."""
 
@@ -108,7 +108,7 @@ def binarize(
         for prefix in prefixes
     ]
     kept, too_long = [], []
-    with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False) as bar:
+    with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False, disable=None) as bar:
         for start in range(0, len(corpus), CHUNK):
             sides = [
                 vocabulary.encode(side[start : start + CHUNK], out_type=int) for side in (corpus.source, corpus.target)
@@ -128,7 +128,7 @@ def binarize(
     if not too_long:
         return None, kept
     row, pieces = too_long[0]
-    return LeftOut(count=len(too_long), first_line=row + 1, pieces=pieces), kept
+    return LeftOut(count=len(too_long), first_line=corpus.lines[row], pieces=pieces), kept
 
 
 def write_dictionaries(vocabulary: sentencepiece.SentencePieceProcessor, folder: Path) -> None:

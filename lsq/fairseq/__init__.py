@@ -8,7 +8,8 @@ from lsq.fairseq import (  # isort: skip
     architectures,
     criterion,
     model,
+    save_folder,
     task,
 )
 
-__all__ = ["architectures", "compatibility", "criterion", "model", "task"]
+__all__ = ["architectures", "compatibility", "criterion", "model", "save_folder", "task"]

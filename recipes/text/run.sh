@@ -2,7 +2,7 @@
 # Your own text, in float and in int8: run.sh SOURCE TARGET OUTPUT [options of lsq train-text], or run.sh --dry-run OUTPUT
 set -euo pipefail
 if [ "${1:-}" = --dry-run ]; then
-    output=$2
+    output=$2/dry-run # what is real there stays
     python3 "$(dirname "$0")/../extract.py" toy "$output/toy"
     tiny=(--vocabulary-size 60 --max-length 40 --max-tokens 400 --updates 3 --layers 1 --hidden 16 --feed-forward 32 --heads 2)
     set -- "$output/toy/train.en" "$output/toy/train.de" "$output" "${tiny[@]}" "${@:3}"

@@ -61,7 +61,7 @@ def files(tmp_path_factory) -> TextFiles:
 @pytest.fixture(scope="session")
 def prepared(files, tmp_path_factory) -> Prepared:
     """The same as fairseq's data; shared, so not to be changed."""
-    return prepare(files, tmp_path_factory.mktemp("prepared"), VOCABULARY)
+    return prepare(Prepared(files=files, output=tmp_path_factory.mktemp("prepared"), options=VOCABULARY))
 
 
 @pytest.fixture

@@ -6,23 +6,25 @@ from lsq.commands.corpus import Corpus, held_out_count, hold_out, read_lines, re
 def test_lines_end_at_line_feeds_only(tmp_path):
     path = tmp_path / "text"
     path.write_bytes("a\tb\u2028c \u00a0 d\r\n\ne\rf\x00g\x85h\n".encode())
-    assert read_lines(path) == ["a b c d", "", "e f g h"]
+    said = []
+    assert read_lines(path, said.append) == ["a b c d", "", "e f g h"]
+    assert said == [f"text: {path} has 1 NUL byte; spaces take their place"]
 
 
 def test_byte_order_mark_and_missing_last_line_feed(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"\xef\xbb\xbfone\ntwo")
-    assert read_lines(path) == ["one", "two"]
+    assert read_lines(path, print) == ["one", "two"]
 
 
 def test_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no file .*nowhere\.en"):
-        read_lines(tmp_path / "nowhere.en")
+        read_lines(tmp_path / "nowhere.en", print)
 
 
 def test_folder_instead_of_file(tmp_path):
     with pytest.raises(ValueError, match="is not a file"):
-        read_lines(tmp_path)
+        read_lines(tmp_path, print)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
@@ -30,14 +32,14 @@ def test_empty_file(tmp_path, content):
     path = tmp_path / "text"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="text is empty"):
-        read_lines(path)
+        read_lines(path, print)
 
 
 def test_invalid_utf8_names_the_line(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"fine\nstill fine\nGr\xfc\xdfe\n")
     with pytest.raises(ValueError, match=r"line 3: byte 0xfc is not valid UTF-8"):
-        read_lines(path)
+        read_lines(path, print)
 
 
 def test_different_lengths_name_both_counts(tmp_path):
@@ -45,29 +47,37 @@ def test_different_lengths_name_both_counts(tmp_path):
     source.write_text("1\n2\n3\n")
     target.write_text("1\n2\n")
     with pytest.raises(ValueError, match=r"a has 3 lines but .*b has 2"):
-        read_pairs(source, target)
+        read_pairs(source, target, print)
 
 
 def test_pairs_with_an_empty_side_are_dropped():
-    corpus = Corpus(source=["a", "", "c"], target=["A", "B", ""])
-    assert without_empty(corpus) == Corpus(source=["a"], target=["A"])
+    corpus = Corpus.of(["", "b", "c"], ["A", "B", ""])
+    assert without_empty(corpus) == Corpus(source=["b"], target=["B"], lines=[2])
 
 
 def test_held_out_sentences_do_not_remain():
     source = [str(number % 30) for number in range(100)]
-    corpus = Corpus(source=source, target=[f"t{row}" for row in range(100)])
+    corpus = Corpus.of(source, [f"t{row}" for row in range(100)])
     remaining, held_out = hold_out(corpus, 7, seed=1)
     assert len(held_out) == len(set(held_out.source)) == 7
     assert not set(remaining.source) & set(held_out.source)
     assert set(remaining.source) | set(held_out.source) == set(source)
     rows = [int(sentence[1:]) for sentence in held_out.target]
     assert [source[row] for row in rows] == held_out.source  # pairs stay pairs
+    assert [row + 1 for row in rows] == held_out.lines
     assert hold_out(corpus, 7, seed=1) == (remaining, held_out)
     assert hold_out(corpus, 7, seed=2)[1] != held_out
 
 
+def test_files_hold_what_was_written(tmp_path):
+    corpus = Corpus.of(["a b", "c", "d"], ["A B", "C", "D"]).select([0, 2])
+    corpus.write(tmp_path, "train")
+    assert {path.name for path in tmp_path.iterdir()} == {"train.src", "train.tgt", "train.lines"}
+    assert Corpus.read(tmp_path, "train") == corpus and corpus.lines == [1, 3]
+
+
 def test_too_few_sentences_to_hold_out():
-    corpus = Corpus(source=["a", "a", "b"], target=["1", "2", "3"])
+    corpus = Corpus.of(["a", "a", "b"], ["1", "2", "3"])
     with pytest.raises(ValueError, match="2 different source sentences are too few to hold out 1"):
         hold_out(corpus, 1, seed=1)
 

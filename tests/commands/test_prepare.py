@@ -3,8 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from lsq.commands.prepare import TextFiles, prepare
+from lsq.commands import prepare as module
+from lsq.commands.prepare import Prepared, TextFiles
+from lsq.commands.stages import MARKER
 from tests.commands.conftest import VOCABULARY, write_pairs
+
+
+def prepare(files: TextFiles, output: Path, options=VOCABULARY) -> Prepared:
+    return module.prepare(Prepared(files=files, output=output, options=options))
 
 
 def names(folder: Path) -> set[str]:
@@ -21,8 +27,8 @@ def test_makes_what_fairseq_reads(prepared):
 
 def test_second_time_does_nothing(prepared, files, capsys):
     before = (prepared.data / "train.src-tgt.src.bin").stat().st_mtime_ns
-    again = prepare(files, prepared.output, VOCABULARY)
-    assert again == prepared
+    again = prepare(files, prepared.output)
+    assert again == prepared and again.settings == prepared.settings
     assert (prepared.data / "train.src-tgt.src.bin").stat().st_mtime_ns == before
     assert capsys.readouterr().out.splitlines() == [
         "text: already done",
@@ -32,21 +38,26 @@ def test_second_time_does_nothing(prepared, files, capsys):
 
 
 def test_changed_options_redo_only_what_depends_on_them(files, tmp_path, capsys):
-    first = prepare(files, tmp_path, VOCABULARY)
+    first = prepare(files, tmp_path)
     capsys.readouterr()
     second = prepare(files, tmp_path, dataclasses.replace(VOCABULARY, size=70))
-    assert second.digest != first.digest
+    assert second.settings != first.settings
     assert "text: already done" in capsys.readouterr().out
     assert len((second.data / "dict.src.txt").read_text().splitlines()) == 80 - 4
 
 
 def test_holds_out_lines_itself(tmp_path, capsys):
     files = TextFiles(train=write_pairs(tmp_path, "all", 200, seed=1), valid=None, test=None)
-    found = prepare(files, tmp_path / "out", VOCABULARY)
+    found = prepare(files, tmp_path / "out")
     counts = [len(found.lines(split, "src")) for split in ("train", "valid", "test")]
     assert counts[1:] == [10, 10] and 150 < counts[0] <= 180
     assert not set(found.lines("train", "src")) & set(found.lines("test", "src"))
     assert "held 10 pairs out of train for valid" in capsys.readouterr().out
+    texts = [path.read_text().splitlines() for path in files.train]
+    for split in ("train", "valid", "test"):
+        lines = [int(line) for line in (found.data / f"{split}.lines").read_text().splitlines()]
+        for text, side in zip(texts, ("src", "tgt"), strict=True):
+            assert [text[line - 1] for line in lines] == found.lines(split, side)
 
 
 def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, capsys):
@@ -54,6 +65,7 @@ def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, c
     with pytest.raises(ValueError, match=r"pairs of test have a sentence of more than 25 pieces.*raise --max-length"):
         prepare(files, tmp_path, short)
     assert "left out:" in capsys.readouterr().out
+    assert names(tmp_path) == {"text", "vocabulary"}  # nothing half-made
     with pytest.raises(ValueError, match="no pair of train is left"):
         prepare(files, tmp_path, dataclasses.replace(VOCABULARY, max_length=1))
 
@@ -62,5 +74,56 @@ def test_half_done_data_are_not_taken_for_done(files, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("lsq.commands.vocabulary.binarize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare(files, tmp_path, VOCABULARY)
-    assert (prepare(files, tmp_path, VOCABULARY).data / "test.src-tgt.tgt.idx").exists()
+            prepare(files, tmp_path)
+    assert (prepare(files, tmp_path).data / "test.src-tgt.tgt.idx").exists()
+
+
+def test_lines_that_are_too_long_are_named_by_their_place_in_the_users_file(tmp_path, capsys):
+    source, target = write_pairs(tmp_path, "all", 200, seed=1)
+    for path in (source, target):
+        path.write_text("\n" * 3 + path.read_text() + " ".join(["horse"] * 60) + "\n")
+    try:
+        prepare(TextFiles(train=(source, target), valid=None, test=None), tmp_path / "out")
+    finally:
+        printed = capsys.readouterr().out
+    assert f"the first in line 204 of {source} with" in printed
+
+
+def test_nul_bytes_are_counted(files, tmp_path, capsys):
+    source = tmp_path / "nul.en"
+    source.write_bytes(b"\0" + files.train[0].read_bytes() + b"\0")
+    (tmp_path / "nul.de").write_text(files.train[1].read_text() + "x")
+    prepare(dataclasses.replace(files, train=(source, tmp_path / "nul.de")), tmp_path / "out")
+    assert f"text: {source} has 2 NUL bytes; spaces take their place" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["data/dict.src.txt", "text/train.src", "vocabulary/sentencepiece.model"])
+def test_files_of_somebody_else_stay(files, tmp_path, path):
+    theirs = tmp_path / path
+    theirs.parent.mkdir()
+    theirs.write_text("precious")
+    with pytest.raises(ValueError, match=f"{theirs.parent} holds {theirs.name}, which this command did not make"):
+        prepare(files, tmp_path)
+    assert theirs.read_text() == "precious"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
+
+
+def test_damaged_data_are_made_again(files, tmp_path, capsys):
+    found = prepare(files, tmp_path)
+    damaged, missing = found.data / "train.src-tgt.src.bin", found.data / "test.tgt"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-4] + b"oops")
+    missing.unlink()
+    capsys.readouterr()
+    prepare(files, tmp_path)
+    printed = capsys.readouterr().out
+    assert "vocabulary: already done" in printed and "data: already done" not in printed
+    assert damaged.read_bytes() == content and missing.exists()
+
+
+def test_damaged_markers_are_named(files, tmp_path):
+    found = prepare(files, tmp_path)
+    marker = found.data / MARKER
+    marker.write_bytes(marker.read_bytes()[:40])
+    with pytest.raises(ValueError, match=rf"{marker}: this is not JSON .*delete {found.data}"):
+        prepare(files, tmp_path)

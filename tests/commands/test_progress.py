@@ -1,4 +1,5 @@
 import json
+import sys
 
 from fairseq.logging import metrics, progress_bar
 
@@ -17,6 +18,7 @@ def test_later_entries_of_a_resumed_training_count(tmp_path):
         json.dumps({"kind": kind, "update": update, "seconds": 7.5 + update, "loss": 9.0, "nll_loss": loss})
         for kind, update, loss in entries
     ]
+    lines += ["", "7", "[]", "null", '{"kind": "train"}', '{"kind": "train", "update": "x", "seconds": 1, "loss": 1}']
     path.write_text("\n".join(lines) + "\n" + '{"kind": "tra')  # a line that is being written
     curve = read_losses(path)
     assert curve == LossCurve(training={10: 5.0, 20: 2.0}, validation={10: 4.0, 20: 1.5}, seconds=27.5)
@@ -43,3 +45,17 @@ def test_one_bar_passes_everything_through():
         bar = progress_bar.progress_bar([1, 2, 3], log_format=None, default_log_format="tqdm")
         assert list(bar) == [1, 2, 3]
         bar.log({"wps": 1})
+
+
+def test_bars_show_on_terminals_only(tmp_path, capsys, monkeypatch):
+    def show():
+        with recording(tmp_path / "losses.jsonl", updates=4, description="train", quiet=False):
+            pass
+        with one_bar("translate", quiet=False):
+            list(progress_bar.progress_bar([1, 2, 3]))
+        return capsys.readouterr().err
+
+    assert show() == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = show()
+    assert "train:" in shown and "translate:" in shown

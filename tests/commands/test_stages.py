@@ -1,33 +1,103 @@
 import pytest
 
-from lsq.commands.stages import differences, read_stamp, run_stage, write_json
+from lsq.commands.stages import MARKER, Stage, differences, run_stage, write_json
 
 
-def test_stage_runs_again_only_when_its_key_changes(tmp_path):
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(name="stage", folder=tmp_path / "stage", makes=("result*",))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_stage_runs_again_only_when_its_key_changes(stage):
     said, runs = [], []
 
     def work(folder):
-        runs.append(sorted(path.name for path in folder.iterdir()))
-        (folder / "result").write_text("x")
+        runs.append(names(folder))
+        (folder / "result").write_text(f"{len(runs)}")
 
-    first = run_stage(tmp_path / "stage", {"size": 1}, work, said.append)
-    assert run_stage(tmp_path / "stage", {"size": 1}, work, said.append) == first
-    assert runs == [[]] and said == ["stage: already done"]
-    assert run_stage(tmp_path / "stage", {"size": 2}, work, said.append) != first
-    assert runs == [[], []]  # from an empty folder again
+    run_stage(stage, {"size": 1}, work, said.append)
+    run_stage(stage, {"size": 1}, work, said.append)
+    assert runs == [[MARKER]] and said == ["stage: already done"]
+    run_stage(stage, {"size": 2}, work, said.append)
+    assert runs == [[MARKER], [MARKER]]  # from an empty folder again
+    assert (stage.folder / "result").read_text() == "2"
+    assert names(stage.folder) == [MARKER, "result"] and names(stage.folder.parent) == ["stage"]
 
 
-def test_interrupted_stage_runs_again(tmp_path):
+def test_a_stage_that_fails_leaves_what_was_there(stage):
+    run_stage(stage, {"size": 1}, lambda folder: (folder / "result").write_text("old"), print)
+
     def fail(folder):
-        (folder / "half").write_text("x")
+        (folder / "result").write_text("half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_stage(tmp_path / "stage", {}, fail, print)
-    assert read_stamp(tmp_path / "stage") is None
-    seen = []
-    run_stage(tmp_path / "stage", {}, lambda folder: seen.extend(folder.iterdir()), print)
-    assert seen == []
+        run_stage(stage, {"size": 2}, fail, print)
+    assert stage.is_done({"size": 1}) and (stage.folder / "result").read_text() == "old"
+    assert names(stage.folder.parent) == ["stage"]
+
+
+def test_a_killed_stage_runs_again(stage):
+    """A killed process removes nothing."""
+    left = stage.folder.with_name(".stage.partial")
+    run_stage(Stage(name="stage", folder=left, makes=("result*",)), {}, lambda folder: None, print)
+    (left / "result-half").write_text("x")
+    run_stage(stage, {}, lambda folder: (folder / "result").write_text("whole"), print)
+    assert names(stage.folder) == [MARKER, "result"] and not left.exists()
+
+
+def test_only_what_the_stage_made_is_removed(stage, tmp_path):
+    def work(folder):
+        (folder / "result").write_text("x")
+
+    run_stage(stage, {"size": 1}, work, print)
+    (stage.folder / "notes.txt").write_text("mine")
+    (stage.folder / "result-folder").mkdir()
+    (tmp_path / "elsewhere").write_text("mine")
+    (stage.folder / "result-link").symlink_to(tmp_path / "elsewhere")
+    run_stage(stage, {"size": 2}, work, print)
+    assert names(stage.folder) == [MARKER, "notes.txt", "result", "result-folder"]
+    stage.remove()
+    assert names(stage.folder) == ["notes.txt", "result-folder"]
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+
+
+def test_files_of_somebody_else_are_refused(stage):
+    stage.folder.mkdir()
+    (stage.folder / "notes.txt").write_text("mine")
+    stage.check_own()
+    (stage.folder / "result.txt").write_text("mine, too")
+    for act in (stage.check_own, stage.remove, lambda: stage.mark({}, finished=True), lambda: stage.empty({})):
+        with pytest.raises(ValueError, match="holds result.txt, which this command did not make"):
+            act()
+    assert names(stage.folder) == ["notes.txt", "result.txt"]
+
+
+def test_a_folder_of_another_stage_is_refused(stage):
+    Stage(name="other", folder=stage.folder, makes=()).mark({}, finished=True)
+    with pytest.raises(ValueError, match="holds what the stage 'other' made, not 'stage'"):
+        stage.check_own()
+
+
+def test_a_file_in_place_of_the_folder_is_refused(stage):
+    stage.folder.write_text("mine")
+    with pytest.raises(ValueError, match="is not a folder"):
+        stage.check_own()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[1]", b"\xff", b'{"stage": "stage"}', b'{"stage": 1, "key": {}, "finished": true, "files": {}}'],
+)
+def test_a_damaged_marker_is_named(stage, content):
+    stage.folder.mkdir()
+    (stage.folder / MARKER).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{stage.folder / MARKER}: .*delete {stage.folder}, or choose another"):
+        stage.is_done({})
 
 
 def test_json_is_readable(tmp_path):
@@ -36,4 +106,10 @@ def test_json_is_readable(tmp_path):
 
 
 def test_differences_name_both_values():
-    assert differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == ["b: 2 before, 3 now", "c: None before, 4 now"]
+    found = differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": True})
+    assert found == ["b: 2 before, 3 now", "c: not given before, given now"]
+    before, now = ({"file": name, "sha256": name * 20} for name in "ab")
+    assert differences({"--src": before}, {"--src": {**before, "file": "moved"}}) == []
+    assert differences({"--src": before}, {"--src": now}) == [
+        "--src: a (its text has the checksum aaaaaaaa) before, b (its text has the checksum bbbbbbbb) now"
+    ]

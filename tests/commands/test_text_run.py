@@ -1,7 +1,6 @@
-import pytest
 
 from lsq.commands import text_run
-from lsq.commands.text_run import RunOptions, claim
+from lsq.commands.text_run import RunOptions
 
 
 def options(**given) -> RunOptions:
@@ -16,22 +15,18 @@ def test_command_line_of_the_training():
     ]  # fmt: skip
 
 
-def test_claim(tmp_path):
-    folder = tmp_path / "run"
-    claim(folder, {"--lr": "1"}, overwrite=False)
-    (folder / "model").mkdir()
-    claim(folder, {"--lr": "1"}, overwrite=False)
-    assert (folder / "model").exists()
-    with pytest.raises(ValueError, match=r"--lr: 1 before, 2 now.*--overwrite"):
-        claim(folder, {"--lr": "2"}, overwrite=False)
-    claim(folder, {"--lr": "2"}, overwrite=True)
-    assert not (folder / "model").exists()
+def test_options_that_bind_a_run():
+    training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1", "--log-interval": "1"}
+    extra = ["--lr", "0.2", "--num-workers", "3", "--encoder-normalize-before"]
+    assert options(training=training, extra=extra).bound() == {
+        "--arch": "transformer", "--share-all-embeddings": True, "--lr": "0.2", "--encoder-normalize-before": True,
+    }  # fmt: skip
 
 
-def test_finished_run_is_only_reported_again(prepared, tmp_path, monkeypatch):
+def test_finished_run_is_only_reported_again(prepared, monkeypatch):
     """A run whose stamps are there is neither trained nor translated."""
     trained, reported = [], []
-    monkeypatch.setattr(text_run, "train_model", lambda prepared, options, folder: (folder.mkdir(), trained.append(1)))
+    monkeypatch.setattr(text_run, "train_model", lambda *_: trained.append(1))
     monkeypatch.setattr(text_run, "translate", lambda *_: trained.append(2))
     monkeypatch.setattr(text_run, "report", lambda *_: reported.append(3))
     for _ in range(2):
@@ -45,5 +40,5 @@ def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeyp
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("lsq.commands.train.distributed_utils.call_main", lambda cfg, main: seen.append(cfg))
     training = {"--arch": "transformer", "--max-tokens": "100"}
-    text_run.train_model(prepared, options(training=training, quiet=True), tmp_path / "model")
+    text_run.train_model(prepared, options(training=training, quiet=True), tmp_path)
     assert seen[0].distributed_training.distributed_world_size == 1

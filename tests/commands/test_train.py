@@ -11,6 +11,7 @@ from fairseq.trainer import Trainer
 from lsq.commands import train
 from lsq.commands.interruption import Interrupted
 from lsq.fairseq.compatibility import CheckpointNotWritten
+from lsq.lock import NAME, Busy, locked_folder
 from tests.commands.conftest import TRAINING
 
 
@@ -137,6 +138,16 @@ def test_sentences_beyond_max_tokens_of_training_are_counted(lsq_train, tmp_path
 def test_all_sentences_beyond_max_tokens(lsq_train, tmp_path):
     with pytest.raises(ValueError, match="no sentence is left to make batches of"):
         lsq_train(tmp_path, "--max-tokens", "2", "--disable-validation", "--max-update", "1")
+
+
+def test_two_trainings_in_one_folder(lsq_train, tmp_path):
+    folder = tmp_path / "model"
+    with locked_folder(folder, "x"):
+        with pytest.raises(Busy, match=rf"process {os.getpid()} on .* is writing into {folder}; .*another --save-dir"):
+            lsq_train(folder, "--max-update", "1")
+        lsq_train(folder, "--max-update", "1", "--no-save")
+    lsq_train(folder, "--max-update", "1")
+    assert (folder / "checkpoint_last.pt").exists() and not (folder / NAME).exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,10 +1,14 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
+import torch
 from fairseq.trainer import Trainer
 
 from lsq.commands import train_text
 from lsq.commands.interruption import Interrupted
+from lsq.lock import Busy, locked_folder
 
 SMALL = (
     "--vocabulary-size 60 --character-coverage 1.0 --max-length 40 --layers 1 --hidden 16 --feed-forward 32 --heads 2 "
@@ -39,7 +43,7 @@ def test_from_text_to_scores(command, tmp_path, capsys, options, criterion):
     assert train_text.run(arguments) == 0
     name = options[-1] if "--name" in options else options[1]
     folder = tmp_path / "out" / name
-    results = json.loads((folder / "results.json").read_text())
+    results = results_of(folder)
     assert results["updates"] == 3 and results["test_pairs"] == 9
     assert 0 <= results["bleu"] <= 100 and "version" in results["bleu_signature"]
     assert results["options"]["--criterion"] == criterion
@@ -52,7 +56,7 @@ def test_from_text_to_scores(command, tmp_path, capsys, options, criterion):
     assert train_text.run(arguments) == 0
     again = capsys.readouterr().out
     assert f"{name}: already trained" in again and "translation: already done" in again
-    assert json.loads((folder / "results.json").read_text()) == results
+    assert results_of(folder) == results
 
 
 def test_prepare_only(command, tmp_path, capsys):
@@ -61,24 +65,116 @@ def test_prepare_only(command, tmp_path, capsys):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"text", "vocabulary", "data"}
 
 
-def test_interrupted_run_continues(command, tmp_path, monkeypatch):
+@pytest.fixture
+def stop_at(monkeypatch):
+    """stop_at(n, arguments): run until n updates are made."""
+
+    def stop_at(updates: int, arguments: list[str]) -> None:
+        step = Trainer.train_step
+
+        def stop(trainer, samples, raise_oom=False):
+            if trainer.get_num_updates() == updates:
+                raise Interrupted(15, "stopped")
+            return step(trainer, samples, raise_oom)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "train_step", stop)
+            with pytest.raises(Interrupted):
+                train_text.run(arguments)
+
+    return stop_at
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_interrupted_run_continues(command, tmp_path, stop_at):
     arguments = command("--updates", "4", "--mode", "float")
-    step = Trainer.train_step
-
-    def stop_at_three(trainer, samples, raise_oom=False):
-        if trainer.get_num_updates() == 2:
-            raise Interrupted(15, "stopped")
-        return step(trainer, samples, raise_oom)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", stop_at_three)
-        with pytest.raises(Interrupted):
-            train_text.run(arguments)
-    assert not (tmp_path / "out" / "float" / "results.json").exists()
+    folder = tmp_path / "out" / "float"
+    stop_at(2, arguments)
+    assert not (folder / "results.json").exists()
+    seconds = [json.loads(line)["seconds"] for line in (folder / "model" / "losses.jsonl").read_text().splitlines()]
     assert train_text.run(arguments) == 0
-    results = json.loads((tmp_path / "out" / "float" / "results.json").read_text())
-    assert results["updates"] == 4
-    assert "(epoch 1 @ 2 updates)" in (tmp_path / "out" / "float" / "model" / "train.log").read_text()
+    assert results_of(folder)["updates"] == 4
+    assert "(epoch 1 @ 2 updates)" in (folder / "model" / "train.log").read_text()
+    assert results_of(folder)["training_seconds"] >= round(seconds[-1], 1) > 0
+
+
+def test_time_of_all_sittings_counts(command, tmp_path, stop_at):
+    """Also of those of which fairseq's checkpoint keeps no time, as at the end of an epoch."""
+    arguments = command("--updates", "4", "--mode", "float")
+    losses = tmp_path / "out" / "float" / "model" / "losses.jsonl"
+    stop_at(2, arguments)
+    lines = [json.loads(line) for line in losses.read_text().splitlines()]
+    losses.write_text("".join(json.dumps(line | {"seconds": line["seconds"] + 1000}) + "\n" for line in lines))
+    assert train_text.run(arguments) == 0
+    assert 1000 < results_of(losses.parents[1])["training_seconds"] < 1100
+
+
+def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
+    arguments = command("--mode", "int8")
+    train_text.run([*arguments, "--updates", "2"])
+    train_text.run([*arguments, "--updates", "5", "--beam", "1", "--log-every", "2", "--validate-every", "3"])
+    folder = tmp_path / "out" / "int8"
+    assert "(epoch 1 @ 2 updates)" in (folder / "model" / "train.log").read_text()
+    assert results_of(folder)["updates"] == results_of(folder)["best_update"] == 5
+    with pytest.raises(ValueError, match=r"--updates is 4, but .* has made 5 already"):
+        train_text.run([*arguments, "--updates", "4"])
+
+    train_text.run([*arguments, "--updates", "5", "--name", "at-once"])
+    resumed, at_once = (
+        torch.load(tmp_path / "out" / name / "model" / "checkpoint_last.pt")["model"] for name in ("int8", "at-once")
+    )
+    assert resumed.keys() == at_once.keys()
+    assert all(torch.equal(resumed[name], at_once[name]) for name in resumed)
+
+
+def test_names_do_not_leave_the_output_folder(command, tmp_path):
+    thesis = tmp_path / "home" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("x")
+    for name in ("../home", "..", "data", str(tmp_path / "home")):
+        with pytest.raises(ValueError, match="--name"):
+            train_text.run(command("--updates", "2", "--name", name, "--overwrite"))
+    assert thesis.exists() and not (tmp_path / "out").exists()
+
+
+def test_folders_of_somebody_else_stay(command, tmp_path):
+    theirs = tmp_path / "out" / "data" / "dict.src.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("x")
+    with pytest.raises(ValueError, match="holds dict.src.txt, which this command did not make"):
+        train_text.run(command("--updates", "2", "--overwrite"))
+    assert files_in(tmp_path / "out") == {"data/dict.src.txt": b"x"}
+
+
+def test_options_that_do_not_fit_are_refused_before_anything_is_written(command, tmp_path):
+    train_text.run(command("--updates", "1", "--mode", "float"))
+    before = files_in(tmp_path / "out")
+    message = r"holds a run with other options \(--vocabulary-size: 60 before, 70 now\)"
+    with pytest.raises(ValueError, match=message):
+        train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70"))
+    for options in (["--mode", "int8", "--updates", "1"], ["--mode", "int8", "--overwrite"], ["--prepare-only"]):
+        with pytest.raises(ValueError, match=r"the data of the run float, .*--vocabulary-size: 60 before, 70 now"):
+            train_text.run(command(*options, "--vocabulary-size", "70"))
+    assert files_in(tmp_path / "out") == before
+    train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70", "--overwrite"))
+    assert results_of(tmp_path / "out" / "float")["options"]["--vocabulary-size"] == 70
+
+
+def test_a_second_writer_is_refused(command, tmp_path):
+    with locked_folder(tmp_path / "out" / "float", "x"):
+        with pytest.raises(Busy, match=rf"process {os.getpid()} on .* is writing into .*float; .*another --name"):
+            train_text.run(command("--updates", "1", "--mode", "float"))
+    with locked_folder(tmp_path / "out", "x"):
+        with pytest.raises(Busy, match=r"is writing into .*out; .*another --output"):
+            train_text.run(command("--prepare-only"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
@@ -88,8 +184,7 @@ def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
     with pytest.raises(ValueError, match=r"other options \(--lr: 0.001 before, 0.01 now\); choose another --name"):
         train_text.run(changed)
     assert train_text.run([*changed, "--overwrite"]) == 0
-    results = json.loads((tmp_path / "out" / "float" / "results.json").read_text())
-    assert results["options"]["--lr"] == "0.01"
+    assert results_of(tmp_path / "out" / "float")["options"]["--lr"] == "0.01"
     assert train_text.run([*changed, "--beam", "1"]) == 0  # translates again, trains no more
     log = (tmp_path / "out" / "float" / "model" / "train.log").read_text()
     assert log.count("begin training epoch 1") == 1

@@ -10,7 +10,7 @@ LINES = ["the quick brown fox", "jumps over the lazy dog", "<pad> and <s> are wo
 @pytest.fixture
 def learnt(tmp_path):
     """A vocabulary of a few lines that hold fairseq's own symbols as text."""
-    vocabulary.learn_vocabulary(Corpus(source=LINES, target=LINES), tmp_path, size=50, coverage=1.0)
+    vocabulary.learn_vocabulary(Corpus.of(LINES, LINES), tmp_path, size=50, coverage=1.0)
     return vocabulary.load_vocabulary(tmp_path)
 
 
@@ -23,7 +23,7 @@ def test_dictionary_has_every_piece_and_a_padded_size(learnt):
 
 
 def test_binarised_text_reads_back(learnt, tmp_path):
-    corpus = Corpus(source=["the fox", "<pad> jumps", "ж"], target=["lazy dog", "<s>", "over"])
+    corpus = Corpus.of(["the fox", "<pad> jumps", "ж"], ["lazy dog", "<s>", "over"])
     left_out, kept = vocabulary.binarize(corpus, learnt, tmp_path, "train", max_length=20)
     vocabulary.write_dictionaries(learnt, tmp_path)
     assert left_out is None and kept == [0, 1, 2]
@@ -38,7 +38,7 @@ def test_binarised_text_reads_back(learnt, tmp_path):
 
 
 def test_long_pairs_are_left_out(learnt, tmp_path):
-    corpus = Corpus(source=["a", "the quick brown fox jumps", "b", "x y z q"], target=["a"] * 4)
+    corpus = Corpus.of(["a", "the quick brown fox jumps", "b", "x y z q"], ["a"] * 4)
     left_out, kept = vocabulary.binarize(corpus, learnt, tmp_path, "train", max_length=4)
     assert kept == [0, 2]
     assert (left_out.count, left_out.first_line) == (2, 2) and left_out.pieces > 4
@@ -46,9 +46,9 @@ def test_long_pairs_are_left_out(learnt, tmp_path):
 
 def test_too_large_vocabulary_names_the_largest(tmp_path):
     with pytest.raises(ValueError, match=r"--vocabulary-size 5000 is too large for this text; use at most \d+"):
-        vocabulary.learn_vocabulary(Corpus(source=LINES, target=LINES), tmp_path, size=5000, coverage=1.0)
+        vocabulary.learn_vocabulary(Corpus.of(LINES, LINES), tmp_path, size=5000, coverage=1.0)
 
 
 def test_too_small_vocabulary_names_the_smallest(tmp_path):
     with pytest.raises(ValueError, match=r"--vocabulary-size 9 is too small .* use at least \d+"):
-        vocabulary.learn_vocabulary(Corpus(source=LINES, target=LINES), tmp_path, size=9, coverage=1.0)
+        vocabulary.learn_vocabulary(Corpus.of(LINES, LINES), tmp_path, size=9, coverage=1.0)

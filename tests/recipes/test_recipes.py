@@ -39,13 +39,13 @@ def check(done: subprocess.CompletedProcess) -> None:
 
 def test_numbers(run, tmp_path):
     check(run("numbers/run.sh", "--dry-run", "--quiet"))
-    assert json.loads((tmp_path / "runs/numbers/results.json").read_text())["test_pairs"] == 12
+    assert json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())["test_pairs"] == 12
 
 
 def test_text(run, tmp_path):
     check(run("text/run.sh", "--dry-run", "out", "--quiet"))
     for mode in ("float", "int8"):
-        assert json.loads((tmp_path / "out" / mode / "results.json").read_text())["updates"] == 3
+        assert json.loads((tmp_path / "out/dry-run" / mode / "results.json").read_text())["updates"] == 3
 
 
 def test_text_without_files(run):
@@ -59,9 +59,11 @@ def test_dry_run(run, tmp_path, recipe, mode, processes):
     done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode, *given)
     check(done)
     assert ("gradients: int8 between 2 workers" in done.stdout) == (processes == 2)
-    scores = json.loads((tmp_path / "out" / mode / "scores.json").read_text())
+    output = tmp_path / "out" / "dry-run"
+    assert list((tmp_path / "out").iterdir()) == [output]  # nothing real is touched
+    scores = json.loads((output / mode / "scores.json").read_text())
     assert [score["name"] for score in scores] == ["BLEU", "chrF2"]
-    assert len((tmp_path / "out" / mode / "translation" / "hypotheses.txt").read_text().splitlines()) == 10
+    assert len((output / mode / "translation" / "hypotheses.txt").read_text().splitlines()) == 10
 
 
 @pytest.mark.parametrize("recipe", PUBLIC)

@@ -1,0 +1,143 @@
+"""The folder of one run in an output folder: what its name may be, what lies there, and whom its data belong to."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsq.commands import stages
+from lsq.commands.prepare import Prepared
+from lsq.commands.progress import read_losses
+from lsq.commands.stages import Stage
+
+NAME = re.compile(r"\w[\w.+=@,-]*")
+RESERVED = ("text", "vocabulary", "data", "numbers")
+"""Folders of an output folder that are not runs."""
+LOSSES = "losses.jsonl"
+STAGE = "run"
+UNBOUND = frozenset(
+    "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar --tensorboard-logdir"
+    " --save-interval --save-interval-updates --validate-interval --validate-interval-updates --keep-interval-updates"
+    " --keep-last-epochs --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
+    " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout".split()
+)
+"""Options of `lsq train` that change nothing of what a run has made: they may differ when it goes on."""
+
+
+def check_name(name: str) -> str:
+    """A name of a run, as it was given.
+
+    Raises:
+        ValueError: it is not one plain folder name, or is one that the output folder has for something else.
+    """
+    if not NAME.fullmatch(name) or len(name.encode()) > 200:
+        raise ValueError(
+            f"--name {name!r} is not a plain folder name: letters, digits and _ . + = @ , - are allowed, the first of"
+            " them a letter, digit or _; to write elsewhere, give --output"
+        )
+    if name.casefold() in RESERVED:
+        raise ValueError(f"--name {name} is the name of a folder of the data; choose any but {', '.join(RESERVED)}")
+    return name
+
+
+def named_options(words: list[str]) -> dict[str, str | None]:
+    """Options of a command line with their values, None for those without; words before any option are under ""."""
+    found: dict[str, list[str]] = {}
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            option, _, value = word.partition("=")
+            found[option] = [value] if value else []
+        else:
+            found.setdefault(option, []).append(word)
+    return {option: " ".join(values) or None for option, values in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """output/<name>, with the stages in it."""
+
+    prepared: Prepared
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.prepared.output / self.name
+
+    @property
+    def run(self) -> Stage:
+        """All of it; its key is what the run is bound to."""
+        return Stage(name=STAGE, folder=self.path, makes=("results.json", "losses.png"))
+
+    @property
+    def model(self) -> Stage:
+        """The training."""
+        makes = ("checkpoint*.pt", "checkpoint_last.gradients-*.safetensors", LOSSES, "train.log", "crash.pt")
+        return Stage(name="model", folder=self.path / "model", makes=makes)
+
+    @property
+    def translation(self) -> Stage:
+        """The translation of the test set."""
+        makes = ("hypotheses.txt", "generate-test.txt", "generate.log")
+        return Stage(name="translation", folder=self.path / "translation", makes=makes)
+
+    def check(self, key: dict, updates: int, overwrite: bool) -> None:
+        """Make sure that a run with this key may be begun here or go on, and that no other run loses its data.
+
+        Nothing is written.
+
+        Args:
+            key: what the run is bound to: settings of the data and of the training.
+            updates: that are wanted.
+            overwrite: whether what is here may be removed.
+
+        Raises:
+            ValueError: it may not; names every option that differs, with both values.
+        """
+        check_data(self.prepared, except_run=self.name)
+        marker = self.run.check_own()
+        for stage in (self.model, self.translation):
+            stage.check_own()
+        if marker is None or overwrite:
+            return
+        if found := stages.differences(marker.key, key):
+            raise ValueError(
+                f"{self.path} holds a run with other options ({'; '.join(found)}); choose another --name, or delete it"
+                " with --overwrite"
+            )
+        made = read_losses(self.model.folder / LOSSES).updates
+        if updates < made:
+            raise ValueError(
+                f"--updates is {updates}, but {self.path} has made {made} already; give at least {made}, choose another"
+                " --name, or delete it with --overwrite"
+            )
+
+    def claim(self, key: dict) -> None:
+        """Mark the folder as that of a run with this key; what another run left there is removed.
+
+        Raises:
+            ValueError: the folder holds files of somebody else.
+        """
+        marker = self.run.check_own()
+        if marker is not None and stages.differences(marker.key, key):
+            for stage in (self.translation, self.model, self.run):
+                stage.remove()
+        self.run.mark(key, finished=False)
+
+
+def check_data(prepared: Prepared, except_run: str | None = None) -> None:
+    """Make sure that the data which are about to be made are those of all runs in the output folder.
+
+    Raises:
+        ValueError: a run other than `except_run` was trained on others; names it and what differs.
+    """
+    for path in sorted(prepared.output.glob(f"*/{stages.MARKER}")):
+        name = path.parent.name
+        if name == except_run or name in RESERVED:
+            continue
+        key = Stage(name=STAGE, folder=path.parent, makes=()).marker().key
+        if found := stages.differences({option: key.get(option) for option in prepared.settings}, prepared.settings):
+            raise ValueError(
+                f"{prepared.output} holds the data of the run {name}, which were made with other options"
+                f" ({'; '.join(found)}); choose another --output"
+            )
