@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lsq.commands.options import one_line_errors, positive
 from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare, say
-from lsq.commands.run_folder import check_data, check_name
+from lsq.commands.run_folder import check_data, check_name, named_options
 from lsq.commands.score import TOKENIZERS
 from lsq.commands.text_run import RunOptions
 from lsq.commands.text_run import run as run_training
@@ -25,6 +25,14 @@ EPILOG = """
 Options after a lone -- go to `lsq train` as they are, e.g. `-- --encoder-normalize-before`. Several runs share one
 output folder under different --name; the text, vocabulary and data are then made once.
 """
+
+
+OF_THIS_COMMAND = {
+    "--max-update": "give --updates",
+    "--no-save": "the checkpoints are needed to translate",
+    "--save-dir": "give --output and --name",
+}
+"""Options of `lsq train` that cannot follow a lone --, and what to do instead."""
 
 
 def parser() -> ArgumentParser:
@@ -147,6 +155,8 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         raise ValueError(
             f"--arch {architecture} has no quantisers; with --mode int8 and --lsq-... options use {ARCHITECTURE}"
         )
+    for option in OF_THIS_COMMAND.keys() & named_options(extra).keys():
+        raise ValueError(f"{option} after -- is set by lsq train-text itself; leave it out: {OF_THIS_COMMAND[option]}")
     if given.max_tokens <= given.max_length:
         raise ValueError(
             f"--max-tokens {given.max_tokens} is too small for sentences of --max-length {given.max_length} pieces"

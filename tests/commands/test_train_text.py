@@ -196,6 +196,8 @@ def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
         (["--mode", "int8", "--arch", "transformer"], "--arch transformer has no quantisers"),
         (["--mode", "float", "--lsq-bits", "4"], "--arch transformer has no quantisers"),
         (["--max-tokens", "40"], "--max-tokens 40 is too small for sentences of --max-length 40 .* at least 41"),
+        (["--", "--max-update", "9"], "--max-update after -- is set by lsq train-text itself; .* give --updates"),
+        (["--", "--save-dir=x"], "--save-dir after -- .* give --output and --name"),
         (["--mode", "int8", "--lsq-bits", "9"], "bits is 9"),
         (["--hidden", "24"], "hidden is 24, but int8 products need a multiple of 16; use 32"),
         (["--heads", "3"], "hidden size 16 is not divisible by 3 heads"),
