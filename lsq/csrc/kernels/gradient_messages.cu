@@ -33,6 +33,7 @@ constexpr float kOutCode = OUT_BITS == 8 ? 127.0f : 7.0f;  // the largest code t
 
 // Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs few registers.
 constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY || RANDOM ? 4 : 6;
+constexpr int kLeastBlocksOfSum = kVectors > 1 ? 0 : 4;  // left to itself (0), NVRTC 13.0 aims at 5 and spills
 
 using Values = float[kVectors][kVector];  // what one thread holds of a block
 
@@ -228,7 +229,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_gradient_pack(
 LSQ_EXPORT(lsq_gradient_pack)
 
 // messages uint8 [N, M] -> message uint8 [M']: the sum times `factor`. Grid: blocks of the shard.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_sum(
+LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_gradient_sum(
     In<uint8_t> messages, In<int64_t> key, Out<uint8_t> out, int64_t count, int64_t length, int64_t stream,
     float factor) {
     const Shard<BITS> shard{length};

@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int kColumns = 32, kSlices = 8;  // of a block: threads of a column take the rows in `kSlices` runs
+constexpr int kLeastBlocks = 4;  // of a multiprocessor, at once: left to itself, NVRTC 13.0 aims at 5 and spills
 
 __device__ __forceinline__ float run_sum(
     const float* partial, int64_t width, int64_t column, int64_t begin, int64_t end) {
@@ -19,7 +20,7 @@ __device__ __forceinline__ float run_sum(
 }  // namespace
 
 // partial float32 [rows, width]; width = sums * n (+ 1 for the clip, after the columns); null results are skipped.
-LSQ_KERNEL __launch_bounds__(kColumns * kSlices) lsq_finish_sums(
+LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_sums(
     In<float> partial, Out<float> first, Out<float> second, Out<float> third, Out<float> clip, int64_t rows, int64_t n,
     int64_t sums, int64_t width, float factor) {
     __shared__ float part[kSlices][kColumns];
