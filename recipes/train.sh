@@ -16,7 +16,7 @@ usage() {
     exit 2
 }
 
-mode=int8 processes=1 machines=1 machine=0 master=localhost name=lsq gradients=auto print=0 dry_run=0 output=
+mode=int8 processes=1 machines=1 machine=0 master=127.0.0.1 name=lsq gradients=auto print=0 dry_run=0 output=
 while [ $# -gt 0 ]; do
     case $1 in
         --mode | --processes | --machines | --machine | --master | --name | --gradients | --updates)
@@ -71,7 +71,9 @@ if [ "$machines" -gt 1 ]; then
     command=(torchrun --nnodes "$machines" --rdzv-backend c10d --rdzv-endpoint "$master" --rdzv-id "$name"
         --nproc-per-node "$processes" --no-python "${command[@]}")
 elif [ "$processes" -gt 1 ]; then
-    command=(torchrun --standalone --nproc-per-node "$processes" --no-python "${command[@]}")
+    # --standalone would wait in vain where localhost or the host has no address.
+    command=(torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
+        --nproc-per-node "$processes" --no-python "${command[@]}")
 fi
 printf '%q ' "${command[@]}"
 echo

@@ -41,7 +41,7 @@ def test_packages_are_those_of_pyproject():
 
 
 def test_installed_version():
-    assert doctor.installed_version("torch") == torch.__version__
+    assert doctor.installed_version("pytest") == pytest.__version__
     assert doctor.installed_version("no-such-package-of-this-name") is None
 
 
@@ -71,13 +71,13 @@ def test_report_of_this_machine(found):
     assert found.version == lsq.__version__
     assert found.cores >= 1 and found.threads >= 1
     assert found.host_library
-    assert found.packages["torch"] == torch.__version__
+    assert torch.__version__.startswith(found.packages["torch"])  # which may say +cu130 where the package does not
     assert found.healthy == all(found.packages[name] for name in doctor.REQUIRED)
 
 
 def test_text_names_everything(found):
     shown = doctor.text(found)
-    for part in (found.cpu, found.host_library, found.int8_path, torch.__version__, *doctor.REQUIRED):
+    for part in (found.cpu, found.host_library, found.int8_path, found.packages["torch"], *doctor.REQUIRED):
         assert part in shown
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ONE_MACHINE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+"""torchrun's options for one machine. Its --standalone waits in vain where localhost or the host has no address."""
 
 
 def on_cpu(args: Namespace) -> bool:
@@ -82,5 +84,5 @@ def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:
     if not by_fairseq or args.distributed_init_method is not None or args.distributed_port > 0:
         return None
     processes = min(args.distributed_world_size, torch.cuda.device_count())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(processes)]
     return [*launcher, "-m", "lsq.cli", "train", *arguments]

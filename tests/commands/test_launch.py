@@ -1,8 +1,9 @@
 from argparse import Namespace
 
 import pytest
+from torch.distributed.run import parse_args
 
-from lsq.commands.launch import check_precision, fill_in, torchrun_command
+from lsq.commands.launch import ONE_MACHINE, check_precision, fill_in, torchrun_command
 
 
 @pytest.fixture
@@ -109,7 +110,14 @@ def test_one_process_for_each_gpu(gpus):
     fill_in(args, {})
     assert args.distributed_world_size == 2
     command = torchrun_command(args, ["data", "--lr", "1"])
-    assert command[3:] == [*"--standalone --nproc-per-node 2 -m lsq.cli train".split(), "data", "--lr", "1"]
+    assert command[3:] == [*ONE_MACHINE, *"--nproc-per-node 2 -m lsq.cli train".split(), "data", "--lr", "1"]
+
+
+def test_one_machine_needs_no_names():
+    """torchrun's --standalone means localhost, and then the host's name, for which there may be no address."""
+    found = parse_args([*ONE_MACHINE, "script"])
+    assert (found.rdzv_backend, found.rdzv_endpoint, found.local_addr) == ("c10d", "127.0.0.1:0", "127.0.0.1")
+    assert not found.standalone
 
 
 def test_fairseqs_own_ways_to_start_several_machines_stay(gpus):

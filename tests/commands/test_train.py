@@ -10,6 +10,7 @@ from fairseq.trainer import Trainer
 
 from lsq.commands import train
 from lsq.commands.interruption import Interrupted
+from lsq.commands.launch import ONE_MACHINE
 from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.lock import NAME, Busy, locked_folder
 from tests.commands.conftest import TRAINING
@@ -66,7 +67,7 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
     with pytest.raises(SystemExit):
         train.run(options)
     assert started[0][1:] == [
-        *"-m torch.distributed.run --standalone --nproc-per-node 8 -m lsq.cli train".split(),
+        *"-m torch.distributed.run".split(), *ONE_MACHINE, *"--nproc-per-node 8 -m lsq.cli train".split(),
         *options,
     ]
     assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 1  # on the CPU
@@ -209,7 +210,7 @@ def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, name):
 
 def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tmp_path):
     lsq_train(tmp_path, "--arch", "transformer", "--max-update", "2", "--disable-validation")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2", "--no-python"]
     command = [sys.executable, "-m", "lsq.cli", "train", str(prepared.data), "--save-dir", str(tmp_path), "--cpu"]
     options = [*TRAINING, "--arch", "transformer", "--max-update", "3", "--disable-validation"]
     done = subprocess.run([*launcher, *command, *options], capture_output=True, text=True, timeout=110)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lsq.commands.launch import ONE_MACHINE
 from lsq.commands.user_dir import user_dir
 from tests.commands import dying
 from tests.commands.conftest import TRAINING
@@ -26,7 +27,7 @@ def updates(folder: Path) -> int:
 
 def torchrun(processes: int, *command: str, timeout: float = 190) -> subprocess.CompletedProcess:
     """Start a command in so many processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*launcher, "--no-python", *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment
@@ -43,14 +44,14 @@ def _process(rank: int, port: int, folder: Path, arguments: list[str]) -> None:
     with (folder / f"{rank}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in of_torchrun.items()})
     sys.exit(dying.main(signal.SIGKILL, 1, 3, arguments))
 
 
 def test_a_killed_process_is_named_and_the_training_goes_on_alone(prepared, lsq_train, tmp_path):
     model = tmp_path / "model"
-    with socket.create_server(("localhost", 0)) as free:
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = [str(prepared.data), "--save-dir", str(model), *OPTIONS, "--max-update", "6"]
     processes = [CONTEXT.Process(target=_process, args=(rank, port, tmp_path, arguments)) for rank in range(2)]

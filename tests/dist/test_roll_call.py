@@ -70,8 +70,8 @@ def test_one_that_never_came(start):
 
 
 def test_a_store_that_is_gone(start):
-    server = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    client = distributed.TCPStore("localhost", server.port, is_master=False)
+    server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = distributed.TCPStore("127.0.0.1", server.port, is_master=False)
     call = start(client, 1, 2, patience_s=0.1)
     del server
     assert call.lost() == "nobody"
@@ -168,7 +168,7 @@ def test_a_new_group_has_roll_calls_of_its_own(tmp_path):
 def _ring(rank: int, folder: str, how: int, place: str) -> None:
     """Exchange in a ring of four; rank 2 gets the signal `how`, or fails by itself; the others write what they saw."""
     torch.set_num_threads(1)
-    method = f"file://{folder}/store" if place == "file" else f"tcp://localhost:{place}"
+    method = f"file://{folder}/store" if place == "file" else f"tcp://127.0.0.1:{place}"
     distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=4)
     distributed.group.WORLD.set_timeout(timedelta(seconds=4))
     roll_call.register(patience_s=4.0, period_s=0.05)
@@ -226,7 +226,7 @@ def test_last_words_of_the_one_that_failed(tmp_path):
 
 
 def test_the_store_dies_with_rank_0(tmp_path):
-    with socket.create_server(("localhost", 0)) as free:
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     told, _ = _run(tmp_path, -1, str(port))
     assert sorted(told) == [1, 2, 3]

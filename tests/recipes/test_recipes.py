@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lsq.commands.launch import ONE_MACHINE
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLIC = ("iwslt14_de_en", "wmt14_en_de")
 
@@ -103,7 +105,7 @@ def test_training_without_data(run):
     ("options", "start", "update_freq"),
     [
         ([], "lsq train ", 8),
-        (["--processes", "8"], "torchrun --standalone --nproc-per-node 8 --no-python lsq train ", 1),
+        (["--processes", "8"], f"torchrun {' '.join(ONE_MACHINE)} --nproc-per-node 8 --no-python lsq train ", 1),
         (
             ["--processes", "8", "--machines", "2", "--machine", "1", "--master", "host0"],
             "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id lsq --nproc-per-node 8"
@@ -166,8 +168,8 @@ def test_two_machines(tmp_path):
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1"
     }  # fmt: skip
-    with socket.create_server(("localhost", 0)) as free:
-        master = f"localhost:{free.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = f"127.0.0.1:{free.getsockname()[1]}"
     command = [RECIPES / "wmt14_en_de" / "run.sh", data, "--mode", "float", "--dry-run"]
     command += ["--processes", "2", "--machines", "2", "--master", master, "--print"]
     line = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=190).stdout.splitlines()[-1]
@@ -179,12 +181,17 @@ def test_two_machines(tmp_path):
     assert sum("gradients: int8_hier between 4 workers" in text for text in said) == 1
 
 
-def archive(path: Path, files: dict[str, str]) -> None:
-    """Write a .tgz with these files."""
-    folder = path.parent / path.stem
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Write files, by their paths in the folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
+
+
+def archive(path: Path, files: dict[str, str]) -> None:
+    """Write a .tgz with these files."""
+    folder = path.parent / path.stem
+    write(folder, files)
     with tarfile.open(path, "w:gz") as tar:
         for top in folder.iterdir():
             tar.add(top, arcname=top.name)
@@ -195,7 +202,7 @@ def evaluation(sentences: list[str]) -> str:
     return f"<?xml version='1.0'?>\n<refset><doc>\n{segments}</doc></refset>\n"
 
 
-def test_iwslt_archive(run, tmp_path):
+def test_iwslt_text(run, tmp_path):
     train = {
         "de": ["<url>http://x</url>", "<title>Titel hier</title>"],
         "en": ["<url>http://x</url>", "<title>A title</title>"],
@@ -208,10 +215,7 @@ def test_iwslt_archive(run, tmp_path):
     for name in ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012"):
         for side in ("de", "en"):
             files[f"de-en/IWSLT14.{name}.de-en.{side}.xml"] = evaluation([f"{side} &amp; {name}"])
-    (tmp_path / "raw").mkdir()
-    archive(tmp_path / "de-en.tgz", files)
-    with tarfile.open(tmp_path / "de-en.tgz") as tar:
-        tar.extractall(tmp_path / "raw", filter="data")
+    write(tmp_path / "raw", files)
     check(subprocess.run([sys.executable, RECIPES / "extract.py", "iwslt14", tmp_path / "raw", tmp_path / "plain"],
                          capture_output=True, text=True))  # fmt: skip
     lines = {
