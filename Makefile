@@ -1,30 +1,32 @@
 # Everything runs in a virtual environment, .venv, that is made once and kept until the requirements change.
 #
-#   PYTHON=...        the interpreter to use (3.11 or newer)
+#   PYTHON=...        the interpreter to use (3.11, 3.12, 3.13 or 3.14)
 #   PIP_OPTIONS=...   given to pip, e.g. to take torch's small CPU build from its own index:
 #                     make test PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
-SUITABLE := import sys, venv; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13; do \
-	$$name -c '$(SUITABLE)' 2>/dev/null && echo $$name && break; done)
+# Where no interpreter suits, python3 is taken nevertheless: prerequisites.py says what is wrong with it.
+SUITABLE := import sys, prerequisites; sys.exit(prerequisites.unsuitable(sys.version_info) is not None)
+PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
+	$$name -c '$(SUITABLE)' 2>/dev/null && echo $$name && exit; done; command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 REQUIREMENTS := constraints.txt pyproject.toml setup.py
 STAMP := $(VENV)/.installed-$(shell (cat $(REQUIREMENTS); $(PYTHON) --version) 2>&1 | cksum | tr ' ' -)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt
 
-.PHONY: help venv library test demo lint clean distclean
+.PHONY: help venv library test demo lint resolve clean distclean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(STAMP)  ## make .venv and install lsq into it
 
-# torch comes first, as constrained: fairseq-fixed is built on Python 3.11 (3 to 4 minutes, once; pip keeps the
-# wheel) and must see this torch, which an isolated build would download again in its newest and largest form.
+# torch comes first, as constrained: fairseq-fixed is built wherever it has no wheel (it has one for Python 3.12; 3 to 4
+# minutes, once; pip keeps the wheel) and must see this torch, which an isolated build would download again.
 $(STAMP):
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer (with its venv module) was found;" \
-		"install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "No python3 was found. Debian, Ubuntu: apt install g++ python3 python3-venv" \
+		"python3-dev; or name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) prerequisites.py
 	@test "$$($(BIN)/python --version 2>&1)" = "$$($(PYTHON) --version)" \
 		&& $(BIN)/python -m pip --version >/dev/null 2>&1 \
 		|| $(PYTHON) -m venv --clear $(VENV)
@@ -44,8 +46,11 @@ demo: library  ## train, translate and score the built-in task, in float and in 
 lint: $(STAMP)  ## check the style
 	$(BIN)/ruff check .
 
+resolve: $(STAMP)  ## resolve the requirements for every Python, with PyTorch's standard build (50 seconds)
+	@$(BIN)/python .ci/resolve.py
+
 clean:  ## remove what was built, but not .venv
-	rm -rf build lsq/csrc/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build __pycache__ lsq/csrc/*.so .pytest_cache .ruff_cache .hypothesis
 	find lsq tests benchmarks recipes -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove .venv as well
