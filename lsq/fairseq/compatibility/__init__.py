@@ -1,0 +1,46 @@
+"""What fairseq 0.12 needs to work with this PyTorch, on machines without a GPU and on full disks.
+
+Importing this package prepares fairseq once for the whole process:
+
+* loading: the types that fairseq puts into its own checkpoints are registered as safe for torch.load, which stays as
+  strict as it is by default about all others; files that are no checkpoints of fairseq's are named;
+* saving: under another name first, then renamed. fairseq does so for the first file of a save but copies
+  checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full;
+* resuming: every epoch goes on with the batches of a training that was not interrupted, and on another number of
+  processes without skipping any;
+* batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
+* data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only.
+"""
+
+import fairseq.models.distributed_fairseq_model
+from fairseq import checkpoint_utils
+from fairseq.data import data_utils, iterators
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
+
+from lsq.fairseq.compatibility import batches, loading, resuming, saving
+from lsq.fairseq.compatibility.data_parallel import CPUSafeDataParallel
+from lsq.fairseq.compatibility.replacement import replaced
+from lsq.fairseq.compatibility.saving import CheckpointNotWritten, write_whole
+
+__all__ = ["CPUSafeDataParallel", "CheckpointNotWritten", "apply", "replaced", "write_whole"]
+
+
+def apply() -> None:
+    """Prepare fairseq; calling it again changes nothing."""
+    loading.register_types()
+    checkpoint_utils.load_checkpoint_to_cpu = loading.load_checkpoint
+    checkpoint_utils.torch_persistent_save = saving.save_checkpoint
+    PathManager.copy = staticmethod(saving.copy_checkpoint)
+    data_utils.batch_by_size = batches.batch_by_size
+    iterators.GroupedIterator = resuming.GroupedIterator
+    EpochBatchIterator.state_dict = resuming.iterator_state
+    EpochBatchIterator.load_state_dict = resuming.load_iterator_state
+    EpochBatchIterator._get_iterator_for_epoch = resuming.iterator_for_epoch
+    Trainer.get_train_iterator = resuming.train_iterator
+    Trainer.reset_dummy_batch = resuming.keep_dummy_batch
+    fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel
+
+
+apply()

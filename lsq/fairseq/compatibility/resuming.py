@@ -1,0 +1,109 @@
+"""Where a training goes on: with the batches of one that was not interrupted.
+
+fairseq makes the batches of a data set once, in the first epoch of this process, from the seed and the number of that
+epoch, and shuffles them in every epoch. A training that goes on in epoch 3 would have others than one that began in
+epoch 1.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+
+from fairseq.data import iterators
+from fairseq.data.iterators import EpochBatchIterator
+from fairseq.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+_fairseq_iterator_state = EpochBatchIterator.state_dict
+_fairseq_load_iterator_state = EpochBatchIterator.load_state_dict
+_fairseq_iterator_for_epoch = EpochBatchIterator._get_iterator_for_epoch
+_fairseq_train_iterator = Trainer.get_train_iterator
+
+
+def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
+    """Takes the place of Trainer.get_train_iterator: batches that all epochs share are those of epoch 1.
+
+    Whoever goes on in a later epoch then calls `load_state_dict`, as fairseq does. Batches that are made anew for every
+    epoch (of data in several folders, or with --update-epoch-batch-itr) are those of `epoch`.
+    """
+    if options.get("disable_iterator_cache") or trainer.cfg.dataset.update_epoch_batch_itr:
+        return _fairseq_train_iterator(trainer, epoch, **options)
+    iterator = _fairseq_train_iterator(trainer, 1, **options)
+    shared = trainer.task.dataset_to_epoch_iter.get(trainer.task.dataset(trainer.cfg.dataset.train_subset))
+    if iterator is shared:
+        return iterator
+    return _fairseq_train_iterator(trainer, epoch, **{**options, "load_dataset": False})
+
+
+def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
+    """Takes the place of Trainer.reset_dummy_batch, by which a process without a batch left goes along.
+
+    The first one, of the training's own batches, stays: clips may be measured on it. fairseq's is at times the first
+    one of the validation, depending on where a training was resumed.
+    """
+    if trainer._dummy_batch is None:
+        trainer._dummy_batch = batch
+
+
+def iterator_state(iterator: EpochBatchIterator) -> dict:
+    """Takes the place of EpochBatchIterator.state_dict: among how many processes the batches were divided is kept."""
+    return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards}
+
+
+def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
+    """Takes the place of EpochBatchIterator.load_state_dict.
+
+    fairseq counts the batches of one process. With another number of processes the same count is another place in the
+    epoch: batches would be skipped or repeated, and past the end fairseq refuses. Here no batch is skipped, and fewer
+    are repeated than there are processes.
+    """
+    before, done = state.get("num_shards", iterator.num_shards), state.get("iterations_in_epoch", 0)
+    if before != iterator.num_shards:
+        state = {**state, "iterations_in_epoch": done * before // iterator.num_shards}
+        logger.info(
+            "the checkpoint is of %d processes, and now there are %d: of epoch %d, %d batches are done",
+            before, iterator.num_shards, state["epoch"], state["iterations_in_epoch"] * iterator.num_shards,
+        )
+    if callable(iterator.batch_sampler):  # it makes other batches for every epoch
+        iterator._frozen_batches = None
+    _fairseq_load_iterator_state(iterator, state)
+
+
+def iterator_for_epoch(
+    iterator: EpochBatchIterator, epoch: int, shuffle: bool, fix_batches_to_gpus: bool = False, offset: int = 0
+) -> Iterator | None:
+    """Takes the place of EpochBatchIterator._get_iterator_for_epoch.
+
+    Where fairseq uses a data loader for further epochs, it goes by how the first one was to be shuffled, so that
+    --curriculum would end with the first resumption only.
+    """
+    if iterator.dataloader is not None:
+        iterator.epoch_batch_sampler.shuffle = shuffle
+        iterator.epoch_batch_sampler.fix_batches_to_gpus = fix_batches_to_gpus
+    return _fairseq_iterator_for_epoch(iterator, epoch, shuffle, fix_batches_to_gpus, offset)
+
+
+class GroupedIterator(iterators.CountingIterator):
+    """Takes the place of fairseq's GroupedIterator: batches in groups of --update-freq.
+
+    fairseq counts the groups of a whole epoch. Where an epoch goes on from a place that is not a multiple of
+    `chunk_size` (of another number of processes, or another --update-freq) that is one too few, and fairseq, finding
+    the epoch unfinished, would begin it again.
+
+    Args:
+        iterable: of batches; its `n` says how many of the epoch are done.
+        chunk_size: batches of a group.
+        skip_remainder_batch: leave out the last group if it is smaller.
+    """
+
+    def __init__(self, iterable: iterators.CountingIterator, chunk_size: int, skip_remainder_batch: bool = False):
+        done = getattr(iterable, "n", 0)
+        groups = (len(iterable) - done) / chunk_size
+        groups = math.floor(groups) if skip_remainder_batch else math.ceil(groups)
+        if skip_remainder_batch:
+            iterable.take(done + groups * chunk_size)
+        start = math.ceil(done / chunk_size)
+        chunks = iterators._chunk_iterator(iterable, chunk_size, skip_remainder_batch)
+        super().__init__(chunks, start=start, total=start + groups)
+        self.chunk_size = chunk_size

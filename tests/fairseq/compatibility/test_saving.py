@@ -1,0 +1,46 @@
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+
+from lsq.fairseq.compatibility import CheckpointNotWritten
+
+
+@pytest.fixture
+def on_a_full_disk():
+    """on_a_full_disk(path): the next file that is written in the place of `path` finds no space."""
+    return lambda path: path.with_name(f"{path.name}.tmp").symlink_to("/dev/full")
+
+
+def test_save_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
+    path = tmp_path / "checkpoint1.pt"
+    checkpoint_utils.torch_persistent_save({"x": torch.ones(10)}, str(path))
+    before = path.read_bytes()
+    for size in (1, 100_000):  # refused at the end, and in the middle
+        on_a_full_disk(path)
+        with pytest.raises(
+            CheckpointNotWritten, match=r"could not write .*checkpoint1\.pt \(No space left on device\)"
+        ):
+            checkpoint_utils.torch_persistent_save({"x": torch.ones(size)}, str(path))
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_copy_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
+    source, target = tmp_path / "checkpoint1.pt", tmp_path / "checkpoint_last.pt"
+    source.write_bytes(b"x" * 100)
+    assert PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == source.read_bytes()
+    on_a_full_disk(target)
+    with pytest.raises(CheckpointNotWritten, match="checkpoint_last"):
+        PathManager.copy(str(source), str(target), overwrite=True)
+    assert target.read_bytes() == source.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [source, target]
+    with pytest.raises(FileExistsError):
+        PathManager.copy(str(source), str(target))
+
+
+def test_other_failures_of_a_save_are_not_disguised(tmp_path):
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint_utils.torch_persistent_save({"x": lambda: 0}, str(tmp_path / "x.pt"))
+    assert list(tmp_path.iterdir()) == []
