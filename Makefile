@@ -10,6 +10,7 @@ PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.1
 	$$name -c '$(SUITABLE)' 2>/dev/null && echo $$name && exit; done; command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+MADE := $(VENV)/.made-by-lsq
 REQUIREMENTS := constraints.txt pyproject.toml setup.py
 STAMP := $(VENV)/.installed-$(shell (cat $(REQUIREMENTS); $(PYTHON) --version) 2>&1 | cksum | tr ' ' -)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt
@@ -29,7 +30,9 @@ $(STAMP):
 	@$(PYTHON) prerequisites.py
 	@test "$$($(BIN)/python --version 2>&1)" = "$$($(PYTHON) --version)" \
 		&& $(BIN)/python -m pip --version >/dev/null 2>&1 \
-		|| $(PYTHON) -m venv --clear $(VENV)
+		|| { test ! -e $(VENV) || test -e $(MADE) || { echo "$(VENV) is not of this make, and does not suit: it is no" \
+		"environment of $$($(PYTHON) --version) with pip; move it away, or give VENV=/another/folder" >&2; exit 1; }; \
+		$(PYTHON) -m venv --clear $(VENV) && touch $(MADE); }
 	$(PIP_INSTALL) torch numpy cython setuptools
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@rm -f $(VENV)/.installed-* && touch $@

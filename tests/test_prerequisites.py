@@ -88,6 +88,20 @@ def test_make_takes_no_python_that_was_not_tried(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@needs_compiler
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_clears_no_environment_of_somebody_else(tmp_path):
+    """One that suits would be used; this one has no pip."""
+    theirs = tmp_path / "venv" / "bin" / "python"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("#!/bin/sh\nexit 1\n")
+    theirs.chmod(0o755)
+    command = ["make", "venv", f"PYTHON={sys.executable}", f"VENV={tmp_path / 'venv'}", "PIP_OPTIONS=--no-index"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "is not of this make" in done.stderr and "move it away" in done.stderr
+    assert theirs.exists()
+
+
 def test_all_files_name_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (oldest, newest) = prerequisites.TRIED[0], prerequisites.TRIED[-1]
