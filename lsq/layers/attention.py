@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, initialise_uniform, key_padding, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, key_padding, rows_of
 from lsq.program import layers as programs
 
 
@@ -40,6 +40,7 @@ class MultiheadAttention(ProgramModule):
             nn.init.xavier_uniform_(part, gain=1.0 / math.sqrt(2.0))
         initialise_uniform(self.add_bias(name + "_bias", parts * hidden), hidden)
 
+    @beside_the_graph
     def forward(
         self,
         x: torch.Tensor,

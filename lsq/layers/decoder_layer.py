@@ -6,7 +6,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers.attention import MultiheadAttention
 from lsq.layers.feed_forward import FeedForward
-from lsq.layers.module import ProgramModule, key_padding, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, key_padding, rows_of
 from lsq.program import layers as programs
 
 
@@ -23,6 +23,7 @@ class TransformerDecoderLayer(ProgramModule):
         self.feed_forward = FeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.hidden, config.layer_norm_epsilon)
 
+    @beside_the_graph
     def forward(
         self,
         x: torch.Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lsq.config import QuantConfig
-from lsq.layers.module import ProgramModule
+from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.program import layers as programs
 
 POSITIONS = ("sinusoidal", "learned")
@@ -73,6 +73,7 @@ class Embedding(ProgramModule):
             self.position_weight[padding_idx] = 0.0
         self.layer_norm = nn.LayerNorm(hidden) if layer_norm else None
 
+    @beside_the_graph
     def forward(self, tokens: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """tokens int64 [B, T]; `offset` is the position of the first column, for incremental decoding.
 

@@ -3,7 +3,7 @@
 import torch
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, initialise_uniform, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, rows_of
 from lsq.program import layers as programs
 
 
@@ -20,6 +20,7 @@ class FeedForward(ProgramModule):
         self.add_activation_clips("input", "hidden", "activation")
         self.calibrate_weights()
 
+    @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = rows_of(x, self.config.hidden)
         program = programs.feed_forward(self.config, rows.shape[0], self.training, self.wants_backward(x))

@@ -3,7 +3,7 @@
 import torch
 
 from lsq.config import QuantConfig, check_dimension
-from lsq.layers.module import ProgramModule, initialise_uniform, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, rows_of
 from lsq.program import layers as programs
 
 
@@ -29,6 +29,7 @@ class QuantizedLinear(ProgramModule):
         self.add_activation_clips("input")
         self.calibrate_weights()
 
+    @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = rows_of(x, self.inputs)
         program = programs.linear(

@@ -1,6 +1,7 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,6 +22,15 @@ _BEFORE = "_clip_before"
 _CALIBRATED_AT = frozenset(2**k for k in range(1, 32))
 _WEIGHTS_CALIBRATED_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
+
+
+def beside_the_graph(method: Callable) -> Callable:
+    """Decorate a method that runs a program: torch.compile breaks its graph there and calls the method as it is."""
+    return torch.compiler.disable(
+        method,
+        reason="a layer of lsq is a program of fused operations already and runs beside the compiled graph; "
+        "compile without fullgraph=True",
+    )
 
 
 class ProgramModule(nn.Module):

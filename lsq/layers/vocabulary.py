@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig, check_dimension
-from lsq.layers.module import ProgramModule, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
 from lsq.ops.quantize import weight_reference
 from lsq.program import layers as programs
 
@@ -48,6 +48,7 @@ class VocabularyProjection(ProgramModule):
         self.add_activation_clips("input")
         self.calibrate_weights()
 
+    @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits float32 [..., V]."""
         rows = rows_of(x, self.hidden)
@@ -57,6 +58,7 @@ class VocabularyProjection(ProgramModule):
         (logits,) = self.execute(program, {"x": rows})
         return logits.view(*x.shape[:-1], self.rows)[..., : self.vocabulary]
 
+    @beside_the_graph
     def loss(
         self, x: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """The model: equal to fairseq's in float, usable by fairseq's generators, and the same step by step."""
 
+import copy
+
 import pytest
 import torch
 from fairseq.models.transformer import TransformerModel
@@ -79,6 +81,24 @@ def test_interface_of_encoder_and_decoder(build, batch):
     assert logits.shape == (*net_input["prev_output_tokens"].shape, len(task.target_dictionary))
     torch.testing.assert_close(model.decoder.output_layer(features), logits, rtol=0, atol=0)
     assert model.max_positions() == (1024, 1024) and model.max_decoder_positions() == 1024
+
+
+def test_torch_compile_changes_nothing(build, batch, caplog):
+    task, eager = build("--lsq-backward int8")
+    compiled = copy.deepcopy(eager)
+    sample = batch(task)
+    found = []
+    for model in (eager, torch.compile(compiled, backend="eager")):
+        torch.manual_seed(3)
+        for _ in range(3):
+            loss, _, features = model(**sample["net_input"], target=sample["target"], label_smoothing=0.1)
+            loss.backward()
+        found.append((loss, features))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for one, other in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    torch.compiler.reset()
+    assert "recompile_limit" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
