@@ -1,0 +1,206 @@
+"""What becomes of each command on a page: whether it is run, run small, or only checked, and why. One table, RULES.
+
+A check parses the command line with the program's own parser, so that an option that does not exist is found.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import fairseq_cli.generate as fairseq_generate
+import fairseq_cli.train as fairseq_train
+import pytest
+from fairseq import checkpoint_utils, options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from torch.distributed import run as torchrun
+
+from lsq.commands import COMMANDS, train
+from tests.docs.pages import ROOT
+from tests.docs.reader import Reader
+
+TEXT = "--vocabulary-size 60 --max-length 40 --max-tokens 400 --updates 3 --layers 1 --hidden 16 --feed-forward 32"
+TEXT += " --heads 2 --quiet"
+TRAINING = "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints"
+for side in ("encoder", "decoder"):
+    TRAINING += f" --{side}-layers 1 --{side}-embed-dim 16 --{side}-ffn-embed-dim 32 --{side}-attention-heads 2"
+
+
+class Parsed(BaseException):
+    """The command line was taken; no program catches this."""
+
+
+@contextlib.contextmanager
+def until_parsed() -> Iterator[list[argparse.Namespace]]:
+    """Within this context a program ends as soon as its parser has taken the command line; yields a list for that."""
+
+    def parse_args(parser, *arguments, **named):
+        parsed.append(original(parser, *arguments, **named))
+        raise Parsed
+
+    parsed: list[argparse.Namespace] = []
+    original = argparse.ArgumentParser.parse_args
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        yield parsed
+    assert parsed, "the program has no command line of argparse's"
+
+
+# Ways to follow a command: way(reader, its words with those of the rule's `extra`)
+
+
+def run_lsq(reader: Reader, words: list[str]) -> None:
+    """Run a subcommand of lsq in this process."""
+    assert importlib.import_module(COMMANDS[words[1]].module).run(words[2:]) == 0
+
+
+def parse_lsq(reader: Reader, words: list[str]) -> None:
+    """Parse the command line of a subcommand of lsq; one that only makes data leaves the folder for them."""
+    module = importlib.import_module(COMMANDS[words[1]].module)
+    with until_parsed() as parsed:
+        module.run(words[2:])
+    if words[1] == "numbers" or getattr(parsed[0], "prepare_only", False):
+        (parsed[0].output / "data").mkdir(parents=True)
+
+
+def parse_lsq_train(reader: Reader, words: list[str]) -> None:
+    """Parse a training's command line, which has several parsers, and check what fairseq checks."""
+    convert_namespace_to_omegaconf(train.parse_training(words[2:]))
+
+
+def run_fairseq_train(reader: Reader, words: list[str]) -> None:
+    """Run fairseq-train in this process."""
+    vars(checkpoint_utils.save_checkpoint).pop("best", None)  # of an earlier training in this process
+    args = options.parse_args_and_arch(options.get_training_parser(), words[1:])
+    fairseq_train.main(convert_namespace_to_omegaconf(args))
+
+
+def run_fairseq_generate(reader: Reader, words: list[str]) -> None:
+    """Run fairseq-generate in this process."""
+    args = options.parse_args_and_arch(options.get_generation_parser(), words[1:])
+    fairseq_generate.main(convert_namespace_to_omegaconf(args))
+
+
+def parse_torchrun(reader: Reader, words: list[str]) -> None:
+    """Parse torchrun's options, and check what it starts: `lsq train`, or a script that the page has saved."""
+    given = torchrun.get_args_parser().parse_args(words[1:])
+    command = [given.training_script, *given.training_script_args]
+    if given.no_python:
+        assert command[:2] == ["lsq", "train"], command
+        parse_lsq_train(reader, command)
+    else:
+        assert (reader.folder / command[0]).is_file(), command
+
+
+def dry_make(reader: Reader, words: list[str]) -> None:
+    """Have make show what it would do."""
+    command = [*words, "--dry-run", "--directory", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def parse_script(reader: Reader, words: list[str]) -> None:
+    """Parse the command line of one of this repository's scripts in Python."""
+    script = ROOT / words[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), *words[2:]])
+        patch.syspath_prepend(str(script.parent))
+        with until_parsed():
+            runpy.run_path(str(script), run_name="__main__")
+
+
+def dry_recipe(reader: Reader, words: list[str]) -> None:
+    """Run a recipe's script with stand-ins for the programs that it calls, and parse what is ours of their commands."""
+    ways = {"lsq": parse_lsq, "python": parse_script, "python3": parse_script, "curl": leave_a_file, "tar": leave_it}
+    reader.run([str(ROOT / words[0]), *words[1:]], lambda reader, called: ways[called[0]](reader, called))
+
+
+def leave_a_file(reader: Reader, words: list[str]) -> None:
+    """Download nothing."""
+    (reader.folder / words[words.index("--output") + 1]).touch()
+
+
+def leave_it(reader: Reader, words: list[str]) -> None:
+    """Do nothing."""
+
+
+def printed_recipe(reader: Reader, words: list[str]) -> None:
+    """Have a recipe print the command that it would start, and check that."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        reader.run([str(ROOT / words[0]), *words[1:]], follow)
+    print(printed.getvalue(), end="")
+    command = shlex.split(printed.getvalue())
+    {"lsq": parse_lsq_train, "torchrun": parse_torchrun}[command[0]](reader, command)
+
+
+def check_syntax(reader: Reader, words: list[str]) -> None:
+    """Have bash read a script without running it."""
+    subprocess.run(["bash", "-n", str(ROOT / words[0])], check=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How commands that begin with `words` are followed.
+
+    Attributes:
+        way: runs or checks one.
+        extra: further options, which make it small.
+        why: the reason, where it does not run as printed.
+    """
+
+    words: str
+    way: Callable[[Reader, list[str]], None]
+    extra: str = ""
+    why: str = ""
+
+
+RULES = [
+    Rule(words="lsq train-text", way=run_lsq, extra=TEXT, why="hours of training: the model and its updates are few"),
+    Rule(words="lsq train", way=run_lsq, extra=TRAINING, why="hours of training: the model and its updates are few"),
+    Rule(words="lsq numbers", way=parse_lsq, why="minutes of training; tests/commands/test_numbers.py runs it small"),
+    Rule(words="lsq plan", way=run_lsq),
+    Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
+    Rule(words="lsq configs", way=run_lsq),
+    Rule(words="lsq doctor", way=parse_lsq, why="half a minute of compiling; tests/test_emulation.py runs it"),
+    Rule(words="fairseq-train", way=run_fairseq_train, extra=TRAINING, why="hours of training, as lsq train"),
+    Rule(words="fairseq-generate", way=run_fairseq_generate),
+    Rule(words="torchrun", way=parse_torchrun, why="many processes; tests/commands/test_workers.py starts some"),
+    Rule(words="python benchmarks/", way=parse_script, why="minutes of measuring; tests/benchmarks runs them small"),
+    Rule(words="benchmarks/gpu_round.sh", way=check_syntax, why="needs a GPU; tests/benchmarks/test_gpu.py emulates"),
+    Rule(words="make", way=dry_make, why="sets up a machine, and runs these tests"),
+    Rule(words="recipes/iwslt14_de_en/prepare.sh", way=dry_recipe, why="a download; tests/recipes begins behind it"),
+    Rule(words="recipes/wmt14_en_de/prepare.sh", way=dry_recipe, why="a download; tests/recipes begins behind it"),
+    Rule(words="recipes/iwslt14_de_en/run.sh", way=printed_recipe, extra="--print", why="days of training"),
+    Rule(words="recipes/wmt14_en_de/run.sh", way=printed_recipe, extra="--print", why="days of training"),
+    Rule(words="recipes/numbers/run.sh", way=dry_recipe, why="minutes of training, as lsq numbers"),
+    Rule(words="recipes/text/run.sh", way=dry_recipe, why="hours of training; tests/recipes runs it on toy text"),
+    Rule(words="recipes/quality/run.sh", way=dry_recipe, why="hours of training"),
+]
+"""The longest that fits counts."""
+PROGRAMS = {rule.words.split()[0] for rule in RULES} | {"python3", "curl", "tar"}
+
+
+def rule_for(words: list[str]) -> Rule:
+    """The rule for a command.
+
+    Raises:
+        ValueError: there is none.
+    """
+    line = " ".join(words)
+    fitting = [rule for rule in RULES if f"{line} ".startswith(rule.words + ("" if rule.words.endswith("/") else " "))]
+    if not fitting:
+        raise ValueError(f"tests/docs/commands.py has no rule for {line!r}")
+    return max(fitting, key=lambda rule: len(rule.words))
+
+
+def follow(reader: Reader, words: list[str]) -> None:
+    """Run or check a command as its rule says."""
+    rule = rule_for(words)
+    options_end = words.index("--") if "--" in words else len(words)
+    rule.way(reader, [*words[:options_end], *rule.extra.split(), *words[options_end:]])

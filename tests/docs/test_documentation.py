@@ -1,0 +1,104 @@
+"""Every code block of the documentation runs, from the top of its page to the bottom, with nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands.conftest import write_pairs
+from tests.docs import commands
+from tests.docs.pages import KINDS, ROOT, blocks, pages
+from tests.docs.reader import Reader, page_left_behind
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def reader(tmp_path) -> Reader:
+    """Somebody in an empty folder with a text of their own: train.en and train.de."""
+    write_pairs(tmp_path, "train", 200, seed=1)
+    return Reader(tmp_path, commands.PROGRAMS, commands.follow)
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_page(page, reader):
+    with page_left_behind():
+        for block in blocks(ROOT / page):
+            reader.read(block)
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_every_block_says_what_it_is(page):
+    unknown = [f"{page}:{block.line}: {block.kind!r}" for block in blocks(ROOT / page) if block.kind not in KINDS]
+    assert not unknown, f"fence these blocks with one of {', '.join(KINDS)}: {unknown}"
+
+
+@pytest.mark.parametrize("rule", commands.RULES, ids=lambda rule: rule.words)
+def test_every_rule_is_needed_and_says_why(rule):
+    assert any(rule.words in block.text for page in pages() for block in blocks(ROOT / page)), "no page has this"
+    as_printed = rule.way in (commands.run_lsq, commands.run_fairseq_generate) and not rule.extra
+    assert as_printed != bool(rule.why), "give a reason where a command does not run as printed, and only there"
+
+
+def page_of(folder: Path, text: str) -> Path:
+    path = folder / "page.md"
+    path.write_text(text)
+    return path
+
+
+def test_blocks_of_a_page(tmp_path):
+    text = "# Title\n\n```python\nx = 1\n\ny = 2\n```\n\n* item\n  continued\n\n    old style\n\n``` text\n    a\n```\n"
+    found = [(block.line, block.kind, block.text) for block in blocks(page_of(tmp_path, text))]
+    assert found == [(4, "python", "x = 1\n\ny = 2\n"), (12, "indented", "    old style\n"), (15, "text", "    a\n")]
+    with pytest.raises(ValueError, match=r"page.md:1: this fence is not closed"):
+        blocks(page_of(tmp_path, "```python\nx = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\nprint(model)\n```", NameError),
+        ("```python\nx = 1\n```\n```output\n1\n```", AssertionError),
+        ("```python\nprint('a b')\n```\n```output\na ... c\n```", AssertionError),
+        ("```bash\nlsq train-text --src train.en --tgt train.de --output o --no-such-option 1\n```", SystemExit),
+        ("```bash\nlsq train-text --src other.en --tgt train.de --output o\n```", FileNotFoundError),
+        ("```bash\nlsq numbers --output o ...\n```", SystemExit),
+        ("```bash\nlsq no-such-command\n```", ValueError),
+        ("```bash\nno-such-program\n```", AssertionError),
+        ("```bash\necho 'not closed\n```", AssertionError),
+        ("```bash\nmake no-such-target\n```", AssertionError),
+        ("```bash\npython benchmarks/bench_step.py --no-such-option\n```", SystemExit),
+        ("```bash\npython benchmarks/no_such_file.py\n```", FileNotFoundError),
+        ("```bash\ntorchrun --no-such-option train.py\n```", SystemExit),
+        ("```bash\ntorchrun --nproc-per-node 2 train.py\n```", AssertionError),
+        ("```bash\nmkdir data\ntorchrun --no-python lsq train data --max-tokens 9 --no-such-option\n```", SystemExit),
+        ("```bash\nrecipes/wmt14_en_de/run.sh o --no-such-option\n```", AssertionError),
+    ],
+)
+def test_a_planted_mistake_is_found(reader, tmp_path, text, error):
+    with pytest.raises(error):
+        for block in blocks(page_of(tmp_path, text)):
+            reader.read(block)
+
+
+def test_commands_run_in_order(reader, tmp_path):
+    """A loop, a variable, one that makes data, one that needs them, and one that needs what an earlier block saved."""
+    text = """```python
+# script.py
+x = 1
+```
+
+```bash
+for number in 1 2; do
+    lsq train-text --src train.en --tgt train.de --output "o$number" --prepare-only
+done
+wc -l o2/data/test.tgt
+torchrun script.py
+```
+
+```output
+... o2/data/test.tgt
+```
+"""
+    for block in blocks(page_of(tmp_path, text)):
+        reader.read(block)
+    assert reader.namespace["x"] == 1
