@@ -1,12 +1,12 @@
 # Everything runs in a virtual environment, .venv, that is made once and kept until the requirements change.
 #
-#   PYTHON=...        the interpreter to use (3.11, 3.12, 3.13 or 3.14)
+#   PYTHON=...        the interpreter to use (3.11, 3.12 or 3.13)
 #   PIP_OPTIONS=...   given to pip, e.g. to take torch's small CPU build from its own index:
 #                     make test PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 # Where no interpreter suits, python3 is taken nevertheless: prerequisites.py says what is wrong with it.
 SUITABLE := import sys, prerequisites; sys.exit(prerequisites.unsuitable(sys.version_info) is not None)
-PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13 python3.14; do \
+PYTHON ?= $(shell for name in python3.11 python3 python3.12 python3.13; do \
 	$$name -c '$(SUITABLE)' 2>/dev/null && echo $$name && exit; done; command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,7 +49,7 @@ demo: library  ## train, translate and score the built-in task, in float and in 
 lint: $(STAMP)  ## check the style
 	$(BIN)/ruff check .
 
-resolve: $(STAMP)  ## resolve the requirements for every Python, with PyTorch's standard build (50 seconds)
+resolve: $(STAMP)  ## resolve the requirements for every Python, with PyTorch's standard build (40 seconds)
 	@$(BIN)/python .ci/resolve.py
 
 clean:  ## remove what was built, but not .venv
