@@ -23,7 +23,7 @@ EMULATOR = Path(__file__).parent / "emulator"
 ARITHMETIC = Path(__file__).parent / "arithmetic.h"
 
 MAGIC = b"lsq-emulated-module\n"
-DRIVER_SOURCES = ("driver.cpp", "scheduler.cpp", "fibers.cpp", "report.cpp")
+DRIVER_SOURCES = ("driver.cpp", "scheduler.cpp", "fibers.cpp", "races.cpp", "crashes.cpp", "report.cpp")
 
 # -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.
 FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wno-unknown-pragmas", "-fPIC", "-fvisibility=hidden"]
@@ -31,8 +31,11 @@ FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-st
 SANITIZE = ["-DLSQ_SANITIZE", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 # AddressSanitizer guards no variable that the linker may merge, such as those of inline functions and templates.
 KERNEL_SANITIZE = [*SANITIZE, "-fwhole-program"]
+# Every access to memory calls a function of the driver (races.cpp); ThreadSanitizer's own library stays away.
+KERNEL_WATCH = ["-fsanitize=thread", "-nodefaultlibs"]
 # The only variables of a module in memory that starts as zeros must be its shared ones: no start files.
 KERNEL_LINK = ["-shared", "-nostartfiles"]
+KERNEL_LIBRARIES = ["-lstdc++", "-lm", "-lgcc_s", "-lc"]
 
 _DYNAMIC_SHARED = re.compile(r"\bextern\s+__shared__\s+(?:alignas\s*\([^)]*\)\s*)?([^;\[\]]*?)(\w+)\s*\[\s*\]\s*;")
 _STATIC_SHARED = re.compile(r"\b__shared__\b")
@@ -75,13 +78,15 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize:
     """
     path = KERNELS / source
     driver = build_driver(sanitize)
-    flags = [*FLAGS, *(KERNEL_SANITIZE if sanitize else []), *(f"-D{name}={value}" for name, value in defines)]
+    checks = KERNEL_SANITIZE if sanitize else KERNEL_WATCH
+    flags = [*FLAGS, *checks, *(f"-D{name}={value}" for name, value in defines)]
     includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR)]
     headers = [*_headers(), *_beside(path)]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
         text = _declare_shared(_run([*_compiler(), *flags, *includes, "-x", "c++", "-E", os.fspath(path)]))
-        _link([*flags, *KERNEL_LINK, "-x", "c++-cpp-output", "-", "-x", "none", os.fspath(driver)], target, text)
+        libraries = [os.fspath(driver), *KERNEL_LIBRARIES]
+        _link([*flags, *KERNEL_LINK, "-x", "c++-cpp-output", "-", "-x", "none", *libraries], target, text)
     return MAGIC + os.fsencode(target) + b"\0"
 
 

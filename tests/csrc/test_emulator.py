@@ -91,9 +91,25 @@ def test_floats_of_16_bits():
         assert torch.equal(found.signbit()[~missing], expected.signbit()[~missing])
 
 
-def test_a_missing_barrier_changes_results():
-    assert all(reverses(order, barrier=1) for order in ORDERS)
-    assert not any(reverses(order, barrier=0) for order in ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_missing_barrier_is_a_race(order):
+    assert reverses(order, barrier=1)
+    with pytest.raises(CudaError, match=r"kernel reverse, .* (reads|writes) shared memory that warp \d (wrote|read) "):
+        reverses(order, barrier=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_barrier_that_is_missing_from_the_second_turn_on(order):
+    module = Module("faulty.cu", order)
+    module.launch("race", 1, 64, memory(64), 1)
+    message = r"thread \(\d+, 0, 0\) (reads|writes) shared memory that .*, after it waited at faulty.cu:\d+"
+    with pytest.raises(CudaError, match=rf"kernel race, block \(0, 0, 0\): {message}"):
+        module.launch("race", 1, 64, memory(64), 0)
+
+
+def test_warps_that_write_the_same_value_race():
+    with pytest.raises(CudaError, match=r"thread \(32, 0, 0\) writes shared memory that warp 0 wrote"):
+        Module("faulty.cu").launch("equal_values", 1, 64, memory(64))
 
 
 def test_shared_memory_starts_as_nan_in_every_block():

@@ -20,14 +20,15 @@ constexpr size_t STACK = 512 * 1024;
 constexpr size_t STACK = 64 * 1024;
 #endif
 
+size_t page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
 // A stack that can be written, above a page that cannot; null where no memory is left.
 unsigned char* new_stack() {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* found = mmap(nullptr, STACK + page, PROT_READ | PROT_WRITE, FLAGS, -1, 0);
+    void* found = mmap(nullptr, STACK + page_size(), PROT_READ | PROT_WRITE, FLAGS, -1, 0);
     if (found == MAP_FAILED) return nullptr;
-    mprotect(found, page, PROT_NONE);
-    return static_cast<unsigned char*>(found) + page;
+    mprotect(found, page_size(), PROT_NONE);
+    return static_cast<unsigned char*>(found) + page_size();
 }
 
 Fiber* running = nullptr;
@@ -135,6 +136,10 @@ void Fiber::yield() {
     swapcontext(&own_, &caller_);
 #endif
     after_switch(kept, true);
+}
+
+bool Fiber::overflown(const void* address) const {
+    return stack_ && address < stack_ && address >= stack_ - page_size();
 }
 
 }  // namespace emulator

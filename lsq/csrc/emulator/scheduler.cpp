@@ -7,7 +7,9 @@
 #include <random>
 #include <vector>
 
+#include "crashes.h"
 #include "fibers.h"
+#include "races.h"
 #include "report.h"
 #include "threads.h"
 
@@ -37,6 +39,7 @@ Fiber fibers[1024];  // of the threads; their stacks are kept from launch to lau
 unsigned current = 0;
 const Launch* launched = nullptr;
 std::string fault;
+Crash crash;
 
 // Positions 0 to count - 1 in the chosen order, shuffled anew by each call where that is random.
 class Order {
@@ -61,14 +64,14 @@ void thread_main() {
     fibers[current].yield();
 }
 
-// Within a thread: ends the launch.
-[[noreturn]] void fail(const std::string& message) {
-    fault = describe(threads[current]) + " " + message;
+// In a signal's handler: ends the launch. Allocates nothing, for what a kernel has overwritten is unknown.
+void leave_crashed(Crash found) {
+    crash = found;
     fibers[current].yield();
-    __builtin_unreachable();
 }
 
 void wait(State state, const char* operation, Site site) {
+    in_kernel = 0;
     Thread& thread = threads[current];
     thread.state = state;
     thread.operation = operation;
@@ -77,10 +80,11 @@ void wait(State state, const char* operation, Site site) {
 }
 
 [[noreturn]] void refuse_mask(const char* name, uint32_t mask, uint32_t lane, size_t lanes, Site site) {
+    in_kernel = 0;
     const std::string call =
         std::string("calls ") + name + " (" + describe(site) + ") with mask " + hexadecimal(mask) + ", but ";
-    if (!(mask >> lane & 1)) fail(call + "is itself lane " + std::to_string(lane) + ", which the mask does not name");
-    fail(call + "its warp has only " + std::to_string(lanes) + " lanes");
+    if (!(mask >> lane & 1)) fail_thread(call + "is itself lane " + std::to_string(lane) + ", which the mask does not name");
+    fail_thread(call + "its warp has only " + std::to_string(lanes) + " lanes");
 }
 
 // Gives the lanes of a collective their results once all of them have arrived.
@@ -104,6 +108,10 @@ void try_collective(unsigned arrived) {
     }
 }
 
+std::string describe_crash() {
+    return fibers[current].overflown(crash.address) ? "needs more stack than it has" : describe(crash);
+}
+
 // Runs the threads of a warp until all of them wait or have finished. False after a fault.
 bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
     const unsigned first = warp * WARP;
@@ -117,7 +125,10 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
                 progress = true;
                 current = first + lane;
                 threadIdx = thread.index;
+                in_kernel = 1;
                 fibers[current].resume();
+                in_kernel = 0;
+                if (crash.signal) fault = describe(thread) + " " + describe_crash();
                 if (!fault.empty()) return false;
                 if (thread.state == State::collective) try_collective(current);
             }
@@ -142,6 +153,7 @@ bool pass_barrier() {
         return false;
     }
     for (Thread& thread : threads) thread.state = State::ready;
+    order_accesses();
     return true;
 }
 
@@ -162,8 +174,10 @@ void clear_shared() {
 bool run_block(Order& order) {
     static std::vector<unsigned> warps, lanes;
     clear_shared();
+    order_accesses();
     for (size_t i = 0; i < threads.size(); ++i) {
         threads[i].state = State::ready;
+        threads[i].site = {nullptr, 0};
         if (!fibers[i].start(thread_main)) {
             fault = "no memory is left for the stacks of its threads";
             return false;
@@ -191,6 +205,7 @@ std::string run(const Launch& launch) {
     const std::lock_guard<std::mutex> guard(one_launch);
     launched = &launch;
     fault.clear();
+    crash = {};
     gridDim = launch.grid;
     blockDim = launch.block;
     threads.resize(launch.block.x * launch.block.y * launch.block.z);
@@ -202,6 +217,8 @@ std::string run(const Launch& launch) {
     __asan_unpoison_memory_region(emulator_dynamic_shared, LARGEST_SHARED);
     __asan_poison_memory_region(emulator_dynamic_shared + launch.shared, LARGEST_SHARED - launch.shared);
 #endif
+    watch_shared(launch.static_shared, launch.shared);
+    const CrashGuard guard_of_signals(leave_crashed);
     Order order(chosen_order);
     std::vector<unsigned> blocks;
     order.arrange(blocks, static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z);
@@ -212,6 +229,21 @@ std::string run(const Launch& launch) {
     }
     return "";
 }
+
+void fail_thread(const std::string& message) {
+    in_kernel = 0;
+    fault = describe(threads[current]) + " " + message;
+    fibers[current].yield();
+    __builtin_unreachable();
+}
+
+std::string waited() {
+    in_kernel = 0;
+    const Site site = threads[current].site;
+    return site.file ? ", after it waited at " + describe(site) : "";
+}
+
+unsigned running_warp() { return current / WARP; }
 
 }  // namespace emulator
 
@@ -232,7 +264,7 @@ uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, u
     const uint32_t present = static_cast<uint32_t>((uint64_t{1} << lanes) - 1);
     if (!(mask >> lane & 1) || mask & ~present) emulator::refuse_mask(name, mask, lane, lanes, site);
     if (kind == Collective::shuffle && !(source < lanes && mask >> source & 1)) {
-        emulator::fail(std::string("reads lane ") + std::to_string(source) + " by " + name + " (" +
+        emulator::fail_thread(std::string("reads lane ") + std::to_string(source) + " by " + name + " (" +
                        emulator::describe(site) + "), which its mask " + emulator::hexadecimal(mask) +
                        " does not name");
     }
@@ -247,7 +279,7 @@ uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, u
 }
 
 void emulator_misaligned(const void* address, size_t alignment, emulator::Site site) {
-    emulator::fail("accesses " + emulator::hexadecimal(reinterpret_cast<uintptr_t>(address)) + " as a vector (" +
+    emulator::fail_thread("accesses " + emulator::hexadecimal(reinterpret_cast<uintptr_t>(address)) + " as a vector (" +
                    emulator::describe(site) + "), which is not aligned to " + std::to_string(alignment) + " bytes");
 }
 

@@ -30,4 +30,13 @@ void set_order(int order);
 // Checks nothing of the launch's shape: blocks have 1 to 1024 threads, grids at least one block.
 std::string run(const Launch& launch);
 
+// Within a thread of a kernel: ends the launch.
+[[noreturn]] void fail_thread(const std::string& message);
+
+// Within such a thread: where it waited last, in words; empty if nowhere.
+std::string waited();
+
+// The number in its block of the warp that runs.
+unsigned running_warp();
+
 }  // namespace emulator

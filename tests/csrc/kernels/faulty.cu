@@ -81,6 +81,47 @@ extern "C" __global__ void write_beyond_dynamic(float* out, int64_t count) {
 }
 LSQ_EXPORT(write_beyond_dynamic)
 
+// Each warp takes what the one before it left, before or after that has written.
+extern "C" __global__ void race(float* out, int64_t barriers) {
+    __shared__ float values[64];
+    for (int turn = 0; turn < 3; ++turn) {
+        values[threadIdx.x] = turn;
+        __syncthreads();
+        out[threadIdx.x] = values[(threadIdx.x + 32) % 64];
+        if (barriers) __syncthreads();
+    }
+}
+LSQ_EXPORT(race)
+
+// Two warps write the same.
+extern "C" __global__ void equal_values(float* out) {
+    __shared__ float value;
+    if (threadIdx.x % 32 == 0) value = 1.0f;
+    __syncthreads();
+    out[threadIdx.x] = value;
+}
+LSQ_EXPORT(equal_values)
+
+__attribute__((noinline)) int depth_of(volatile int* numbers, int64_t turns) {
+    volatile int here[64] = {numbers[0]};
+    return turns ? depth_of(here, turns - 1) + here[0] : 0;
+}
+
+// What a CPU ends a process for, in the thread 37 of block 1 alone.
+extern "C" __global__ void crash(float* out, int64_t kind) {
+    out[blockIdx.x * blockDim.x + threadIdx.x] = 1.0f;
+    __syncthreads();
+    if (blockIdx.x != 1 || threadIdx.x != 37) return;
+    volatile int zero = 0;
+    if (kind == 0) *reinterpret_cast<volatile int*>(16) = 1;
+    if (kind == 1) zero = 100 / zero;
+    if (kind == 2) __builtin_trap();
+    if (kind == 3) __builtin_abort();
+    if (kind == 4) throw 1;
+    if (kind == 5) out[0] = depth_of(&zero, 1 << 20);
+}
+LSQ_EXPORT(crash)
+
 // Reads shared memory that nobody wrote.
 extern "C" __global__ void unwritten(float* out) {
     __shared__ float values[64];
