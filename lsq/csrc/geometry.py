@@ -43,10 +43,24 @@ def sums_in_shared_memory(columns: int, sums: int) -> int:
     return 4 * sums * values * THREADS
 
 
+def strided(turns: int, most: int) -> int:
+    """Blocks of a kernel whose blocks stride over what is left: one for each turn, at most `most`; at least 1."""
+    return max(1, min(most, turns))
+
+
+def rows_at_a_time(columns: int) -> int:
+    """Rows that a block holds at a time."""
+    return THREADS // lanes(columns)
+
+
 def row_blocks(rows: int, columns: int, most: int = BLOCKS) -> int:
     """Blocks for `rows` rows, at most `most`; at least 1."""
-    at_a_time = THREADS // lanes(columns)
-    return max(1, min(most, -(-rows // at_a_time)))
+    return strided(-(-rows // rows_at_a_time(columns)), most)
+
+
+def warp_blocks(rows: int) -> int:
+    """Blocks for `rows` rows of which each warp takes one at a time, at most MANY_BLOCKS; at least 1."""
+    return strided(-(-rows // WARPS), MANY_BLOCKS)
 
 
 TILE = 128

@@ -1,5 +1,6 @@
 """Launches and products with their tensors, turned into a list that C++ replays with one call."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -92,11 +93,19 @@ class LaunchList:
             ValueError: values are missing, or a tensor's shape, dtype or place is not that of its example.
             RuntimeError: a launch failed; the message names the kernel or product and its sizes.
         """
-        self._replay.run(self.device.stream(), self._slot_values(values) if values else None)
+        self._call(self._slot_values(values) if values else None)
 
     def store(self, **values: torch.Tensor | int | float) -> None:
         """Only write the slots: what to do before a captured graph of this list is replayed."""
-        self._replay.run(self.device.stream(), self._slot_values(values), work=False)
+        self._call(self._slot_values(values), work=False)
+
+    def _call(self, values: bytes | None, work: bool = True) -> None:
+        try:
+            self._replay.run(self.device.stream(), values, work)
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):  # a GPU whose context is lost takes no more work
+                self._ticket_memory.zero_()  # a kernel that did not finish leaves them as they are
+            raise
 
     def _slot_values(self, values: Mapping) -> bytes:
         check(

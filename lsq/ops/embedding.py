@@ -6,7 +6,7 @@ V words, P positions, H hidden. The row of the padding token gets no gradient, a
 import torch
 
 from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines
+from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines, rows_at_a_time
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.kernels import zero
 from lsq.ops.random import dropout as drop
@@ -117,7 +117,7 @@ def backward_cuda(
         rows = out.shape[0]
         if not count:
             return [zero(out)]
-        splits, windows = before.shape[0], row_blocks(partial.shape[0] // 2, columns, most=count)
+        splits, windows = before.shape[0], -(-partial.shape[0] // (2 * rows_at_a_time(columns)))
         strips = -(-columns // (VECTOR * defines["LANES"]))  # a block's share of the columns
         dropping = stream, dropout_threshold(dropout), keep_factor(dropout)
         return [

@@ -9,7 +9,7 @@ import torch
 
 from lsq import quant
 from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, WARPS, row_blocks, row_defines
+from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines, warp_blocks
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import rounding
 from lsq.ops.kernels import check_columns
@@ -78,7 +78,7 @@ def weight_cuda(weight, clip, codes, scale, *, bits, rows=None):
         launch(
             "quantize_weight.cu", "lsq_quantize_weight", weight, clip, codes, scale, TICKET, clip.numel(), valid,
             rows or valid, columns, float(quant.maximum_code(bits)),
-            grid=max(1, min(MANY_BLOCKS, -(-(rows or valid) // WARPS))),
+            grid=warp_blocks(rows or valid),
         )
     ]
 

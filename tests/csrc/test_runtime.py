@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lsq.csrc import runtime, sources
-from lsq.csrc.launch import launch
+from lsq.csrc.launch import TICKET, launch
 from lsq.csrc.runtime import Driver
 from lsq.ops import device
 
+FAULTY = str(Path(__file__).parent / "kernels" / "faulty.cu")
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -66,6 +67,18 @@ def test_many_slots_and_numbers(emulated):
     read_back.run(key=3)
     assert key[0] == 0, "the slot itself stands in the place of the tensor"
     assert read_back._slots[0] == 11
+
+
+def test_a_list_whose_kernel_crashed_runs_again(emulated):
+    crashes, parts, out = torch.ones(4), torch.zeros(4), torch.zeros(4)
+    entry = launch(FAULTY, "last_of_three", crashes, TICKET, parts, out, grid=3, block=1)
+    work = emulated.list([entry], title="sum")
+    with pytest.raises(RuntimeError, match=r"sum: last_of_three.*, block \(1, 0, 0\): thread .*SIG(ILL|TRAP)"):
+        work.run()
+    for tensor in (crashes, parts):
+        tensor.zero_()
+    work.run()
+    assert out[0] == 3
 
 
 @pytest.mark.parametrize("given, message", [

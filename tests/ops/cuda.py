@@ -20,6 +20,8 @@ SANITIZE = os.environ.get("TEST_SANITIZE") == "1"
 EPSILON = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 """Largest relative error of rounding to a dtype, with room for a value that rounds the other way."""
 ORDERS = (1,) if SANITIZE else (0, 1)
+FENCE = 0 if SANITIZE else 2**15
+"""Bytes before and after a tensor that its kernel may not write; AddressSanitizer has its own."""
 
 
 def current_device():
@@ -71,20 +73,54 @@ def run(
     """Outputs of the CUDA implementation, on the CPU; memory that it does not write holds rubbish."""
     target = current_device()
     set_order(order)
+    fences = Fences(definition.name, target.place)
     outputs = [
         None if wanted is None or number in unwanted
-        else torch.full_like(wanted, 85, dtype=dtype if number in floats else wanted.dtype, device=target.place)
+        else fences.around(wanted.shape, dtype if number in floats else wanted.dtype).fill_(85)
         for number, wanted in enumerate(expected)
     ]
-    given = [None if tensor is None else tensor.to(target.place).contiguous() for tensor in inputs]
-    scratch = [rubbish(tensor) for tensor in device.scratch_for(definition, given, attributes, target.place)]
+    given = [
+        None if tensor is None else fences.around(tensor.shape, tensor.dtype, Fences.READ).copy_(tensor)
+        for tensor in inputs
+    ]
+    scratch = [
+        rubbish(fences.around(tensor.shape, tensor.dtype))
+        for tensor in device.scratch_for(definition, given, attributes, target.place)
+    ]
     entries = definition.cuda(*given, *outputs, *scratch, **attributes)
     if slots:
         named = slot_tensors(entries)
         target.list(entries, slots=named, title=definition.name).run(**named)
     else:
         target.list(entries, title=definition.name).run()
+    fences.check()
     return tuple(None if output is None else output.cpu() for output in outputs)
+
+
+class Fences:
+    """Memory for tensors of an operation on a device, where kernels that write beyond a tensor are found out.
+
+    What lies beyond inputs is NaN as floats and -1 as integers, so that reading it shows as well, and beyond what
+    kernels write it is something else, so that copying it shows, too.
+    """
+
+    READ, WRITTEN = 255, 85
+
+    def __init__(self, name: str, place: torch.device):
+        self._name, self._place = name, place
+        self._fences: list[tuple[int, torch.Tensor]] = []
+
+    def around(self, shape: torch.Size, dtype: torch.dtype, byte: int = WRITTEN) -> torch.Tensor:
+        """A tensor that is not filled yet, between fences of one byte again and again."""
+        size = shape.numel() * dtype.itemsize
+        whole = torch.full((2 * FENCE + size,), byte, dtype=torch.uint8, device=self._place)
+        self._fences += [(byte, whole[:FENCE]), (byte, whole[FENCE + size :])]
+        return whole[FENCE : FENCE + size].view(dtype).view(shape)
+
+    def check(self) -> None:
+        """Raise AssertionError where something was written since."""
+        for number, (byte, fence) in enumerate(self._fences):
+            assert (fence == byte).all(), f"{self._name}: writes {'after' if number % 2 else 'before'} a tensor"
 
 
 def slot_tensors(entries) -> dict[str, torch.Tensor]:

@@ -131,7 +131,6 @@ struct ColumnReduction {
         }
         __syncthreads();
         for (int column = threadIdx.x; column < COLUMNS; column += kThreads) out[column] = total[column];
-        __syncthreads();
     }
 };
 using ColumnSums = ColumnReduction<Sum>;

@@ -122,6 +122,16 @@ extern "C" __global__ void crash(float* out, int64_t kind) {
 }
 LSQ_EXPORT(crash)
 
+// The last of three blocks to arrive adds up what all left; block 1 crashes before it arrives, if that is wanted.
+extern "C" __global__ void last_of_three(const float* crashes, unsigned* ticket, float* parts, float* out) {
+    if (blockIdx.x == 1 && crashes[0] != 0.0f) __builtin_trap();
+    parts[blockIdx.x] = 1.0f;
+    if (atomicAdd(ticket, 1) < 2) return;
+    *out = parts[0] + parts[1] + parts[2];
+    atomicExch(ticket, 0);
+}
+LSQ_EXPORT(last_of_three)
+
 // Reads shared memory that nobody wrote.
 extern "C" __global__ void unwritten(float* out) {
     __shared__ float values[64];
