@@ -226,6 +226,8 @@ def test_three_turns(source, counted, few_blocks, monkeypatch):
     if not counting:
         return
     found = device.turns(source)
-    assert found.keys() == set(EXPORT.findall(emulator.KERNELS.joinpath(source).read_text()))
+    assert found.keys() == set(EXPORT.findall(emulator.KERNELS.joinpath(source).read_text())), "kernels without a case"
+    reached = {loop for of in found.values() for loop in of}
+    assert {loop for loop in counted.loops if loop.startswith(f"{source}:")} <= reached, "loops without a case"
     short = {f"{kernel}: {loop}": turns for kernel, of in found.items() for loop, turns in of.items() if turns < TURNS}
     assert not short, f"fewer than {TURNS} turns"

@@ -1,6 +1,6 @@
 """Counts the turns that each loop of a kernel takes in the emulator, in copies of the sources.
 
-Loops are those whose length is known at run time, or that are too long to be unrolled: every `for` without a plain
+Loops whose length is known at run time, or that are too long to be unrolled: every `for` without a plain
 `#pragma unroll` above it. A copy counts each of them for each kernel: the most turns that any thread has taken.
 """
 
