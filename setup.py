@@ -22,7 +22,7 @@ STAMPED = str(Path("lsq/csrc/sources.cpp"))
 """The source that is compiled anew with every library: it carries the checksum of all of them."""
 
 _module = runpy.run_path("lsq/csrc/sources.py")
-checksum = _module["checksum"]
+checksum, sealed = _module["checksum"], _module["sealed"]
 HEADERS = [str(path) for folder in ("cpu", "runtime") for path in _module["headers"](folder)]
 
 
@@ -79,6 +79,8 @@ def execute(command: list[str]) -> None:
 def build_library(target: Path, flags: list[str], objects: Path, sources: list[str]) -> None:
     """Compile what changed and link `target`, replacing it in one step: a running process may have it mapped.
 
+    Its checksum is put behind it, by which lsq/csrc/shared_library.py knows a damaged one before it is loaded.
+
     Args:
         target: the shared library to make.
         flags: compiler flags of this instruction-set level.
@@ -99,6 +101,7 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
             if source == STAMPED or not is_current(made, [source]):
                 execute([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", str(made)])
         execute([*compiler(), *map(str, compiled.values()), *LINK_FLAGS, "-o", str(staged)])
+        staged.write_bytes(sealed(staged.read_bytes()))
     except RuntimeError:
         target.unlink(missing_ok=True)
         raise

@@ -2,10 +2,18 @@
 
 import argparse
 import importlib
+import re
 import sys
+import traceback
 
 import lsq
 from lsq.commands import COMMANDS, logs
+
+FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
+"""fairseq, and the library that holds its options."""
+
+OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
+"""In PyTorch's words."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(error: BaseException) -> tuple[int, str | None]:
-    """(exit status, message in one line); no message for what is not a user's mistake, or has been reported."""
+    """(exit status, message in one line); no message for what is a fault of lsq's, or has been reported."""
     message = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped by SIGINT"
@@ -61,11 +69,26 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         cause = error.__context__
         detail = f" ({' '.join(str(cause).split())})" if type(error) is Exception and cause is not None else ""
         return 2, f"error: {message}{detail}"
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
+        return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):
+        from lsq.csrc.shared_library import LibraryError
         from lsq.dist.roll_call import ExchangeFailed  # PyTorch takes seconds to import, and is there already
 
-        return 1, f"error: {message}" if isinstance(error, ExchangeFailed) else None
-    return 1, None
+        if isinstance(error, (ExchangeFailed, LibraryError)):
+            return 1, f"error: {message}"
+    return _of_fairseq(error, message)
+
+
+def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:
+    """The same for what fairseq's own code raised: it refuses options in many ways, or fails on them."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or frames[-1].f_globals["__name__"].partition(".")[0] not in FAIRSEQ:
+        return 1, None
+    if isinstance(error, (AssertionError, ImportError, NotImplementedError)):
+        return 2, f"error: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
+    reason = f"{type(error).__name__}: {message}"
+    return 1, f"error: fairseq failed ({reason}); check the options, or see where with lsq --traceback"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from importlib import metadata
 import torch
 
 import lsq
-from lsq.csrc import loader, processor
+from lsq.csrc import loader, processor, runtime
+from lsq.csrc.shared_library import LibraryError
 from lsq.gemm import product
 
 REQUIRED = (
@@ -69,7 +70,9 @@ class Report:
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
     host_library: str
-    """Which C++ library runs the fused loops, or that plain torch does."""
+    """Which C++ library runs the fused loops, or that plain torch does, or that the library cannot be used."""
+    faults: dict[str, str]
+    """Libraries that were built but cannot be used -> why, and what to do."""
     packages: dict[str, str | None]
     """Version of each required and optional package; None where it is not installed."""
     int8_path: str
@@ -80,8 +83,8 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether training works: int8 products are exact and every required package is installed."""
-        return self.product.exact and all(self.packages[name] for name in REQUIRED)
+        """Whether training works: exact int8 products, no unusable library, every required package installed."""
+        return self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
 
 
 def installed_version(package: str) -> str | None:
@@ -122,8 +125,27 @@ def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int =
     )
 
 
+def library_faults() -> dict[str, str]:
+    """Each library of lsq's that was built but cannot be used, and why; one that was not built is no fault."""
+    loads = {"C++ library": loader.library}
+    if runtime.LIBRARY.exists():
+        loads["launcher"] = runtime.library
+    faults = {}
+    for name, load in loads.items():
+        try:
+            load()
+        except (LibraryError, OSError) as error:
+            faults[name] = str(error)
+    return faults
+
+
 def advise(
-    *, checked: ProductCheck, has_library: bool, packages: dict[str, str | None], features: tuple[str, ...]
+    *,
+    checked: ProductCheck,
+    has_library: bool,
+    packages: dict[str, str | None],
+    features: tuple[str, ...],
+    faults: dict[str, str],
 ) -> tuple[str, ...]:
     """What the user can do about what was found, most important first."""
     advice = []
@@ -132,6 +154,7 @@ def advise(
             "int8 products are wrong on this machine: do not train in int8 here. Another version of torch "
             "may be right; please report the CPU and the versions above."
         )
+    advice += [f"The {name} cannot be used: {fault}" for name, fault in faults.items()]
     missing = [name for name in REQUIRED if not packages[name]]
     if missing:
         advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
@@ -155,7 +178,9 @@ def report() -> Report:
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     packages = {name: installed_version(name) for name in REQUIRED + OPTIONAL}
     checked = check_product()
-    has_library = loader.library() is not None
+    faults = library_faults()
+    unusable = "C++ library" in faults
+    has_library = unusable or loader.available()
     loops = "the C++ library" if has_library else "plain torch"
     return Report(
         version=lsq.__version__,
@@ -168,11 +193,14 @@ def report() -> Report:
         gpus=tuple(
             f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus
         ),
-        host_library=loader.description(),
+        host_library="UNUSABLE (see below)" if unusable else loader.description(),
+        faults=faults,
         packages=packages,
         int8_path=f"CPU: matrix products by oneDNN (torch._int_mm), the loops between them by {loops}",
         product=checked,
-        advice=advise(checked=checked, has_library=has_library, packages=packages, features=features),
+        advice=advise(
+            checked=checked, has_library=has_library, packages=packages, features=features, faults=faults
+        ),
     )
 
 
@@ -183,7 +211,7 @@ def text(found: Report) -> str:
     gpu = f"{seen} (not used: layers of this version run on the CPU)" if seen else "none that torch can use"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
-        ("CPU", f"{found.cpu}, {found.cores} cores, {found.threads} torch threads"),
+        ("CPU", f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}"),
         ("CPU features", ", ".join(found.cpu_features) or "unknown"),
         ("GPU", gpu),
         ("C++ library", found.host_library),
@@ -196,9 +224,14 @@ def text(found: Report) -> str:
         *((name, found.packages[name] or "MISSING") for name in REQUIRED),
         *((name, found.packages[name] or "not installed (optional, for kernels on a GPU)") for name in OPTIONAL),
     ]
-    lines = [f"{name:<15}{value}" for name, value in rows]
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{width}}{value}" for name, value in rows]
     lines += ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def run(*, as_json: bool = False) -> int:

@@ -2,11 +2,13 @@ import subprocess
 import sys
 
 import pytest
+from fairseq import checkpoint_utils
 
 from lsq import cli
 from lsq.commands import COMMANDS
 from lsq.commands.interruption import Interrupted
 from lsq.commands.user_dir import user_dir
+from lsq.csrc.shared_library import LibraryError
 from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten
 
@@ -100,6 +102,9 @@ def test_arguments_reach_the_command(command):
         (Exception("Could not infer language pair"), 2, "error: Could not infer language pair"),
         (Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x"), 143, "stopped by SIGTERM after 3 updates"),
         (RankLost("rank 2 no longer answers:\ngloo"), 1, "error: rank 2 no longer answers: gloo"),
+        (LibraryError("libcpu_v3.so is damaged; build it again"), 1, "error: libcpu_v3.so is damaged; build it again"),
+        (RuntimeError("[enforce fail] can't allocate memory: 9 bytes"), 1, "error: not enough memory ([enforce"),
+        (MemoryError(), 1, "error: not enough memory"),
         (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
 )
@@ -134,3 +139,30 @@ def test_traceback_on_demand(command):
     command(raising(ValueError("3 is odd")))
     with pytest.raises(ValueError, match="odd"):
         cli.main(["--traceback", "user-dir"])
+
+
+@pytest.mark.parametrize(
+    ("statement", "status", "message"),
+    [
+        ("assert 1 > 2, '--temperature must be greater than 0'", 2, "error: --temperature must be greater than 0"),
+        ("raise ImportError('Please install apex')", 2, "error: Please install apex"),
+        ("raise NotImplementedError('Unknown option: x')", 2, "error: Unknown option: x"),
+        ("raise KeyError('history')", 1, "error: fairseq failed (KeyError: 'history'); check the options"),
+        ("1 / 0", 1, "error: fairseq failed (ZeroDivisionError: division by zero); check"),
+    ],
+)
+def test_what_fairseq_fails_on_is_told_in_one_line(command, capsys, statement, status, message):
+    module = {"__name__": "fairseq.search"}
+    exec(f"def fail(arguments):\n    {statement}", module)
+    command(module["fail"])
+    assert cli.main(["user-dir"]) == status
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"lsq user-dir: {message}") and printed.count("\n") == 1
+    with pytest.raises(Exception):  # noqa: B017  whatever it was
+        cli.main(["--traceback", "user-dir"])
+
+
+def test_an_assertion_of_fairseqs_without_words_is_shown_itself(command, capsys):
+    command(lambda arguments: checkpoint_utils.load_model_ensemble_and_task(["x"], num_shards=0))
+    assert cli.main(["user-dir"]) == 2
+    assert capsys.readouterr().err == "lsq user-dir: error: assert num_shards > 0\n"

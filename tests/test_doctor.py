@@ -89,7 +89,7 @@ def test_text_says_that_gpus_are_not_used(found):
 def test_advice_is_empty_when_all_is_well(found):
     checked = dataclasses.replace(found.product, exact=True)
     features = ("AVX2", "AVX-512 VNNI")
-    kwargs = dict(checked=checked, has_library=True, packages=GOOD_PACKAGES, features=features)
+    kwargs = dict(checked=checked, has_library=True, packages=GOOD_PACKAGES, features=features, faults={})
     assert doctor.advise(**kwargs) == ()
     assert "Nothing to do." in doctor.text(dataclasses.replace(found, advice=()))
 
@@ -100,17 +100,18 @@ def test_advice_is_empty_when_all_is_well(found):
         ({"has_library": False}, "apt install g++"),
         ({"packages": GOOD_PACKAGES | {"sacrebleu": None}}, "pip install sacrebleu"),
         ({"features": ("AVX2",)}, "no int8 dot-product instructions"),
+        ({"faults": {"launcher": "libruntime.so is damaged"}}, "The launcher cannot be used: libruntime.so is damaged"),
     ],
 )
 def test_advice(found, change, words):
-    kwargs = dict(checked=found.product, has_library=True, packages=GOOD_PACKAGES, features=("AVX-VNNI",))
+    kwargs = dict(checked=found.product, has_library=True, packages=GOOD_PACKAGES, features=("AVX-VNNI",), faults={})
     (advice,) = doctor.advise(**kwargs | change)
     assert words in advice
 
 
 def test_wrong_products_come_first_and_fail(found):
     wrong = dataclasses.replace(found.product, exact=False)
-    kwargs = dict(has_library=False, packages=GOOD_PACKAGES, features=())
+    kwargs = dict(has_library=False, packages=GOOD_PACKAGES, features=(), faults={})
     assert "do not train in int8" in doctor.advise(checked=wrong, **kwargs)[0]
     assert not dataclasses.replace(found, product=wrong).healthy
 
@@ -130,3 +131,31 @@ def test_run_fails_when_a_package_is_missing(found, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "report", lambda: broken)
     assert doctor.run() == 1
     assert "MISSING" in capsys.readouterr().out
+
+
+@pytest.fixture
+def stale(monkeypatch, tmp_path):
+    """The C++ sources are no longer those that the libraries were built from."""
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "later.cpp").write_text("// another signature")
+    monkeypatch.setattr(doctor.loader.shared_library.sources, "FOLDER", tmp_path)
+    doctor.loader.library.cache_clear()
+    yield
+    doctor.loader.library.cache_clear()
+
+
+def test_a_stale_library_is_reported_with_its_remedy(stale, capsys):
+    assert doctor.run() == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"C\+\+ library +UNUSABLE", printed)
+    assert re.search(r"\* The C\+\+ library cannot be used: .* was built from other .*make library", printed)
+    assert "The C++ library is missing" not in printed
+
+
+def test_names_and_values_stand_apart(found):
+    packages = dict.fromkeys(found.packages, "13.5.37")
+    shown = doctor.text(dataclasses.replace(found, packages=packages, cores=1, threads=1))
+    for name in (*doctor.REQUIRED, *doctor.OPTIONAL):
+        assert re.search(rf"^{name} +13\.5\.37$", shown, re.MULTILINE)
+    assert ", 1 core, 1 torch thread\n" in shown
+    assert ", 2 cores, 3 torch threads\n" in doctor.text(dataclasses.replace(found, cores=2, threads=3))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lsq.csrc import sources
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = 'extern "C" int answer() { return %d; }\n'
 
@@ -47,6 +49,7 @@ def test_library_is_loadable(build, source, tmp_path):
     build.build_library(target, [], tmp_path / "objects", [str(source)])
     assert ctypes.CDLL(str(target)).answer() == 42
     assert not target.with_suffix(".partial").exists()
+    assert sources.is_whole(target.read_bytes())
 
 
 @needs_compiler

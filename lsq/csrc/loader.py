@@ -1,4 +1,4 @@
-"""Finds the C++ host library that this CPU can run, and calls it. The only place that uses ctypes.
+"""Finds the C++ host library that this CPU can run, and calls it.
 
 setup.py builds the library once per x86-64 level (v4: AVX-512, v3: AVX2, v1: any); elsewhere there is v1 alone.
 Without a library, every operation runs its plain PyTorch reference; that is said once.
@@ -7,13 +7,12 @@ Without a library, every operation runs its plain PyTorch reference; that is sai
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the library shares with PyTorch
 
+from lsq.csrc import shared_library
 from lsq.csrc.processor import cpu_features
-from lsq.csrc.sources import checksum
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ def library() -> ctypes.CDLL | None:
     """The loaded library, or None (said once) where none was built.
 
     Raises:
-        RuntimeError: the library was built from other sources than those beside it.
+        LibraryError: the library is damaged, or was built from other sources than those beside it.
     """
     found = _load()
     if found is None:
@@ -45,30 +44,8 @@ def _load() -> ctypes.CDLL | None:
     for level, features in _REQUIRED.items():
         path = _FOLDER / f"libcpu_{level}.so"
         if features <= cpu_features() and path.exists():
-            return _checked(ctypes.CDLL(os.fspath(path)))
+            return shared_library.load(path, "cpu")
     return None
-
-
-def _checked(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Refuse a library that was built from other sources than those beside it: its functions may take other arguments.
-
-    Raises:
-        RuntimeError: it was.
-    """
-    wanted = checksum("cpu")
-    try:
-        function = found.lsq_sources
-    except AttributeError:
-        built = None
-    else:
-        function.restype = ctypes.c_uint32
-        built = function()
-    if wanted and built != wanted:
-        raise RuntimeError(
-            f"{Path(found._name).name} was built from other C++ sources than those in {_FOLDER / 'cpu'}; build it "
-            "again: `make library`, or `pip install --no-build-isolation --editable .` in the repository"
-        )
-    return found
 
 
 def available() -> bool:

@@ -5,7 +5,8 @@ import functools
 import struct
 from pathlib import Path
 
-from lsq.csrc import sources
+from lsq.csrc import shared_library
+from lsq.csrc.shared_library import LibraryError
 
 LIBRARY = Path(__file__).parent / "libruntime.so"
 MESSAGE_BYTES = 8192
@@ -16,17 +17,13 @@ def library() -> ctypes.CDLL:
     """The launcher.
 
     Raises:
-        RuntimeError: it is not built, or was built from other sources than those beside it.
+        LibraryError: it is not built, is damaged, or was built from other sources than those beside it.
     """
     if not LIBRARY.exists():
-        raise RuntimeError(
+        raise LibraryError(
             f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++) and install lsq again"
         )
-    found = ctypes.CDLL(str(LIBRARY))
-    found.lsq_sources.restype = ctypes.c_uint32
-    wanted = sources.checksum("runtime")
-    if wanted and found.lsq_sources() != wanted:
-        raise RuntimeError(f"{LIBRARY.name} was built from other C++ sources than those beside it: run `make library`")
+    found = shared_library.load(LIBRARY, "runtime")
     for name in ("lsq_driver_open", "lsq_function_load", "lsq_list_run"):
         getattr(found, name).restype = ctypes.c_int64
     found.lsq_list_create.restype = ctypes.c_void_p

@@ -1,5 +1,9 @@
-"""Which C++ sources a host library was built from. Imports nothing of lsq: setup.py runs this file as well."""
+"""Which C++ sources a host library was built from, and whether it is still as it was built.
 
+Imports nothing of lsq: setup.py runs this file as well.
+"""
+
+import hashlib
 import zlib
 from pathlib import Path
 
@@ -18,3 +22,14 @@ def checksum(folder: str) -> int:
     for path in [*headers(folder), *implementations] if implementations else []:
         value = zlib.crc32(path.name.encode() + b"\0" + path.read_bytes(), value)
     return value
+
+
+def sealed(content: bytes) -> bytes:
+    """What is written of a library: behind its content, where nothing that loads it looks, the SHA-256 of that."""
+    return content + hashlib.sha256(content).digest()
+
+
+def is_whole(content: bytes) -> bool:
+    """Whether this is what `sealed` returned, no byte less and none changed."""
+    size = hashlib.sha256().digest_size
+    return len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from lsq.csrc import loader
+from lsq.csrc.shared_library import LibraryError
 from lsq.memory.buffer import Block
 from lsq.memory.orders import busiest_loads
 from lsq.memory.placement import Placement, place, table
@@ -52,10 +53,10 @@ def improve(
         progress: called several times a second with the number of positions tried so far.
 
     Raises:
-        RuntimeError: the C++ host library is not built.
+        LibraryError: the C++ host library is not built.
     """
     if not loader.available():
-        raise RuntimeError(
+        raise LibraryError(
             'method "exact" needs the C++ host library; install g++ (Debian: apt-get install g++) and reinstall lsq, '
             'or use method "portfolio"'
         )

@@ -49,7 +49,7 @@ def plan(
 
     Raises:
         ValueError: an argument or a buffer is wrong, fixed buffers overlap, or the segments are too small.
-        RuntimeError: `exact` needs the C++ host library, which is not built.
+        LibraryError: `exact` needs the C++ host library, which is not built.
     """
     start = time.perf_counter()
     buffers = list(buffers)
