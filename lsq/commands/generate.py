@@ -1,18 +1,24 @@
 """`lsq generate`: fairseq-generate with lsq's plugin loaded and fairseq's traps removed."""
 
+import functools
 import logging
 import re
 from pathlib import Path
 
 import fairseq_cli.generate as fairseq_generate
-from fairseq import options
+from fairseq import checkpoint_utils, options
+from fairseq.checkpoint_utils import load_model_ensemble
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import FairseqLanguageModel
 
-from lsq.commands import launch
+from lsq.commands import launch, limits
 from lsq.commands.train import TASK, check_data, parse
+from lsq.fairseq.compatibility import replaced
 
 HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
 """A line of fairseq-generate: number of the sentence, score, text with the subwords joined."""
+VOCABULARY = re.compile(r"(?:embed_tokens|output_projection)\.\w+: copying a param with shape \S+?\[(\d+).*?\[(\d+)")
+"""In what PyTorch says of a checkpoint that does not fit: words of the checkpoint, and of the data."""
 
 
 def run(arguments: list[str]) -> int:
@@ -32,9 +38,39 @@ def run(arguments: list[str]) -> int:
         raise ValueError("give the checkpoint to translate with: --path")
     check_data(args)
     launch.check_precision(args)
+    limits.check_generation(args)
     logging.getLogger().setLevel(logging.INFO)
-    fairseq_generate.main(convert_namespace_to_omegaconf(args))
+    with replaced(checkpoint_utils, load_model_ensemble=functools.partial(load_fitting, args.data)):
+        fairseq_generate.main(convert_namespace_to_omegaconf(args))
     return 0
+
+
+def load_fitting(data: str, paths: list[str], arg_overrides=None, task=None, **options) -> tuple[list, object]:
+    """Takes the place of fairseq's load_model_ensemble, which gives (models, options of the last one).
+
+    Raises:
+        ValueError: a checkpoint does not fit the data, or that of --lm-path, which has no task, is no language model's.
+    """
+    try:
+        models, of_last = load_model_ensemble(paths, arg_overrides, task, **options)
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        raise ValueError(misfit(", ".join(paths), data, str(error))) from None
+    if task is None and not isinstance(models[0], FairseqLanguageModel):
+        raise ValueError(f"--lm-path is {paths[0]}, which is of a {type(models[0]).__name__} and no language model")
+    return models, of_last
+
+
+def misfit(checkpoint: str, data: str, message: str) -> str:
+    """Why a checkpoint cannot be used with data and options, from PyTorch's `message` about its parameters."""
+    if found := VOCABULARY.search(message):
+        return (
+            f"{checkpoint} is of a vocabulary of {found[1]} words, and {data} is of one of {found[2]};"
+            " use data that was made with the dictionaries (dict.*.txt) of the training"
+        )
+    first = " ".join(message.partition("\n")[2].split("\n")[0].split())
+    return f"{checkpoint} does not fit the model that its options and --model-overrides describe: {first}"
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+ARCHITECTURE = "lsq_transformer"
+"""How the names of lsq's architectures begin."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ONE_MACHINE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
 """torchrun's options for one machine. Its --standalone waits in vain where localhost or the host has no address."""
@@ -18,15 +20,21 @@ def on_cpu(args: Namespace) -> bool:
 
 
 def check_precision(args: Namespace) -> None:
-    """Refuse what fairseq would fail on, or ignore, on the CPU.
+    """Refuse what fairseq would fail on, or ignore, on the CPU, and what lsq's models do not take.
 
     Raises:
-        ValueError: --fp16 or --amp without a GPU, or --tpu without its library.
+        ValueError: --fp16 or --amp without a GPU or for a model of lsq's, or --tpu without its library.
     """
+    architecture = getattr(args, "arch", None) or ""  # a checkpoint that is translated with has its own
     reason = "--cpu is given" if args.cpu else "PyTorch sees no GPU here"
     for option in ("fp16", "amp"):
-        if getattr(args, option, False) and on_cpu(args):
-            raise ValueError(f"--{option} needs a GPU, but {reason}; leave it out or use --bf16")
+        if not getattr(args, option, False):
+            continue
+        if architecture.startswith(ARCHITECTURE):
+            raise ValueError(f"--{option} is given, but {architecture} computes in int8 and float32; leave it out")
+        if on_cpu(args):
+            remedy = "leave it out or use --bf16" if architecture else "leave it out"
+            raise ValueError(f"--{option} needs a GPU, but {reason}; {remedy}")
     if args.tpu:
         raise ValueError("--tpu is not supported; leave it out")
 

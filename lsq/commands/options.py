@@ -7,13 +7,17 @@ from argparse import ArgumentParser
 
 CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 MANY_CHOICES = 12
+LARGEST_COUNT = 2**22
+DIGITS = re.compile("[0-9]{1,18}")
+"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
 
 
 def one_line_errors(parser: ArgumentParser) -> None:
     """Let a parser report a mistake in one line, without the usage, which fills screens for fairseq's parsers."""
 
     def error(message: str) -> None:
-        parser.exit(2, f"{parser.prog}: error: {CHOICE.sub(_few, message)} (see {parser.prog} --help)\n")
+        message = CHOICE.sub(_few, message).replace("<lambda> ", "")  # the names of fairseq's own types
+        parser.exit(2, f"{parser.prog}: error: {message} (see {parser.prog} --help)\n")
 
     parser.error = error
 
@@ -29,9 +33,17 @@ def _few(found: re.Match) -> str:
 
 def positive(text: str) -> int:
     """A whole number above 0, for argparse."""
-    if not text.isdecimal() or int(text) == 0:
+    if not DIGITS.fullmatch(text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A number of words, threads and such above 0, for argparse; larger ones would take all memory."""
+    number = positive(text)
+    if number > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
+    return number
 
 
 def seconds(text: str) -> float:

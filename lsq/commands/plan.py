@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import one_line_errors, positive, seconds
+from lsq.commands.options import count, one_line_errors, positive, seconds
 from lsq.memory.buffer import Buffer, Plan
 from lsq.memory.files import read_buffers, save_plan, write_plan
 from lsq.memory.memory_map import alive_at_peak, draw
@@ -42,7 +42,7 @@ def parser(of_file: bool = True) -> ArgumentParser:
         made.add_argument("--align", type=positive, default=1, metavar="N", help="alignment where the file gives none")
     made.add_argument("--arch", metavar="NAME", help="plan a training step of this architecture")
     made.add_argument(
-        "--vocabulary-size", type=positive, default=32000, metavar="N", help="joined vocabulary, with --arch"
+        "--vocabulary-size", type=count, default=32000, metavar="N", help="joined vocabulary, with --arch"
     )
     made.add_argument(
         "--output", type=Path, metavar="PLAN", help="write id,offset,segment; or all of the plan, if it ends in .json"
@@ -98,13 +98,16 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
     given, training = parser(of_file=False).parse_known_args(arguments)
     from fairseq import options  # takes seconds, and a file needs none of it
 
+    from lsq.commands import limits
     from lsq.fairseq.memory import describe_training
 
     of_fairseq = options.get_training_parser()
     of_fairseq.prog = "lsq plan"
     one_line_errors(of_fairseq)
     command = ["unused-data-folder", *TRAINING, "--arch", given.arch, *training]
-    step = describe_training(options.parse_args_and_arch(of_fairseq, command), given.vocabulary_size)
+    parsed = options.parse_args_and_arch(of_fairseq, command)
+    limits.check(parsed)
+    step = describe_training(parsed, given.vocabulary_size)
     return given, list(step.buffers.values())
 
 
@@ -113,7 +116,7 @@ def run(arguments: list[str]) -> int:
 
     Raises:
         ValueError, OSError: a mistake in the options or the file.
-        RuntimeError: exact is asked for, and the C++ host library is not built.
+        LibraryError: exact is asked for, and the C++ host library is not built.
     """
     given, buffers = _buffers(arguments)
     with _progress(given) as progress:

@@ -16,8 +16,9 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig
 
-from lsq.commands import launch, logs
+from lsq.commands import launch, limits, logs
 from lsq.commands.interruption import Interrupted, Interruption
+from lsq.commands.launch import ARCHITECTURE
 from lsq.commands.options import one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
@@ -27,7 +28,6 @@ from lsq.fairseq.compatibility import replaced
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURE = "lsq_transformer"
 TASK = "lsq_translation"
 CRITERION = "lsq_label_smoothed_cross_entropy"
 
@@ -38,6 +38,9 @@ def parse(
     """Parse with a parser of fairseq's; --help also shows the options of the model, task and so on.
 
     Exits as argparse does: with status 0 after help and 2 after a mistake.
+
+    Raises:
+        ValueError: a number is out of its range.
     """
     logs.quieten()
     parser.prog, parser.description, parser.usage = program, description, f"{program} DATA [options]"
@@ -60,6 +63,7 @@ def parse(
         arguments = ["--user-dir", str(user_dir()), *arguments]
     args = options.parse_args_and_arch(parser, arguments, modify_parser=modify)
     args.tpu = any(argument == "--tpu" for argument in arguments)  # fairseq takes --bf16 to mean a TPU
+    limits.check(args)
     return args
 
 
@@ -91,11 +95,12 @@ def parse_training(arguments: list[str]) -> Namespace:
     )
     if args.max_tokens is None and args.batch_size is None:
         raise ValueError("give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)")
+    limits.check_training(args)
     check_data(args)
+    launch.check_precision(args)
     if architecture.startswith(ARCHITECTURE) and not launch.on_cpu(args):
         logger.warning("%s computes on the CPU in this version, so --cpu is set; the GPU stays unused", architecture)
         args.cpu = True
-    launch.check_precision(args)
     launch.fill_in(args)
     return args
 
@@ -155,8 +160,14 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
 
     def interruptible_validate(cfg: DictConfig, *arguments):
         alone = cfg.distributed_training.distributed_world_size == 1
-        with interruption.at_once() if alone else contextlib.nullcontext():
-            return validate(cfg, *arguments)
+        metric = cfg.checkpoint.best_checkpoint_metric
+        try:
+            with interruption.at_once() if alone else contextlib.nullcontext():
+                return validate(cfg, *arguments)
+        except KeyError as error:
+            if error.args != (metric,):
+                raise
+            raise ValueError(f"--best-checkpoint-metric is {metric}, which this training does not compute") from error
 
     with replaced(fairseq_train, validate_and_save=after_update, validate=interruptible_validate):
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lsq.commands.options import one_line_errors, positive, seconds
+from lsq.commands.options import count, one_line_errors, seconds
 from lsq.commands.plan import TRAINING
 from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, search, shapes
@@ -48,14 +48,14 @@ def parser() -> ArgumentParser:
     what.add_argument("--missing", type=Path, metavar="REPORT", help="what a run missed, from its report of coverage")
     what.add_argument("--shapes", type=Path, metavar="FILE", help="a list: .csv or .json with op, m, n, k")
     training = made.add_argument_group("with --arch; further options of fairseq-train may follow")
-    training.add_argument("--max-tokens", type=positive, default=4096, metavar="N", help="of a batch")
-    training.add_argument("--step", type=positive, metavar="N", help="tokens from one batch size to the next")
+    training.add_argument("--max-tokens", type=count, default=4096, metavar="N", help="of a batch")
+    training.add_argument("--step", type=count, metavar="N", help="tokens from one batch size to the next")
     training.add_argument("--backward", choices=BACKWARD, default="both", help="--lsq-backward of the training")
-    training.add_argument("--vocabulary-size", type=positive, default=32000, metavar="N", help="joined vocabulary")
-    training.add_argument("--beam", type=positive, default=5, metavar="N", help="of generation")
-    training.add_argument("--sentences", type=positive, default=64, metavar="N", help="translated at a time")
+    training.add_argument("--vocabulary-size", type=count, default=32000, metavar="N", help="joined vocabulary")
+    training.add_argument("--beam", type=count, default=5, metavar="N", help="of generation")
+    training.add_argument("--sentences", type=count, default=64, metavar="N", help="translated at a time")
     made.add_argument("--device", choices=("cpu", "cuda"), help="by default the GPU where there is one")
-    made.add_argument("--threads", type=positive, metavar="N", help="of the CPU; a file is for one number of threads")
+    made.add_argument("--threads", type=count, metavar="N", help="of the CPU; a file is for one number of threads")
     made.add_argument("--output", type=Path, metavar="FILE.json", help="by default in the user's folder")
     made.add_argument("--exhaustive", action="store_true", help="all algorithms of cuBLASLt, not its proposals alone")
     made.add_argument("--seconds", type=seconds, metavar="S", help="begin no further product after so many")
@@ -70,8 +70,8 @@ def run(arguments: list[str]) -> int:
     """The subcommand; the exit status: 130 after Ctrl-C, 1 if a product could not be tuned, else 0.
 
     Raises:
-        ValueError, OSError: a mistake in the options or the files, or another tuner is at work.
-        RuntimeError: there is no GPU, or no libcublasLt, where one is asked for.
+        ValueError, OSError: a mistake in the options or the files, another tuner is at work, or there is no GPU, or no
+            libcublasLt, where one is asked for.
     """
     given, training = parser().parse_known_args(arguments)
     if training and given.arch is None:
@@ -84,7 +84,10 @@ def run(arguments: list[str]) -> int:
     if given.list:
         print("\n".join(["op,m,n,k,dtype,out,alpha,layout", *map(_csv, keys)]))
         return 0
-    validators = search.here(kind)
+    try:
+        validators = search.here(kind)
+    except RuntimeError as error:
+        raise ValueError(f"products are to be tuned on {kind}, and {error}") from None
     path = given.output or _default_path(search.file_name(validators))
     status = 0
     if given.arch or given.missing or given.shapes:
@@ -125,14 +128,17 @@ def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[P
     tokens = shapes.token_counts(given.max_tokens, step)
     from fairseq import options  # takes seconds
 
+    from lsq.commands import limits
     from lsq.fairseq.products import products_of_training
 
     of_fairseq = options.get_training_parser()
     of_fairseq.prog = "lsq tune"
     one_line_errors(of_fairseq)
     command = ["unused-data-folder", *TRAINING, "--arch", given.arch, "--max-tokens", str(given.max_tokens), *training]
+    parsed = options.parse_args_and_arch(of_fairseq, command)
+    limits.check(parsed)
     return products_of_training(
-        options.parse_args_and_arch(of_fairseq, command),
+        parsed,
         given.vocabulary_size,
         backward=BACKWARD[given.backward],
         tokens=tokens,

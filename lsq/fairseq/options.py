@@ -110,6 +110,7 @@ UNSUPPORTED = (
     "scale_fc",
     "scale_heads",
     "scale_resids",
+    "store_ema",
     "tie_adaptive_proj",
     "tie_adaptive_weights",
 )

@@ -1,6 +1,7 @@
 """The task: fairseq's translation with training signals."""
 
 import weakref
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -18,6 +19,9 @@ from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
+
+DICTIONARIES = "lsq_dictionaries"
+"""Under which name a checkpoint keeps the checksums of its dictionaries."""
 
 
 @dataclass
@@ -60,6 +64,30 @@ class LSQTranslationTask(GradientTask, TranslationTask):
     def __init__(self, cfg: LSQTranslationConfig, *dictionaries):
         super().__init__(cfg, *dictionaries)
         tuned_products.use_file(cfg.lsq_gemm_config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What fairseq keeps of the task in a checkpoint: also which words the model was trained with."""
+        return {**super().state_dict(), DICTIONARIES: self._dictionaries()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called by fairseq for each checkpoint that it translates with.
+
+        Raises:
+            ValueError: the checkpoint is of other words, or of the same in another order, which the data cannot tell.
+        """
+        here, trained = self._dictionaries(), state_dict.get(DICTIONARIES)
+        if trained not in (None, here):
+            sides = [side for side in here if trained.get(side) != here[side]]
+            raise ValueError(
+                f"{self.cfg.data} has another {' and '.join(sides)} dictionary than the checkpoint was trained with;"
+                " use data that was made with the dictionaries (dict.*.txt) of the training"
+            )
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != DICTIONARIES})
+
+    def _dictionaries(self) -> dict[str, int]:
+        """CRC-32 of the words of each side."""
+        sides = {"source": self.source_dictionary, "target": self.target_dictionary}
+        return {side: zlib.crc32("\n".join(words.symbols).encode()) for side, words in sides.items()}
 
     def begin_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each epoch, with the model itself."""

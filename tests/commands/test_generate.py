@@ -3,6 +3,8 @@ import torch
 
 from lsq.commands import generate
 from lsq.commands.logs import logging_to
+from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare
+from tests.commands.conftest import VOCABULARY, write_pairs
 
 
 @pytest.fixture
@@ -68,3 +70,39 @@ def test_foreign_file_instead_of_a_checkpoint(lsq_generate, tmp_path):
     for name in ("x.pt", "y.pt"):
         with pytest.raises(ValueError, match=f"{name} is not a checkpoint of fairseq's"):
             lsq_generate(tmp_path / name)
+
+
+@pytest.fixture
+def prepared_otherwise(files, tmp_path):
+    """prepared_otherwise(files, size): other data, with a vocabulary of its own."""
+
+    def prepared_otherwise(files: TextFiles, size: int) -> str:
+        options = VocabularyOptions(size=size, coverage=1.0, max_length=40)
+        return str(prepare(Prepared(files=files, output=tmp_path / f"other{size}", options=options)).data)
+
+    return prepared_otherwise
+
+
+@pytest.mark.parametrize("arch", ["transformer", "lsq_transformer"])
+def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_path, arch):
+    """As large as the checkpoint's, or not; with a task that knows the words, or one that does not."""
+    lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
+    reversed_words = TextFiles(**{name: write_pairs(tmp_path, name, 60, seed=5) for name in ("train", "valid", "test")})
+    for path in (*reversed_words.train, *reversed_words.valid, *reversed_words.test):
+        path.write_text("".join(line[::-1] + "\n" for line in path.read_text().splitlines()))
+    options = ["--gen-subset", "test", "--path", str(tmp_path / "model" / "checkpoint_last.pt"), "--cpu"]
+    words = "has another source and target dictionary than the checkpoint was trained with"
+    for data in (prepared_otherwise(files, 100), prepared_otherwise(reversed_words, VOCABULARY.size)):
+        with pytest.raises(ValueError, match=words):
+            generate.run([data, *options])
+    with pytest.raises(ValueError, match="last.pt is of a vocabulary of 64 words, and .* of one of 112; use data that"):
+        generate.run([str(tmp_path / "other100" / "data"), *options, "--task", "translation"])
+
+
+def test_a_checkpoint_that_does_not_fit_its_overrides(lsq_train, lsq_generate, tmp_path):
+    lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
+    path = tmp_path / "model" / "checkpoint_last.pt"
+    with pytest.raises(ValueError, match="does not fit the model that its options and --model-overrides describe: M"):
+        lsq_generate(path, "--model-overrides", "{'encoder_layers': 2}")
+    with pytest.raises(ValueError, match="--lm-path is .*, which is of a TransformerModel and no language model"):
+        lsq_generate(path, "--lm-path", str(path))

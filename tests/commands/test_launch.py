@@ -145,3 +145,18 @@ def test_bfloat16_runs_anywhere(gpus):
 def test_tpu(gpus):
     with pytest.raises(ValueError, match="--tpu is not supported"):
         check_precision(options(tpu=True))
+
+
+@pytest.mark.parametrize("option", ["fp16", "amp"])
+def test_what_is_advised_suits_the_architecture(gpus, option):
+    """lsq's models take neither --fp16 nor --bf16."""
+    with pytest.raises(ValueError, match="leave it out or use --bf16"):
+        check_precision(options(arch="transformer", **{option: True}))
+    for count in (0, 1):
+        gpus(count)
+        with pytest.raises(ValueError, match=f"--{option} is given, but lsq_transformer_wmt_en_de computes in"):
+            check_precision(options(arch="lsq_transformer_wmt_en_de", **{option: True}))
+    gpus(0)
+    with pytest.raises(ValueError) as refused:  # a checkpoint is translated with, of whatever architecture
+        check_precision(options(**{option: True}))
+    assert "bf16" not in str(refused.value)

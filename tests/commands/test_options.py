@@ -2,7 +2,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 
 import pytest
 
-from lsq.commands.options import one_line_errors, positive
+from lsq.commands.options import count, one_line_errors, positive
 
 
 def error_of(choices, given, capsys) -> str:
@@ -35,7 +35,7 @@ def test_many_choices_are_not(capsys):
     assert "invalid choice: 'zzz' (see" in error_of(choices, ["--arch", "zzz"], capsys)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "many"])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "many", "٤", "1_0", " 1", "1" * 19])
 def test_positive_refuses(text):
     with pytest.raises(ArgumentTypeError, match="is not a whole number above 0"):
         positive(text)
@@ -43,3 +43,18 @@ def test_positive_refuses(text):
 
 def test_positive():
     assert positive("17") == 17
+
+
+def test_count():
+    assert count("4194304") == 2**22
+    with pytest.raises(ArgumentTypeError, match="4194305 is too large; at most 4194304"):
+        count("4194305")
+
+
+def test_types_without_a_name_are_not_named(capsys):
+    parser = ArgumentParser(prog="lsq thing")
+    one_line_errors(parser)
+    parser.add_argument("--lr", type=lambda text: float(text))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lr", "x"])
+    assert capsys.readouterr().err == "lsq thing: error: argument --lr: invalid value: 'x' (see lsq thing --help)\n"

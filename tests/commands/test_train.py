@@ -218,3 +218,13 @@ def test_two_processes_of_torchrun_continue_one_training(prepared, lsq_train, tm
     assert "training on 2 devices" in done.stdout
     assert "Loaded checkpoint" in done.stdout
     assert torch.load(tmp_path / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 3
+
+
+def test_a_best_checkpoint_by_what_is_not_computed(lsq_train, tmp_path):
+    with pytest.raises(ValueError, match="--best-checkpoint-metric is bleu, which this training does not compute"):
+        lsq_train(tmp_path, "--arch", "transformer", "--best-checkpoint-metric", "bleu", "--max-update", "1")
+
+
+def test_moving_averages_of_quantised_models_are_refused(lsq_train, tmp_path):
+    with pytest.raises(ValueError, match="lsq_transformer does not support --store-ema"):
+        lsq_train(tmp_path, "--store-ema", "--max-update", "1")

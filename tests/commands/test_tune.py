@@ -46,7 +46,8 @@ def main(*arguments):
     return cli.main(["tune", "--device", "cpu", *map(str, arguments)])
 
 
-def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys):
+def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # the bar is for terminals
     output, picture = tmp_path / "more" / "file.json", tmp_path / "picture.png"
     assert main("--shapes", shapes, "--output", output, "--plot", picture) == 0
     printed = capsys.readouterr()
@@ -209,3 +210,16 @@ def test_ctrl_c_on_the_command_line(tmp_path):
         printed = run.communicate()[0].decode()
     assert run.returncode == 130 and "stopped    by Ctrl-C" in printed
     assert configuration_file.read(output).entries
+
+
+def test_a_gpu_is_asked_for_where_there_is_none(shapes, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["tune", "--shapes", str(shapes), "--device", "cuda"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("lsq tune: error: products are to be tuned on cuda, and torch sees no GPU here; install")
+    assert printed.count("\n") == 1
+
+
+def test_options_of_training_are_checked(capsys):
+    assert main(*TINY, "--max-source-positions", "-1", "--list") == 2
+    assert "--max-source-positions is -1; it must be from 1" in capsys.readouterr().err
