@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 _FIELDS = [field.name for field in dataclasses.fields(ProductKey)]
 _NEEDED = ("op", "m", "n", "k")
 _NUMBERS = ("m", "n", "k")
+_DIGITS = re.compile("[0-9]{1,19}")
 _REMEDY = "correct the file"
 INT8_MULTIPLE = 16
 """What a GPU pads the inner dimension of an int8 product to."""
@@ -45,13 +47,24 @@ def read_keys(path: Path) -> list[ProductKey]:
         OSError: it cannot be read.
     """
     if path.suffix.lower() == ".json":
-        return list(json_file.read(path, lambda content: json_file.sequence(content, "the list", _key), _REMEDY))
-    with path.open(encoding="utf-8", newline="") as file:
+        keys = json_file.read(path, lambda content: json_file.sequence(content, "the list", _key), _REMEDY)
+    else:
+        keys = _csv_keys(path)
+    if not keys:
+        raise ValueError(f"{path} has no products; give one line {','.join(_NEEDED)} for each")
+    return list(keys)
+
+
+def _csv_keys(path: Path) -> list[ProductKey]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
-        missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
-        if missing:
-            raise ValueError(f"{path}: line 1: no column {', '.join(missing)}; the heading is {','.join(_FIELDS)}")
-        return [_csv_key(row, f"{path}: line {reader.line_num}") for row in reader]
+        try:
+            missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"{path}: line 1: no column {', '.join(missing)}; the heading is {','.join(_FIELDS)}")
+            return [_csv_key(row, f"{path}: line {reader.line_num}") for row in reader]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: line {reader.line_num}: this is not a CSV file ({error})") from None
 
 
 def read_missed(path: Path) -> tuple[str, list[ProductKey]]:
@@ -76,7 +89,7 @@ def _csv_key(row: dict[str | None, Any], place: str) -> ProductKey:
         raise ValueError(f"{place}: the heading and this line have different numbers of columns")
     values: dict[str, Any] = {name: text.strip() for name, text in row.items() if text.strip()}
     for name in _NUMBERS:
-        if values.get(name, "").isdecimal() and len(values[name]) < 20:
+        if _DIGITS.fullmatch(values.get(name, "")):
             values[name] = int(values[name])
     try:
         return _key(values, "")

@@ -4,6 +4,8 @@ import csv
 import dataclasses
 import io
 import json
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +13,10 @@ from lsq.files import write_text
 from lsq.memory.buffer import LARGEST, Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
+NUMBER = re.compile("-?[0-9]+")
+"""What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
+TOO_LONG = 100
+"""Characters; no number that is allowed has as many."""
 
 
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
@@ -24,7 +30,7 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
         ValueError: the file is empty or a row is wrong; the message names its line.
         OSError: the file cannot be read.
     """
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         try:
             missing = [name for name in REQUIRED if name not in (rows.fieldnames or ())]
@@ -72,12 +78,11 @@ def _buffer(row: dict[str, str | None], alignment: int, where: str) -> Buffer:
 
 
 def _number(text: str, name: str, where: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(f"{where}: {name} is {text!r}; it must be a whole number") from None
+    if not NUMBER.fullmatch(text):
+        raise ValueError(f"{where}: {name} is {text!r}; it must be a whole number")
+    value = int(text) if len(text) < TOO_LONG else math.inf
     if abs(value) > LARGEST:
-        raise ValueError(f"{where}: {name} is {text}; it must be at most 2^62")
+        raise ValueError(f"{where}: {name} is {text[:TOO_LONG]}; it must be at most 2^62")
     return value
 
 

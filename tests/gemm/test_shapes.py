@@ -87,3 +87,26 @@ def test_products_of_a_gpu():
     assert shapes.for_device(key, "cpu") == key
     assert shapes.for_device(key, "cuda") == ProductKey.of("linear_weight_gradient", 64, 128, 48, "nt")
     assert shapes.for_device(FULL, "cuda") == FULL
+
+
+def test_a_list_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "shapes.csv"
+    file.write_bytes(b"\xef\xbb\xbfop,m,n,k\r\nlinear_int8,20,48,64\r\n")
+    assert shapes.read_keys(file) == [ProductKey.of("linear_int8", 20, 48, 64)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("s.csv", "op,m,n,k\nlinear_int8,٦٤,48,64\n".encode(), "line 2: m is .*; it must be a whole number"),
+        ("s.csv", b"op,m,n,k\nlinear_int8,6_4,48,64\n", "line 2: m is '6_4'; it must be a whole number"),
+        ("s.csv", b"op,m,n,k\n", "s.csv has no products; give one line op,m,n,k for each"),
+        ("s.json", b"[]", "s.json has no products"),
+        ("s.csv", b"\xff\xfe\0", "this is not a CSV file"),
+        ("s.csv", b"x" * 200_000, "this is not a CSV file .field larger"),
+    ],
+)
+def test_lists_that_are_none(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        shapes.read_keys(tmp_path / name)

@@ -50,6 +50,10 @@ def test_what_a_file_cannot_hold_is_refused(path, change):
         ("id,lower,upper,size\na,0,1,2\nb,0,1\n", "line 3: the row has not as many values"),
         ("id,lower,upper,size\na,0,1,2,3\n", "line 2: the row has not as many values"),
         ("id,lower,upper,size\na,0,1,two\n", "line 2: size is 'two'"),
+        ("id,lower,upper,size\na,0,1,1_0\n", "line 2: size is '1_0'; it must be a whole number"),
+        ("id,lower,upper,size\na,0,1, 2\n", "line 2: size is ' 2'"),
+        ("id,lower,upper,size\na,0,1,\xb2\n", "is not a CSV file"),
+        ("id,lower,upper,size\na,0,1," + "9" * 5000 + "\n", "line 2: size is 9{100}; it must be at most 2"),
         ("id,lower,upper,size\na,0,1,-2\n", "line 2: buffer 'a': size is -2"),
         ("id,lower,upper,size\na,0,1,4611686018427387905\n", "line 2: size is 4611686018427387905; it must be at most"),
         ("id,lower,upper,size\na,3,3,2\n", "line 2: upper is 3; it must be above lower, which is 3"),
@@ -93,3 +97,14 @@ def test_a_failed_write_leaves_the_file_as_it_was(path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write_plan(plan(buffers_of((4, 0, 1))), path)
     assert path.read_text() == "before" and len(list(path.parent.iterdir())) == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_heading(path):
+    path.write_bytes(b"\xef\xbb\xbfid,lower,upper,size\r\na,0,1,2\r\n")
+    assert [buffer.name for buffer in read_buffers(path)] == ["a"]
+
+
+def test_digits_of_other_scripts_are_refused(path):
+    path.write_text("id,lower,upper,size\na,0,1,٤\n")
+    with pytest.raises(ValueError, match="line 2: size is '٤'; it must be a whole number"):
+        read_buffers(path)
