@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, key_padding, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, key_padding, rows_of, time_and_batch
 from lsq.program import layers as programs
 
 
@@ -52,11 +52,11 @@ class MultiheadAttention(ProgramModule):
         """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool [B, S], True is padding -> [T, B, H].
 
         Raises:
-            ValueError: a memory is missing or not wanted.
+            ValueError: a memory is missing or not wanted; another shape, no sentence, or no word.
         """
         if self.cross != (memory is not None):
             raise ValueError(f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given")
-        time, batch, hidden = x.shape
+        time, batch = time_and_batch(x, self.config.hidden)
         mask = key_padding(key_padding_mask)
         inputs = {"x": rows_of(x, self.config.hidden)}
         if mask is not None:
@@ -73,4 +73,4 @@ class MultiheadAttention(ProgramModule):
             )
             inputs["memory"] = rows_of(memory, self.config.hidden)
         (y,) = self.execute(program, inputs)
-        return y.view(time, batch, hidden)
+        return y.view(x.shape)

@@ -6,7 +6,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers.attention import MultiheadAttention
 from lsq.layers.feed_forward import FeedForward
-from lsq.layers.module import ProgramModule, beside_the_graph, key_padding, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, key_padding, rows_of, time_and_batch
 from lsq.program import layers as programs
 
 
@@ -39,9 +39,10 @@ class TransformerDecoderLayer(ProgramModule):
         one step [1, B, H]; the layer keeps its keys and values in the state, each [B, heads, time, width].
 
         Raises:
-            ValueError: a state in training mode, with more than one step, or before calibration.
+            ValueError: another shape, no sentence or no word; a state in training mode, with more than one step, or
+                before calibration.
         """
-        time, batch, hidden = x.shape
+        time, batch = time_and_batch(x, self.config.hidden)
         inputs = {"x": rows_of(x, self.config.hidden)}
         mask = key_padding(encoder_padding_mask)
         if mask is not None:
@@ -57,7 +58,7 @@ class TransformerDecoderLayer(ProgramModule):
             self.wants_backward(x, encoder_out),
         )
         (y,) = self.execute(program, inputs)
-        return y.view(time, batch, hidden)
+        return y.view(x.shape)
 
     def _step(self, inputs, encoder_out, state) -> torch.Tensor:
         config, source = self.config, encoder_out.shape[0]

@@ -80,9 +80,11 @@ class Embedding(ProgramModule):
         Raises:
             ValueError: a sentence longer than max_positions, an empty batch, or a token outside the vocabulary.
         """
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise ValueError(
+                f"the tokens are {tuple(tokens.shape)}; they must be [sentences, time] with at least one word"
+            )
         batch, time = tokens.shape
-        if tokens.numel() == 0:
-            raise ValueError(f"tokens are {tuple(tokens.shape)}; a batch needs at least one")
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.weight.shape[0]:
             raise ValueError(
                 f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary has "

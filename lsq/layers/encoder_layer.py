@@ -6,7 +6,7 @@ from torch import nn
 from lsq.config import LayerConfig
 from lsq.layers.attention import MultiheadAttention
 from lsq.layers.feed_forward import FeedForward
-from lsq.layers.module import ProgramModule, beside_the_graph, key_padding, rows_of
+from lsq.layers.module import ProgramModule, beside_the_graph, key_padding, rows_of, time_and_batch
 from lsq.program import layers as programs
 
 
@@ -23,8 +23,12 @@ class TransformerEncoderLayer(ProgramModule):
 
     @beside_the_graph
     def forward(self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> float32 [T, B, H]."""
-        time, batch, hidden = x.shape
+        """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> float32 [T, B, H].
+
+        Raises:
+            ValueError: another shape, no sentence, or no word.
+        """
+        time, batch = time_and_batch(x, self.config.hidden)
         mask = key_padding(key_padding_mask)
         program = programs.encoder_layer(
             self.config, batch, time, mask is not None, self.training, self.wants_backward(x)
@@ -33,4 +37,4 @@ class TransformerEncoderLayer(ProgramModule):
         if mask is not None:
             inputs["padding"] = mask
         (y,) = self.execute(program, inputs)
-        return y.view(time, batch, hidden)
+        return y.view(x.shape)

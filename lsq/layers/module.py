@@ -267,9 +267,22 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     Raises:
         ValueError: another width, or nothing in it.
     """
-    if x.shape[-1] != width or x.numel() == 0:
+    if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
     return x.reshape(-1, width)
+
+
+def time_and_batch(x: torch.Tensor, width: int) -> tuple[int, int]:
+    """(T, B) of x [T, B, width].
+
+    Raises:
+        ValueError: another shape, no sentence, or no word.
+    """
+    if x.dim() != 3 or x.shape[2] != width or x.numel() == 0:
+        raise ValueError(
+            f"the input is {tuple(x.shape)}; it must be [time, sentences, {width}] with at least one word"
+        )
+    return x.shape[0], x.shape[1]
 
 
 def key_padding(mask: torch.Tensor | None) -> torch.Tensor | None:

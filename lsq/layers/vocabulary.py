@@ -67,11 +67,15 @@ class VocabularyProjection(ProgramModule):
         x float32 [..., H], target int64 [...]. Only `loss` has a gradient.
 
         Raises:
-            ValueError: label_smoothing is not in [0, 1), or a target lies outside the vocabulary.
+            ValueError: label_smoothing is not in [0, 1), there is not one target for each position, or one lies
+                outside the vocabulary.
         """
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be at least 0 and below 1")
-        rows, target = rows_of(x, self.hidden), target.reshape(-1)
+        rows = rows_of(x, self.hidden)
+        if target.numel() != rows.shape[0]:
+            raise ValueError(f"the targets are {tuple(target.shape)}; they must be {tuple(x.shape[:-1])}")
+        target = target.reshape(-1)
         if not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
             raise ValueError(
                 f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary has "

@@ -194,3 +194,10 @@ def test_no_update_takes_a_clip_far(build, batch):
     clip.data.fill_(float("nan"))
     model.eval()
     assert clip.isnan().all() and model(**net_input)[0].isnan().all()
+
+
+def test_a_batch_without_sentences_is_refused(build):
+    _, model = build()
+    none = torch.zeros(0, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"the tokens are \(0, 5\); they must be \[sentences, time\] with at"):
+        model(none, torch.zeros(0, dtype=torch.int64), none, target=none)
