@@ -14,6 +14,11 @@ from lsq.commands.corpus import Corpus
 from lsq.config import DIMENSION_MULTIPLE
 
 MODEL = "sentencepiece.model"
+FEWEST, MOST = 5, 2**24
+"""Subwords that can be asked for: the first four are special."""
+LEAST_COVERAGE = 0.98
+LONGEST = 4192
+"""Bytes of a line; longer ones, sentencepiece leaves out."""
 CHUNK = 10_000
 """Sentences that are encoded in one call."""
 
@@ -22,8 +27,13 @@ def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -
     """Learn a joint byte-pair encoding of both sides; writes folder/sentencepiece.model and .vocab.
 
     Raises:
-        ValueError: the text has too few or too many different characters or words for `size` pieces.
+        ValueError: the text has too few or too many different characters or words for `size` pieces, or no text in it;
+            size or coverage is out of its range.
     """
+    if not FEWEST <= size <= MOST:
+        raise ValueError(f"--vocabulary-size is {size}; it must be from {FEWEST} to {MOST}")
+    if not LEAST_COVERAGE <= coverage <= 1:
+        raise ValueError(f"--character-coverage is {coverage}; it must be from {LEAST_COVERAGE} to 1")
     sentences = (sentence for side in (corpus.source, corpus.target) for sentence in side)
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -47,6 +57,10 @@ def _vocabulary_problem(size: int, message: str) -> str:
             f"--vocabulary-size {size} is too small for the characters of this text; use at least {found[1]},"
             " or a lower --character-coverage"
         )
+    if "sentences_.empty()" in message:
+        return f"every line of this text is longer than {LONGEST} bytes, or there is none; split it into sentences"
+    if "all_chars_count" in message:
+        return "the text has no characters to learn from, only white space; check that it is the right file"
     return f"no vocabulary of {size} pieces could be learnt from this text: {message}"
 
 
