@@ -57,10 +57,9 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def positive(text: str) -> int:
     """argparse type: a whole number above 0."""
-    number = int(text)
-    if number < 1:
+    if not text.isascii() or not text.isdecimal() or int(text) == 0:
         raise ValueError(text)
-    return number
+    return int(text)
 
 
 def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) -> argparse.Namespace:
@@ -184,14 +183,19 @@ def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: arg
         figures: further entries of the JSON object.
     """
     rows = list(rows)
-    for key, value in conditions.items():
-        print(f"{key}: {plain(value)}")
+    show(conditions)
     print(table(rows), end="\n\n")
     line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
     if options.json is not None:
         options.json.write_text(line + "\n")
     print(line)
     sys.stdout.flush()
+
+
+def show(conditions: Mapping) -> None:
+    """Print the conditions, one a line."""
+    for key, value in conditions.items():
+        print(f"{key}: {plain(value)}")
 
 
 def plain(value) -> str:

@@ -6,7 +6,6 @@ not the gradient (gcq keeps them, for at most 64 workers). With `--json FILE`, w
 """
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,7 +122,11 @@ class Store:
         """Keep a figure; the file is written anew."""
         self.content[kind].append(row)
         if self.path is not None:
-            write_text(self.path, json.dumps(self.content) + "\n")
+            write_text(self.path, self.line() + "\n")
+
+    def line(self) -> str:
+        """Everything as one JSON object."""
+        return json.dumps(self.content)
 
 
 def measure_errors(store: Store, workers: Workers, options: Namespace) -> None:
@@ -235,9 +238,10 @@ def main() -> None:
                 workers = Workers(shape, text, seed, options.train_sequences, length)
                 done = train(workers, scheme, options.train_workers, options.steps, seed, options.quiet)
                 store.add("trainings", {**key, **done})
+    common.show(store.content["conditions"])
     for table in (list(error_rows(store)), list(training_rows(store))):
         print(common.table(table), end="\n\n")
-    sys.stdout.flush()
+    print(store.line(), flush=True)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes.axhline(plan.lower_bound / MEBIBYTE, color="black", linewidth=0.8, label="lower bound")
     load_axes.axhline(plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan")
     load_axes.set(ylabel="alive (MiB)", ylim=(0, None))
-    load_axes.set_title(f"{len(blocks)} blocks, {plan.method}: gap {plan.gap:.3%}")
+    counts = f"{len(plan.offsets):,} buffers over {times[-1] - times[0]:,} operations"
+    load_axes.set_title(f"{counts}, {plan.method}: {plan.gap:.3%} above the lower bound")
     load_axes.legend(loc="lower right")
     largest = max(block.size for block in blocks) / MEBIBYTE
     rectangles = PolyCollection(

@@ -40,3 +40,13 @@ def test_other_options_need_another_file(tmp_path):
 def test_schemes_stop_where_lsq_does():
     assert SCHEMES["gcq"](128, 64) is None
     assert SCHEMES["int8_hier"](8, 64) is None
+
+
+def test_the_last_line_is_the_file(run, capsys, tmp_path):
+    content = run()
+    for _ in range(2):  # made, and found again
+        last = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
+        assert last + "\n" == (tmp_path / "figures.json").read_text()
+        assert json.loads(last) == content and content["benchmark"] == "simulated_workers"
+        assert {"device", "processor", "baseline"} <= set(content["conditions"])
+        run()

@@ -1,10 +1,12 @@
 import re
+from pathlib import Path
 
 import pytest
 
 from lsq import cli
-from lsq.commands.plan import run
+from lsq.commands.plan import _buffers, run
 from lsq.memory.files import load_plan
+from lsq.memory.planner import plan
 
 ROWS = "id,lower,upper,size\na,0,3,4\nb,2,5,2\nc,4,6,4\n"
 
@@ -132,3 +134,17 @@ def test_an_unknown_option_of_training(capsys):
         run([*TINY_STEP, "--max-tokens", "64", "--colour", "red"])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and "unrecognized arguments: --colour red" in error and error.count("\n") == 1
+
+
+MEMORY = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+
+
+def test_the_documentation_has_todays_figures():
+    """The command under the picture gives what the log is said to say."""
+    command = re.search(r"\*`lsq plan ([^`]+) --plot memory.png`", MEMORY)[1].split()
+    _, buffers = _buffers(command)
+    made = plan(buffers)
+    said = f"{len(buffers)} tensors of a training step in {made.peak / 2**20:.1f} MiB, {made.gap:.2%} above the lower"
+    assert f"memory (planned): {said} bound, bounded by 16 sentences of 256 and 256 tokens" in MEMORY
+    counts = re.findall(r"^\| (?:base|big), [\d,]+ \| ([\d,]+) \|", MEMORY, re.MULTILINE)
+    assert counts == [f"{len(buffers):,}"] * 4

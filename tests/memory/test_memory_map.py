@@ -53,3 +53,10 @@ def test_there_must_be_something_to_draw(tmp_path):
     buffers = buffers_of((0, 0, 3))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(buffers, plan(buffers), tmp_path / "map.png")
+
+
+def test_the_picture_says_what_it_shows(tmp_path):
+    buffers = buffers_of((4, 0, 3), (9, 3, 5))
+    draw(buffers, plan(buffers), tmp_path / "map.svg")
+    title = "2 buffers over 6 operations, portfolio: 0.000% above the lower bound"
+    assert f"<!-- {title} -->" in (tmp_path / "map.svg").read_text()
