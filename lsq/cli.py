@@ -63,7 +63,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         return error.code, getattr(error, "message", None)
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
         return 2, f"error: {message}"
-    if isinstance(error, OSError):
+    if isinstance(error, (OSError, FloatingPointError)):  # the machine's fault, or a training's
         return 1, f"error: {message}"
     if isinstance(error, ValueError) or type(error) is Exception:  # fairseq reports users' mistakes as Exception
         cause = error.__context__

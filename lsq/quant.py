@@ -23,6 +23,8 @@ from lsq.config import CALIBRATIONS, CLIP_GRADIENTS
 
 SMALLEST_CLIP = 2.0**-40
 """Clips below this are refused and calibration never returns less, so that no scale is 0 or denormal."""
+LARGEST_CLIP = 2.0**40
+"""Clips above this are refused: no network that learns has such values, and products of scales would overflow soon."""
 LARGEST_SAMPLE = 2**18
 """Values of one tensor or row from which "mse" measures a clip."""
 _BLOCK = 2**15 - 1
@@ -63,13 +65,13 @@ def check_clip(clip: Tensor, name: str) -> None:
     """Refuse clips that cannot be used.
 
     Raises:
-        ValueError: an element of `clip` is NaN, infinite or below SMALLEST_CLIP; the message calls it `name`.
+        ValueError: an element of `clip` is NaN, below SMALLEST_CLIP or above LARGEST_CLIP; the message calls it `name`.
     """
-    unusable = clip[~(torch.isfinite(clip) & (clip >= SMALLEST_CLIP))]
+    unusable = clip[~((clip >= SMALLEST_CLIP) & (clip <= LARGEST_CLIP))]
     if unusable.numel():
         raise ValueError(
             f"{name} is {unusable[0].item()!r} ({unusable.numel()} of {clip.numel()} values are unusable); a "
-            f"clip must be finite and at least {SMALLEST_CLIP}: calibrate again or load a sound checkpoint"
+            f"clip must be finite, from {SMALLEST_CLIP} to {LARGEST_CLIP}: calibrate again or load a sound checkpoint"
         )
 
 

@@ -99,6 +99,7 @@ def test_arguments_reach_the_command(command):
         (FileNotFoundError("there is no file x"), 2, "error: there is no file x"),
         (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'"),
         (CheckpointNotWritten("could not write x"), 1, "error: could not write x"),
+        (FloatingPointError("a weight holds NaN"), 1, "error: a weight holds NaN"),
         (Exception("Could not infer language pair"), 2, "error: Could not infer language pair"),
         (Interrupted(15, "stopped by SIGTERM after 3 updates; wrote x"), 143, "stopped by SIGTERM after 3 updates"),
         (RankLost("rank 2 no longer answers:\ngloo"), 1, "error: rank 2 no longer answers: gloo"),

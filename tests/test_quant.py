@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lsq.quant import (
+    LARGEST_CLIP,
     SMALLEST_CLIP,
     _octav_fixed_point,
     calibrate,
@@ -437,14 +438,14 @@ def test_calibration_refuses_bad_arguments():
         calibrate(torch.ones(0, 4), "absmax")
 
 
-@pytest.mark.parametrize("value", (0.0, -1.0, NAN, INFINITY, SMALLEST_CLIP / 2))
+@pytest.mark.parametrize("value", (0.0, -1.0, NAN, INFINITY, SMALLEST_CLIP / 2, 3e38))
 def test_check_clip_names_what_is_wrong(value):
     with pytest.raises(ValueError, match=r"encoder\.input_clip is .*1 of 3 values"):
         check_clip(torch.tensor([1.0, value, 1.0]), "encoder.input_clip")
 
 
 def test_check_clip_accepts_usable_clips():
-    check_clip(torch.tensor([SMALLEST_CLIP, 1.0, 3e38]), "clip")
+    check_clip(torch.tensor([SMALLEST_CLIP, 1.0, LARGEST_CLIP]), "clip")
 
 
 # bit masks

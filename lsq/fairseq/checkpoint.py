@@ -4,7 +4,6 @@ fairseq keeps the projections of one attention apart; here the self-attention's 
 cross-attention's key and value are rows of one weight, in this order.
 """
 
-import os
 import re
 from typing import Any
 
@@ -48,6 +47,9 @@ _SAME = (
     "no_scale_embedding",
 )
 """Options that change what the same parameters compute, so that the two models must agree on them."""
+
+MOST_PASSES = 2**40
+"""Beyond any training: a thousand passes a second for thirty years."""
 
 
 def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -154,21 +156,35 @@ def check_clips(model: nn.Module, state: dict[str, Tensor]) -> None:
         quant.check_clip(state[name], f"{name} in the checkpoint")
 
 
+def check_counts(state: dict[str, Tensor]) -> None:
+    """Check what a checkpoint of this model says about how its clips were measured, before it is loaded.
+
+    Raises:
+        ValueError: a number of training passes is negative or beyond MOST_PASSES; or a tensor has another dtype.
+    """
+    for name, tensor in state.items():
+        if name.endswith(".passes") and not (tensor.dtype == torch.int64 and 0 <= int(tensor.min()) <= MOST_PASSES):
+            raise ValueError(
+                f"{name} in the checkpoint is {tensor.tolist()} ({tensor.dtype}); it counts training passes, from 0 "
+                f"to {MOST_PASSES} (int64): load a sound checkpoint"
+            )
+        if name.endswith(".calibrated") and tensor.dtype != torch.bool:
+            raise ValueError(f"{name} in the checkpoint is of {tensor.dtype}, not bool: load a sound checkpoint")
+
+
 def start_from(model: nn.Module, path: str, args: Any) -> None:
     """Start `model`, built from fairseq's options `args`, from the checkpoint of a fairseq transformer at `path`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is another kind of file, or a model that does not fit (see `load_float`), or one with
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: it is damaged, another kind of file, or a model that does not fit (see `load_float`), or one with
             options under which the same parameters compute something else.
     """
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"--lsq-from {path}: there is no such file")
     try:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
-        weights, trained_with = state["model"], _options(state)
-    except Exception as error:
-        raise ValueError(f"--lsq-from {path} is not a checkpoint of fairseq ({error!r})") from error
+    except (FileNotFoundError, IsADirectoryError, ValueError) as error:
+        raise type(error)(f"--lsq-from: {error}") from error
+    weights, trained_with = state["model"], _options(state)
     before, now = TransformerConfig.from_namespace(trained_with), TransformerConfig.from_namespace(args)
     different = [
         f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint, {getattr(now, name)} here"

@@ -18,7 +18,6 @@ from fairseq.dataclass import ChoiceEnum
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import II
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients, roll_call
 from lsq.dist.config import BLOCKS, COMPRESSED, MODES, ROUNDINGS
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 NONE = "none"
 DDP_BACKENDS = ("pytorch_ddp", "c10d")
 """fairseq's names of PyTorch's DistributedDataParallel."""
+_fairseq_load = checkpoint_utils.load_checkpoint
 _fairseq_save = checkpoint_utils.save_checkpoint
 
 
@@ -75,8 +75,9 @@ class GradientTask:
 
     compression: GradientCompression | None = None
     """Once the hook is installed; None under "none" and with one worker."""
+    updates_done = 0
+    """Updates of the checkpoint that this training goes on from."""
     _prepared = False
-    _residuals_read = False
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
         """Called by fairseq before each epoch, with the model itself: the last moment before the first forward.
@@ -84,7 +85,7 @@ class GradientTask:
         Here, not in the first `train_step`: fairseq answers a mistake there by writing crash.pt.
 
         Raises:
-            ValueError: the options do not fit each other or the launch.
+            ValueError: the options do not fit each other or the launch, or the residuals of a worker are damaged.
         """
         super().begin_epoch(epoch, model)
         if not self._prepared:
@@ -93,6 +94,8 @@ class GradientTask:
             roll_call.register()
             if str(self.cfg.lsq_gradients) != NONE:
                 self.compression = install(self.cfg, model)
+            if self.keeps_residuals and self.updates_done > 0:
+                self._read_residuals(model)
 
     def train_step(self, sample: dict[str, Any], model, criterion, optimizer, update_num: int, *rest, **options):
         """Called by fairseq for each batch; `update_num` counts the updates that are done.
@@ -100,10 +103,6 @@ class GradientTask:
         Raises:
             RankLost: other processes are gone.
         """
-        if not self._residuals_read:
-            self._residuals_read = True
-            if self.keeps_residuals and update_num > 0:
-                self._read_residuals(update_num, model)
         try:
             return super().train_step(sample, model, criterion, optimizer, update_num, *rest, **options)
         except RuntimeError as error:
@@ -124,11 +123,11 @@ class GradientTask:
         if self.keeps_residuals:
             gradient_state.write(folder, self.compression.topology, updates, self.compression.state_dict())
 
-    def _read_residuals(self, updates: int, model: nn.Module) -> None:
+    def _read_residuals(self, model: nn.Module) -> None:
         restored = self.cfg.restore_file
         folder = Path(self.cfg.save_dir if restored == "checkpoint_last.pt" else os.path.dirname(restored))
         topology, device = self.compression.topology, next(model.parameters()).device
-        residuals, reason = gradient_state.read(folder, topology, updates, data_parallel(model).module, device)
+        residuals, reason = gradient_state.read(folder, topology, self.updates_done, model, device)
         if reason is None:
             self.compression.load_state_dict(residuals)
         elif topology.rank == 0:
@@ -190,19 +189,6 @@ def configuration(options: GradientOptions) -> GradientConfig:
         raise ValueError(f"--lsq-gradients {options.lsq_gradients} and its options: {error}") from error
 
 
-def data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """The data parallel module inside what fairseq's trainer trains.
-
-    Raises:
-        ValueError: there is none.
-    """
-    while not isinstance(model, DistributedDataParallel):
-        model = getattr(model, "module", None)
-        if model is None:
-            raise ValueError("the model is not wrapped in DistributedDataParallel")
-    return model
-
-
 def limit_waiting(seconds: float) -> None:
     """Let exchanges of fairseq's groups fail after so long; until then they wait for as long as PyTorch has it.
 
@@ -224,4 +210,13 @@ def save_checkpoint(cfg, trainer, epoch_itr, val_loss):
     return path
 
 
+def load_checkpoint(cfg, trainer, **options):
+    """Takes the place of fairseq's load_checkpoint: the task knows which update the training goes on from."""
+    loaded = _fairseq_load(cfg, trainer, **options)
+    if isinstance(trainer.task, GradientTask):
+        trainer.task.updates_done = trainer.get_num_updates()
+    return loaded
+
+
+checkpoint_utils.load_checkpoint = load_checkpoint
 checkpoint_utils.save_checkpoint = save_checkpoint

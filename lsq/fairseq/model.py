@@ -37,7 +37,7 @@ class LSQTransformerModel(TransformerModel):
 
         Raises:
             ValueError: an option is not supported or does not fit, or the checkpoint does not.
-            FileNotFoundError: there is no such checkpoint.
+            FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
         transformer_legacy.base_architecture(args)
         options.set_defaults(args)
@@ -100,9 +100,11 @@ class LSQTransformerModel(TransformerModel):
         """Load a checkpoint of this model.
 
         Raises:
-            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`).
+            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`), or its counts of
+                training passes are (see `checkpoint.check_counts`).
         """
         checkpoint.check_clips(self, state_dict)
+        checkpoint.check_counts(state_dict)
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def prepare_for_inference_(self, cfg) -> None:

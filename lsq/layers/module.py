@@ -1,7 +1,8 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -93,13 +94,13 @@ class ProgramModule(nn.Module):
         for name, clip in self._clips().items():
             weight = parameters.get(name.removesuffix(CLIP))
             if weight is not None:
-                clip.data.copy_(
-                    calibrate(
+                with naming(name.removesuffix(CLIP)):
+                    measured = calibrate(
                         weight, self.quant.weight_init, self.quant.bits,
                         per_channel=self.quant.weight_granularity == "channel",
                         fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                     )
-                )
+                clip.data.copy_(measured)
         self._codes.clear()
         self._forget_clips()
 
@@ -204,10 +205,11 @@ class ProgramModule(nn.Module):
         if clip is None:
             return
         inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        measured = calibrate(
-            operation.definition.unquantized(*inputs, **operation.attributes), self.quant.activation_init,
-            self.quant.bits, fixed=self.quant.activation_clip, percentile=self.quant.percentile,
-        )
+        with naming(clip.name.removesuffix(CLIP)):
+            measured = calibrate(
+                operation.definition.unquantized(*inputs, **operation.attributes), self.quant.activation_init,
+                self.quant.bits, fixed=self.quant.activation_clip, percentile=self.quant.percentile,
+            )
         values[clip].data.copy_(measured)
 
     def _weight_codes(self) -> dict[str, torch.Tensor]:
@@ -253,6 +255,15 @@ class ProgramModule(nn.Module):
         self._codes.clear()
         self._forget_clips()
         super()._load_from_state_dict(*arguments, **options)
+
+
+@contextlib.contextmanager
+def naming(tensor: str) -> Iterator[None]:
+    """Within this context a ValueError begins with the name of the tensor that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{tensor}: {error}") from error
 
 
 def initialise_uniform(parameter: torch.Tensor, fan_in: int) -> None:

@@ -104,19 +104,44 @@ def test_start_from_another_model_is_refused(train, build, tmp_path, given, mess
 
 
 def test_start_from_nothing(build, tmp_path):
-    with pytest.raises(FileNotFoundError, match="--lsq-from .*none.pt: there is no such file"):
+    with pytest.raises(FileNotFoundError, match="--lsq-from: there is no checkpoint .*none.pt"):
         build(f"--lsq-from {tmp_path}/none.pt")
-    for content in (b"", b"no checkpoint"):
+    with pytest.raises(IsADirectoryError, match="--lsq-from: .* is a folder"):
+        build(f"--lsq-from {tmp_path}")
+    for content, said in ((b"", "is damaged: it is empty"), (b"no checkpoint", "is not a checkpoint of fairseq's")):
         (tmp_path / "other.pt").write_bytes(content)
-        with pytest.raises(ValueError, match="other.pt is not a checkpoint of fairseq"):
+        with pytest.raises(ValueError, match=f"--lsq-from: .*other.pt {said}"):
             build(f"--lsq-from {tmp_path}/other.pt")
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_start_from_nan(build, train, tmp_path):
+    state = train(tmp_path, FAIRSEQ + " --max-update 1")
+    state["model"]["encoder.embed_tokens.weight"][3, 5] = float("nan")
+    torch.save(state, tmp_path / "nan.pt")
+    with pytest.raises(ValueError, match="nan.pt cannot be used: encoder.embed_tokens.weight holds 1 values of 512"):
+        build(f"--lsq-from {tmp_path}/nan.pt")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 3e38])
 def test_unusable_clip_in_a_checkpoint_is_named(model, value):
     state = model.state_dict()
     state["encoder.layers.1.feed_forward.hidden_clip"] = torch.tensor([value])
     with pytest.raises(ValueError, match="encoder.layers.1.feed_forward.hidden_clip in the checkpoint is"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [-1, 2**60, 3.0, float("nan")])
+def test_impossible_count_of_passes_is_named(model, value):
+    state = model.state_dict()
+    state["decoder.layers.0.passes"] = torch.tensor(value)
+    with pytest.raises(ValueError, match="decoder.layers.0.passes in the checkpoint is .*counts training passes"):
+        model.load_state_dict(state)
+
+
+def test_calibrated_is_a_truth_value(model):
+    state = model.state_dict()
+    state["decoder.layers.0.calibrated"] = torch.tensor(0.5)
+    with pytest.raises(ValueError, match="decoder.layers.0.calibrated in the checkpoint is of torch.float32, not bool"):
         model.load_state_dict(state)
 
 
@@ -136,7 +161,7 @@ def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
     state = train(tmp_path, "--max-update 1")
     state["model"]["decoder.output_projection.input_clip"].fill_(float("nan"))
     torch.save(state, tmp_path / "broken.pt")
-    with pytest.raises(ValueError, match="decoder.output_projection.input_clip in the checkpoint is nan"):
+    with pytest.raises(ValueError, match="decoder.output_projection.input_clip holds 1 values of 1 that are NaN"):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "broken.pt")])
     (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint_last.pt")])
     assert type(model).__name__ == "LSQTransformerModel"

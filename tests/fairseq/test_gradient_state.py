@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from lsq.dist.topology import Topology
@@ -75,11 +76,22 @@ def test_residuals_of_another_model(tmp_path, group, model):
     )
 
 
-def test_a_damaged_file(tmp_path, group, model):
+def test_any_damage_to_a_file_is_found(tmp_path, group, model):
+    """Every byte in turn: of the header, of its length and of the values; and every length."""
     gradient_state.write(tmp_path, ALONE, 7, residuals(model))
     file = gradient_state.path(tmp_path, ALONE)
-    file.write_bytes(file.read_bytes()[:50])
-    assert "cannot be read" in gradient_state.read(tmp_path, ALONE, 7, model, CPU)[1]
+    whole = file.read_bytes()
+    flipped = [whole[:place] + bytes([whole[place] ^ 0x01]) + whole[place + 1 :] for place in range(len(whole))]
+    for content in [*flipped, *(whole[:length] for length in range(0, len(whole), 9))]:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"rank-0-of-1.safetensors is damaged or cannot be read \(.*remove this"):
+            gradient_state.read(tmp_path, ALONE, 7, model, CPU)
+
+
+def test_a_file_without_a_checksum_is_refused(tmp_path, group, model):
+    gradient_state.path(tmp_path, ALONE).write_bytes(save(residuals(model), {"updates": "7", "workers": "1"}))
+    with pytest.raises(ValueError, match="its checksum does not fit"):
+        gradient_state.read(tmp_path, ALONE, 7, model, CPU)
 
 
 def test_full_disk_keeps_the_previous_file(tmp_path, group, model):
@@ -94,5 +106,5 @@ def test_full_disk_keeps_the_previous_file(tmp_path, group, model):
 
 def test_a_folder_that_cannot_be_looked_into_is_told_to_all(tmp_path, group, model):
     """An error on one worker would leave the others waiting for its word."""
-    found, reason = gradient_state.read(tmp_path / ("x" * 300), ALONE, 7, model, CPU)
-    assert not found and "cannot be read" in reason
+    with pytest.raises(ValueError, match="cannot be read .*File name too long"):
+        gradient_state.read(tmp_path / ("x" * 300), ALONE, 7, model, CPU)

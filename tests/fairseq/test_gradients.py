@@ -95,9 +95,6 @@ def test_the_wrapped_model_is_found(group):
     assert CPUSafeDataParallel.around(model) is None
     wrapped = CPUSafeDataParallel(model)
     assert CPUSafeDataParallel.around(model) is wrapped
-    assert gradients.data_parallel(SimpleNamespace(module=wrapped)) is wrapped
-    with pytest.raises(ValueError, match="not wrapped in DistributedDataParallel"):
-        gradients.data_parallel(model)
 
 
 class Texts(logging.Handler):
@@ -219,6 +216,27 @@ def test_error_feedback_without_its_files_starts_from_zero(workers, tmp_path):
     zero = [text for text in texts if "starts from zero" in text]
     assert len(zero) == 1 and zero[0].endswith("those here are of 2 workers, and now there are 3") and not loaded
     assert {file.name for file in tmp_path.iterdir()} == {"checkpoint_last.pt", *residual_files(3)}
+
+
+def _refusal(rank: int, args, folder: Path) -> str:
+    """What a training says that cannot go on."""
+    with pytest.raises(ValueError) as refused:
+        _train(rank, args, [(folder, "int8", {"max_update": 4})])
+    return str(refused.value)
+
+
+def test_damaged_residuals_of_one_worker_end_all(workers, parse, tmp_path):
+    common = "--lsq-gradients-error-feedback --arch transformer --criterion label_smoothed_cross_entropy"
+    workers(2, [(tmp_path, "int8", {"max_update": 2})], common)
+    file = tmp_path / residual_files(2)[1]
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    args = parse(common)
+    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = "env://", True, "gloo"
+    for said in run(_refusal, 2, args, tmp_path):
+        assert "rank-1-of-2.safetensors is damaged or cannot be read (its checksum does not fit); to start" in said
+    assert not (tmp_path / "crash.pt").exists()
 
 
 def test_without_a_last_checkpoint_there_are_no_residuals(workers, tmp_path):

@@ -117,6 +117,16 @@ def test_non_finite_values_are_not_measured():
     assert not layer.calibrated
 
 
+def test_what_cannot_be_measured_is_named():
+    layer = linear()
+    with pytest.raises(ValueError, match="^input: cannot calibrate on a tensor in which 80 of 80 values are NaN"):
+        layer(torch.full((5, 16), float("nan")))
+    with torch.no_grad():
+        layer.weight[3, 4] = float("inf")
+    with pytest.raises(ValueError, match="^weight: cannot calibrate on a tensor in which 1 of 256 values"):
+        layer.calibrate_weights()
+
+
 @pytest.mark.parametrize("granularity, clips", [("channel", 16), ("tensor", 1)])
 def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
     layer = linear(weight_granularity=granularity)

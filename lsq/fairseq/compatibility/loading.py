@@ -1,7 +1,8 @@
-"""Checkpoints from the disk: what may be in them."""
+"""Checkpoints from the disk: what may be in them, and that they are whole."""
 
 import argparse
-import pickle
+import logging
+import os
 import typing
 from collections import defaultdict
 
@@ -10,8 +11,15 @@ import numpy
 import omegaconf
 import torch
 from fairseq import checkpoint_utils
+from fairseq.file_io import PathManager
+from fairseq.trainer import Trainer
 from numpy._core import multiarray
 
+from lsq.fairseq.compatibility import soundness
+
+logger = logging.getLogger(__name__)
+
+_fairseq_load_training = Trainer.load_checkpoint
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
@@ -27,16 +35,42 @@ def register_types() -> None:
 
 
 def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ranks: bool = False) -> dict:
-    """Takes the place of fairseq's load_checkpoint_to_cpu.
+    """Takes the place of fairseq's load_checkpoint_to_cpu, which reads no checksums.
 
     Raises:
-        ValueError: the file is not a checkpoint of fairseq's, or holds types that are not safe to load.
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: the file is damaged or no checkpoint of fairseq's, or holds types that are not safe to load, or NaN
+            or infinity in a tensor of the model or the optimizer.
     """
+    damage = None
+    if not PathManager.path_requires_pathmanager(path):
+        soundness.require_file(path)
+        damage = soundness.damage(path)
+        if damage is not None and damage != soundness.NO_CHECKSUMS:
+            raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
     try:
-        return _fairseq_load(path, arg_overrides, load_on_all_ranks)
-    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of fairseq's ({_first_line(error)})") from error
+        state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
+        tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
+    except Exception as error:  # whatever is in the file decides what fails
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ValueError(f"{path} is not a checkpoint of fairseq's ({reason}){soundness.beside(path)}") from error
+    if damage == soundness.NO_CHECKSUMS:
+        logger.warning("%s is of PyTorch before 1.6 and has no checksums, so that damage would not be noticed", path)
+    for name, part in tensors.items():
+        found = soundness.not_finite(part, name)
+        if found is not None:
+            raise ValueError(f"{path} cannot be used: {found}{soundness.beside(path)}")
+    return state
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def load_training(trainer: Trainer, filename: str, *arguments: object, **options: object) -> dict | None:
+    """Takes the place of Trainer.load_checkpoint, which begins anew where a file is missing that was asked for.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: as in `load_checkpoint`.
+    """
+    asked_for = trainer.cfg.checkpoint.restore_file != "checkpoint_last.pt"
+    if (asked_for or os.path.lexists(filename)) and not PathManager.path_requires_pathmanager(filename):
+        soundness.require_file(filename)
+    return _fairseq_load_training(trainer, filename, *arguments, **options)

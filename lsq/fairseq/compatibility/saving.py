@@ -10,8 +10,12 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
+from lsq.fairseq.compatibility import soundness
+
 _fairseq_save = checkpoint_utils.torch_persistent_save
 _fairseq_copy = PathManager.copy
+CRASH = "crash.pt"
+"""What fairseq writes, for whoever looks for the fault, before a training ends by an error."""
 
 
 class CheckpointNotWritten(OSError):
@@ -23,7 +27,12 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
+        FloatingPointError: the model holds NaN or infinity; only crash.pt is written nevertheless.
     """
+    if isinstance(content, dict) and os.path.basename(filename) != CRASH:
+        found = soundness.not_finite(content.get("model"))
+        if found is not None:
+            raise FloatingPointError(f"{found}; {filename} is not written, and earlier checkpoints are kept")
     if PathManager.path_requires_pathmanager(filename):
         _fairseq_save(content, filename, async_write)
         return

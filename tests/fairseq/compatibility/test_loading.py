@@ -1,12 +1,20 @@
 import argparse
 import io
+import re
 
 import numpy
 import omegaconf
 import pytest
 import torch
+from fairseq import checkpoint_utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.distributed import utils as distributed_utils
 from fairseq.distributed.utils import _split_tensors_from_obj
 from torch import nn
+
+from lsq.commands.train import train_process
+from lsq.dist.roll_call import RankLost
+from tests.dist.processes import run
 
 
 def reloaded(content):
@@ -38,3 +46,90 @@ def test_what_fairseq_saves_loads_strictly(content):
 def test_other_types_are_still_refused():
     with pytest.raises(Exception, match="Weights only load failed"):
         reloaded({"content": nn.Linear(1, 1)})
+
+
+FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --max-update 1"
+
+
+@pytest.fixture
+def damaged(train, tmp_path):
+    """A training's folder: checkpoint_last.pt with changed values, and a sound checkpoint_best.pt."""
+    train(tmp_path, FAIRSEQ)
+    content = (tmp_path / "checkpoint_last.pt").read_bytes()
+    (tmp_path / "checkpoint_best.pt").write_bytes(content)
+    (tmp_path / "checkpoint_last.pt").write_bytes(content[:20_000] + b"\x55" * 200 + content[20_200:])
+    return tmp_path
+
+
+DAMAGED = "is damaged: the checksum of its record '.*' does not fit; the newest sound .* is checkpoint_best.pt: give"
+
+
+def test_a_damaged_checkpoint_is_refused_wherever_it_is_given(train, damaged, tmp_path):
+    path, before = damaged / "checkpoint_last.pt", (damaged / "checkpoint_last.pt").read_bytes()
+    with pytest.raises(ValueError, match=f"checkpoint_last.pt {DAMAGED}"):
+        train(damaged, FAIRSEQ)
+    for option in ("--restore-file", "--finetune-from-model"):
+        with pytest.raises(ValueError, match=f"checkpoint_last.pt {DAMAGED}"):
+            train(tmp_path / "other", f"{FAIRSEQ} {option} {path}")
+    with pytest.raises(ValueError, match=f"--lsq-from: .*checkpoint_last.pt {DAMAGED}"):
+        train(tmp_path / "other", f"--lsq-from {path}")
+    with pytest.raises(ValueError, match=f"checkpoint_last.pt {DAMAGED}"):
+        checkpoint_utils.load_model_ensemble_and_task([str(path)])
+    assert path.read_bytes() == before and not list((tmp_path / "other").glob("*.pt"))
+    path.write_bytes((damaged / "checkpoint_best.pt").read_bytes()[:5000])
+    with pytest.raises(ValueError, match="checkpoint_last.pt is damaged: its end .* checkpoint_best.pt: give"):
+        train(damaged, FAIRSEQ)
+
+
+def test_a_training_begins_anew_only_where_nothing_was_asked_for(train, tmp_path):
+    for option in ("--restore-file", "--finetune-from-model"):
+        with pytest.raises(IsADirectoryError, match="is a folder"):
+            train(tmp_path / "new", f"{FAIRSEQ} {option} {tmp_path}")
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint .*none.pt"):
+        train(tmp_path / "new", f"{FAIRSEQ} --restore-file {tmp_path}/none.pt")
+    (tmp_path / "new" / "checkpoint_last.pt").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="checkpoint_last.pt is a folder"):
+        train(tmp_path / "new", FAIRSEQ)
+
+
+@pytest.mark.parametrize("content", [5, [1], {}, {"model": torch.ones(2)}, {"model": {}}, torch.ones(3)])
+def test_other_content_is_no_checkpoint(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"other.pt is not a checkpoint of fairseq's \(\w+: "):
+        checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "other.pt"))
+
+
+def test_nan_in_the_model_or_the_optimizer_is_named(train, tmp_path):
+    state = train(tmp_path, FAIRSEQ)
+    state["last_optimizer_state"]["state"][1]["exp_avg"][0] = float("nan")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    with pytest.raises(ValueError, match=r"used: last_optimizer_state.state.1.exp_avg holds 32 values of 1024"):
+        train(tmp_path, FAIRSEQ)
+    state["model"]["decoder.embed_tokens.weight"][2, 7] = float("inf")
+    torch.save(state, tmp_path / "checkpoint_last.pt")
+    with pytest.raises(ValueError, match="last.pt cannot be used: decoder.embed_tokens.weight holds 1 values"):
+        checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint_last.pt")])
+
+
+def test_old_files_without_checksums_are_told_of(train, tmp_path, caplog):
+    state = train(tmp_path, FAIRSEQ)
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    checkpoint_utils.load_checkpoint_to_cpu(str(tmp_path / "old.pt"))
+    assert "old.pt is of PyTorch before 1.6 and has no checksums" in caplog.text
+
+
+def _refused(rank: int, args) -> str:
+    """What `lsq train` says in one of two processes."""
+    args.distributed_rank, args.distributed_world_size = rank, 2
+    with pytest.raises((ValueError, RankLost)) as refused:
+        distributed_utils.call_main(convert_namespace_to_omegaconf(args), train_process)
+    return str(refused.value)
+
+
+def test_two_processes_end_with_the_reason(parse, damaged):
+    """The first one reads the file; the other one is told."""
+    args = parse(f"{FAIRSEQ} --save-dir {damaged}")
+    args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = "env://", True, "gloo"
+    for said in run(_refused, 2, args):
+        assert re.search(f"checkpoint_last.pt {DAMAGED}", said)
+    assert not (damaged / "crash.pt").exists()

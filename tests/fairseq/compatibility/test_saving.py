@@ -44,3 +44,15 @@ def test_other_failures_of_a_save_are_not_disguised(tmp_path):
     with pytest.raises(Exception, match="pickle"):
         checkpoint_utils.torch_persistent_save({"x": lambda: 0}, str(tmp_path / "x.pt"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_finite_is_not_written(tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    state = {"model": {"encoder.embed_tokens.weight": torch.ones(3)}}
+    checkpoint_utils.torch_persistent_save(state, str(path))
+    before = path.read_bytes()
+    state["model"]["encoder.embed_tokens.weight"][1] = float("nan")
+    with pytest.raises(FloatingPointError, match="encoder.embed_tokens.weight holds 1 .*last.pt is not written"):
+        checkpoint_utils.torch_persistent_save(state, str(path))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    checkpoint_utils.torch_persistent_save(state, str(tmp_path / "crash.pt"))

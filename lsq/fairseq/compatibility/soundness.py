@@ -1,0 +1,102 @@
+"""Whether a checkpoint is as it was written, and its numbers are numbers.
+
+PyTorch writes a CRC-32 with every record of a file and never reads it. Reading them takes half a second for a gigabyte.
+"""
+
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NO_CHECKSUMS = "it has no checksums"
+
+
+def damage(path: str | Path) -> str | None:
+    """What the checksums in a file of torch.save's say of it.
+
+    Returns:
+        None if they all fit; NO_CHECKSUMS for what is no zip file, as before PyTorch 1.6; else what is wrong.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        start = file.read(4)
+        if not start:
+            return "it is empty"
+        if not b"PK\3\4".startswith(start) and not zipfile.is_zipfile(file):
+            return NO_CHECKSUMS
+        try:
+            with zipfile.ZipFile(file) as archive:
+                odd = [record.filename for record in archive.infolist() if not _plain(record)]
+                if odd:
+                    return f"its record {odd[0]!r} is not as PyTorch writes it"
+                bad = archive.testzip()
+        except zipfile.BadZipFile:
+            return "its end is missing or its table of contents is unreadable"
+        except Exception as error:  # zipfile trusts the fields of its headers
+            return f"its table of contents is unreadable: {str(error)[:200] or type(error).__name__}"
+    return None if bad is None else f"the checksum of its record {bad!r} does not fit"
+
+
+def _plain(record: zipfile.ZipInfo) -> bool:
+    """Neither packed nor a folder, of which PyTorch would read nothing at all."""
+    stored = record.compress_type == zipfile.ZIP_STORED and record.file_size == record.compress_size
+    return stored and not record.external_attr & 0x10
+
+
+def newest_sound(path: str | Path) -> Path | None:
+    """The last written of the other checkpoints in the folder of `path` whose checksums all fit."""
+    folder = Path(path).absolute().parent
+    others = [file for file in folder.glob("checkpoint*.pt") if file.is_file() and file.name != Path(path).name]
+    for file in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True):
+        if damage(file) is None:
+            return file
+    return None
+
+
+def beside(path: str | Path) -> str:
+    """The end of a message about a file that cannot be used: what can be, if anything."""
+    other = newest_sound(path)
+    if other is None:
+        return ""
+    return f"; the newest sound checkpoint beside it is {other.name}: give that one, or copy it over this one"
+
+
+def not_finite(state: object, name: str = "") -> str | None:
+    """Which tensor in nested mappings and sequences is the first that holds NaN or infinity; None: none does."""
+    for full_name, tensor in _tensors(state, name):
+        # a sum shows both; it may also overflow, so that it is no proof
+        if tensor.is_floating_point() and not tensor.sum().isfinite():
+            count = tensor.numel() - int(torch.isfinite(tensor).sum())
+            if count:
+                return f"{full_name} holds {count} values of {tensor.numel()} that are NaN or infinite"
+    return None
+
+
+def _tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """(dotted name, tensor) of everything in nested mappings and sequences."""
+    if isinstance(state, Tensor):
+        yield name, state.detach()
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
+        for index, value in enumerate(state):
+            yield from _tensors(value, f"{name}.{index}" if name else str(index))
+
+
+def require_file(path: str | Path) -> None:
+    """Refuse what fairseq would take for no checkpoint at all, or end on in the middle.
+
+    Raises:
+        IsADirectoryError: it is a folder.
+        FileNotFoundError: there is nothing, or a link to nothing.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder; give one of the checkpoints in it")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no checkpoint {path}{beside(path)}")
