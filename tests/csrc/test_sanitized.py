@@ -21,15 +21,34 @@ EVERY_KERNEL = (
 """Together these launch every kernel: whole programs, and the operations that no program has."""
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def repeated(files):
+    """The finished child process that repeats tests of kernels; pytest leaves what sanitizers write where it is."""
+    environment = os.environ | emulator.sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
+    options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-k", "cuda and not gpu"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def test_a_fault_that_ends_the_process_is_named(tmp_path):
+    test = tmp_path / "test_a_fault_on_cuda.py"
+    test.write_text("""\
+from tests.csrc.emulated import Module, memory
+def test_on_cuda():
+    Module("faulty.cu", sanitize=True).launch("write_beyond", 1, 64, memory(64), 1)
+""")
+    done = repeated([str(test)])
+    assert done.returncode and "heap-buffer-overflow" in done.stderr and "in write_beyond" in done.stderr
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [
     pytest.param(EVERY_KERNEL, id="every kernel"),
     pytest.param(("tests/ops", "tests/program"), id="every test", marks=pytest.mark.slow),
 ])
 def test_kernels_touch_no_memory_but_their_own(files):
-    environment = os.environ | emulator.sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "cuda and not gpu", *files]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = repeated(files)
     assert done.returncode == 0, (done.stdout[-4000:], done.stderr[-4000:])
     assert " passed" in done.stdout
