@@ -73,6 +73,15 @@ class LSQTranslationTask(GradientTask, TranslationTask):
         """Called by fairseq for each checkpoint that it translates with.
 
         Raises:
+            ValueError: see `check_resumed`.
+        """
+        self.check_resumed(state_dict)
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != DICTIONARIES})
+
+    def check_resumed(self, state_dict: dict[str, Any]) -> None:
+        """Look at what `state_dict` gave when the checkpoint was written, before a training goes on from it.
+
+        Raises:
             ValueError: the checkpoint is of other words, or of the same in another order, which the data cannot tell.
         """
         here, trained = self._dictionaries(), state_dict.get(DICTIONARIES)
@@ -82,7 +91,6 @@ class LSQTranslationTask(GradientTask, TranslationTask):
                 f"{self.cfg.data} has another {' and '.join(sides)} dictionary than the checkpoint was trained with;"
                 " use data that was made with the dictionaries (dict.*.txt) of the training"
             )
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != DICTIONARIES})
 
     def _dictionaries(self) -> dict[str, int]:
         """CRC-32 of the words of each side."""

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from lsq.commands import generate
+from lsq.commands import generate, train
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare
-from tests.commands.conftest import VOCABULARY, write_pairs
+from tests.commands.conftest import TRAINING, VOCABULARY, write_pairs
 
 
 @pytest.fixture
@@ -95,6 +95,8 @@ def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_pa
     for data in (prepared_otherwise(files, 100), prepared_otherwise(reversed_words, VOCABULARY.size)):
         with pytest.raises(ValueError, match=words):
             generate.run([data, *options])
+    with pytest.raises(ValueError, match=words):  # nor does a training go on with them
+        train.run([data, "--save-dir", str(tmp_path / "model"), "--cpu", *TRAINING, "--arch", arch])
     with pytest.raises(ValueError, match="last.pt is of a vocabulary of 64 words, and .* of one of 112; use data that"):
         generate.run([str(tmp_path / "other100" / "data"), *options, "--task", "translation"])
 

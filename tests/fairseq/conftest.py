@@ -12,7 +12,7 @@ from fairseq_cli import preprocess
 from fairseq_cli import train as fairseq_train
 from torch import distributed
 
-import lsq.fairseq  # noqa: F401  registers the plugin
+from lsq.fairseq import save_folder  # registers the plugin, too
 
 WORDS = "abcdefghij"
 TINY = (
@@ -77,7 +77,10 @@ def train(parse):
 
     def train(folder: Path, arguments: str = "") -> dict:
         extra = [*arguments.split(), "--save-dir", str(folder)]
-        fairseq_train.main(convert_namespace_to_omegaconf(parse(extra)))
+        try:
+            fairseq_train.main(convert_namespace_to_omegaconf(parse(extra)))
+        finally:
+            save_folder.release()
         return torch.load(folder / "checkpoint_last.pt")
 
     return train

@@ -16,6 +16,7 @@ from fairseq.trainer import Trainer
 from numpy._core import multiarray
 
 from lsq.fairseq.compatibility import soundness
+from lsq.fairseq.compatibility.replacement import replaced
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +67,23 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
 def load_training(trainer: Trainer, filename: str, *arguments: object, **options: object) -> dict | None:
     """Takes the place of Trainer.load_checkpoint, which begins anew where a file is missing that was asked for.
 
+    A task that has `check_resumed` is shown what it kept in the checkpoint, unless that is only finetuned from.
+
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
-        ValueError: as in `load_checkpoint`.
+        ValueError: as in `load_checkpoint`, or the task refuses.
     """
     asked_for = trainer.cfg.checkpoint.restore_file != "checkpoint_last.pt"
     if (asked_for or os.path.lexists(filename)) and not PathManager.path_requires_pathmanager(filename):
         soundness.require_file(filename)
-    return _fairseq_load_training(trainer, filename, *arguments, **options)
+    check = getattr(trainer.task, "check_resumed", None)
+    if check is None or filename == trainer.cfg.checkpoint.finetune_from_model:
+        return _fairseq_load_training(trainer, filename, *arguments, **options)
+
+    def load_fitting(*arguments: object, **options: object) -> dict:
+        state = load_checkpoint(*arguments, **options)
+        check(state.get("task_state", {}))
+        return state
+
+    with replaced(checkpoint_utils, load_checkpoint_to_cpu=load_fitting):
+        return _fairseq_load_training(trainer, filename, *arguments, **options)
