@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 NAME = ".lsq.lock"
 """The lock of a folder, while it is held."""
+_BEGINS = "process "
+"""How the text of a lock begins."""
+_held: set[int] = set()
+"""File descriptors of the locks of this process."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _POLL_SECONDS = 0.05
 
@@ -39,7 +43,7 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
 
     Raises:
         Busy: somebody holds it still; names the process.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or a file of somebody else, or a link, has the name of the lock.
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,12 +53,15 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
             raise Busy(f"{_holder(path)} is writing into {what}; wait for it, or {remedy}")
         time.sleep(_POLL_SECONDS)
     with file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
+        _held.add(file.fileno())
+        file.seek(0)
+        file.truncate()
+        file.write(f"{_BEGINS}{os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
         file.flush()
         try:
             yield
         finally:
+            _held.discard(file.fileno())
             path.unlink(missing_ok=True)  # before the lock falls: whoever opened it meanwhile looks again
             for folder in made:
                 with contextlib.suppress(OSError):  # it holds something
@@ -74,14 +81,19 @@ def locked_file(path: Path, remedy: str) -> contextlib.AbstractContextManager[No
 def _take(path: Path) -> TextIO | None:
     """The open lock file, locked; None: somebody else has it."""
     while True:
-        file = path.open("a+", encoding="utf-8")
+        # Never through a link: what it points to is somebody's.
+        file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+", encoding="utf-8")
         try:
+            if file.read(len(_BEGINS)) not in ("", _BEGINS):
+                raise FileExistsError(f"{path} is no lock of lsq's and would be written over; move it away")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
         except BlockingIOError:
             file.close()
             return None
+        except FileNotFoundError:
+            pass
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 _say_unsupported(path.parent, str(error.strerror))
@@ -89,6 +101,16 @@ def _take(path: Path) -> TextIO | None:
             file.close()
             raise
         file.close()  # its holder removed it meanwhile
+
+
+def _forget_in_child() -> None:
+    """Processes that this one forks hold nothing: they may live on for a while when it is killed."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _holder(path: Path) -> str:

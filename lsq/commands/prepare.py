@@ -113,7 +113,7 @@ def prepare(prepared: Prepared) -> Prepared:
     """
     output, options = prepared.output, prepared.options
     text = Stage(name="text", folder=output / "text", makes=TEXT_FILES)
-    learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=("sentencepiece.*",))
+    learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=(vocabulary.MODEL, vocabulary.PIECES))
     data = Stage(name="data", folder=prepared.data, makes=DATA_FILES)
     for stage in (text, learnt, data):  # all before any of them writes
         stage.check_own()

@@ -3,11 +3,13 @@
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fairseq.logging import metrics, progress_bar
+from fairseq.logging import progress_bar
+from fairseq.trainer import Trainer
 from tqdm import tqdm
 
 from lsq.fairseq.compatibility import replaced
@@ -46,7 +48,7 @@ def read_losses(path: Path) -> LossCurve:
             entry = json.loads(line)
             kind, update, spent = entry["kind"], int(entry["update"]), float(entry["seconds"])
             loss = float(entry["nll_loss"] if "nll_loss" in entry else entry["loss"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
         (training if kind == "train" else validation)[update] = loss
         seconds = max(seconds, spent)
@@ -65,39 +67,40 @@ def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterat
         tqdm(total=updates, initial=done, desc=description, unit=" updates", disable=quiet or None) as bar,
     ):
 
-        clock = None
+        clock = _Clock(before.seconds)
 
         def make(iterator: Iterable, *, prefix: str | None = None, **options) -> progress_bar.BaseProgressBar:
-            nonlocal clock
-            clock = clock or _Clock(before.seconds)
-            return _Recorder(iterator, file, bar, clock)
+            return _Recorder(iterator, file, bar, clock, lines=bar.disable and not quiet)
 
-        with replaced(progress_bar, progress_bar=make):
+        with replaced(progress_bar, progress_bar=make), replaced(Trainer, train_step=clock.timing(Trainer.train_step)):
             yield
 
 
 class _Clock:
-    """Seconds spent in updates, on top of `before`: fairseq's own meter, which a checkpoint brings back or does not."""
+    """Seconds spent in updates, on top of those `before`."""
 
     def __init__(self, before: float):
-        self.offset = before - self._meter()
+        self.seconds = before
 
-    def seconds(self) -> float:
-        """In all sittings until now."""
-        return self.offset + self._meter()
+    def timing(self, step: Callable) -> Callable:
+        """`step`, an update, with its time counted. (fairseq's own clock stands still once a checkpoint is loaded.)"""
 
-    @staticmethod
-    def _meter() -> float:
-        meter = metrics.get_meter("default", "train_wall")  # None before the first update
-        return meter.sum if meter else 0.0
+        def timed(*arguments, **options):
+            start = time.perf_counter()
+            try:
+                return step(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
 
 
 class _Recorder(progress_bar.BaseProgressBar):
-    """What fairseq makes for every epoch and every validation."""
+    """What fairseq makes for every epoch and every validation; `lines`: print one for each validation."""
 
-    def __init__(self, iterable: Iterable, file, bar: tqdm, clock: _Clock):
+    def __init__(self, iterable: Iterable, file, bar: tqdm, clock: _Clock, lines: bool):
         super().__init__(iterable)
-        self.file, self.bar, self.clock = file, bar, clock
+        self.file, self.bar, self.clock, self.lines = file, bar, clock, lines
 
     def __iter__(self) -> Iterator:
         return iter(self.iterable)
@@ -112,11 +115,14 @@ class _Recorder(progress_bar.BaseProgressBar):
         """Called after an epoch and after a validation."""
         if tag == "valid":
             self._record("valid", stats, step)
+            if self.lines:
+                loss = f"validation loss {float(stats['nll_loss']):.3f}"
+                print(f"update {step} of {self.bar.total}: {loss}, {self.clock.seconds:.0f} s of training", flush=True)
         logging.getLogger("lsq").info("%s at update %s: %s", tag, step, self._str_pipes(self._format_stats(stats)))
 
     def _record(self, kind: str, stats: dict, step: int) -> None:
         values = {name: float(stats[name]) for name in RECORDED if name in stats}
-        entry = {"kind": kind, "update": step, "seconds": self.clock.seconds(), **values}
+        entry = {"kind": kind, "update": step, "seconds": self.clock.seconds, **values}
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
 

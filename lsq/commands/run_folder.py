@@ -6,14 +6,28 @@ from pathlib import Path
 
 from lsq.commands import stages
 from lsq.commands.prepare import Prepared
-from lsq.commands.progress import read_losses
 from lsq.commands.stages import Stage
+from lsq.commands.train import CHECKPOINT, LAST
+from lsq.fairseq import gradient_state
+from lsq.fairseq.compatibility.loading import updates_of
 
 NAME = re.compile(r"\w[\w.+=@,-]*")
 RESERVED = ("text", "vocabulary", "data", "numbers")
 """Folders of an output folder that are not runs."""
 LOSSES = "losses.jsonl"
 STAGE = "run"
+UPDATES = "--max-update"
+"""In the key of a model: how many updates are wanted, to which it is not bound."""
+RENAMED = {
+    "--warmup-updates": "--warmup",
+    **{f"--{side}-layers": "--layers" for side in ("encoder", "decoder")},
+    **{f"--{side}-embed-dim": "--hidden" for side in ("encoder", "decoder")},
+    **{f"--{side}-ffn-embed-dim": "--feed-forward" for side in ("encoder", "decoder")},
+    **{f"--{side}-attention-heads": "--heads" for side in ("encoder", "decoder")},
+}  # fmt: skip
+"""Options of `lsq train` -> those of `lsq train-text` that set them, where they have another name."""
+SOURCES = ("--lsq-from", "--finetune-from-model", "--restore-file")
+"""Options that name a checkpoint to start from."""
 UNBOUND = frozenset(
     "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar --tensorboard-logdir"
     " --save-interval --save-interval-updates --validate-interval --validate-interval-updates --keep-interval-updates"
@@ -72,7 +86,7 @@ class RunFolder:
     @property
     def model(self) -> Stage:
         """The training."""
-        makes = ("checkpoint*.pt", "checkpoint_last.gradients-*.safetensors", LOSSES, "train.log", "crash.pt")
+        makes = (CHECKPOINT, gradient_state.OF_ANY, LOSSES, "train.log", "crash.pt")
         return Stage(name="model", folder=self.path / "model", makes=makes)
 
     @property
@@ -80,6 +94,23 @@ class RunFolder:
         """The translation of the test set."""
         makes = ("hypotheses.txt", "generate-test.txt", "generate.log")
         return Stage(name="translation", folder=self.path / "translation", makes=makes)
+
+    def updates(self) -> int:
+        """Updates that the training has made, by its last checkpoint; 0 without one.
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        last = self.model.folder / LAST
+        return updates_of(last) if last.exists() else 0
+
+    def goes_on(self, key: dict) -> bool:
+        """Whether a run of this key has begun here.
+
+        Raises:
+            ValueError: the folder holds files of somebody else.
+        """
+        return not self._differences(key) and self.run.check_own() is not None
 
     def check(self, key: dict, updates: int, overwrite: bool) -> None:
         """Make sure that a run with this key may be begun here or go on, and that no other run loses its data.
@@ -95,34 +126,53 @@ class RunFolder:
             ValueError: it may not; names every option that differs, with both values.
         """
         check_data(self.prepared, except_run=self.name)
-        marker = self.run.check_own()
-        for stage in (self.model, self.translation):
+        for stage in (self.run, self.model, self.translation):
             stage.check_own()
-        if marker is None or overwrite:
+        found = self._differences(key)
+        if overwrite:
+            if found or updates < self.updates():
+                self._check_sources(key)
             return
-        if found := stages.differences(marker.key, key):
+        if found and self._has_checkpoints():
+            of_data = any(entry.partition(": ")[0] in self.prepared.settings for entry in found)
             raise ValueError(
-                f"{self.path} holds a run with other options ({'; '.join(found)}); choose another --name, or delete it"
-                " with --overwrite"
+                f"{self.path} holds a run with other options ({'; '.join(found)}); choose another"
+                f" {'--output' if of_data else '--name'}, or delete it with --overwrite"
             )
-        made = read_losses(self.model.folder / LOSSES).updates
+        made = 0 if found else self.updates()
         if updates < made:
             raise ValueError(
                 f"--updates is {updates}, but {self.path} has made {made} already; give at least {made}, choose another"
                 " --name, or delete it with --overwrite"
             )
 
-    def claim(self, key: dict) -> None:
+    def claim(self, key: dict, updates: int) -> None:
         """Mark the folder as that of a run with this key; what another run left there is removed.
+
+        So is what this one left, if it has made more updates than are wanted: see `check`.
 
         Raises:
             ValueError: the folder holds files of somebody else.
         """
-        marker = self.run.check_own()
-        if marker is not None and stages.differences(marker.key, key):
+        if self._differences(key) or updates < self.updates():
             for stage in (self.translation, self.model, self.run):
                 stage.remove()
         self.run.mark(key, finished=False)
+
+    def _differences(self, key: dict) -> list[str]:
+        """What differs between a key and those in the markers of the run and of its model."""
+        markers = [stage.marker() for stage in (self.run, self.model)]
+        keys = [{**marker.key, UPDATES: None} for marker in markers if marker is not None]
+        return next(filter(None, (stages.differences(before, key) for before in keys)), [])
+
+    def _has_checkpoints(self) -> bool:
+        return any(path.suffix == ".pt" for path in self.model.made())
+
+    def _check_sources(self, key: dict) -> None:
+        for option in SOURCES:
+            source = key.get(option)
+            if source is not None and Path(source).resolve().is_relative_to(self.path.resolve()):
+                raise ValueError(f"{option} {source} is of the run that --overwrite removes; choose another --name")
 
 
 def check_data(prepared: Prepared, except_run: str | None = None) -> None:
@@ -131,11 +181,11 @@ def check_data(prepared: Prepared, except_run: str | None = None) -> None:
     Raises:
         ValueError: a run other than `except_run` was trained on others; names it and what differs.
     """
-    for path in sorted(prepared.output.glob(f"*/{stages.MARKER}")):
-        name = path.parent.name
-        if name == except_run or name in RESERVED:
+    for path in sorted(prepared.output.glob(f"[!.]*/{stages.MARKER}")):
+        name, marker = path.parent.name, stages.read_marker(path.parent)
+        if name == except_run or marker is None or marker.stage != STAGE:
             continue
-        key = Stage(name=STAGE, folder=path.parent, makes=()).marker().key
+        key = marker.key
         if found := stages.differences({option: key.get(option) for option in prepared.settings}, prepared.settings):
             raise ValueError(
                 f"{prepared.output} holds the data of the run {name}, which were made with other options"

@@ -6,9 +6,9 @@ that a marked stage makes are ever removed; what else lies in its folder stays.
 """
 
 import contextlib
-import fnmatch
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +40,19 @@ class Marker:
                 raise ValueError(f"{name} is {value!r}; it must be of type {kind.__name__}")
 
 
+def read_marker(folder: Path) -> Marker | None:
+    """What a stage left in a folder, or None.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / MARKER
+    if not path.exists():
+        return None
+    remedy = f"delete {folder}, or choose another folder"
+    return json_file.read(path, lambda content: json_file.record(Marker, content, ""), remedy)
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a JSON file whole or not at all."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -57,8 +70,8 @@ class Stage:
 
     name: str
     folder: Path
-    makes: tuple[str, ...]
-    """Patterns of the names of all that it makes in its folder."""
+    makes: tuple[str | re.Pattern, ...]
+    """The names of all that it makes in its folder, or patterns of them."""
 
     def marker(self) -> Marker | None:
         """What the stage left in its folder, or None.
@@ -66,15 +79,8 @@ class Stage:
         Raises:
             ValueError: the marker is damaged, or of another stage.
         """
-        path = self.folder / MARKER
-        if not path.exists():
-            return None
-        found = json_file.read(
-            path,
-            lambda content: json_file.record(Marker, content, ""),
-            f"delete {self.folder}, or choose another folder",
-        )
-        if found.stage != self.name:
+        found = read_marker(self.folder)
+        if found is not None and found.stage != self.name:
             raise ValueError(
                 f"{self.folder} holds what the stage {found.stage!r} made, not {self.name!r}; choose another folder"
             )
@@ -82,8 +88,8 @@ class Stage:
 
     def made(self) -> list[Path]:
         """What lies in the folder under names that this stage gives."""
-        names = [path for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(path for path in names if any(fnmatch.fnmatchcase(path.name, name) for name in self.makes))
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(path for path in paths if any(_is_named(path.name, name) for name in self.makes))
 
     def check_own(self) -> Marker | None:
         """The marker, once it is sure that this stage may write into its folder.
@@ -184,6 +190,10 @@ def differences(before: dict, now: dict) -> list[str]:
     names = sorted(before.keys() | now.keys())
     changed = [name for name in names if _compared(before.get(name)) != _compared(now.get(name))]
     return [f"{name}: {_shown(before.get(name))} before, {_shown(now.get(name))} now" for name in changed]
+
+
+def _is_named(name: str, wanted: str | re.Pattern) -> bool:
+    return name == wanted if isinstance(wanted, str) else wanted.fullmatch(name) is not None
 
 
 def _compared(value: object) -> object:

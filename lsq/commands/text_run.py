@@ -5,19 +5,27 @@ output/<run>/translation    hypotheses.txt, generate-test.txt, generate.log
 output/<run>/               results.json, losses.png
 """
 
+import os
 import platform
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from fairseq.data import Dictionary
+from fairseq.tasks import TASK_REGISTRY
 
 from lsq.commands import generate, stages, train
+from lsq.commands.interruption import Interrupted
+from lsq.commands.limits import TRANSLATION
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.progress import one_bar, read_losses, recording
-from lsq.commands.run_folder import LOSSES, UNBOUND, RunFolder, named_options
+from lsq.commands.run_folder import LOSSES, RENAMED, UNBOUND, UPDATES, RunFolder, named_options
 from lsq.commands.score import draw_losses, scores
+from lsq.config import DIMENSION_MULTIPLE
+from lsq.fairseq.compatibility.loading import updates_of
+from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.files import write_text
 from lsq.lock import locked_folder
 
@@ -54,8 +62,13 @@ class RunOptions:
 
     def bound(self) -> dict[str, str | bool]:
         """Options of `lsq train` that what the run has made depends on, with their values; True for switches."""
-        given = self.training | named_options(self.extra)
-        return {option: True if value is None else value for option, value in given.items() if option not in UNBOUND}
+        extra = named_options(self.extra)
+        given = {RENAMED.get(option, option): self.training[option] for option in self.training if option not in extra}
+        return {
+            option: True if value is None else value
+            for option, value in {**given, **extra}.items()
+            if option not in UNBOUND
+        }
 
 
 def run(prepared: Prepared, options: RunOptions) -> dict:
@@ -73,36 +86,72 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     """
     folder = RunFolder(prepared=prepared, name=options.name)
     key = {**prepared.settings, **options.bound()}
+    if not folder.goes_on(key):
+        check_training(prepared, options)
     folder.check(key, options.updates, options.overwrite)
     with locked_folder(folder.path, "choose another --name"):
         with locked_folder(prepared.output, "choose another --output", seconds=PREPARATION_SECONDS):
             folder.check(key, options.updates, options.overwrite)  # again: somebody may have been at work until now
             prepare(prepared)
-            folder.claim(key)
-        key = {**key, "--max-update": options.updates}
+            folder.claim(key, options.updates)
+        key = {**key, UPDATES: options.updates}
         if folder.model.is_done(key):
             say(f"{options.name}: already trained")
         else:
             folder.model.mark(key, finished=False)
-            train_model(prepared, options, folder.model.folder)
-            folder.model.mark(key, finished=True)
+            train_model(prepared, options, folder)
+            by_time = "--stop-time-hours" in options.extra  # ends a sitting, not the training
+            folder.model.mark(key, finished=not by_time or folder.updates() >= options.updates)
         stages.run_stage(
             folder.translation,
-            {**key, "--beam": options.beam},
+            {**key, "updates": folder.updates(), "--beam": options.beam},
             lambda target: translate(prepared, options, folder.model.folder, target),
             say,
         )
         return report(folder, options, key)
 
 
-def train_model(prepared: Prepared, options: RunOptions, folder: Path) -> None:
-    """Train into `folder`, from the last checkpoint there if there is one."""
-    arguments = [str(prepared.data), "--save-dir", str(folder), "--distributed-world-size", "1"]
+def check_training(prepared: Prepared, options: RunOptions) -> None:
+    """Refuse what the training would be refused for, before anything is written or removed: build its model.
+
+    Raises:
+        FileNotFoundError, ValueError: an option is wrong, or does not go with another.
+    """
+    arguments = [str(prepared.data), "--save-dir", "unused", "--distributed-world-size", "1", *options.arguments()]
+    with logging_to(Path(os.devnull)):
+        args = train.parse_training(arguments, with_data=False)
+        if args.task in TRANSLATION:
+            words = Dictionary()
+            for number in range(len(words), prepared.options.size):
+                words.add_symbol(f"word{number}")
+            words.pad_to_multiple_(DIMENSION_MULTIPLE)
+            task = TASK_REGISTRY[args.task](args, words, words)
+            task.build_criterion(args)
+            task.build_model(args)
+
+
+def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> None:
+    """Train into the run's folder, from the last checkpoint there if there is one, or else the newest sound one.
+
+    Raises:
+        Interrupted: a signal came.
+    """
+    model = folder.model.folder
+    arguments = [str(prepared.data), "--save-dir", str(model), "--distributed-world-size", "1", *options.arguments()]
+    done = folder.updates()
+    if not done and (other := newest_sound(model / train.LAST)) and "--restore-file" not in options.extra:
+        arguments += ["--restore-file", str(other)]  # written whole before the process or the disk failed
+        done = updates_of(other)
+    say(f"{options.name}: {f'going on from update {done}' if done else 'training'}; the log is {model / 'train.log'}")
     with (
-        logging_to(folder / "train.log"),
-        recording(folder / LOSSES, options.updates, f"training {options.name}", options.quiet),
+        logging_to(model / "train.log"),
+        recording(model / LOSSES, options.updates, f"training {options.name}", options.quiet),
     ):
-        train.run([*arguments, *options.arguments()])
+        try:
+            train.run(arguments)
+        except Interrupted as stopped:
+            stopped.message += "; the same command goes on from there"
+            raise
 
 
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
@@ -132,12 +181,6 @@ def hypotheses_of(prepared: Prepared, name: str) -> list[str]:
     """The translations of the test set by the run of this name."""
     text = (prepared.output / name / "translation" / "hypotheses.txt").read_text(encoding="utf-8")
     return text.removesuffix("\n").split("\n")
-
-
-def updates_of(checkpoint: Path) -> int:
-    """The number of updates that a checkpoint of fairseq's was written after."""
-    state = torch.load(checkpoint, map_location="cpu", mmap=True)  # weights stay on the disk
-    return state["optimizer_history"][-1]["num_updates"]
 
 
 def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:

@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import logging
+import math
 import os
+import re
 import signal
 import sys
 from argparse import ArgumentParser, Namespace
@@ -28,6 +30,9 @@ from lsq.fairseq.compatibility import replaced
 
 logger = logging.getLogger(__name__)
 
+LAST = "checkpoint_last.pt"
+CHECKPOINT = re.compile(r"checkpoint(_last|_best|_?\d+|_\d+_\d+|\.best_\w+_[\d.]+)\.pt")
+"""The names that fairseq gives."""
 TASK = "lsq_translation"
 CRITERION = "lsq_label_smoothed_cross_entropy"
 
@@ -74,8 +79,25 @@ def check_data(args: Namespace) -> None:
             raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
 
 
-def parse_training(arguments: list[str]) -> Namespace:
-    """fairseq's options of a training from its command line.
+def check_save_dir(args: Namespace) -> None:
+    """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the best one.
+
+    Raises:
+        ValueError: --save-dir holds checkpoints, but none to go on from.
+    """
+    default = args.restore_file == LAST
+    if args.no_save or args.no_last_checkpoints or not default or os.path.lexists(Path(args.save_dir, LAST)):
+        return
+    found = sorted(path.name for path in Path(args.save_dir).glob("checkpoint*.pt") if CHECKPOINT.fullmatch(path.name))
+    if found:
+        raise ValueError(
+            f"{args.save_dir} holds {found[0]}, but no {LAST} to go on from, and a new training would write over it;"
+            f" give --restore-file {Path(args.save_dir, found[0])}, or another --save-dir"
+        )
+
+
+def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
+    """fairseq's options of a training from its command line; the data may be missing unless `with_data`.
 
     Raises:
         ValueError: the options do not fit this machine.
@@ -96,7 +118,9 @@ def parse_training(arguments: list[str]) -> Namespace:
     if args.max_tokens is None and args.batch_size is None:
         raise ValueError("give the size of a batch: --max-tokens (in tokens) or --batch-size (in sentences)")
     limits.check_training(args)
-    check_data(args)
+    if with_data:
+        check_data(args)
+        check_save_dir(args)
     launch.check_precision(args)
     if architecture.startswith(ARCHITECTURE) and not launch.on_cpu(args):
         logger.warning("%s computes on the CPU in this version, so --cpu is set; the GPU stays unused", architecture)
@@ -138,8 +162,31 @@ def writing_alone(cfg: DictConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
-    """Within this context fairseq's training looks for an interruption after every update."""
+    """Within this context fairseq's training looks for an interruption after every update.
+
+    One that goes on first makes the validation that the interruption came before, and no update beyond --max-update.
+    """
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
+    train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
+    reached: Reached | None = None
+
+    def load(cfg: DictConfig, trainer, **options):
+        nonlocal reached
+        extra_state, epoch_itr = load_checkpoint(cfg, trainer, **options)
+        if extra_state is not None and trainer.get_num_updates() > 0:
+            reached = Reached(extra_state["train_iterator"], validated=extra_state.get("val_loss") is not None)
+        return extra_state, epoch_itr
+
+    def train_on(cfg: DictConfig, trainer, task, epoch_itr):
+        nonlocal reached
+        place, reached = reached, None
+        if place is None:
+            return train_epoch(cfg, trainer, task, epoch_itr)
+        losses, stop = [None], trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
+        if not place.validated:
+            subsets = cfg.dataset.valid_subset.split(",")
+            losses, stop = after_update(cfg, trainer, task, place, subsets, place.end_of_epoch())
+        return (losses, True) if stop else train_epoch(cfg, trainer, task, epoch_itr)
 
     def save_and_stop(cfg: DictConfig, trainer, epoch_itr) -> None:
         path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
@@ -169,8 +216,32 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
                 raise
             raise ValueError(f"--best-checkpoint-metric is {metric}, which this training does not compute") from error
 
-    with replaced(fairseq_train, validate_and_save=after_update, validate=interruptible_validate):
+    with (
+        replaced(fairseq_train, validate_and_save=after_update, validate=interruptible_validate, train=train_on),
+        replaced(checkpoint_utils, load_checkpoint=load),
+    ):
         yield
+
+
+class Reached:
+    """Where a checkpoint was written: what fairseq asks its iterator of batches for when it writes another one.
+
+    Args:
+        state: of the iterator, in the checkpoint.
+        validated: whether the checkpoint was written after a validation.
+    """
+
+    def __init__(self, state: dict, *, validated: bool):
+        self._state, self.validated = state, validated
+        self.epoch = state["epoch"] - self.end_of_epoch()
+
+    def end_of_epoch(self) -> bool:
+        """Whether no batch of the epoch is left: the state then is that of the next one."""
+        return self._state["iterations_in_epoch"] == 0
+
+    def state_dict(self) -> dict:
+        """The state of the iterator."""
+        return self._state
 
 
 def run(arguments: list[str]) -> int:

@@ -1,6 +1,7 @@
 """`lsq train-text`: from two plain text files to a trained translator and its scores, in one resumable command."""
 
 import argparse
+import os
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +29,8 @@ output folder under different --name; the text, vocabulary and data are then mad
 
 
 OF_THIS_COMMAND = {
+    "--disable-validation": "the checkpoint that translates is chosen by it",
+    "--no-last-checkpoints": "an interrupted training goes on from them",
     "--max-update": "give --updates",
     "--no-save": "the checkpoints are needed to translate",
     "--save-dir": "give --output and --name",
@@ -128,6 +131,21 @@ def add_quantizer_options(parser: ArgumentParser) -> None:
             )
 
 
+def check_output(folder: Path) -> None:
+    """Refuse folders that fairseq takes for something else.
+
+    Raises:
+        ValueError: it is a file, begins with -, or has a colon or ${ in its name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; give a folder")
+    if str(folder).startswith("-") or os.pathsep in str(folder) or "${" in str(folder):
+        raise ValueError(
+            f"--output {folder} has a name that fairseq takes for options or several folders; choose one that does not"
+            f" begin with - and is without {os.pathsep} and ${{"
+        )
+
+
 def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
     """The two files of a split, or None where neither is given.
 
@@ -220,6 +238,7 @@ def run(arguments: list[str]) -> int:
         middle = arguments.index("--")
         arguments, extra = arguments[:middle], arguments[middle + 1 :]
     given = parser().parse_args(arguments)
+    check_output(given.output)
     files = TextFiles(train=(given.src, given.tgt), valid=file_pair(given, "valid"), test=file_pair(given, "test"))
     options = run_options(given, extra)
     vocabulary = VocabularyOptions(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from lsq.commands.corpus import Corpus
 from lsq.config import DIMENSION_MULTIPLE
 
-MODEL = "sentencepiece.model"
+MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
 """Subwords that can be asked for: the first four are special."""
 LEAST_COVERAGE = 0.98

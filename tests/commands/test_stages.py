@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from lsq.commands.stages import MARKER, Stage, differences, run_stage, write_json
@@ -5,7 +7,7 @@ from lsq.commands.stages import MARKER, Stage, differences, run_stage, write_jso
 
 @pytest.fixture
 def stage(tmp_path):
-    return Stage(name="stage", folder=tmp_path / "stage", makes=("result*",))
+    return Stage(name="stage", folder=tmp_path / "stage", makes=(re.compile("result.*"),))
 
 
 def names(folder):
@@ -44,7 +46,7 @@ def test_a_stage_that_fails_leaves_what_was_there(stage):
 def test_a_killed_stage_runs_again(stage):
     """A killed process removes nothing."""
     left = stage.folder.with_name(".stage.partial")
-    run_stage(Stage(name="stage", folder=left, makes=("result*",)), {}, lambda folder: None, print)
+    run_stage(Stage(name="stage", folder=left, makes=(re.compile("result.*"),)), {}, lambda folder: None, print)
     (left / "result-half").write_text("x")
     run_stage(stage, {}, lambda folder: (folder / "result").write_text("whole"), print)
     assert names(stage.folder) == [MARKER, "result"] and not left.exists()

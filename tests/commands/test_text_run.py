@@ -1,5 +1,7 @@
 
 from lsq.commands import text_run
+from lsq.commands.prepare import Prepared
+from lsq.commands.run_folder import RunFolder
 from lsq.commands.text_run import RunOptions
 
 
@@ -17,15 +19,18 @@ def test_command_line_of_the_training():
 
 def test_options_that_bind_a_run():
     training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1", "--log-interval": "1"}
+    training |= {"--encoder-layers": "3", "--decoder-layers": "3"}
     extra = ["--lr", "0.2", "--num-workers", "3", "--encoder-normalize-before"]
     assert options(training=training, extra=extra).bound() == {
         "--arch": "transformer", "--share-all-embeddings": True, "--lr": "0.2", "--encoder-normalize-before": True,
+        "--layers": "3",
     }  # fmt: skip
 
 
 def test_finished_run_is_only_reported_again(prepared, monkeypatch):
     """A run whose stamps are there is neither trained nor translated."""
     trained, reported = [], []
+    monkeypatch.setattr(text_run, "check_training", lambda *_: None)
     monkeypatch.setattr(text_run, "train_model", lambda *_: trained.append(1))
     monkeypatch.setattr(text_run, "translate", lambda *_: trained.append(2))
     monkeypatch.setattr(text_run, "report", lambda *_: reported.append(3))
@@ -40,5 +45,8 @@ def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeyp
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("lsq.commands.train.distributed_utils.call_main", lambda cfg, main: seen.append(cfg))
     training = {"--arch": "transformer", "--max-tokens": "100"}
-    text_run.train_model(prepared, options(training=training, quiet=True), tmp_path)
+    moved = Prepared(files=prepared.files, output=tmp_path, options=prepared.options)
+    folder = RunFolder(prepared=moved, name="mine")
+    folder.model.mark({}, finished=False)
+    text_run.train_model(prepared, options(training=training, quiet=True), folder)
     assert seen[0].distributed_training.distributed_world_size == 1

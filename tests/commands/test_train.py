@@ -3,6 +3,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fairseq.trainer import Trainer
 from lsq.commands import train
 from lsq.commands.interruption import Interrupted
 from lsq.commands.launch import ONE_MACHINE
-from lsq.fairseq.compatibility import CheckpointNotWritten
+from lsq.fairseq.compatibility import CheckpointNotWritten, saving
 from lsq.lock import NAME, Busy, locked_folder
 from tests.commands.conftest import TRAINING
 
@@ -192,16 +193,19 @@ def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
 
 
 @pytest.mark.parametrize("name", ["checkpoint_best.pt", "checkpoint_last.pt"])
-def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, name):
+def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, monkeypatch, name):
     """fairseq saves the first of them and copies it to the other."""
     folder = tmp_path / "model"
     lsq_train(folder, "--arch", "transformer", "--max-update", "2")
     before = (folder / name).read_bytes()
-    (folder / f"{name}.tmp").symlink_to("/dev/full")
-    with pytest.raises(
-        CheckpointNotWritten, match=f"could not write .*{name} .No space left on device.; the checkpoints"
-    ):
-        lsq_train(folder, "--arch", "transformer", "--max-update", "4")
+    opened = saving.open_partial
+    with monkeypatch.context() as patch:
+        full = {f".{name}.partial": Path("/dev/full")}
+        patch.setattr(saving, "open_partial", lambda path: opened(full.get(path.name, path)))
+        with pytest.raises(
+            CheckpointNotWritten, match=f"could not write .*{name} .No space left on device.; the checkpoints"
+        ):
+            lsq_train(folder, "--arch", "transformer", "--max-update", "4")
     assert (folder / name).read_bytes() == before
     assert {path.name for path in folder.glob("*.pt*")} == {"checkpoint_best.pt", "checkpoint_last.pt"}
     lsq_train(folder, "--arch", "transformer", "--max-update", "4")

@@ -1,13 +1,16 @@
 import json
 import os
+import signal
 from pathlib import Path
 
+import fairseq_cli.train as fairseq_train
 import pytest
 import torch
 from fairseq.trainer import Trainer
 
 from lsq.commands import train_text
 from lsq.commands.interruption import Interrupted
+from lsq.commands.progress import read_losses
 from lsq.lock import Busy, locked_folder
 
 SMALL = (
@@ -106,14 +109,97 @@ def test_interrupted_run_continues(command, tmp_path, stop_at):
 
 
 def test_time_of_all_sittings_counts(command, tmp_path, stop_at):
-    """Also of those of which fairseq's checkpoint keeps no time, as at the end of an epoch."""
     arguments = command("--updates", "4", "--mode", "float")
     losses = tmp_path / "out" / "float" / "model" / "losses.jsonl"
     stop_at(2, arguments)
     lines = [json.loads(line) for line in losses.read_text().splitlines()]
     losses.write_text("".join(json.dumps(line | {"seconds": line["seconds"] + 1000}) + "\n" for line in lines))
     assert train_text.run(arguments) == 0
-    assert 1000 < results_of(losses.parents[1])["training_seconds"] < 1100
+    seconds = [json.loads(line)["seconds"] for line in losses.read_text().splitlines()]
+    assert 1000 < seconds[-1] < 1100 and seconds == sorted(seconds) and seconds[-1] > seconds[len(lines) - 1]
+
+
+@pytest.mark.parametrize(("updates", "place"), [(4, "validation"), (5, "validation"), (4, "update")])
+def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, monkeypatch, updates, place):
+    """At the last update, too: none is made beyond --updates."""
+    arguments = command("--updates", str(updates), "--mode", "float")
+    train_text.run([*arguments, "--name", "whole"])
+    last, step, validate = updates // 2 * 2, Trainer.train_step, fairseq_train.validate
+
+    def signal_at(wanted: str, trainer: Trainer, made: int) -> None:
+        if wanted == place and made == (last if wanted == "validation" else last - 1):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def train_step(trainer, samples, raise_oom=False):
+        signal_at("update", trainer, trainer.get_num_updates())
+        return step(trainer, samples, raise_oom)
+
+    def interrupted(cfg, trainer, *others):
+        signal_at("validation", trainer, trainer.get_num_updates())
+        return validate(cfg, trainer, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", train_step)
+        patch.setattr(fairseq_train, "validate", interrupted)
+        with pytest.raises(Interrupted) as stopped:
+            train_text.run([*arguments, "--name", "parts"])
+        said = stopped.value.message
+        assert f"after {last} updates" in said and said.endswith("the same command goes on from there")
+    train_text.run([*arguments, "--name", "parts"])
+    whole, parts = tmp_path / "out" / "whole", tmp_path / "out" / "parts"
+    for name in ("updates", "best_update", "best_validation_loss", "bleu", "chrf"):
+        assert results_of(parts)[name] == results_of(whole)[name], name
+    curves = [read_losses(folder / "model" / "losses.jsonl").validation for folder in (whole, parts)]
+    assert curves[0] == curves[1]
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
+        states = [torch.load(folder / "model" / name) for folder in (whole, parts)]
+        assert all(torch.equal(states[0]["model"][key], states[1]["model"][key]) for key in states[0]["model"])
+        assert states[0]["extra_state"]["best"] == states[1]["extra_state"]["best"]
+        assert states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--heads", "3"], ["--lsq-bits", "9"], ["--lr", "nan"], ["--lsq-from", "nowhere.pt"], ["--", "--no-such-option"]],
+)
+def test_wrong_options_remove_nothing_and_bind_nobody(command, tmp_path, options):
+    train_text.run(command("--updates", "1"))
+    before = files_in(tmp_path / "out")
+    with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
+        train_text.run(command("--updates", "1", "--overwrite", *options))
+    assert files_in(tmp_path / "out") == before
+    with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
+        train_text.run(command("--updates", "1", "--name", "new", *options))
+    assert not (tmp_path / "out" / "new").exists()
+
+
+def test_a_training_that_ends_by_time_goes_on(command, tmp_path):
+    folder = tmp_path / "out" / "float"
+    train_text.run(command("--updates", "40", "--mode", "float", "--", "--stop-time-hours", "1e-9"))
+    assert results_of(folder)["updates"] < 10
+    train_text.run(command("--updates", "10", "--mode", "float"))
+    assert results_of(folder)["updates"] == 10
+
+
+def test_damaged_checkpoints_of_a_finished_run_are_named(command, tmp_path):
+    arguments = command("--updates", "1", "--mode", "float")
+    train_text.run(arguments)
+    best = tmp_path / "out" / "float" / "model" / "checkpoint_best.pt"
+    best.write_bytes(best.read_bytes()[:3000])
+    with pytest.raises(ValueError, match=f"{best} is damaged .*checkpoint_last.pt: give that one"):
+        train_text.run(arguments)
+    best.unlink()
+    with pytest.raises(FileNotFoundError, match=f"there is no checkpoint {best}; the newest sound"):
+        train_text.run(arguments)
+
+
+def test_progress_without_a_terminal(command, capsys):
+    arguments = [word for word in command("--updates", "2", "--mode", "float") if word != "--quiet"]
+    train_text.run(arguments)
+    printed = capsys.readouterr().out
+    assert "float: training; the log is " in printed and "update 2 of 2: validation loss " in printed
+    train_text.run([*arguments, "--updates", "3"])
+    assert "float: going on from update 2; the log is " in capsys.readouterr().out
 
 
 def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
@@ -196,6 +282,8 @@ def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
         (["--mode", "int8", "--arch", "transformer"], "--arch transformer has no quantisers"),
         (["--mode", "float", "--lsq-bits", "4"], "--arch transformer has no quantisers"),
         (["--max-tokens", "40"], "--max-tokens 40 is too small for sentences of --max-length 40 .* at least 41"),
+        (["--output", "a:b"], "--output a:b has a name that fairseq takes for"),
+        (["--output", "${x}"], "has a name that fairseq takes for"),
         (["--", "--max-update", "9"], "--max-update after -- is set by lsq train-text itself; .* give --updates"),
         (["--", "--save-dir=x"], "--save-dir after -- .* give --output and --name"),
         (["--mode", "int8", "--lsq-bits", "9"], "bits is 9"),

@@ -64,6 +64,23 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
     return state
 
 
+def updates_of(path: str | os.PathLike) -> int:
+    """After how many updates a checkpoint of fairseq's was written; its tensors stay on the disk.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: there is no such file.
+        ValueError: it is damaged or no checkpoint of fairseq's.
+    """
+    soundness.require_file(path)
+    damage = soundness.damage(path)
+    try:
+        if damage is None:
+            return int(torch.load(path, map_location="cpu", mmap=True)["optimizer_history"][-1]["num_updates"])
+    except Exception as error:  # whatever is in the file decides what fails
+        damage = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}")
+
+
 def load_training(trainer: Trainer, filename: str, *arguments: object, **options: object) -> dict | None:
     """Takes the place of Trainer.load_checkpoint, which begins anew where a file is missing that was asked for.
 

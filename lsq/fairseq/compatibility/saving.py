@@ -11,6 +11,7 @@ from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
 from lsq.fairseq.compatibility import soundness
+from lsq.files import PARTIAL
 
 _fairseq_save = checkpoint_utils.torch_persistent_save
 _fairseq_copy = PathManager.copy
@@ -60,9 +61,9 @@ def write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
     """
-    temporary = Path(f"{filename}.tmp")
+    temporary = Path(filename).with_name(f".{os.path.basename(filename)}{PARTIAL}")
     try:
-        with temporary.open("wb") as file:
+        with open_partial(temporary) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -76,6 +77,15 @@ def write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_partial(path: Path) -> BinaryIO:
+    """A file of a fixed name, so that what a killed process left does not pile up; never through somebody's link.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")
 
 
 def _refusal(error: BaseException | None) -> OSError | None:

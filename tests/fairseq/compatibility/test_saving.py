@@ -1,15 +1,26 @@
+from pathlib import Path
+from typing import BinaryIO
+
 import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from lsq.fairseq.compatibility import CheckpointNotWritten
+from lsq.fairseq.compatibility import CheckpointNotWritten, saving
 
 
 @pytest.fixture
-def on_a_full_disk():
-    """on_a_full_disk(path): the next file that is written in the place of `path` finds no space."""
-    return lambda path: path.with_name(f"{path.name}.tmp").symlink_to("/dev/full")
+def on_a_full_disk(monkeypatch):
+    """on_a_full_disk(path): from now on a file that is written in the place of `path` finds no space."""
+
+    def on_a_full_disk(path: Path) -> None:
+        def open_partial(partial: Path) -> BinaryIO:
+            return open("/dev/full", "wb") if path.name in partial.name else opened(partial)
+
+        monkeypatch.setattr(saving, "open_partial", open_partial)
+
+    opened = saving.open_partial
+    return on_a_full_disk
 
 
 def test_save_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
@@ -38,6 +49,18 @@ def test_copy_is_whole_or_not_at_all(tmp_path, on_a_full_disk):
     assert sorted(tmp_path.iterdir()) == [source, target]
     with pytest.raises(FileExistsError):
         PathManager.copy(str(source), str(target))
+
+
+def test_links_and_files_of_somebody_else_stay(tmp_path):
+    path, theirs = tmp_path / "checkpoint_last.pt", tmp_path / "theirs"
+    theirs.write_text("precious")
+    (tmp_path / "checkpoint_last.pt.tmp").write_text("precious, too")
+    (tmp_path / ".checkpoint_last.pt.partial").symlink_to(theirs)
+    with pytest.raises(CheckpointNotWritten):
+        checkpoint_utils.torch_persistent_save({"x": 1}, str(path))
+    checkpoint_utils.torch_persistent_save({"x": 1}, str(path))
+    assert theirs.read_text() == "precious" and not path.is_symlink()
+    assert (tmp_path / "checkpoint_last.pt.tmp").read_text() == "precious, too"
 
 
 def test_other_failures_of_a_save_are_not_disguised(tmp_path):
