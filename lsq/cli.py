@@ -12,6 +12,9 @@ from lsq.commands import COMMANDS, logs
 FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
 """fairseq, and the library that holds its options."""
 
+LONGEST_DETAIL = 400
+"""Characters of what PyTorch says: of two models that differ it lists every parameter."""
+
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
 """In PyTorch's words."""
 
@@ -67,7 +70,8 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         return 1, f"error: {message}"
     if isinstance(error, ValueError) or type(error) is Exception:  # fairseq reports users' mistakes as Exception
         cause = error.__context__
-        detail = f" ({' '.join(str(cause).split())})" if type(error) is Exception and cause is not None else ""
+        detail = " ".join(str(cause).split()) if type(error) is Exception and cause is not None else ""
+        detail = f" ({detail if len(detail) <= LONGEST_DETAIL else detail[:LONGEST_DETAIL] + ' ...'})" if detail else ""
         return 2, f"error: {message}{detail}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"

@@ -3,6 +3,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import signal
 import time
 
 import pytest
@@ -84,3 +85,35 @@ def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch, caplog)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path} cannot be locked (No locks available): do not let two processes write there at a time"
     ]
+
+
+def test_links_and_files_of_somebody_else_stay(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("precious")
+    (tmp_path / NAME).symlink_to(theirs)
+    with pytest.raises(OSError), locked_folder(tmp_path, "x"):
+        pass
+    (tmp_path / "poetry.lock").write_text("precious")
+    with pytest.raises(FileExistsError, match="poetry.lock is no lock of lsq's"), locked_file(tmp_path / "poetry", "x"):
+        pass
+    assert theirs.read_text() == (tmp_path / "poetry.lock").read_text() == "precious"
+
+
+def _fork_and_die(folder, ready):
+    with locked_folder(folder, "x"):
+        if os.fork() == 0:  # as a data loader, which lives on for seconds
+            time.sleep(20)
+            os._exit(0)
+        ready.set()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_lock_falls_although_a_forked_process_lives_on(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=_fork_and_die, args=(tmp_path, ready))
+    other.start()
+    assert ready.wait(20)
+    other.join()
+    with locked_folder(tmp_path, "x"):
+        pass

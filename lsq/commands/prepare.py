@@ -91,6 +91,9 @@ class Prepared:
                 if path is not None:
                     corpus.check_file(path)
                 found[name] = path and {"file": str(path), "sha256": stages.file_digest(path)}
+            source, target = list(found.values())[-2:]
+            if pair is not None and source["sha256"] == target["sha256"]:
+                raise ValueError(f"{pair[0]} and {pair[1]} are the same text; one must be the translation of the other")
         return found
 
     @cached_property

@@ -77,6 +77,8 @@ def check_data(args: Namespace) -> None:
     for folder in args.data.split(os.pathsep):
         if not Path(folder).is_dir():
             raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
+        if not any(Path(folder).glob("dict*.txt")) and any(Path(folder, "data").glob("dict*.txt")):
+            raise ValueError(f"there are no binarised data in {folder}; give {Path(folder, 'data')}")
 
 
 def check_save_dir(args: Namespace) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Your own text, in float and in int8: run.sh SOURCE TARGET OUTPUT [options of lsq train-text], or run.sh --dry-run OUTPUT
 set -euo pipefail
-if [ "${1:-}" = --dry-run ]; then
+if [ "${1:-}" = --dry-run ] && [ $# -gt 1 ]; then
     output=$2/dry-run # what is real there stays
     python3 "$(dirname "$0")/../extract.py" toy "$output/toy"
     tiny=(--vocabulary-size 60 --max-length 40 --max-tokens 400 --updates 3 --layers 1 --hidden 16 --feed-forward 32 --heads 2)

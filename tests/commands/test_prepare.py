@@ -89,6 +89,11 @@ def test_lines_that_are_too_long_are_named_by_their_place_in_the_users_file(tmp_
     assert f"the first in line 204 of {source} with" in printed
 
 
+def test_the_same_text_twice(files, tmp_path):
+    with pytest.raises(ValueError, match="train.en and .*train.en are the same text"):
+        prepare(dataclasses.replace(files, train=(files.train[0], files.train[0])), tmp_path / "out")
+
+
 def test_nul_bytes_are_counted(files, tmp_path, capsys):
     source = tmp_path / "nul.en"
     source.write_bytes(b"\0" + files.train[0].read_bytes() + b"\0")

@@ -115,6 +115,23 @@ def test_no_batch_size(prepared):
         train.run([str(prepared.data)])
 
 
+def test_no_training_begins_anew_over_checkpoints(lsq_train, tmp_path):
+    folder = tmp_path / "model"
+    lsq_train(folder, "--max-update", "1")
+    (folder / "checkpoint_last.pt").unlink()
+    best = (folder / "checkpoint_best.pt").read_bytes()
+    with pytest.raises(ValueError, match=f"holds checkpoint_best.pt, but no .* give --restore-file {folder}/checkp"):
+        lsq_train(folder, "--max-update", "2")
+    assert (folder / "checkpoint_best.pt").read_bytes() == best
+    lsq_train(folder, "--max-update", "2", "--restore-file", str(folder / "checkpoint_best.pt"))
+    assert torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 2
+
+
+def test_the_folder_above_the_data(prepared):
+    with pytest.raises(ValueError, match=f"no binarised data in {prepared.output}; give {prepared.data}"):
+        train.parse_training([str(prepared.output), "--max-tokens", "100"])
+
+
 def test_no_data_folder(tmp_path):
     with pytest.raises(ValueError, match="there is no data folder .*nowhere"):
         train.run([str(tmp_path / "nowhere"), "--max-tokens", "100"])
