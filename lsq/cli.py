@@ -8,12 +8,10 @@ import traceback
 
 import lsq
 from lsq.commands import COMMANDS, logs
+from lsq.commands.options import shortened
 
 FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
 """fairseq, and the library that holds its options."""
-
-LONGEST_DETAIL = 400
-"""Characters of what PyTorch says: of two models that differ it lists every parameter."""
 
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
 """In PyTorch's words."""
@@ -59,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def describe(error: BaseException) -> tuple[int, str | None]:
     """(exit status, message in one line); no message for what is a fault of lsq's, or has been reported."""
-    message = " ".join(str(error).split())
+    message = _line(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped by SIGINT"
     if isinstance(error, SystemExit):
@@ -70,8 +68,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         return 1, f"error: {message}"
     if isinstance(error, ValueError) or type(error) is Exception:  # fairseq reports users' mistakes as Exception
         cause = error.__context__
-        detail = " ".join(str(cause).split()) if type(error) is Exception and cause is not None else ""
-        detail = f" ({detail if len(detail) <= LONGEST_DETAIL else detail[:LONGEST_DETAIL] + ' ...'})" if detail else ""
+        detail = f" ({_line(cause)})" if type(error) is Exception and cause is not None else ""
         return 2, f"error: {message}{detail}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
@@ -82,6 +79,10 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         if isinstance(error, (ExchangeFailed, LibraryError)):
             return 1, f"error: {message}"
     return _of_fairseq(error, message)
+
+
+def _line(error: BaseException) -> str:
+    return shortened(" ".join(str(error).split()))
 
 
 def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:

@@ -96,6 +96,7 @@ def test_arguments_reach_the_command(command):
     ("error", "status", "message"),
     [
         (ValueError("3 is\nodd"), 2, "error: 3 is odd"),
+        (ValueError("x" * 5000), 2, "error: " + "x" * 666 + " ... " + "x" * 334 + "\n"),
         (FileNotFoundError("there is no file x"), 2, "error: there is no file x"),
         (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'"),
         (CheckpointNotWritten("could not write x"), 1, "error: could not write x"),

@@ -8,6 +8,8 @@ from argparse import ArgumentParser
 CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 MANY_CHOICES = 12
 LARGEST_COUNT = 2**22
+LONGEST = 1000
+"""Characters of a message."""
 DIGITS = re.compile("[0-9]{1,18}")
 """What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
 
@@ -17,9 +19,14 @@ def one_line_errors(parser: ArgumentParser) -> None:
 
     def error(message: str) -> None:
         message = CHOICE.sub(_few, message).replace("<lambda> ", "")  # the names of fairseq's own types
-        parser.exit(2, f"{parser.prog}: error: {message} (see {parser.prog} --help)\n")
+        parser.exit(2, f"{parser.prog}: error: {shortened(message)} (see {parser.prog} --help)\n")
 
     parser.error = error
+
+
+def shortened(message: str) -> str:
+    """A message as it is, or its beginning and end where it quotes a whole line of a file, or lists a whole model."""
+    return message if len(message) <= LONGEST else f"{message[: LONGEST * 2 // 3]} ... {message[-LONGEST // 3 :]}"
 
 
 def _few(found: re.Match) -> str:

@@ -35,6 +35,12 @@ def test_many_choices_are_not(capsys):
     assert "invalid choice: 'zzz' (see" in error_of(choices, ["--arch", "zzz"], capsys)
 
 
+def test_long_messages_keep_their_beginning_and_end(capsys):
+    text = error_of(["a", "b"], ["--arch", "x" * 5000], capsys)
+    assert text.startswith("lsq thing: error: argument --arch: invalid choice: 'xxx") and len(text) < 1200
+    assert text.endswith("x' (choose from 'a', 'b') (see lsq thing --help)\n")
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "many", "٤", "1_0", " 1", "1" * 19])
 def test_positive_refuses(text):
     with pytest.raises(ArgumentTypeError, match="is not a whole number above 0"):
