@@ -121,9 +121,28 @@ def load_plan(path: Path) -> Plan:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         sequences = {name: tuple(content[name]) for name in ("used", "capacities", "pools")}
-        return Plan(**{**content, **sequences})
-    except (ValueError, TypeError, KeyError) as error:
+        found = Plan(**{**content, **sequences})
+        _check_types(found)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a plan that save_plan wrote ({error})") from error
+    return found
+
+
+def _check_types(plan: Plan) -> None:
+    """Raise ValueError or AttributeError where a field is of another type than the planner gives it."""
+    if not len(plan.used) == len(plan.capacities) == len(plan.pools):
+        raise ValueError(f"{len(plan.used)} used, {len(plan.capacities)} capacities and {len(plan.pools)} pools")
+    numbers = (*plan.offsets.values(), *plan.segments.values(), *plan.used, *plan.capacities, plan.lower_bound)
+    for number in numbers:
+        if type(number) is not int or abs(number) > LARGEST:
+            raise ValueError(f"{number!r} stands where a whole number up to 2^62 must be")
+    for text in (*plan.pools, plan.method):
+        if not isinstance(text, str):
+            raise ValueError(f"{text!r} stands where a name must be")
+    if type(plan.seconds) not in (int, float) or not math.isfinite(plan.seconds):
+        raise ValueError(f"seconds is {plan.seconds!r}; it must be a finite number")
+    if plan.capacity_met not in (None, True, False):
+        raise ValueError(f"capacity_met is {plan.capacity_met!r}; it must be true, false or null")
 
 
 def _csv(rows: Iterable[Iterable]) -> str:

@@ -1,3 +1,4 @@
+import json
 import random
 from dataclasses import replace
 
@@ -84,6 +85,27 @@ def test_a_plan_survives_a_round_trip(path):
 def test_other_files_are_no_plans(path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match="is not a plan that save_plan wrote"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("offsets", {"a": "0"}, "'0' stands where a whole number"),
+        ("segments", {"a": True}, "True stands where a whole number"),
+        ("used", [2**63], "9223372036854775808 stands where"),
+        ("capacities", [], "1 used, 0 capacities and 1 pools"),
+        ("pools", [None], "None stands where a name"),
+        ("lower_bound", 1.5, "1.5 stands where"),
+        ("seconds", float("nan"), "seconds is nan"),
+        ("capacity_met", "yes", "capacity_met is 'yes'"),
+        ("offsets", [0], "no attribute"),
+    ],
+)
+def test_fields_of_other_types_are_named(path, field, value, message):
+    save_plan(plan(buffers_of((4, 0, 1))), path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=f"is not a plan that save_plan wrote .*{message}"):
         load_plan(path)
 
 
