@@ -10,6 +10,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.checkpoint_utils import load_model_ensemble
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import FairseqLanguageModel
+from sentencepiece import SentencePieceProcessor
 
 from lsq.commands import launch, limits
 from lsq.commands.train import TASK, check_data, parse
@@ -39,10 +40,23 @@ def run(arguments: list[str]) -> int:
     check_data(args)
     launch.check_precision(args)
     limits.check_generation(args)
+    if args.bpe == "sentencepiece":
+        check_subwords(args.sentencepiece_model)
     logging.getLogger().setLevel(logging.INFO)
     with replaced(checkpoint_utils, load_model_ensemble=functools.partial(load_fitting, args.data)):
         fairseq_generate.main(convert_namespace_to_omegaconf(args))
     return 0
+
+
+def check_subwords(path: str) -> None:
+    """Raise ValueError unless a file is a model of sentencepiece's, which says so in words of its own."""
+    try:
+        SentencePieceProcessor(model_file=path)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"--sentencepiece-model {path} is missing, damaged or no model of sentencepiece's ({error}); give"
+            " vocabulary/sentencepiece.model of the text that the model was trained on"
+        ) from None
 
 
 def load_fitting(data: str, paths: list[str], arg_overrides=None, task=None, **options) -> tuple[list, object]:

@@ -36,6 +36,15 @@ def test_every_sentence_is_translated_with_its_number(lsq_train, lsq_generate, p
         generate.read_hypotheses(path, 10)
 
 
+@pytest.mark.parametrize("content", [None, b"", b"no model"])
+def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path, content):
+    path = tmp_path / "sentencepiece.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="--sentencepiece-model .* is missing, damaged or no model of sentencepiece"):
+        lsq_generate(tmp_path / "x.pt", "--bpe", "sentencepiece", "--sentencepiece-model", str(path))
+
+
 def test_scores_with_sacrebleu(lsq_train, lsq_generate, tmp_path):
     lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "1")
     options = ["--scoring", "sacrebleu", "--beam", "1", "--max-len-b", "8", "--remove-bpe", "sentencepiece"]

@@ -19,6 +19,7 @@ def test_later_entries_of_a_resumed_training_count(tmp_path):
         for kind, update, loss in entries
     ]
     lines += ["", "7", "[]", "null", '{"kind": "train"}', '{"kind": "train", "update": "x", "seconds": 1, "loss": 1}']
+    lines += ['{"kind": "train", "update": 1e999, "seconds": 1, "loss": 1}', "[" * 100_000]
     path.write_text("\n".join(lines) + "\n" + '{"kind": "tra')  # a line that is being written
     curve = read_losses(path)
     assert curve == LossCurve(training={10: 5.0, 20: 2.0}, validation={10: 4.0, 20: 1.5}, seconds=27.5)
