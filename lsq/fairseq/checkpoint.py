@@ -58,7 +58,7 @@ def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
     Names that fairseq's transformer does not have stay as they are.
 
     Raises:
-        ValueError: a part of a joined weight is missing.
+        ValueError: a part of a joined weight is missing, or does not fit the others.
     """
     renamed: dict[str, Tensor] = {}
     joined: dict[str, dict[str, Tensor]] = {}
@@ -84,7 +84,11 @@ def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{target} needs the projections {', '.join(order[target])} of fairseq's transformer, but the "
                 f"checkpoint has no {', '.join(missing)}"
             )
-        renamed[target] = torch.cat([tensors[part] for part in order[target]])
+        parts = [tensors[part] for part in order[target]]
+        if len({part.shape[1:] for part in parts}) > 1 or not parts[0].dim():
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise ValueError(f"{target} joins projections, whose shapes in the checkpoint do not fit: {shapes}")
+        renamed[target] = torch.cat(parts)
     return renamed
 
 

@@ -84,9 +84,13 @@ class LSQTranslationTask(GradientTask, TranslationTask):
         Raises:
             ValueError: the checkpoint is of other words, or of the same in another order, which the data cannot tell.
         """
-        here, trained = self._dictionaries(), state_dict.get(DICTIONARIES)
-        if trained not in (None, here):
-            sides = [side for side in here if trained.get(side) != here[side]]
+        trained = state_dict.get(DICTIONARIES)
+        if trained is None:
+            return
+        known = trained if isinstance(trained, dict) else {}
+        here = self._dictionaries().items()
+        sides = [side for side, checksum in here if type(known.get(side)) is not int or known[side] != checksum]
+        if sides:
             raise ValueError(
                 f"{self.cfg.data} has another {' and '.join(sides)} dictionary than the checkpoint was trained with;"
                 " use data that was made with the dictionaries (dict.*.txt) of the training"

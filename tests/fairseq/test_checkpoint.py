@@ -65,6 +65,13 @@ def test_missing_part_of_a_joined_weight_is_named(model, fairseq_state):
         checkpoint.load_float(model, fairseq_state)
 
 
+@pytest.mark.parametrize("value", [torch.zeros(3), torch.zeros(()), torch.zeros(32, 31)])
+def test_a_part_of_a_joined_weight_that_does_not_fit_is_named(model, fairseq_state, value):
+    fairseq_state["encoder.layers.0.self_attn.k_proj.weight"] = value
+    with pytest.raises(ValueError, match="encoder.layers.0.self_attn.qkv_weight joins projections, whose shapes"):
+        checkpoint.load_float(model, fairseq_state)
+
+
 def test_shared_here_but_different_there(build, fairseq_state):
     _, model = build("--share-all-embeddings")
     with pytest.raises(ValueError, match="decoder.embed_tokens.weight: the same parameter as encoder.embed_tokens"):

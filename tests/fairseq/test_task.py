@@ -110,3 +110,11 @@ def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert any(name.endswith("_clip") for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("checksums", ["x", {}, {"source": torch.zeros(3), "target": None}])
+def test_checksums_of_dictionaries_that_are_none(build, checksums):
+    task, _ = build()
+    task.load_state_dict(task.state_dict())
+    with pytest.raises(ValueError, match="has another source and target dictionary than the checkpoint was trained"):
+        task.load_state_dict({"lsq_dictionaries": checksums})

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import types
 import typing
 from collections import defaultdict
 
@@ -22,6 +23,20 @@ logger = logging.getLogger(__name__)
 
 _fairseq_load_training = Trainer.load_checkpoint
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
+PARTS = {
+    "args": (argparse.Namespace, types.NoneType),
+    "cfg": (dict, omegaconf.DictConfig, types.NoneType),
+    "model": dict,
+    "optimizer_history": list,
+    "extra_state": dict,
+    "task_state": (dict, types.NoneType),
+    "last_optimizer_state": (dict, types.NoneType),
+}
+"""Of which types the parts of a checkpoint are, where it has them."""
+LISTS = ("params", "betas", "eps")
+"""Settings of optimizers that may be several numbers."""
+LARGEST_COUNT = 2**40
+"""Of updates and such: beyond any training."""
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
 
@@ -51,6 +66,7 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
             raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
+        _check_parts(state)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
     except Exception as error:  # whatever is in the file decides what fails
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -79,6 +95,34 @@ def updates_of(path: str | os.PathLike) -> int:
     except Exception as error:  # whatever is in the file decides what fails
         damage = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}")
+
+
+def _check_parts(state: dict) -> None:
+    """Raise TypeError or ValueError where a part is of another type than fairseq writes, or a count is none."""
+    for name, kind in PARTS.items():
+        if name in state and not isinstance(state[name], kind):
+            raise TypeError(f"{name} is of type {type(state[name]).__name__}")
+    for name, tensor in state["model"].items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is of type {type(tensor).__name__} and no tensor")
+    optimizer = state.get("last_optimizer_state") or {}
+    for name, tensor in soundness.tensors({"model": state["model"], "optimizer": optimizer}, ""):
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name} is a sparse tensor")
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{name} has fewer values than its shape {list(tensor.shape)}")
+    place = state.get("extra_state", {}).get("train_iterator", {})
+    counts = [(name, place[name]) for name in ("epoch", "iterations_in_epoch") if name in place]
+    history = state.get("optimizer_history", [])
+    counts += [("num_updates", each["num_updates"]) for each in history if "num_updates" in each]
+    for name, count in counts:
+        if type(count) is not int or not 0 <= count <= LARGEST_COUNT:
+            raise ValueError(f"{name} is {str(count)[:40]}")
+    for group in optimizer.get("param_groups", []):
+        for name, value in group.items():
+            numbers = value if name in LISTS and isinstance(value, (list, tuple)) else [value]
+            if not all(isinstance(number, (int, float, types.NoneType)) for number in numbers):
+                raise TypeError(f"{name} of the optimizer is {str(value)[:40]}")
 
 
 def load_training(trainer: Trainer, filename: str, *arguments: object, **options: object) -> dict | None:

@@ -68,7 +68,7 @@ def beside(path: str | Path) -> str:
 
 def not_finite(state: object, name: str = "") -> str | None:
     """Which tensor in nested mappings and sequences is the first that holds NaN or infinity; None: none does."""
-    for full_name, tensor in _tensors(state, name):
+    for full_name, tensor in tensors(state, name):
         # a sum shows both; it may also overflow, so that it is no proof
         if tensor.is_floating_point() and not tensor.sum().isfinite():
             count = tensor.numel() - int(torch.isfinite(tensor).sum())
@@ -77,16 +77,16 @@ def not_finite(state: object, name: str = "") -> str | None:
     return None
 
 
-def _tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
+def tensors(state: object, name: str) -> Iterator[tuple[str, Tensor]]:
     """(dotted name, tensor) of everything in nested mappings and sequences."""
     if isinstance(state, Tensor):
         yield name, state.detach()
     elif isinstance(state, Mapping):
         for key, value in state.items():
-            yield from _tensors(value, f"{name}.{key}" if name else str(key))
+            yield from tensors(value, f"{name}.{key}" if name else str(key))
     elif isinstance(state, Sequence) and not isinstance(state, str | bytes):
         for index, value in enumerate(state):
-            yield from _tensors(value, f"{name}.{index}" if name else str(index))
+            yield from tensors(value, f"{name}.{index}" if name else str(index))
 
 
 def require_file(path: str | Path) -> None:
