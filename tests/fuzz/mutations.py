@@ -1,0 +1,187 @@
+"""Files as they come from broken disks, other programs and tired people: mutations drawn from a seeded generator."""
+
+import copy
+import json
+import math
+import random
+import re
+from typing import Any
+
+NUMBERS = ["0", "-1", "1", "-0", "NaN", "inf", "-Infinity", "1e308", "1e400", "0.5", "1e-320", "9" * 5000, "", " 7 "]
+NUMBERS += [str(2**63), str(-(2**63) - 1), str(2**62), str(2**31), str(2**64), "1_000", "٣", "²", "0x10", "+5", "1,5"]
+"""In the place of a number."""
+STRANGE = [None, True, False, 0, -1, 1, 16, 2**31, 2**64, 1e308, 0.5, math.inf, math.nan, [], {}, [[]], {"a": {"b": 1}}]
+STRANGE += ["", "x", "\x00", "\ud800", "a" * 999, "1", "nt", "tn", "int8", "as_is", "nk", "matmul", "00" * 64]
+STRANGE += [[[[[[[[[[]]]]]]]]]]
+"""In the place of a value of JSON."""
+PIECES = [b"[", b"{", b'"', b"}", b"]", b",", b":", b"-", b"9", b"e9", b"\\u", b"NaN", b"\0", b"\xef\xbb\xbf"]
+PIECES += [b"\n", b"\r", "\u2028".encode(), b"\xff", b"\xed\xa0\x80", b"\t", b"'", b"%s", b"../"]
+PIECES += ["\u202e".encode(), "👩‍👩‍👧".encode()]
+"""In the place of some bytes."""
+_NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+
+
+def mutated_bytes(content: bytes, chance: random.Random) -> bytes:
+    """Bits flipped, bytes cut, doubled, put elsewhere or replaced, blocks swapped; any file."""
+    found = bytearray(content)
+    for _ in range(chance.choice([1, 1, 2, 5])):
+        start = chance.randrange(len(found) + 1)
+        stop = min(len(found), start + chance.choice([1, 2, 10, 100, 4000]))
+        piece = bytes(found[start:stop])
+        kind = chance.randrange(10)
+        if kind in (0, 1) and start < len(found):
+            found[start] ^= 1 << chance.randrange(8)
+        elif kind == 2:
+            del found[start:stop]
+        elif kind == 3:
+            found[start:start] = piece * chance.choice([1, 50])
+        elif kind == 4:
+            place = chance.randrange(len(found) + 1)
+            found[place:place] = piece
+        elif kind == 5:
+            del found[start:]
+        elif kind == 6:
+            found[start:stop] = chance.choice(PIECES)
+        elif kind == 7:
+            found[start:stop] = chance.randbytes(len(piece))
+        elif kind == 8:
+            middle = chance.randrange(len(found) + 1)
+            found = found[middle:] + found[:middle]
+        else:
+            found[start:start] = chance.choice([b"[", b'{"a":', b"9", b"\0", b"word "]) * chance.choice([1, 30, 5000])
+    return bytes(found)
+
+
+def mutated_text(content: bytes, chance: random.Random) -> bytes:
+    """The same, and what befalls text: other numbers, encodings and line ends, byte order marks, huge lines."""
+    kind = chance.randrange(12)
+    if kind == 0:
+        return _with_number(content, chance)
+    if kind == 1:
+        encoding = chance.choice(["utf-16", "utf-16-le", "utf-32", "utf-8-sig", "utf-7", "cp037"])
+        return content.decode("utf-8", "replace").encode(encoding, "replace")
+    if kind == 2:
+        return content.replace(b"\n", chance.choice([b"\r\n", b"\r", b"\n\n", b"", b"\0", "\u2028".encode(), b"\x85"]))
+    if kind == 3:
+        lines = content.split(b"\n")
+        line = chance.randrange(len(lines))
+        lines[line] = chance.choice([b"", lines[line] * 3000, b" ", b"a" * 200_000, b"\0" * 3000, b'"' + lines[line]])
+        return b"\n".join(lines)
+    if kind == 4:
+        lines = content.split(b"\n")
+        line, other = chance.randrange(len(lines)), chance.randrange(len(lines))
+        lines[line], lines[other] = lines[other], lines[line] if chance.random() < 0.5 else lines[other]
+        return b"\n".join(lines)
+    if kind == 5:
+        empty = [b"", b"\n", b"\0", b"\xef\xbb\xbf", b" \n \n"]
+        return chance.choice([*empty, content + content, content.strip() + b"\0"])
+    return mutated_bytes(content, chance)
+
+
+def mutated_table(content: bytes, chance: random.Random) -> bytes:
+    """The same, and what befalls comma-separated values: columns that go, come, change places or separators."""
+    rows = [line.split(b",") for line in content.split(b"\n")]
+    row = chance.choice(rows)
+    column = chance.randrange(len(row))
+    kind = chance.randrange(12)
+    if kind == 0:
+        del row[column]
+    elif kind == 1:
+        row.insert(column, chance.choice(row))
+    elif kind == 2:
+        row[column] = chance.choice([*NUMBERS, "x", '"', '""', "-", "id", "a" * 200_000]).encode()
+    elif kind == 3:
+        chance.shuffle(row)
+    elif kind == 4:
+        for each in rows:
+            del each[min(column, len(each) - 1)]
+    elif kind == 5:
+        return content.replace(b",", chance.choice([b";", b"\t", b", ", b",,"]))
+    else:
+        return mutated_text(content, chance)
+    return b"\n".join(b",".join(each) for each in rows)
+
+
+def mutated_json(content: bytes, chance: random.Random) -> bytes:
+    """The text changed as any text, or values of other types, sizes and depths put in the place of each field."""
+    if chance.random() < 0.5:
+        return mutated_text(content, chance)
+    values = mutated_values(json.loads(content), chance, STRANGE)
+    return json.dumps(values, indent=chance.choice([None, 3]), sort_keys=chance.random() < 0.1).encode()
+
+
+def mutated_values(content: Any, chance: random.Random, strange: list[Any]) -> Any:
+    """A copy with one value replaced, removed, changed a little, or put beside its own under another name.
+
+    Args:
+        content: dicts and lists within one another.
+        strange: values to put in the place of others.
+    """
+    content = copy.deepcopy(content)
+    places = []
+    stack = [content]
+    while stack:
+        inner = stack.pop()
+        names = list(inner) if isinstance(inner, dict) else range(len(inner))
+        places += [(inner, name) for name in names]
+        stack += [inner[name] for name in names if isinstance(inner[name], (dict, list))]
+    inner, name = chance.choice(places)
+    kind = chance.randrange(6)
+    if kind == 0:
+        del inner[name]
+    elif kind == 1 and isinstance(inner, dict):
+        inner[chance.choice(["extra", "M", "", "k", "format"])] = inner[name]
+    elif kind == 1:
+        inner.append(inner[name])
+    elif kind == 2:
+        other, key = chance.choice(places)
+        inner[name] = copy.deepcopy(other[key])
+    elif kind == 3 and (numbers := [place for place in places if type(place[0][place[1]]) in (int, float)]):
+        inner, name = chance.choice(numbers)
+        inner[name] = chance.choice([2 * inner[name], inner[name] + 1, inner[name] / 2, inner[name] - 1, -inner[name]])
+    else:
+        inner[name] = copy.deepcopy(chance.choice(strange))
+    return content
+
+
+def _with_number(content: bytes, chance: random.Random) -> bytes:
+    found = list(_NUMBER.finditer(content))
+    if not found:
+        return content + chance.choice(NUMBERS).encode()
+    place = chance.choice(found)
+    return content[: place.start()] + chance.choice(NUMBERS).encode() + content[place.end() :]
+
+
+NONSENSE = [*NUMBERS, " ", "x", "--", "-", "-x", "none", "True", "[]", "{}", "(1,", "../..", ".", "missing/file", "%s"]
+NONSENSE += ["a" * 5000, "\udcff", "👩‍👩‍👧", "$(touch planted)", "{0}", "int8,float", "a:b", "@given"]
+NONSENSE += ["2", "3", "16", "100"]
+"""In the place of an option's value."""
+
+
+def mutated_options(words: list[str], chance: random.Random, known: list[str]) -> list[str]:
+    """A command line with values replaced, missing, repeated or swapped, options left out, cut, unknown or added.
+
+    Args:
+        known: options that may be added.
+    """
+    words = list(words)
+    for _ in range(chance.choice([1, 1, 2])):
+        place = chance.randrange(len(words)) if words else 0
+        kind = chance.randrange(9)
+        if kind == 0 or not words:
+            words[place:place] = [chance.choice(["--unknown", "-q", "--lsq-nothing", "--", "extra"])]
+        elif kind in (1, 2, 3):
+            added = [chance.choice(known or ["--help"]), *chance.choices(NONSENSE, k=chance.choice([0, 1, 1, 2]))]
+            words += ["=".join(added)] if chance.random() < 0.2 else added
+        elif kind == 4:
+            del words[place]
+        elif kind == 5:
+            words[place:place] = [words[place]]
+        elif kind == 6:
+            other = chance.randrange(len(words))
+            words[place], words[other] = words[other], words[place]
+        elif words[place].startswith("--"):
+            words[place] = words[place][: chance.randrange(2, 1 + len(words[place]))]
+        else:
+            words[place] = chance.choice(NONSENSE)
+    return words

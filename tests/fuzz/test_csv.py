@@ -1,0 +1,37 @@
+"""Comma-separated values: buffers for `lsq plan`, lists of products for `lsq tune --shapes`."""
+
+import pytest
+
+from lsq import cli
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_table
+
+BUFFERS = b"id,lower,upper,size,alignment\na,0,3,100,\nb,1,4,64,64\nc,2,9,4096,256\nd,3,5,0,1\ne,4,12,1000,16\n"
+PRODUCTS = (
+    b"op,m,n,k,dtype,out,alpha,layout\nlinear_int8,64,128,256,,,,\nlinear_weight_gradient,64,128,200,,,,nt\n"
+    b"matmul,8,16,24,bfloat16,float32,,tn\n"
+)
+COMMANDS = {
+    "plan": (BUFFERS, ["plan", "given/file.csv", "--output", "plan.csv", "--quiet"]),
+    "plan exact": (BUFFERS, ["plan", "given/file.csv", "--method", "exact", "--time-limit", "0.1", "--quiet"]),
+    "tune": (PRODUCTS, ["tune", "--shapes", "given/file.csv", "--list", "--device", "cpu"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_file_is_used_or_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    content, command = COMMANDS[name]
+    path = tmp_path / "given" / "file.csv"
+    path.parent.mkdir()
+
+    def attempt(chance):
+        path.write_bytes(mutated_table(content, chance))
+        found = trial.outcome(lambda: cli.main(command), path.parent)
+        of_all = found.refusal and "all buffers add up" in found.refusal
+        if found.refusal and "file.csv" not in found.refusal and not of_all:
+            return trial.Outcome(fault=f"a message that does not name the file: {found.refusal}")
+        return found
+
+    worked, refused = trial.survey(name, trial.MUTATIONS, attempt)
+    assert worked > 50 and refused > 500, (worked, refused)

@@ -1,0 +1,122 @@
+"""JSON that users hand in or edit: files of tuned products, reports of coverage, lists of products, plans, markers."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lsq.commands import stages
+from lsq.commands.stages import Stage
+from lsq.gemm import configuration_file, coverage, shapes
+from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.coverage import Coverage, Line
+from lsq.memory import files, validator
+from lsq.memory.buffer import Buffer
+from lsq.memory.planner import plan
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_json
+from tests.gemm.tuned import GPU, cublas_entry, entry, file, key
+
+CPU_FILE = file(
+    entry(8),
+    entry(1024, configuration=CpuConfiguration(b_layout="kn", path="float32")),
+    entry(op="linear_weight_gradient", m=512, k=4096, layout="tn", configuration=CpuConfiguration(a_layout="mk")),
+)
+GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
+LINES = tuple(Line(key=key(rows), calls=rows, seconds=0.5, served=served) for rows, served in ((64, None), (8, key(8))))
+REPORT = Coverage(kind="cpu", device="Example CPU", files=("a.json",), lines=LINES)
+PRODUCTS = [{"op": "linear_int8", "m": 64, "n": 128, "k": 256}, {"op": "matmul", "m": 8, "n": 16, "k": 32}]
+BUFFERS = [Buffer(name=f"b{number}", size=7 * number, first=number, last=2 * number) for number in range(5)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of file."""
+
+    sound: Callable[[Path], object]
+    """Writes one."""
+    read: Callable[[Path], Any]
+    write: Callable[[Path, Any], object] | None = None
+    """What is read means something: written again it is read as the same."""
+
+
+def read_plan(path: Path) -> object:
+    """As its reader is told to: checked before use."""
+    found = files.load_plan(path)
+    validator.check(BUFFERS, found)
+    return found
+
+
+KINDS = {
+    "products of a CPU": Kind(
+        sound=lambda path: configuration_file.write(path, CPU_FILE),
+        read=configuration_file.read,
+        write=configuration_file.write,
+    ),
+    "products of a GPU": Kind(
+        sound=lambda path: configuration_file.write(path, GPU_FILE),
+        read=configuration_file.read,
+        write=configuration_file.write,
+    ),
+    "coverage": Kind(sound=lambda path: coverage.write(path, REPORT), read=coverage.read, write=coverage.write),
+    "shapes": Kind(sound=lambda path: path.write_text(json.dumps(PRODUCTS)), read=shapes.read_keys),
+    "plan": Kind(
+        sound=lambda path: files.save_plan(plan(BUFFERS), path),
+        read=read_plan,
+        write=lambda path, found: files.save_plan(found, path),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_is_refused_or_means_what_it_says(tmp_path, name):
+    kind, path, again = KINDS[name], tmp_path / "given" / "file.json", tmp_path / "again.json"
+    path.parent.mkdir()
+    kind.sound(path)
+    content = path.read_bytes()
+
+    def attempt(chance):
+        path.write_bytes(mutated_json(content, chance))
+        found = trial.outcome(lambda: kind.read(path), path.parent)
+        if found.refusal and not found.refusal.removeprefix("error: ").startswith(str(path)) and name != "plan":
+            return trial.Outcome(fault=f"a message that does not name the file: {found.refusal}")
+        if found.refusal is None and not found.fault and kind.write:
+            kind.write(again, found.result)
+            assert kind.read(again) == found.result
+        return found
+
+    worked, refused = trial.survey(name, trial.MUTATIONS, attempt)
+    assert worked > 20 and refused > 500, (worked, refused)
+
+
+@trial.counts(200)
+def test_a_marker_of_a_stage_is_refused_or_the_stage_done_again(tmp_path, count):
+    """And a file that the stage did not make stays, whatever the marker says."""
+    folder = tmp_path / "text"
+    stage = Stage(name="text", folder=folder, makes=("*.src",))
+    key = {"--seed": 1, "--src": {"file": "a", "sha256": "b"}}
+
+    def work(partial: Path) -> None:
+        (partial / "train.src").write_text("made")
+
+    stages.run_stage(stage, key, work, lambda said: None)
+    (folder / "thesis.txt").write_text("years of work")
+    content = (folder / stages.MARKER).read_bytes()
+
+    def attempt(chance):
+        (folder / stages.MARKER).write_bytes(mutated_json(content, chance))
+        before = trial.digests(tmp_path)
+        found = trial.outcome(lambda: stages.run_stage(stage, key, work, lambda said: None))
+        after = trial.digests(tmp_path)
+        if found.refusal and after != before:
+            return trial.Outcome(fault=f"{found.refusal}, but changed {before.items() ^ after.items()}")
+        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        if found.refusal is None and (changed - {f"text/{stages.MARKER}"} or not stage.is_done(key)):
+            return trial.Outcome(fault=f"left {sorted(after)}")
+        return found
+
+    worked, refused = trial.survey("marker", count, attempt)
+    assert worked > 0 and refused > count / 2, (worked, refused)

@@ -1,0 +1,104 @@
+"""Command lines of every subcommand with options that nobody should give."""
+
+import os
+from argparse import ArgumentParser
+
+import pytest
+import torch
+from fairseq import options
+
+from lsq import cli, doctor
+from lsq.commands import configs, numbers, plan, train_text, tune
+from tests.commands.conftest import TRAINING, write_pairs
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_options
+
+NOT_ADDED = {"--user-dir", "--help", "--distributed-init-method", "--distributed-port", "--device-id", "--local_rank"}
+"""Options that run other code, or wait for other machines."""
+
+
+def known(parser: ArgumentParser) -> list[str]:
+    """The long options of a parser."""
+    names = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    return sorted(set(names) - NOT_ADDED)
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+TEXT = "--src given/text.en --tgt given/text.de --output output --vocabulary-size 60 --layers 1 --hidden 32 --seed 1"
+CSV = b"id,lower,upper,size\na,0,3,100\nb,1,4,64\n"
+COMMANDS = {
+    "plan": (words("plan given/b.csv --align 16 --method portfolio --cap 4096"), known(plan.parser()), []),
+    "tune": (
+        words("tune --shapes given/p.csv --device cpu --beam 5 --max-tokens 64 --output t.json"),
+        known(tune.parser()),
+        ["--list"],
+    ),
+    "configs list": (words("configs list"), [], []),
+    "configs show": (words("configs show given/file.json"), known(configs.parser()), []),
+    "configs export": (words("configs export e.json --kind cpu"), [], []),
+    "user-dir": (["user-dir"], [], []),
+    "doctor": (["doctor", "--json"], ["--emulate", "--json"], []),
+    "numbers": (
+        words("numbers --output output --updates 3 --train-pairs 100 --test-pairs 5 --seed 1"),
+        known(numbers.parser()),
+        [],
+    ),
+    "train-text": (words(f"train-text {TEXT}"), known(train_text.parser()), ["--prepare-only"]),
+}
+"""Name -> a sound command line, what may be added to it, and what is put at its end whatever became of it."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with files for the commands; what takes long or leaves this process does nothing."""
+    monkeypatch.chdir(tmp_path)
+    given = tmp_path / "given"
+    given.mkdir()
+    write_pairs(given, "text", 60, seed=1)
+    (given / "b.csv").write_bytes(CSV)
+    (given / "p.csv").write_text("op,m,n,k\nlinear_int8,64,128,256\n")
+    monkeypatch.setattr(doctor, "run", lambda as_json: 0)
+    monkeypatch.setattr("lsq.commands.doctor.emulate", lambda: 0)
+    monkeypatch.setattr(numbers, "compare", lambda given: {})
+    monkeypatch.setattr(os, "execv", lambda *command: pytest.fail(f"would become {command}"))
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def attempts(name, command, may_add, last, folder, count):
+    def attempt(chance):
+        given = [command[0], *mutated_options(command[1:], chance, may_add), *last]
+        found = trial.outcome(lambda: cli.main(given), folder / "given")
+        torch.set_num_threads(1)
+        if found.fault:
+            return trial.Outcome(fault=f"{' '.join(given)[:500]}: {found.fault}")
+        assert not (folder / "planted").exists()
+        return found
+
+    return trial.survey(name, count, attempt)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@trial.counts(100)
+def test_a_command_line_is_followed_or_refused(folder, name, count):
+    command, may_add, last = COMMANDS[name]
+    worked, refused = attempts(name, command, may_add, last, folder, count)
+    assert refused > count / 10, (worked, refused)
+
+
+@trial.counts(10, 200)
+def test_a_training_is_done_or_refused(folder, prepared, count):
+    command = ["train", str(prepared.data), *TRAINING, *words("--cpu --no-save --disable-validation --max-update 1")]
+    command += words("--arch lsq_transformer --lsq-backward int8 --lr-scheduler inverse_sqrt --warmup-updates 10")
+    attempts("train", command, known(options.get_training_parser()), ["--max-update", "1"], folder, count)
+
+
+@trial.counts(10, 200)
+def test_a_translation_is_done_or_refused(folder, prepared, trained, count):
+    command = ["generate", str(prepared.data), "--path", str(trained / "lsq_transformer.pt"), "--max-tokens", "300"]
+    command += words("--cpu --gen-subset test --beam 2 --max-len-b 5 --nbest 1 --results-path out --num-workers 0")
+    attempts("generate", command, known(options.get_generation_parser()), ["--quiet"], folder, count)
