@@ -24,6 +24,7 @@ class Range:
 COUNT = Range(f"from 1 to {LARGEST_COUNT}", lambda number: 1 <= number <= LARGEST_COUNT)
 INTERVAL = Range("at least 1", lambda number: number >= 1)
 NOT_NEGATIVE = Range("at least 0 and finite", lambda number: 0 <= number < math.inf)
+LAYERS = Range("from 0 to 1000", lambda number: 0 <= number <= 1000)
 SCALE = Range("from -1e6 to 1e6", lambda number: -1e6 <= number <= 1e6)
 COUNT_OR_OFF = Range(f"{COUNT.words}, or -1 for none", lambda number: number == -1 or COUNT.holds(number))
 NOT_NEGATIVE_OR_OFF = Range(
@@ -36,13 +37,14 @@ COUNTS = """
     update_freq
 """
 NOT_NEGATIVES = """
-    adam_eps curriculum data_buffer_size decoder_layers encoder_layers ignore_prefix_size lr max_epoch max_len_a
+    adam_eps curriculum data_buffer_size ignore_prefix_size lr max_epoch max_len_a
     max_update max_valid_steps min_len no_repeat_ngram_size num_workers prefix_size save_interval_updates
     stop_time_hours validate_after_updates validate_interval_updates warmup_updates weight_decay
 """
 RANGES = {
     **dict.fromkeys(COUNTS.split(), COUNT),
     **dict.fromkeys(NOT_NEGATIVES.split(), NOT_NEGATIVE),
+    **dict.fromkeys("decoder_layers encoder_layers".split(), LAYERS),
     **dict.fromkeys("diverse_beam_strength lm_weight max_len_b stop_min_lr unkpen warmup_init_lr".split(), SCALE),
     **dict.fromkeys("diverse_beam_groups sampling_topk".split(), COUNT_OR_OFF),
     **dict.fromkeys(

@@ -104,7 +104,8 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     Raises:
         ValueError: the options do not fit this machine.
     """
-    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first = ArgumentParser(prog="lsq train", add_help=False, allow_abbrev=False)
+    one_line_errors(first)
     first.add_argument("--arch", "-a", default=ARCHITECTURE)
     architecture = first.parse_known_args(arguments)[0].arch
     defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}

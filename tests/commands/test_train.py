@@ -99,6 +99,7 @@ def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
     [
         (["--max-tokens", "100", "--fo", "1"], "unrecognized arguments: --fo"),
         (["--max-tokens", "many"], "--max-tokens"),
+        (["--max-tokens", "100", "--arch", "--cpu"], "lsq train: error: argument --arch/-a: expected one argument"),
         (["--max-tokens", "100", "--arch", "lsq_transformr"], "did you mean lsq_transformer"),
     ],
 )
