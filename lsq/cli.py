@@ -87,8 +87,9 @@ def _line(error: BaseException) -> str:
 
 def _of_fairseq(error: BaseException, message: str) -> tuple[int, str | None]:
     """The same for what fairseq's own code raised: it refuses options in many ways, or fails on them."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or frames[-1].f_globals["__name__"].partition(".")[0] not in FAIRSEQ:
+    modules = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [module for module in modules if module != "ast"]  # by which fairseq reads options as Python
+    if not modules or modules[-1] not in FAIRSEQ:
         return 1, None
     if isinstance(error, (AssertionError, ImportError, NotImplementedError)):
         return 2, f"error: {message or traceback.extract_tb(error.__traceback__)[-1].line}"

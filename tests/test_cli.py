@@ -150,6 +150,7 @@ def test_traceback_on_demand(command):
         ("raise ImportError('Please install apex')", 2, "error: Please install apex"),
         ("raise NotImplementedError('Unknown option: x')", 2, "error: Unknown option: x"),
         ("raise KeyError('history')", 1, "error: fairseq failed (KeyError: 'history'); check the options"),
+        ("import ast; ast.literal_eval('(1,')", 1, "error: fairseq failed (SyntaxError: '(' was never closed"),
         ("1 / 0", 1, "error: fairseq failed (ZeroDivisionError: division by zero); check"),
     ],
 )
