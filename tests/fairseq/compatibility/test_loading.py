@@ -104,7 +104,7 @@ def test_other_content_is_no_checkpoint(tmp_path, content):
     [
         ({"model": {"w": [1.0]}}, "TypeError: w is of type list and no tensor"),
         ({"model": {"w": torch.ones(2, 2).to_sparse()}}, "TypeError: model.w is a sparse tensor"),
-        ({"model": {"w": torch.zeros(1).expand(2**33)}}, "ValueError: model.w has fewer values than its shape .8589934592."),
+        ({"model": {"w": torch.zeros(1).expand(2**33)}}, "ValueError: model.w has fewer values than its shape .*"),
         ({"task_state": "x"}, "TypeError: task_state is of type str"),
         ({"last_optimizer_state": {"param_groups": [{"lr": [1]}]}}, r"TypeError: lr of the optimizer is .1."),
         ({"last_optimizer_state": 3}, "TypeError: last_optimizer_state is of type int"),
