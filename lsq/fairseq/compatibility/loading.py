@@ -33,8 +33,9 @@ PARTS = {
     "last_optimizer_state": (dict, types.NoneType),
 }
 """Of which types the parts of a checkpoint are, where it has them."""
-LISTS = ("params", "betas", "eps")
-"""Settings of optimizers that may be several numbers."""
+NUMBER = (int, float, torch.Tensor, types.NoneType)
+NUMBERS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
+"""Settings of optimizers that are numbers; others may be anything."""
 LARGEST_COUNT = 2**40
 """Of updates and such: beyond any training."""
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
@@ -103,7 +104,7 @@ def _check_parts(state: dict) -> None:
         if name in state and not isinstance(state[name], kind):
             raise TypeError(f"{name} is of type {type(state[name]).__name__}")
     for name, tensor in state["model"].items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):  # PyTorch's own exception
             raise TypeError(f"{name} is of type {type(tensor).__name__} and no tensor")
     optimizer = state.get("last_optimizer_state") or {}
     for name, tensor in soundness.tensors({"model": state["model"], "optimizer": optimizer}, ""):
@@ -119,9 +120,10 @@ def _check_parts(state: dict) -> None:
         if type(count) is not int or not 0 <= count <= LARGEST_COUNT:
             raise ValueError(f"{name} is {str(count)[:40]}")
     for group in optimizer.get("param_groups", []):
-        for name, value in group.items():
-            numbers = value if name in LISTS and isinstance(value, (list, tuple)) else [value]
-            if not all(isinstance(number, (int, float, types.NoneType)) for number in numbers):
+        for name in NUMBERS & group.keys():
+            value = group[name]
+            several = isinstance(value, (list, tuple)) and name in ("params", "betas", "eps")
+            if not all(isinstance(number, NUMBER) for number in (value if several else [value])):
                 raise TypeError(f"{name} of the optimizer is {str(value)[:40]}")
 
 
