@@ -22,7 +22,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename is None:  # of a full disk
+        if error.errno is not None and error.filename is None:  # of a full disk
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     finally:
