@@ -3,7 +3,6 @@
 import argparse
 import logging
 import os
-import types
 import typing
 from collections import defaultdict
 
@@ -16,28 +15,13 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 from numpy._core import multiarray
 
-from lsq.fairseq.compatibility import soundness
+from lsq.fairseq.compatibility import parts, soundness
 from lsq.fairseq.compatibility.replacement import replaced
 
 logger = logging.getLogger(__name__)
 
 _fairseq_load_training = Trainer.load_checkpoint
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
-PARTS = {
-    "args": (argparse.Namespace, types.NoneType),
-    "cfg": (dict, omegaconf.DictConfig, types.NoneType),
-    "model": dict,
-    "optimizer_history": list,
-    "extra_state": dict,
-    "task_state": (dict, types.NoneType),
-    "last_optimizer_state": (dict, types.NoneType),
-}
-"""Of which types the parts of a checkpoint are, where it has them."""
-NUMBER = (int, float, torch.Tensor, types.NoneType)
-NUMBERS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
-"""Settings of optimizers that are numbers; others may be anything."""
-LARGEST_COUNT = 2**40
-"""Of updates and such: beyond any training."""
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
 
@@ -67,7 +51,7 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
             raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
-        _check_parts(state)
+        parts.check(state)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
     except Exception as error:  # whatever is in the file decides what fails
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -96,35 +80,6 @@ def updates_of(path: str | os.PathLike) -> int:
     except Exception as error:  # whatever is in the file decides what fails
         damage = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}")
-
-
-def _check_parts(state: dict) -> None:
-    """Raise TypeError or ValueError where a part is of another type than fairseq writes, or a count is none."""
-    for name, kind in PARTS.items():
-        if name in state and not isinstance(state[name], kind):
-            raise TypeError(f"{name} is of type {type(state[name]).__name__}")
-    for name, tensor in state["model"].items():
-        if not isinstance(tensor, torch.Tensor) and not name.endswith("_extra_state"):  # PyTorch's own exception
-            raise TypeError(f"{name} is of type {type(tensor).__name__} and no tensor")
-    optimizer = state.get("last_optimizer_state") or {}
-    for name, tensor in soundness.tensors({"model": state["model"], "optimizer": optimizer}, ""):
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name} is a sparse tensor")
-        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise ValueError(f"{name} has fewer values than its shape {list(tensor.shape)}")
-    place = state.get("extra_state", {}).get("train_iterator", {})
-    counts = [(name, place[name]) for name in ("epoch", "iterations_in_epoch") if name in place]
-    history = state.get("optimizer_history", [])
-    counts += [("num_updates", each["num_updates"]) for each in history if "num_updates" in each]
-    for name, count in counts:
-        if type(count) is not int or not 0 <= count <= LARGEST_COUNT:
-            raise ValueError(f"{name} is {str(count)[:40]}")
-    for group in optimizer.get("param_groups", []):
-        for name in NUMBERS & group.keys():
-            value = group[name]
-            several = isinstance(value, (list, tuple)) and name in ("params", "betas", "eps")
-            if not all(isinstance(number, NUMBER) for number in (value if several else [value])):
-                raise TypeError(f"{name} of the optimizer is {str(value)[:40]}")
 
 
 def load_training(trainer: Trainer, filename: str, *arguments: object, **options: object) -> dict | None:
