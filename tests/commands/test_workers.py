@@ -65,7 +65,7 @@ def test_a_killed_process_is_named_and_the_training_goes_on_alone(prepared, lsq_
     lost = f"rank 1 (of 2, host {socket.gethostname()}, process id {processes[1].pid}) no longer answers: gloo: "
     assert len(said) == 1 and said[0].startswith(f"lsq train: error: {lost}")
     assert "Traceback" not in (tmp_path / "0.log").read_text()
-    assert updates(model) == 2 and not list(model.glob("*.tmp")) and not (model / "crash.pt").exists()
+    assert updates(model) == 2 and not list(model.glob(".*.partial")) and not (model / "crash.pt").exists()
     lsq_train(model, "--disable-validation", "--lsq-gradients", "int8", "--max-update", "5")
     assert updates(model) == 5
     log = (model / "train.log").read_text()
@@ -103,7 +103,7 @@ def test_four_processes_of_which_one_is_lost(prepared, tmp_path, number):
     )  # fmt: skip
     assert len(named) == 3, done.stderr
     assert "Traceback" not in done.stderr.partition("torch/distributed/elastic")[0]
-    assert updates(tmp_path) == 2 and not list(tmp_path.glob("*.tmp"))
+    assert updates(tmp_path) == 2 and not list(tmp_path.glob(".*.partial"))
     done = torchrun(3, *lsq_train(prepared.data, tmp_path, "--max-update", "6", *timeout))
     assert done.returncode == 0, done.stderr[-2000:]
     assert updates(tmp_path) == 6

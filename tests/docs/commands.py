@@ -5,6 +5,7 @@ A check parses the command line with the program's own parser, so that an option
 
 import argparse
 import contextlib
+import gc
 import importlib
 import io
 import runpy
@@ -56,8 +57,9 @@ def until_parsed() -> Iterator[list[argparse.Namespace]]:
 
 
 def run_lsq(reader: Reader, words: list[str]) -> None:
-    """Run a subcommand of lsq in this process."""
+    """Run a subcommand of lsq in this process, and let go of what a process would when it ends."""
     assert importlib.import_module(COMMANDS[words[1]].module).run(words[2:]) == 0
+    gc.collect()  # a training reports when its task is dropped
 
 
 def parse_lsq(reader: Reader, words: list[str]) -> None:
