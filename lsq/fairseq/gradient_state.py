@@ -97,7 +97,9 @@ def _read_own(folder: Path, topology: Topology, updates: int, model: nn.Module) 
         ValueError: its checksum does not fit.
     """
     source = path(folder, topology)
-    if not os.path.lexists(source):
+    try:
+        os.lstat(source)
+    except FileNotFoundError:
         found = (OF_ANY.fullmatch(file.name) for file in folder.glob("*"))
         others = sorted({int(match[2]) for match in found if match})
         kept = f"; those here are of {others[0]} workers, and now there are {topology.world_size}" if others else ""
