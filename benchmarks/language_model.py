@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
 
 def make_text(train_numbers: int = TRAIN_NUMBERS, held_out_numbers: int = HELD_OUT_NUMBERS) -> Text:
     """Names of random numbers; none is in both parts."""
-    from lsq.commands.numbers import name_numbers, sample_numbers  # brings fairseq, which processes do not need
+    from lsq.text.numbers import name_numbers, sample_numbers  # brings fairseq, which processes do not need
 
     generator = random.Random(TEXT_SEED)
     held_out = sample_numbers(held_out_numbers, generator)

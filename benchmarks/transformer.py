@@ -14,6 +14,7 @@ from fairseq.optim.adam import Adam
 from fairseq.tasks.translation import TranslationTask
 
 import lsq.fairseq  # noqa: F401  (registers lsq_transformer and its criterion)
+from lsq.fairseq.memory import made_up_dictionary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,6 @@ FAIRSEQ = ["--arch", "transformer", "--criterion", "label_smoothed_cross_entropy
 """fairseq-train's options for its own Transformer."""
 
 
-def dictionary(size: int) -> Dictionary:
-    """A dictionary of `size` symbols, fairseq's four special ones included."""
-    made = Dictionary()
-    for number in range(size - len(made)):
-        made.add_symbol(f"w{number}")
-    return made
-
-
 def batch(shape: Shape, *, padded: bool, seed: int) -> dict:
     """Random sentences, put together by fairseq's own collater.
 
@@ -57,7 +50,7 @@ def batch(shape: Shape, *, padded: bool, seed: int) -> dict:
         seed: of the tokens and lengths.
     """
     generator = torch.Generator().manual_seed(seed)
-    symbols = dictionary(0)
+    symbols = Dictionary()
 
     def sentence(first: bool) -> torch.Tensor:
         shortest = shape.length // 2 if padded and not first else shape.length
@@ -114,7 +107,7 @@ class Side:
 
 def build(shape: Shape, chosen: Namespace) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The model and the criterion that these options of fairseq-train ask for."""
-    symbols = dictionary(shape.vocabulary)
+    symbols = made_up_dictionary(shape.vocabulary)
     task = TranslationTask(chosen, symbols, symbols)
     torch.manual_seed(1)
     model = ARCH_MODEL_REGISTRY[chosen.arch].build_model(chosen, task).train()

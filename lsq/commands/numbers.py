@@ -1,6 +1,6 @@
 """`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8 side by side.
 
-The text is made here (num2words), so nothing has to be downloaded, and no number that is tested is trained on.
+No number that is tested is trained on.
 """
 
 import argparse
@@ -9,28 +9,24 @@ import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from num2words import num2words
-from tqdm import tqdm
-
 from lsq.commands import stages
-from lsq.commands.corpus import ENDS, Corpus
+from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.options import one_line_errors, positive
-from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare, say
-from lsq.commands.progress import read_losses
-from lsq.commands.run_folder import LOSSES, check_data
-from lsq.commands.score import draw_losses
+from lsq.commands.prepare import Prepared, prepare, say, text_option
+from lsq.commands.run_folder import check_data
 from lsq.commands.side_by_side import OUTPUT, Training, train_side_by_side
 from lsq.commands.stages import Stage
 from lsq.commands.text_run import hypotheses_of
 from lsq.config import MODES
 from lsq.files import write_text
 from lsq.lock import locked_folder
+from lsq.text import corpus
+from lsq.text.corpus import SIDES, SPLITS, TextFiles
+from lsq.text.numbers import write_numbers
+from lsq.text.vocabulary import VocabularyOptions
 
 NUMBERS = "numbers"
 """The folder of the text in the output folder."""
-DIGITS = 6
-"""Numbers of up to this many digits are named."""
-VALID_PAIRS = 200
 SAMPLES = 8
 """Translations that are shown."""
 VOCABULARY = VocabularyOptions(size=200, coverage=1.0, max_length=60)
@@ -47,44 +43,6 @@ MODEL = {
     "--bleu-tokenizer": "char",
 }
 """Options of `lsq train-text`, the same for both runs. BLEU counts characters: German names are single words."""
-
-
-def sample_numbers(count: int, generator: random.Random, excluded: set[int] = frozenset()) -> list[int]:
-    """`count` different numbers, none of them in `excluded`; as many of each number of digits as there are.
-
-    Raises:
-        ValueError: there are not so many numbers.
-    """
-    available = 10**DIGITS - len(excluded)
-    if count > available // 2:
-        raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
-    found: dict[int, None] = {}
-    while len(found) < count:
-        digits = generator.randint(1, DIGITS)
-        number = generator.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-        if number not in excluded:
-            found[number] = None
-    return list(found)
-
-
-def name_numbers(numbers: list[int], description: str) -> Corpus:
-    """English and German names."""
-    bar = tqdm(numbers, desc=description, unit=" numbers", leave=False, disable=None)
-    names = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in bar]
-    return Corpus.of([english for english, _ in names], [german for _, german in names])
-
-
-def write_numbers(folder: Path, train_pairs: int, test_pairs: int, seed: int) -> None:
-    """Write train, valid and test; no number is in two of them."""
-    generator = random.Random(seed)
-    held_out = sample_numbers(VALID_PAIRS + test_pairs, generator)
-    splits = {
-        "train": sample_numbers(train_pairs, generator, set(held_out)),
-        "valid": held_out[:VALID_PAIRS],
-        "test": held_out[VALID_PAIRS:],
-    }
-    for split, numbers in splits.items():
-        name_numbers(numbers, f"naming the numbers of {split}").write(folder, split)
 
 
 def parser() -> ArgumentParser:
@@ -111,11 +69,10 @@ def parser() -> ArgumentParser:
 
 def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[str]:
     """The command line of `lsq train-text` for one of the two runs."""
-    paths = {f"--{split}": pair for split, pair in files.splits().items()}
-    arguments = ["--src", str(paths["--train"][0]), "--tgt", str(paths["--train"][1])]
-    for split in ("valid", "test"):
-        source, target = paths[f"--{split}"]
-        arguments += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]
+    arguments = []
+    for split, pair in files.splits().items():
+        for side, path in zip(SIDES, pair, strict=True):
+            arguments += [text_option(split, side), str(path)]
     every = max(1, given.updates // 20)
     options = {
         "--output": str(given.output),
@@ -192,8 +149,7 @@ def compare(given: Namespace) -> dict:
         ValueError: the runs that are there were made from other numbers, or the folder holds files of somebody else.
         ChildProcessError, Interrupted: see `train_side_by_side`.
     """
-    made = tuple(f"{split}.{end}" for split in ("train", "valid", "test") for end in ENDS)
-    text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=made)
+    text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
     outputs = tuple(f"{mode}-{OUTPUT}" for mode in MODES)
     comparison = Stage(
         name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png", *outputs)
@@ -208,9 +164,7 @@ def compare(given: Namespace) -> dict:
         text, key, lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed), say
     )
     comparison.mark(key, finished=False)
-    folder = text.folder
-    train, valid, test = ((folder / f"{split}.src", folder / f"{split}.tgt") for split in ("train", "valid", "test"))
-    files = TextFiles(train=train, valid=valid, test=test)
+    files = TextFiles(**{split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS})
     prepared = Prepared(files=files, output=given.output, options=VOCABULARY)
     with locked_folder(given.output, "choose another --output"):
         check_data(prepared)

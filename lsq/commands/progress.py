@@ -5,56 +5,17 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from fairseq.logging import progress_bar
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
+from lsq.commands.losses import read_losses
 from lsq.fairseq.compatibility import replaced
 
 RECORDED = ("loss", "nll_loss", "lr")
 """What is kept of fairseq's statistics; losses are in bits per target token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossCurve:
-    """Losses of one training: bits per target token, without label smoothing, by number of updates."""
-
-    training: dict[int, float] = field(default_factory=dict)
-    """Mean loss of the updates since the entry before, without label smoothing but with dropout."""
-    validation: dict[int, float] = field(default_factory=dict)
-    """Mean loss on the validation set, without label smoothing and dropout."""
-    seconds: float = 0.0
-    """Time spent in updates, in all sittings of a training that was resumed."""
-
-    @property
-    def updates(self) -> int:
-        """Number of the last recorded update; 0 before the first."""
-        return max([0, *self.training, *self.validation])
-
-
-def read_losses(path: Path) -> LossCurve:
-    """The curve in a file that `recording` wrote; empty where there is none.
-
-    Where a training was resumed from before its last entry, the later entry of an update counts. Lines that are no
-    entries, e.g. cut short by a full disk, are left out.
-    """
-    training, validation, seconds = {}, {}, 0.0
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            kind, update, spent = entry["kind"], int(entry["update"]), float(entry["seconds"])
-            loss = float(entry["nll_loss"] if "nll_loss" in entry else entry["loss"])
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            continue
-        (training if kind == "train" else validation)[update] = loss
-        seconds = max(seconds, spent)
-    return LossCurve(
-        training=dict(sorted(training.items())), validation=dict(sorted(validation.items())), seconds=seconds
-    )
 
 
 @contextlib.contextmanager

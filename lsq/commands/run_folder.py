@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsq.commands import stages
+from lsq.commands.losses import LOSSES
 from lsq.commands.prepare import Prepared
 from lsq.commands.stages import Stage
 from lsq.commands.train import CHECKPOINT, LAST
@@ -14,7 +15,6 @@ from lsq.fairseq.compatibility.loading import updates_of
 NAME = re.compile(r"\w[\w.+=@,-]*")
 RESERVED = ("text", "vocabulary", "data", "numbers")
 """Folders of an output folder that are not runs."""
-LOSSES = "losses.jsonl"
 STAGE = "run"
 UPDATES = "--max-update"
 """In the key of a model: how many updates are wanted, to which it is not bound."""

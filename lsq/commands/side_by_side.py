@@ -13,8 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lsq.commands.interruption import Interrupted, Interruption
-from lsq.commands.progress import read_losses
-from lsq.commands.run_folder import LOSSES
+from lsq.commands.losses import LOSSES, read_losses
 
 POLL_SECONDS = 0.3
 OUTPUT = "output.txt"

@@ -12,22 +12,23 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from fairseq.data import Dictionary
 from fairseq.tasks import TASK_REGISTRY
 
 from lsq.commands import generate, stages, train
 from lsq.commands.interruption import Interrupted
 from lsq.commands.limits import TRANSLATION
 from lsq.commands.logs import logging_to
+from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.prepare import Prepared, prepare, say
-from lsq.commands.progress import one_bar, read_losses, recording
-from lsq.commands.run_folder import LOSSES, RENAMED, UNBOUND, UPDATES, RunFolder, named_options
-from lsq.commands.score import draw_losses, scores
+from lsq.commands.progress import one_bar, recording
+from lsq.commands.run_folder import RENAMED, UNBOUND, UPDATES, RunFolder, named_options
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.compatibility.loading import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
-from lsq.files import write_text
+from lsq.fairseq.memory import made_up_dictionary
 from lsq.lock import locked_folder
+from lsq.text.corpus import read_items, write_items
+from lsq.text.score import scores
 
 REPORTED_PACKAGES = ("lsq", "torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 BEST = "checkpoint_best.pt"
@@ -121,9 +122,7 @@ def check_training(prepared: Prepared, options: RunOptions) -> None:
     with logging_to(Path(os.devnull)):
         args = train.parse_training(arguments, with_data=False)
         if args.task in TRANSLATION:
-            words = Dictionary()
-            for number in range(len(words), prepared.options.size):
-                words.add_symbol(f"word{number}")
+            words = made_up_dictionary(prepared.options.size)
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
             task = TASK_REGISTRY[args.task](args, words, words)
             task.build_criterion(args)
@@ -174,13 +173,12 @@ def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path
     with logging_to(folder / "generate.log"), one_bar(f"translating with {options.name}", options.quiet):
         generate.run(arguments)
     hypotheses = generate.read_hypotheses(folder / "generate-test.txt", len(prepared.lines("test", "tgt")))
-    write_text(folder / "hypotheses.txt", "".join(line + "\n" for line in hypotheses))
+    write_items(folder / "hypotheses.txt", hypotheses)
 
 
 def hypotheses_of(prepared: Prepared, name: str) -> list[str]:
     """The translations of the test set by the run of this name."""
-    text = (prepared.output / name / "translation" / "hypotheses.txt").read_text(encoding="utf-8")
-    return text.removesuffix("\n").split("\n")
+    return read_items(prepared.output / name / "translation" / "hypotheses.txt")
 
 
 def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:

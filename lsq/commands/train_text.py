@@ -7,15 +7,17 @@ from dataclasses import fields
 from pathlib import Path
 
 from lsq.commands.options import one_line_errors, positive
-from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare, say
+from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.run_folder import check_data, check_name, named_options
-from lsq.commands.score import TOKENIZERS
 from lsq.commands.text_run import RunOptions
 from lsq.commands.text_run import run as run_training
 from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
 from lsq.config import MODES, QuantConfig
 from lsq.fairseq import options as quantizer_options
 from lsq.lock import locked_folder
+from lsq.text.corpus import TextFiles
+from lsq.text.score import TOKENIZERS
+from lsq.text.vocabulary import VocabularyOptions
 
 DESCRIPTION = """
 Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise, train, translate the test

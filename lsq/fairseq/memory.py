@@ -98,6 +98,14 @@ def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
     return describe_memory(model, lambda: criterion(model, batch)[0])
 
 
+def made_up_dictionary(size: int) -> Dictionary:
+    """A dictionary of `size` words, fairseq's special ones included; with fewer it has those alone."""
+    words = Dictionary()
+    for number in range(len(words), size):
+        words.add_symbol(f"word{number}")
+    return words
+
+
 def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, nn.Module]:
     """(task, model, criterion) of a training, without data.
 
@@ -110,9 +118,7 @@ def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, n
     """
     if given.arch not in MODEL_ARCHITECTURES:
         raise ValueError(f"arch is {given.arch!r}; allowed: {', '.join(MODEL_ARCHITECTURES)}")
-    words = Dictionary()
-    for number in range(len(words), vocabulary):
-        words.add_symbol(f"word{number}")
+    words = made_up_dictionary(vocabulary)
     task = tasks.TASK_REGISTRY[given.task](given, words, words)
     criterion = task.build_criterion(given)
     if not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):

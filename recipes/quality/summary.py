@@ -7,9 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from lsq.commands import logs
-from lsq.commands.progress import read_losses
-from lsq.commands.score import draw_losses
-from lsq.commands.text_run import LOSSES
+from lsq.commands.losses import LOSSES, draw_losses, read_losses
 
 BASELINES = {
     "float": "float",

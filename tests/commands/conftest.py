@@ -7,7 +7,9 @@ import pytest
 
 from lsq.commands import train
 from lsq.commands.logs import logging_to
-from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare
+from lsq.commands.prepare import Prepared, prepare
+from lsq.text.corpus import TextFiles
+from lsq.text.vocabulary import VocabularyOptions
 
 WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
 VOCABULARY = VocabularyOptions(size=60, coverage=1.0, max_length=40)

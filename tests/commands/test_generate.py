@@ -3,7 +3,9 @@ import torch
 
 from lsq.commands import generate, train
 from lsq.commands.logs import logging_to
-from lsq.commands.prepare import Prepared, TextFiles, VocabularyOptions, prepare
+from lsq.commands.prepare import Prepared, prepare
+from lsq.text.corpus import TextFiles
+from lsq.text.vocabulary import VocabularyOptions
 from tests.commands.conftest import TRAINING, VOCABULARY, write_pairs
 
 

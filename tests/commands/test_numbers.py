@@ -1,37 +1,8 @@
 import json
-import random
 
 import pytest
 
 from lsq.commands import numbers, train_text
-from lsq.commands.numbers import name_numbers, sample_numbers
-
-
-def test_samples_are_different_and_avoid_the_excluded():
-    excluded = set(range(0, 1_000_000, 2))
-    found = sample_numbers(2000, random.Random(1), excluded)
-    assert len(set(found)) == 2000
-    assert not set(found) & excluded
-    lengths = {len(str(number)) for number in found}
-    assert lengths == {1, 2, 3, 4, 5, 6}
-
-
-def test_too_many_numbers():
-    with pytest.raises(ValueError, match="600000 numbers are wanted, but at most 500000"):
-        sample_numbers(600_000, random.Random(1))
-
-
-def test_names():
-    names = name_numbers([21, 345], "naming")
-    assert names.source == ["twenty-one", "three hundred and forty-five"]
-    assert names.target == ["einundzwanzig", "dreihundertfünfundvierzig"]
-
-
-def test_splits_do_not_overlap(tmp_path):
-    numbers.write_numbers(tmp_path, train_pairs=3000, test_pairs=50, seed=1)
-    lines = {split: (tmp_path / f"{split}.src").read_text().splitlines() for split in ("train", "valid", "test")}
-    assert [len(lines[split]) for split in lines] == [3000, numbers.VALID_PAIRS, 50]
-    assert len(set().union(*lines.values())) == 3000 + numbers.VALID_PAIRS + 50
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import prepare as module
-from lsq.commands.prepare import Prepared, TextFiles
+from lsq.commands.prepare import Prepared
 from lsq.commands.stages import MARKER
+from lsq.text.corpus import TextFiles
 from tests.commands.conftest import VOCABULARY, write_pairs
 
 
@@ -72,7 +73,7 @@ def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, c
 
 def test_half_done_data_are_not_taken_for_done(files, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("lsq.commands.vocabulary.binarize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("lsq.text.binary.binarize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(files, tmp_path)
     assert (prepare(files, tmp_path).data / "test.src-tgt.tgt.idx").exists()

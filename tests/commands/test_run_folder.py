@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from lsq.commands.prepare import Prepared, TextFiles
+from lsq.commands.prepare import Prepared
 from lsq.commands.run_folder import RunFolder, check_data, check_name, named_options
 from lsq.commands.stages import MARKER, Stage
+from lsq.text.corpus import TextFiles
 from tests.commands.conftest import VOCABULARY
 
 KEY = {"--lr": "1"}

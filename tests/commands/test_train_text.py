@@ -10,7 +10,7 @@ from fairseq.trainer import Trainer
 
 from lsq.commands import train_text
 from lsq.commands.interruption import Interrupted
-from lsq.commands.progress import read_losses
+from lsq.commands.losses import read_losses
 from lsq.lock import Busy, locked_folder
 
 SMALL = (

@@ -12,7 +12,7 @@ from fairseq.data.encoders.sentencepiece_bpe import SentencepieceConfig
 
 from lsq import cli
 from lsq.commands import generate
-from lsq.commands.progress import read_losses
+from lsq.commands.losses import read_losses
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_text
 

@@ -2,14 +2,43 @@
 
 import codecs
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lsq.files import write_text
 
-ENDS = ("src", "tgt", "lines")
+SPLITS = ("train", "valid", "test")
+SIDES = ("src", "tgt")
+ENDS = (*SIDES, "lines")
 """Ends of the names of a split's files: source sentences, target sentences, and where the user's files had them."""
+FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
+"""Names of the files of all splits."""
+SPLIT_SEED = 1
+"""Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same text."""
+
+
+def write_items(path: Path, items: Iterable[object]) -> None:
+    """Write a file with an item a line, whole or not at all."""
+    write_text(path, "".join(f"{item}\n" for item in items))
+
+
+def read_items(path: Path) -> list[str]:
+    """What `write_items` wrote."""
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """What the user gave: pairs of files (source, target); None where pairs are held out of train."""
+
+    train: tuple[Path, Path]
+    valid: tuple[Path, Path] | None
+    test: tuple[Path, Path] | None
+
+    def splits(self) -> dict[str, tuple[Path, Path] | None]:
+        """The splits by name."""
+        return {split: getattr(self, split) for split in SPLITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +62,7 @@ class Corpus:
     def write(self, folder: Path, split: str) -> None:
         """Write the files folder/split.<end>, with an end for each of ENDS, an item a line."""
         for end, column in zip(ENDS, (self.source, self.target, self.lines), strict=True):
-            write_text(folder / f"{split}.{end}", "".join(f"{item}\n" for item in column))
+            write_items(folder / f"{split}.{end}", column)
 
     @classmethod
     def of(cls, source: list[str], target: list[str]) -> "Corpus":
@@ -43,8 +72,7 @@ class Corpus:
     @classmethod
     def read(cls, folder: Path, split: str) -> "Corpus":
         """What `write` wrote."""
-        texts = [(folder / f"{split}.{end}").read_text(encoding="utf-8") for end in ENDS]
-        source, target, lines = (text.removesuffix("\n").split("\n") for text in texts)
+        source, target, lines = (read_items(folder / f"{split}.{end}") for end in ENDS)
         return cls(source=source, target=target, lines=list(map(int, lines)))
 
 
@@ -137,3 +165,24 @@ def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
 def held_out_count(pairs: int) -> int:
     """How many pairs to hold out of a text of `pairs` pairs: one in twenty, at most 2,000."""
     return min(2000, max(1, pairs // 20))
+
+
+def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> None:
+    """Read the user's files, hold pairs out where there are none for a split, and write all splits into a folder.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_pairs` and `hold_out`.
+    """
+    given = {split: pair for split, pair in files.splits().items() if pair is not None}
+    texts = {split: read_pairs(*pair, say) for split, pair in given.items()}
+    pairs = without_empty(texts["train"])
+    if empty := len(texts["train"]) - len(pairs):
+        say(f"text: left out {empty} pairs of train with an empty side")
+    splits = {**texts, "train": pairs}
+    count = held_out_count(len(pairs))
+    for split in ("valid", "test"):
+        if split not in splits:
+            splits["train"], splits[split] = hold_out(splits["train"], count, SPLIT_SEED)
+            say(f"text: held {count} pairs out of train for {split}")
+    for split, text in splits.items():
+        text.write(folder, split)

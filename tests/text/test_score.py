@@ -1,7 +1,4 @@
-import pytest
-
-from lsq.commands.progress import LossCurve
-from lsq.commands.score import draw_losses, scores
+from lsq.text.score import scores
 
 GERMAN = ["das ist ein kleiner Test .", "und das hier ist noch einer ."]
 
@@ -19,9 +16,3 @@ def test_characters_as_words():
     assert scores(names, names, "char")["bleu"] == 100
     assert scores(names, names, "13a")["bleu"] == 0
     assert 50 < scores(almost, names, "char")["bleu"] < 100
-
-
-@pytest.mark.parametrize("curve", [LossCurve(), LossCurve(training={1: 2.0, 2: 1.0}, validation={2: 1.1})])
-def test_picture(tmp_path, curve):
-    draw_losses({"float": curve, "int8": curve}, tmp_path / "losses.png", "Title")
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")

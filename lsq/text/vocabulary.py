@@ -1,4 +1,4 @@
-"""A vocabulary of subwords shared by both languages, and text as fairseq's binary data sets."""
+"""A vocabulary of subwords shared by both languages."""
 
 import re
 from dataclasses import dataclass
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import numpy
 import sentencepiece
-import torch
-from fairseq.data import Dictionary, indexed_dataset
-from tqdm import tqdm
+from fairseq.data import Dictionary
 
-from lsq.commands.corpus import Corpus
 from lsq.config import DIMENSION_MULTIPLE
+from lsq.text.corpus import SIDES, Corpus
 
 MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
@@ -19,8 +17,17 @@ FEWEST, MOST = 5, 2**24
 LEAST_COVERAGE = 0.98
 LONGEST = 4192
 """Bytes of a line; longer ones, sentencepiece leaves out."""
-CHUNK = 10_000
-"""Sentences that are encoded in one call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyOptions:
+    """How text becomes pieces."""
+
+    size: int
+    coverage: float
+    """Share of the characters that have a piece."""
+    max_length: int
+    """Largest number of pieces of a sentence."""
 
 
 def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:
@@ -90,63 +97,8 @@ def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> tuple[Dic
     return dictionary, index
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """Pairs that are too long to train on."""
-
-    count: int
-    first_line: int
-    """Where the first of them was in the user's files, counted from 1."""
-    pieces: int
-    """The pieces of its longer side."""
-
-
-def binarize(
-    corpus: Corpus,
-    vocabulary: sentencepiece.SentencePieceProcessor,
-    folder: Path,
-    split: str,
-    max_length: int,
-) -> tuple[LeftOut | None, list[int]]:
-    """Write one split as fairseq's memory-mapped data set: folder/split.src-tgt.{src,tgt}.{bin,idx}.
-
-    Pairs in which a side has more than `max_length` pieces are left out.
-
-    Returns:
-        (what was left out, or None; the rows that were kept)
-    """
-    dictionary, index = dictionary_of(vocabulary)
-    prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in ("src", "tgt")]
-    builders = [
-        indexed_dataset.make_builder(indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary))
-        for prefix in prefixes
-    ]
-    kept, too_long = [], []
-    with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False, disable=None) as bar:
-        for start in range(0, len(corpus), CHUNK):
-            sides = [
-                vocabulary.encode(side[start : start + CHUNK], out_type=int) for side in (corpus.source, corpus.target)
-            ]
-            for row, pair in enumerate(zip(*sides, strict=True), start):
-                longest = max(map(len, pair))
-                if longest > max_length:
-                    too_long.append((row, longest))
-                    continue
-                kept.append(row)
-                for builder, pieces in zip(builders, pair, strict=True):
-                    codes = numpy.append(index[pieces], numpy.int32(dictionary.eos()))
-                    builder.add_item(torch.from_numpy(codes))
-            bar.update(len(sides[0]))
-    for builder, prefix in zip(builders, prefixes, strict=True):
-        builder.finalize(indexed_dataset.index_file_path(prefix))
-    if not too_long:
-        return None, kept
-    row, pieces = too_long[0]
-    return LeftOut(count=len(too_long), first_line=corpus.lines[row], pieces=pieces), kept
-
-
 def write_dictionaries(vocabulary: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
     """Write folder/dict.src.txt and folder/dict.tgt.txt, which are the same."""
     dictionary, _ = dictionary_of(vocabulary)
-    for side in ("src", "tgt"):
+    for side in SIDES:
         dictionary.save(str(folder / f"dict.{side}.txt"))

@@ -1,6 +1,6 @@
 import pytest
 
-from lsq.commands.corpus import Corpus, held_out_count, hold_out, read_lines, read_pairs, without_empty
+from lsq.text.corpus import Corpus, held_out_count, hold_out, read_lines, read_pairs, without_empty
 
 
 def test_lines_end_at_line_feeds_only(tmp_path):

@@ -1,17 +1,8 @@
 import pytest
-from fairseq.data import Dictionary, data_utils
 
-from lsq.commands import vocabulary
-from lsq.commands.corpus import Corpus
-
-LINES = ["the quick brown fox", "jumps over the lazy dog", "<pad> and <s> are words, a < b > c"] * 3
-
-
-@pytest.fixture
-def learnt(tmp_path):
-    """A vocabulary of a few lines that hold fairseq's own symbols as text."""
-    vocabulary.learn_vocabulary(Corpus.of(LINES, LINES), tmp_path, size=50, coverage=1.0)
-    return vocabulary.load_vocabulary(tmp_path)
+from lsq.text import vocabulary
+from lsq.text.corpus import Corpus
+from tests.text.conftest import LINES
 
 
 def test_dictionary_has_every_piece_and_a_padded_size(learnt):
@@ -20,28 +11,6 @@ def test_dictionary_has_every_piece_and_a_padded_size(learnt):
     assert len(set(index.tolist())) == len(index) == 50
     assert all(dictionary[index[piece]] == learnt.id_to_piece(piece) for piece in range(4, 50))
     assert index[learnt.unk_id()] == dictionary.unk()
-
-
-def test_binarised_text_reads_back(learnt, tmp_path):
-    corpus = Corpus.of(["the fox", "<pad> jumps", "ж"], ["lazy dog", "<s>", "over"])
-    left_out, kept = vocabulary.binarize(corpus, learnt, tmp_path, "train", max_length=20)
-    vocabulary.write_dictionaries(learnt, tmp_path)
-    assert left_out is None and kept == [0, 1, 2]
-    dictionary = Dictionary.load(str(tmp_path / "dict.src.txt"))
-    sides = [
-        data_utils.load_indexed_dataset(str(tmp_path / f"train.src-tgt.{side}"), dictionary) for side in ("src", "tgt")
-    ]
-    assert [dictionary.string(row, "sentencepiece") for row in sides[1]] == ["lazy dog", "<s>", "over"]
-    assert dictionary.string(sides[0][1], "sentencepiece") == "<pad> jumps"
-    assert sides[0][2].tolist()[-2:] == [dictionary.unk(), dictionary.eos()]
-    assert dictionary.pad() not in sides[0][1].tolist()
-
-
-def test_long_pairs_are_left_out(learnt, tmp_path):
-    corpus = Corpus.of(["a", "the quick brown fox jumps", "b", "x y z q"], ["a"] * 4)
-    left_out, kept = vocabulary.binarize(corpus, learnt, tmp_path, "train", max_length=4)
-    assert kept == [0, 2]
-    assert (left_out.count, left_out.first_line) == (2, 2) and left_out.pieces > 4
 
 
 def test_too_large_vocabulary_names_the_largest(tmp_path):

@@ -1,0 +1,54 @@
+"""The text of the built-in task: numbers by their English and German names.
+
+It is made here (num2words), so that nothing has to be downloaded.
+"""
+
+import random
+from pathlib import Path
+
+from num2words import num2words
+from tqdm import tqdm
+
+from lsq.text.corpus import Corpus
+
+DIGITS = 6
+"""Numbers of up to this many digits are named."""
+VALID_PAIRS = 200
+
+
+def sample_numbers(count: int, generator: random.Random, excluded: set[int] = frozenset()) -> list[int]:
+    """`count` different numbers, none of them in `excluded`; as many of each number of digits as there are.
+
+    Raises:
+        ValueError: there are not so many numbers.
+    """
+    available = 10**DIGITS - len(excluded)
+    if count > available // 2:
+        raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
+    found: dict[int, None] = {}
+    while len(found) < count:
+        digits = generator.randint(1, DIGITS)
+        number = generator.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+        if number not in excluded:
+            found[number] = None
+    return list(found)
+
+
+def name_numbers(numbers: list[int], description: str) -> Corpus:
+    """English and German names."""
+    bar = tqdm(numbers, desc=description, unit=" numbers", leave=False, disable=None)
+    names = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in bar]
+    return Corpus.of([english for english, _ in names], [german for _, german in names])
+
+
+def write_numbers(folder: Path, train_pairs: int, test_pairs: int, seed: int) -> None:
+    """Write train, valid and test; no number is in two of them."""
+    generator = random.Random(seed)
+    held_out = sample_numbers(VALID_PAIRS + test_pairs, generator)
+    splits = {
+        "train": sample_numbers(train_pairs, generator, set(held_out)),
+        "valid": held_out[:VALID_PAIRS],
+        "test": held_out[VALID_PAIRS:],
+    }
+    for split, numbers in splits.items():
+        name_numbers(numbers, f"naming the numbers of {split}").write(folder, split)
