@@ -113,12 +113,19 @@ def check_training(args: Namespace) -> None:
         _check_betas(args.adam_betas)
 
 
-def _check_betas(text: object) -> None:
-    """fairseq evaluates this option as Python."""
+def _literal(text: object) -> object:
+    """What an option says that fairseq evaluates as Python, or None."""
     try:
-        values = ast.literal_eval(text) if isinstance(text, str) else text
-        good = len(values) == 2 and all(0 <= value < 1 for value in values)
+        return ast.literal_eval(text) if isinstance(text, str) else text
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _check_betas(text: object) -> None:
+    try:
+        values = _literal(text)
+        good = len(values) == 2 and all(0 <= value < 1 for value in values)
+    except TypeError:  # no list, or not of numbers
         good = False
     if not good:
         raise ValueError(f"--adam-betas is {text!r}; it must be two numbers from 0 to below 1, such as '(0.9, 0.98)'")
@@ -154,9 +161,6 @@ def check_generation(args: Namespace) -> None:
 
 
 def _check_overrides(text: str) -> None:
-    try:
-        values = ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        values = None
+    values = _literal(text)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ValueError(f"--model-overrides is {text!r}; it must be names and values: \"{{'data': 'folder'}}\"")

@@ -156,18 +156,9 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
     """Translate the test set with the checkpoint of least validation loss."""
     arguments = [str(prepared.data), "--path", str(model / BEST), "--gen-subset", "test"]
-    arguments += [
-        "--results-path",
-        str(folder),
-        "--beam",
-        str(options.beam),
-        "--max-tokens",
-        "4096",
-        "--num-workers",
-        "0",
-    ]
-    arguments += ["--max-len-b", str(options.max_length), "--bpe", "sentencepiece"]
-    arguments += ["--sentencepiece-model", str(prepared.vocabulary)]
+    arguments += ["--results-path", str(folder), "--beam", str(options.beam), "--max-tokens", "4096"]
+    arguments += ["--num-workers", "0", "--max-len-b", str(options.max_length)]
+    arguments += ["--bpe", "sentencepiece", "--sentencepiece-model", str(prepared.vocabulary)]
     if "--cpu" in options.training:
         arguments.append("--cpu")
     with logging_to(folder / "generate.log"), one_bar(f"translating with {options.name}", options.quiet):
