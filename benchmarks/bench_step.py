@@ -1,15 +1,18 @@
-"""One training step of a Transformer: fairseq in float32 and bfloat16, torchao's int8 training, lsq int8.
+"""One training step of a Transformer: fairseq, plain PyTorch in bfloat16 (also compiled), torchao's int8, lsq's int8.
 
-A step is forward, label-smoothed loss, backward and fairseq's Adam, on the same random batches for each side.
+A step is forward, label-smoothed loss, backward and Adam (plain PyTorch's is fused, the others' is fairseq's), on the
+same random batches for each side.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
 
 import common
+import plain_transformer
 import saved
 import transformer
 from torch.profiler import ProfilerActivity, profile
@@ -27,17 +30,25 @@ WARM_UP = 3
 """Steps of each side that are not timed: memory that a virtual machine has not touched before is slow at first."""
 
 
+def _side(*arguments: str, **options) -> Callable:
+    return functools.partial(transformer.Side, arguments=arguments, **options)
+
+
 LSQ_NAME = "lsq"
 """Sides whose name begins with this train in planned memory, as the plugin does."""
-SIDES: dict[str, dict] = {
-    "fairseq float32": {"arguments": FAIRSEQ},
-    "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
-    "torchao int8": {"arguments": FAIRSEQ, "change": transformer.torchao_int8},
-    "torchao int8, bfloat16": {"arguments": FAIRSEQ, "change": transformer.torchao_int8, "autocast": True},
-    "lsq int8, backward float32": {"arguments": LSQ},
-    "lsq int8, backward bfloat16": {"arguments": [*LSQ, "--lsq-backward-dtype", "bfloat16"]},
-    "lsq int8, backward int8": {"arguments": [*LSQ, "--lsq-backward", "int8"]},
+SIDES: dict[str, Callable] = {
+    "fairseq float32": _side(*FAIRSEQ),
+    "fairseq bfloat16": _side(*FAIRSEQ, autocast=True),
+    "pytorch bfloat16 eager": plain_transformer.Side,
+    "pytorch bfloat16 compiled": functools.partial(plain_transformer.Side, backend="inductor"),
+    "torchao int8": _side(*FAIRSEQ, change=transformer.torchao_int8),
+    "torchao int8, bfloat16": _side(*FAIRSEQ, change=transformer.torchao_int8, autocast=True),
+    "lsq int8, backward float32": _side(*LSQ, "--lsq-backward", "float"),
+    "lsq int8, backward bfloat16": _side(*LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"),
+    "lsq int8, backward int8": _side(*LSQ, "--lsq-backward", "int8"),
 }
+"""Name -> what builds the side for a shape."""
+COMPILED = "pytorch bfloat16 compiled"
 BASELINE, HALF = "fairseq float32", "fairseq bfloat16"
 
 
@@ -97,18 +108,18 @@ def operation_seconds(timed: TimedSide) -> dict[str, float]:
     return dict(Counter({**torch_seconds, **fused_seconds}).most_common(OPERATIONS))
 
 
-def build(shape: transformer.Shape, wanted: list[str] | None) -> tuple[dict, dict[str, str]]:
-    """Make the sides.
+def build(shape: transformer.Shape, wanted: list[str] | None, quick: bool) -> tuple[dict, dict[str, str]]:
+    """Make the sides; with `quick`, none of them waits for a C++ compiler.
 
     Returns:
         name -> side, and name -> reason for those that cannot run here.
     """
     sides, missing = {}, {}
-    for name, recipe in SIDES.items():
+    for name, make in SIDES.items():
         if wanted and name not in (*wanted, BASELINE, HALF):
             continue
         try:
-            sides[name] = transformer.Side(shape, **recipe)
+            sides[name] = make(shape, backend="eager") if quick and name == COMPILED else make(shape)
         except ImportError as error:
             missing[name] = str(error)
     return sides, missing
@@ -136,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = common.parse(parser, arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()
     batches = [transformer.batch(shape, padded=options.padded, seed=seed) for seed in range(options.batches)]
-    sides, missing = build(shape, options.side)
+    sides, missing = build(shape, options.side, options.quick)
     arenas = {} if options.naive_memory else plan_sides(sides, shape)
 
     timed = {name: TimedSide(side, batches) for name, side in sides.items()}
@@ -150,6 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
         release_memory(side.model)  # a view of the arena would count as all of it
     kept = {name: saved_bytes(side, shape) for name, side in sides.items()}
 
+    strongest = min((name for name in timings if not name.startswith(LSQ_NAME)), key=lambda name: timings[name].median)
     rows = [
         {
             "side": name,
@@ -157,6 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
             "fastest": timing.fastest,
             "first_step": first_steps[name],
             "ratio": timings[BASELINE].median / timing.median,
+            "ratio_to_strongest": timings[strongest].median / timing.median,
             "ratio_to_bfloat16": timings[HALF].median / timing.median,
             **phases[name],
             "saved_megabytes": 1e-6 * kept[name]["saved_bytes"],
@@ -173,10 +186,11 @@ def main(arguments: list[str] | None = None) -> None:
             options,
             packages=("fairseq-fixed", "torchao"),
             baseline=BASELINE,
+            strongest=f"{strongest}, the fastest side that is not of lsq",
             shape=dataclasses.asdict(shape),
             padded=options.padded,
             target_tokens=[sample["ntokens"] for sample in batches],
-            optimizer="fairseq.optim.adam.Adam",
+            optimizer="fairseq.optim.adam.Adam; plain PyTorch: torch.optim.Adam(fused=True)",
             calibration="in the first step only, which is not timed",
             memory="fresh" if options.naive_memory else "lsq: planned ahead for the largest batch",
             missing=missing,
