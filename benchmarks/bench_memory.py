@@ -24,7 +24,9 @@ INT8 = [*LSQ, "--lsq-backward", "int8"]
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
     "fairseq bfloat16": {"arguments": FAIRSEQ, "autocast": True},
-    "lsq int8, backward bfloat16": {"arguments": [*LSQ, "--lsq-backward-dtype", "bfloat16"], "modes": True},
+    "lsq int8, backward bfloat16": {
+        "arguments": [*LSQ, "--lsq-backward", "float", "--lsq-backward-dtype", "bfloat16"], "modes": True,
+    },
     "lsq int8, backward int8": {"arguments": INT8, "modes": True},
 }
 BASELINE, HALF = "fairseq float32", "fairseq bfloat16"

@@ -57,8 +57,8 @@ class QuantConfig:
     """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor."""
     clip_gradient: str = "pact"
     """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in range)."""
-    backward: str = "float"
-    """Products of the backward pass: "float" (on the dequantised codes) or "int8" (gradients rounded at random)."""
+    backward: str = "int8"
+    """Products of the backward pass: "int8" (gradients rounded at random) or "float" (on the dequantised codes)."""
     backward_dtype: str = "float32"
     """dtype of the products under backward="float"; sums stay float32."""
 

@@ -14,7 +14,7 @@ def test_defaults():
     config = QuantConfig()
     assert config.quantized and config.bits == 8
     assert (config.weight_init, config.activation_init, config.weight_granularity) == ("mse", "mse", "channel")
-    assert (config.clip_gradient, config.backward) == ("pact", "float")
+    assert (config.clip_gradient, config.backward) == ("pact", "int8")
     assert LayerConfig(**LAYER).quant == config
     assert not QuantConfig(mode="float").quantized
 

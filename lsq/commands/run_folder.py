@@ -8,8 +8,9 @@ from lsq.commands import stages
 from lsq.commands.losses import LOSSES
 from lsq.commands.prepare import Prepared
 from lsq.commands.stages import Stage
-from lsq.commands.train import CHECKPOINT, LAST
+from lsq.commands.train import CHECKPOINT
 from lsq.fairseq import gradient_state
+from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.loading import updates_of
 
 NAME = re.compile(r"\w[\w.+=@,-]*")

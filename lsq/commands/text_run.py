@@ -23,6 +23,7 @@ from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.progress import one_bar, recording
 from lsq.commands.run_folder import RENAMED, UNBOUND, UPDATES, RunFolder, named_options
 from lsq.config import DIMENSION_MULTIPLE
+from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.loading import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
@@ -138,7 +139,7 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
     model = folder.model.folder
     arguments = [str(prepared.data), "--save-dir", str(model), "--distributed-world-size", "1", *options.arguments()]
     done = folder.updates()
-    if not done and (other := newest_sound(model / train.LAST)) and "--restore-file" not in options.extra:
+    if not done and (other := newest_sound(model / LAST)) and "--restore-file" not in options.extra:
         arguments += ["--restore-file", str(other)]  # written whole before the process or the disk failed
         done = updates_of(other)
     say(f"{options.name}: {f'going on from update {done}' if done else 'training'}; the log is {model / 'train.log'}")

@@ -26,11 +26,11 @@ from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
 from lsq.fairseq import save_folder
+from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility import replaced
 
 logger = logging.getLogger(__name__)
 
-LAST = "checkpoint_last.pt"
 CHECKPOINT = re.compile(r"checkpoint(_last|_best|_?\d+|_\d+_\d+|\.best_\w+_[\d.]+)\.pt")
 """The names that fairseq gives."""
 TASK = "lsq_translation"

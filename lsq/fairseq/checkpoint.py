@@ -5,6 +5,8 @@ cross-attention's key and value are rows of one weight, in this order.
 """
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ _SAME = (
 )
 """Options that change what the same parameters compute, so that the two models must agree on them."""
 
+LAST = "checkpoint_last.pt"
+"""fairseq's name of the checkpoint in --save-dir to go on from; any other name is a path."""
 MOST_PASSES = 2**40
 """Beyond any training: a thousand passes a second for thirty years."""
 
@@ -201,6 +205,23 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
         load_float(model, weights)
     except ValueError as error:
         raise ValueError(f"--lsq-from {path}: {error}") from None
+
+
+def trained_with(args: Any) -> Mapping[str, Any]:
+    """The model's options in the checkpoint that a training with these options goes on from; without one, none.
+
+    Args:
+        args: fairseq's options; where there is no training, they lack `restore_file`.
+    """
+    name = getattr(args, "restore_file", None)
+    path = Path(args.save_dir, name) if name == LAST else Path(name or "")
+    if not path.is_file():
+        return {}
+    try:
+        found = _options(torch.load(path, map_location="cpu", mmap=True))
+    except Exception:  # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
+        return {}
+    return found if isinstance(found, Mapping) else vars(found)
 
 
 def _options(state: dict[str, Any]) -> Any:

@@ -2,12 +2,16 @@
 
 import ast
 import inspect
+import logging
 import textwrap
 from argparse import ArgumentParser, Namespace
 from dataclasses import Field, fields
 from typing import Any
 
 from lsq.config import LayerConfig, QuantConfig
+from lsq.fairseq import checkpoint
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "lsq_"
 """A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
@@ -47,11 +51,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def set_defaults(args: Namespace) -> None:
-    """Give `args` every option of `add_arguments` that it lacks, in place."""
+    """Give `args` every option of `add_arguments` that it lacks, in place.
+
+    A training that goes on from a checkpoint keeps what it was trained with, unless other values are given.
+    """
     args.lsq_from = getattr(args, "lsq_from", None)
-    for field in fields(QuantConfig):
-        name = PREFIX + field.name
-        setattr(args, name, getattr(args, name, field.default))
+    missing = [field for field in fields(QuantConfig) if not hasattr(args, PREFIX + field.name)]
+    before = checkpoint.trained_with(args) if missing else {}
+    for field in missing:
+        name, value = PREFIX + field.name, before.get(PREFIX + field.name)
+        kept = type(value) is field.type and value != field.default
+        setattr(args, name, value if kept else field.default)
+        if kept:
+            logger.info("%s is %s, as in the training that goes on here", option(field), value)
 
 
 def quantization(args: Any) -> QuantConfig:

@@ -172,3 +172,23 @@ def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
         checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "broken.pt")])
     (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoint_last.pt")])
     assert type(model).__name__ == "LSQTransformerModel"
+
+
+def test_a_training_goes_on_with_what_it_was_trained_with(train, parse, tmp_path):
+    """Whatever the defaults are by now; options that are given win."""
+    train(tmp_path / "two", "--max-update 2 --lsq-backward float --lsq-clip-gradient lsq")
+    resumed = train(tmp_path / "two", "--max-update 4")
+    assert resumed["cfg"]["model"].lsq_backward == "float" and resumed["cfg"]["model"].lsq_clip_gradient == "lsq"
+    whole = train(tmp_path / "whole", "--max-update 4 --lsq-backward float --lsq-clip-gradient lsq")
+    assert all(torch.equal(value, whole["model"][name]) for name, value in resumed["model"].items())
+    last = tmp_path / "two" / "checkpoint_last.pt"
+    assert parse(f"--restore-file {last}").lsq_backward == "float"
+    given = parse(f"--restore-file {last} --lsq-backward int8")
+    assert (given.lsq_backward, given.lsq_clip_gradient) == ("int8", "lsq")
+    assert parse(f"--finetune-from-model {last}").lsq_backward == "int8"
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint"])
+def test_no_options_in_a_damaged_checkpoint(parse, tmp_path, content):
+    (tmp_path / "checkpoint_last.pt").write_bytes(content)
+    assert checkpoint.trained_with(parse(f"--save-dir {tmp_path}")) == {}

@@ -19,7 +19,7 @@ def run(parse, build, batch):
 
     def run(name: str, options: str, mode: str):
         torch.manual_seed(5)
-        given = f"{options} --criterion {name} --lsq-mode {mode}"
+        given = f"{options} --criterion {name} --lsq-mode {mode} --lsq-backward float"
         task, model = build(given)
         criterion = criterions.build_criterion(parse(given), task)
         sample = batch(task)

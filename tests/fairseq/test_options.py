@@ -21,7 +21,7 @@ OTHER = {
     "clip_step": 0.01,
     "weight_granularity": "tensor",
     "clip_gradient": "lsq",
-    "backward": "int8",
+    "backward": "float",
     "backward_dtype": "bfloat16",
 }
 """A value other than the default for every field."""

@@ -8,7 +8,11 @@ HIDDEN, HEADS, INNER = 48, 3, 112
 
 
 def config_of(*, dropout=0.0, pre_norm=False, activation="relu", heads=HEADS, hidden=HIDDEN, inner=INNER, **quant):
-    """A LayerConfig with one dropout for all places; what remains goes to QuantConfig."""
+    """A LayerConfig with one dropout for all places; what remains goes to QuantConfig.
+
+    Unless `backward` is given its products are of floats: nothing in it is random, and the reference has the same.
+    """
+    quant = {"backward": "float", **quant}
     return LayerConfig(
         hidden=hidden, heads=heads, feed_forward=inner, dropout=dropout, attention_dropout=dropout,
         activation_dropout=dropout, pre_norm=pre_norm, activation=activation, quant=QuantConfig(**quant),

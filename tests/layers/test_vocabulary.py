@@ -39,17 +39,18 @@ def check_loss(quant, *, vocabulary=91, rows=21, smoothing=0.1):
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_loss_equals_the_reference(clip_gradient, granularity, bits):
-    check_loss(QuantConfig(clip_gradient=clip_gradient, weight_granularity=granularity, bits=bits))
+    options = {"clip_gradient": clip_gradient, "weight_granularity": granularity, "bits": bits}
+    check_loss(QuantConfig(backward="float", **options))
 
 
 @pytest.mark.parametrize("vocabulary, rows, smoothing", [(2, 7, 0.0), (16, 1, 0.1), (33, 41, 0.0), (97, 341, 0.3)])
 def test_odd_shapes(vocabulary, rows, smoothing):
-    check_loss(QuantConfig(), vocabulary=vocabulary, rows=rows, smoothing=smoothing)
+    check_loss(QuantConfig(backward="float"), vocabulary=vocabulary, rows=rows, smoothing=smoothing)
 
 
 @pytest.mark.parametrize("vocabulary", [16, 91])
 def test_logits_equal_the_reference(vocabulary):
-    quant = QuantConfig()
+    quant = QuantConfig(backward="float")
     compare_with_reference(
         VocabularyProjection(vocabulary, HIDDEN, quant=quant),
         only(quant),
