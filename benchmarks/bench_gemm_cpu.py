@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from lsq.gemm import configuration_file, lookup
 from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry, Times
-from lsq.gemm.cpu_candidates import CpuBackend
 from lsq.gemm.product_key import ProductKey
+from lsq.tune.cpu import CpuBackend
 
 QUICK = [ProductKey.of("linear_int8", 8, 32, 16), ProductKey.of("linear_weight_gradient", 16, 32, 8)]
 

@@ -7,10 +7,11 @@ import torch
 from tqdm import tqdm
 
 from lsq.commands.options import one_line_errors
-from lsq.gemm import configuration_file, lookup, search, verification
+from lsq.gemm import configuration_file, lookup, search
 from lsq.gemm.configuration import ConfigurationFile, Entry
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.validators import Validators, difference
+from lsq.tune import verification
 
 KINDS = ("cpu", "cuda")
 
@@ -144,7 +145,7 @@ def checker(kind: str) -> verification.Check:
     """
     if kind == "cuda":
         return verification.cublaslt_check(Products(torch.device("cuda", torch.cuda.current_device())))
-    from lsq.gemm.cpu_candidates import CpuBackend
+    from lsq.tune.cpu import CpuBackend
 
     return verification.trial_check(CpuBackend(cache=0).trial)  # one set of operands: nothing is timed
 

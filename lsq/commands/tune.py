@@ -14,13 +14,14 @@ from tqdm import tqdm
 from lsq.commands.options import count, one_line_errors, seconds
 from lsq.commands.plan import TRAINING
 from lsq.commands.tune_picture import draw
-from lsq.gemm import configuration_file, search, shapes
-from lsq.gemm.cpu_candidates import CpuBackend
+from lsq.gemm import configuration_file, search
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.cublaslt_candidates import CublasBackend
 from lsq.gemm.product_key import TOKEN_STEP, ProductKey
-from lsq.gemm.trial import Backend, Outcome
-from lsq.gemm.tuner import Summary, tune
+from lsq.tune import shapes
+from lsq.tune.cpu import CpuBackend
+from lsq.tune.cublaslt import CublasBackend
+from lsq.tune.trial import Backend, Outcome
+from lsq.tune.tuner import Summary, tune
 
 KEY_OPERATIONS = 2e10
 """What a product costs the tuner beside its size, in operations: for the time left."""

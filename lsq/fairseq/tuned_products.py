@@ -4,7 +4,8 @@ import logging
 from pathlib import Path
 
 from lsq import gemm
-from lsq.gemm import coverage
+from lsq.gemm import lookup
+from lsq.tune import coverage
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def use_file(path: str | None) -> None:
 
 def report(path: str | None) -> None:
     """Log which products were tuned, and write the report to `path` for `lsq tune --missing`; nothing if none ran."""
-    found = gemm.coverage_report()
+    found = coverage.of(lookup.table())
     if not found.lines:
         return
     logger.info(found.text())

@@ -3,13 +3,12 @@
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
 """
 
-from lsq.gemm.lookup import coverage_report, set_files
+from lsq.gemm.lookup import set_files
 from lsq.gemm.operation import multiply_into, row_blocks, scratch_for
 from lsq.gemm.product import LARGEST_INNER, int8_product, reference
 
 __all__ = [
     "LARGEST_INNER",
-    "coverage_report",
     "int8_product",
     "multiply_into",
     "reference",

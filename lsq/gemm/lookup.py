@@ -5,6 +5,7 @@ is settled when the first product is asked for; `set_files` changes it, and goes
 """
 
 import bisect
+import copy
 import logging
 import threading
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from pathlib import Path
 
 from lsq.gemm import configuration_file, scratch, search
 from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry
-from lsq.gemm.coverage import Coverage, Line
 from lsq.gemm.product_key import ProductKey, rounded_tokens
 from lsq.gemm.search import Found
 from lsq.gemm.validators import Validators
@@ -20,7 +20,7 @@ from lsq.gemm.validators import Validators
 logger = logging.getLogger(__name__)
 
 
-class _Use:
+class Use:
     """How often a product was asked for."""
 
     __slots__ = ("calls", "configuration", "entry", "key", "seconds")
@@ -47,7 +47,7 @@ class Table:
         self.found = tuple(found)
         self._entries: dict[ProductKey, Entry] = {}
         self._families: dict[tuple, list[Entry]] = {}
-        self._uses: dict[tuple | ProductKey, _Use] = {}
+        self._uses: dict[tuple | ProductKey, Use] = {}
         self._lock = threading.Lock()
         for each in self.used:
             for entry in each.file.entries:
@@ -97,11 +97,11 @@ class Table:
             use = self._uses.get(key) or self._first_use(key, key)
             use.entry, use.configuration = None, CpuConfiguration.default(key.op)
 
-    def _first_use(self, asked: tuple | ProductKey, key: ProductKey) -> _Use:
+    def _first_use(self, asked: tuple | ProductKey, key: ProductKey) -> Use:
         rounded = key.rounded()
         use = self._uses.get(rounded)
         if use is None:
-            use = self._uses[rounded] = _Use(rounded, self._entries.get(rounded) or self._nearest_entry(rounded))
+            use = self._uses[rounded] = Use(rounded, self._entries.get(rounded) or self._nearest_entry(rounded))
         self._uses[asked] = use
         return use
 
@@ -149,16 +149,10 @@ class Table:
             return None
         return entry
 
-    def coverage(self) -> Coverage:
-        """What was asked for so far."""
+    def uses(self) -> list[Use]:
+        """What was asked for so far, each product once."""
         with self._lock:
-            uses = {use.key: (use.calls, use.seconds, use.entry) for use in self._uses.values()}
-        lines = [
-            Line(key=key, calls=calls, seconds=seconds, served=None if entry is None else entry.key)
-            for key, (calls, seconds, entry) in uses.items()
-        ]
-        files = tuple(str(each.path) for each in self.used)
-        return Coverage(kind=self.here.kind, device=self.here.device, files=files, lines=tuple(lines))
+            return [copy.copy(use) for use in dict.fromkeys(self._uses.values())]
 
 
 _lock = threading.Lock()
@@ -274,8 +268,3 @@ def largest_scratch(op: str, m: int, n: int, k: int, layout: str) -> int:
         ValueError: there is no such product.
     """
     return table().largest_scratch(op, m, n, k, layout)
-
-
-def coverage_report(kind: str = "cpu") -> Coverage:
-    """What products were asked for so far, and which had an entry."""
-    return table(kind).coverage()

@@ -100,7 +100,7 @@ def test_verify_refuses_files_of_other_devices(machine, capsys):
 
 
 def test_verify_runs_the_products_of_this_cpu(tmp_path, capsys):
-    pytest.importorskip("lsq.gemm.cpu_candidates")
+    pytest.importorskip("lsq.tune.cpu")
     path = tmp_path / "here.json"
     configuration_file.write(path, file(entry(8), entry(64), validators=search.here()))
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0

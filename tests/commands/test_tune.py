@@ -11,14 +11,15 @@ import torch
 
 from lsq import cli
 from lsq.commands import tune
-from lsq.gemm import configuration_file, coverage, search
-from lsq.gemm.coverage import Coverage, Line
+from lsq.gemm import configuration_file, search
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.trial import Settings
-from lsq.gemm.tuner import Summary
 from lsq.lock import locked_file
-from tests.gemm.fakes import FakeBackend
+from lsq.tune import coverage
+from lsq.tune.coverage import Coverage, Line
+from lsq.tune.trial import Settings
+from lsq.tune.tuner import Summary
 from tests.gemm.tuned import CPU, entry, file, key
+from tests.tune.fakes import FakeBackend
 
 KEYS = [ProductKey.of("linear_int8", 20, 48, 64), ProductKey.of("linear_weight_gradient", 48, 32, 41)]
 TINY = (
@@ -31,8 +32,8 @@ TINY = (
 def small_cache(monkeypatch):
     """Operands that fit the cache, and rounds of one run: nothing is timed for its own sake."""
     settings = Settings(rounds=3, final_rounds=3, seconds=1e-6)
-    monkeypatch.setattr("lsq.gemm.cpu_candidates.last_level_cache", lambda: 2**14)
-    monkeypatch.setattr("lsq.gemm.tuner.Settings", lambda: settings)
+    monkeypatch.setattr("lsq.tune.cpu.last_level_cache", lambda: 2**14)
+    monkeypatch.setattr("lsq.tune.tuner.Settings", lambda: settings)
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.gemm import configuration_file, coverage, search
+from lsq.gemm import configuration_file, search
 from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry, Times, now
+from lsq.tune import coverage
 
 BACKWARD = "--lsq-backward int8 --max-update 3"
 

@@ -10,12 +10,13 @@ import pytest
 
 from lsq.commands import stages
 from lsq.commands.stages import Stage
-from lsq.gemm import configuration_file, coverage, shapes
+from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.coverage import Coverage, Line
 from lsq.memory import files, validator
 from lsq.memory.buffer import Buffer
 from lsq.memory.planner import plan
+from lsq.tune import coverage, shapes
+from lsq.tune.coverage import Coverage, Line
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
 from tests.gemm.tuned import GPU, cublas_entry, entry, file, key

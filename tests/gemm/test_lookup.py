@@ -15,6 +15,7 @@ from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import OPERATIONS, ProductKey
 from lsq.gemm.search import Found
+from lsq.tune import coverage
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
 
 DEFAULT = CpuConfiguration.default("linear_int8")
@@ -34,7 +35,7 @@ def table(*entries):
 def test_exact_up_to_512_then_the_next_multiple_of_32():
     made = table(entry(41), entry(1024))
     served = {m: made.lookup(key(m)) for m in (40, 41, 42, 512, 992, 993, 1000, 1024, 1025)}
-    hits = [line.key.m for line in made.coverage().lines if line.hit]
+    hits = [line.key.m for line in coverage.of(made).lines if line.hit]
     assert sorted(hits) == [41, 1024]
     assert served[993] is served[1000] is served[1024] and served[41].key == key(41)
 
@@ -64,15 +65,15 @@ def test_counts():
     made.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
     made.add_seconds("linear_int8", 1001, 128, 256, "nt", 0.25)
     made.add_seconds("linear_int8", 1002, 128, 256, "nt", 0.25)
-    lines = {line.key.m: (line.hit, line.calls, line.seconds) for line in made.coverage().lines}
+    lines = {line.key.m: (line.hit, line.calls, line.seconds) for line in coverage.of(made).lines}
     assert lines == {41: (True, 2, 0.5), 1024: (True, 3, 0.5), 7: (False, 1, 0.0)}
-    assert made.coverage().files == ("file.json",)
+    assert coverage.of(made).files == ("file.json",)
 
 
 def test_entries_are_seen_without_being_counted():
     made = table(entry(1024))
     assert made.entry(key(1000)) == entry(1024) and made.entry(key(7)) is None
-    assert not made.coverage().lines
+    assert not coverage.of(made).lines
 
 
 def test_a_refused_entry_is_a_miss_from_then_on():
@@ -81,7 +82,7 @@ def test_a_refused_entry_is_a_miss_from_then_on():
     made.refuse(key(1001))
     assert made.configuration("linear_int8", 1000, 128, 256, "nt") == DEFAULT
     assert made.lookup(key(1024)) is None
-    (line,) = made.coverage().missed
+    (line,) = coverage.of(made).missed
     assert line.calls == 3 and line.served is None
 
 
@@ -91,7 +92,7 @@ def test_the_nearest_batch_size_serves_on_the_cpu():
     found = [made.configuration("linear_int8", m, 128, 256, "nt").rows for m in sizes]
     assert found == [8, 8, 16, 16, 1024, 1024, 1024]
     assert made.configuration("linear_int8", 8, 64, 256, "nt") == DEFAULT
-    assert {line.key.m: line.served.m for line in made.coverage().lines if line.served} == {
+    assert {line.key.m: line.served.m for line in coverage.of(made).lines if line.served} == {
         1: 8, 8: 8, 9: 16, 13: 16, 608: 1024, 544: 1024, 5024: 1024
     }
 
@@ -157,14 +158,14 @@ def test_threads_lose_no_count():
         thread.start()
     for thread in threads:
         thread.join()
-    assert {line.key.m: line.calls for line in made.coverage().lines} == dict.fromkeys(range(38, 44), 2000)
+    assert {line.key.m: line.calls for line in coverage.of(made).lines} == dict.fromkeys(range(38, 44), 2000)
 
 
 def test_without_any_file(machine):
     assert lookup.configuration_for("linear_int8", 41, 128, 256, "nt") == DEFAULT
     assert lookup.largest_scratch("linear_int8", 41, 128, 256, "nt") == 41 * 128 * 4
     lookup.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
-    report = gemm.coverage_report()
+    report = coverage.of(lookup.table())
     assert report.shares("calls") == (0.0, 0.0) and report.files == () and report.device == CPU.device
 
 
@@ -175,7 +176,7 @@ def test_files_complete_one_another(machine, caplog):
     assert {each.key.m: each.configuration.rows for each in found.file.entries} == {8: 96, 9: 32, 10: 32}
     assert found.file.validators == CPU
     assert not caplog.records
-    assert len(gemm.coverage_report().files) == 2
+    assert len(coverage.of(lookup.table()).files) == 2
 
 
 def test_the_table_is_loaded_once(machine):

@@ -18,6 +18,7 @@ from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.search import Found
 from lsq.gemm.tuned_cublaslt import decoded_fault, keys_of, spec_of, tuned_products
+from lsq.tune import coverage
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes, product, spec
 from tests.gemm.tuned import GPU, cublas_entry, file
@@ -60,7 +61,7 @@ def test_an_entry_decides(tuned, candidates):
     products, choice = tuned(cublas_entry(configuration_of(last)))
     assert products.get(spec()).algorithm == last
     assert products.get(spec(m=42)).algorithm == candidates(spec(m=42))[0]
-    assert {line.key.m: line.hit for line in choice.table.coverage().lines} == {41: True, 42: False}
+    assert {line.key.m: line.hit for line in coverage.of(choice.table).lines} == {41: True, 42: False}
     assert not choice.refused
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
     products.run(product(a, b, out), aligned_workspace(WORKSPACE_BYTES, CPU))
@@ -71,7 +72,7 @@ def test_the_entry_of_any_operation_will_do(tuned, candidates):
     last = candidates(spec(k=1024))[-1]
     products, choice = tuned(cublas_entry(configuration_of(last), op="linear_weight_gradient", k=1024))
     assert products.get(spec(k=1008)).algorithm.data == last.data
-    (line,) = choice.table.coverage().lines
+    (line,) = coverage.of(choice.table).lines
     assert line.hit and line.key.op == "linear_weight_gradient"
 
 
@@ -79,10 +80,10 @@ def test_other_kinds_of_products_run_untuned(tuned, candidates):
     products, choice = tuned(cublas_entry(configuration_of(candidates(spec())[-1])))
     batched = spec(batch=3)
     assert products.get(batched).algorithm == candidates(batched)[0]
-    assert not choice.table.coverage().lines
+    assert not coverage.of(choice.table).lines
     scaled = spec(out_dtype=torch.int8, alpha="vector")
     assert products.get(scaled).algorithm == candidates(scaled)[0]
-    (line,) = choice.table.coverage().lines
+    (line,) = coverage.of(choice.table).lines
     assert not line.hit and line.key.alpha == "vector"
 
 
@@ -94,7 +95,7 @@ def refusals(tuned, entries, caplog, **options):
         for m in (41, 43, 41, 43):
             assert products.get(spec(m=m)).algorithm == first[m]
     assert sorted((key.m, count) for key, count in choice.refused.items()) == [(41, 1), (43, 1)]
-    assert {line.key.m: line.hit for line in choice.table.coverage().lines} == {41: False, 43: False}
+    assert {line.key.m: line.hit for line in coverage.of(choice.table).lines} == {41: False, 43: False}
     (record,) = caplog.records
     assert "matmul 41 x 48 x 64" in record.getMessage() and "lsq configs verify" in record.getMessage()
     return record.getMessage()

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from lsq.gemm import coverage
-from lsq.gemm.coverage import Coverage, Line
+from lsq.tune import coverage
+from lsq.tune.coverage import Coverage, Line
 from tests.gemm.tuned import key
 
 

@@ -11,13 +11,13 @@ import torch
 
 from lsq.csrc.launch_list import aligned_workspace
 from lsq.csrc.products import MatrixProduct, ProductError
-from lsq.gemm import cublaslt_search
-from lsq.gemm.checksum import RowChecksums
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.product_spec import ProductSpec
 from lsq.gemm.tuned_cublaslt import spec_of
+from lsq.tune import algorithms
+from lsq.tune.checksum import RowChecksums
 
 HEAD_START = 20_000
 """Cycles that the GPU waits for each product of a measurement: the CPU queues them all before the first runs."""
@@ -47,7 +47,7 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        search = cublaslt_search.all_algorithms if self.exhaustive else cublaslt_search.proposed
+        search = algorithms.all_algorithms if self.exhaustive else algorithms.proposed
         with self.current():
             return search(self.products, spec_of(key))
 
@@ -164,7 +164,7 @@ class CublasTrial:
                     transpose_b=own.transpose_b,
                 )
                 self._floats = _Operands(self.backend, spec)
-                self._floats.choose(cublaslt_search.proposed(self.backend.products, spec)[0].algorithm)
+                self._floats.choose(algorithms.proposed(self.backend.products, spec)[0].algorithm)
             return self.backend.time(self._floats.run, repeats)
 
     def close(self) -> None:

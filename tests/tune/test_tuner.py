@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from lsq.gemm import configuration_file
-from lsq.gemm.trial import Settings
-from lsq.gemm.tuner import tune
 from lsq.lock import locked_file
-from tests.gemm.fakes import FakeBackend, way
+from lsq.tune.trial import Settings
+from lsq.tune.tuner import tune
 from tests.gemm.tuned import CPU, GPU, key
+from tests.tune.fakes import FakeBackend, way
 
 SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-9, confirmations=0)
 KEYS = [key(64), key(32), key(100)]
@@ -152,7 +152,7 @@ def test_a_second_tuner_is_refused(path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from tests.gemm.test_tuner import FakeBackend, TIMES, KEYS, run
+from tests.tune.test_tuner import FakeBackend, TIMES, KEYS, run
 def wait(asked):
     if asked == KEYS[1]:
         print("tuning", flush=True)

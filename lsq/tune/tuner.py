@@ -10,9 +10,9 @@ from pathlib import Path
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import ConfigurationFile, Entry, Times, now
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.trial import Backend, Outcome, Settings, compare
 from lsq.gemm.validators import Validators, difference
 from lsq.lock import locked_file
+from lsq.tune.trial import Backend, Outcome, Settings, compare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lsq.gemm import coverage, shapes
-from lsq.gemm.coverage import Coverage, Line
 from lsq.gemm.product_key import ProductKey
+from lsq.tune import coverage, shapes
+from lsq.tune.coverage import Coverage, Line
 
 FULL = ProductKey(op="matmul", m=8, n=16, k=24, dtype="bfloat16", out="float32", layout="tn")
 

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lsq.gemm import coverage, json_file
+from lsq.gemm import json_file
 from lsq.gemm.checks import shown
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
+from lsq.tune import coverage
 
 _FIELDS = [field.name for field in dataclasses.fields(ProductKey)]
 _NEEDED = ("op", "m", "n", "k")
@@ -71,7 +72,7 @@ def read_missed(path: Path) -> tuple[str, list[ProductKey]]:
     """("cpu" or "cuda", the products) that a run asked for and did not find, those that take longest first.
 
     Raises:
-        ValueError, OSError: as lsq.gemm.coverage.read.
+        ValueError, OSError: as `lsq.tune.coverage.read`.
     """
     report = coverage.read(path)
     return report.kind, [line.key for line in report.missed]

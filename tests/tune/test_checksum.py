@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.gemm import checksum
-from lsq.gemm.checksum import RowChecksums
+from lsq.tune import checksum
+from lsq.tune.checksum import RowChecksums
 from tests.gemm.operands import codes
 
 

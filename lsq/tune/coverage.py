@@ -8,6 +8,7 @@ from typing import Any
 from lsq.gemm import json_file
 from lsq.gemm.checks import check_choice, check_number, check_text, check_whole, shown
 from lsq.gemm.configuration_file import product_key
+from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.validators import FORMAT, check_format
 
@@ -114,6 +115,16 @@ class Coverage:
         if len(missed) > SHOWN:
             lines.append(f"  and {len(missed) - SHOWN} more")
         return "\n".join(lines)
+
+
+def of(table: Table) -> Coverage:
+    """What was asked of a table of tuned products so far."""
+    lines = [
+        Line(key=use.key, calls=use.calls, seconds=use.seconds, served=None if use.entry is None else use.entry.key)
+        for use in table.uses()
+    ]
+    files = tuple(str(each.path) for each in table.used)
+    return Coverage(kind=table.here.kind, device=table.here.device, files=files, lines=tuple(lines))
 
 
 def write(path: Path, coverage: Coverage) -> None:

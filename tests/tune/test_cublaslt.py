@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from lsq.csrc.products import MatrixProduct
-from lsq.gemm import configuration_file, cublaslt_search
+from lsq.gemm import configuration_file
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.cublaslt_candidates import CublasBackend
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.trial import Settings, compare
 from lsq.gemm.tuned_cublaslt import spec_of
-from lsq.gemm.tuner import tune
+from lsq.tune import algorithms
+from lsq.tune.cublaslt import CublasBackend
+from lsq.tune.trial import Settings, compare
+from lsq.tune.tuner import tune
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.tuned import GPU
 
@@ -55,27 +56,27 @@ def test_every_candidate_is_right(products, kind, exhaustive):
 
 def test_the_proposals_come_first_and_the_search_goes_on_where_they_end(products):
     spec = spec_of(KEYS["sums"])
-    proposed = cublaslt_search.proposed(products, spec)
-    everything = cublaslt_search.all_algorithms(products, spec)
+    proposed = algorithms.proposed(products, spec)
+    everything = algorithms.all_algorithms(products, spec)
     assert everything[: len(proposed)] == proposed
     assert {each.split_k for each in everything} >= {1, 2, 3, 4, 6, 12}
     assert {each.reduction_scheme for each in everything} == {0, 1, 2, 4}
     assert {each.swizzle for each in everything} == {0, 1}
     assert {each.custom_option for each in everything} >= {0, 1}
-    assert everything == cublaslt_search.all_algorithms(products, spec)
+    assert everything == algorithms.all_algorithms(products, spec)
     assert all(each.workspace_bytes <= products.workspace_bytes for each in everything)
 
 
 @pytest.mark.parametrize("kind", ["codes", "bfloat16", "float32"])
 def test_parts_of_sums_are_added_in_a_fixed_order_and_rounded_once(products, kind):
-    found = cublaslt_search.all_algorithms(products, spec_of(KEYS[kind]))
-    searched = found[len(cublaslt_search.proposed(products, spec_of(KEYS[kind]))) :]
+    found = algorithms.all_algorithms(products, spec_of(KEYS[kind]))
+    searched = found[len(algorithms.proposed(products, spec_of(KEYS[kind]))) :]
     assert {each.reduction_scheme for each in searched} == {0, 2}
 
 
 def test_a_small_workspace_is_kept_to():
     small = Products(torch.device("cpu"), library=emulated().path, workspace_bytes=4096)
-    found = cublaslt_search.all_algorithms(small, spec_of(KEYS["sums"]))
+    found = algorithms.all_algorithms(small, spec_of(KEYS["sums"]))
     assert found and max(each.workspace_bytes for each in found) <= 4096
     small.close()
 
@@ -130,4 +131,4 @@ def test_tuning_and_using_what_was_tuned(products, tmp_path):
     assert len(summary.entries) == len(KEYS) and not summary.failed and not summary.refused
     for entry in configuration_file.read(path).entries:
         checked = products.check(spec_of(entry.key), entry.configuration.algorithm)
-        assert cublaslt_search.configuration_of(checked) == entry.configuration
+        assert algorithms.configuration_of(checked) == entry.configuration

@@ -16,10 +16,10 @@ import torch
 
 from lsq.csrc import loader
 from lsq.gemm import scratch
-from lsq.gemm.checksum import RowChecksums
 from lsq.gemm.configuration import LARGEST_FLOAT_INNER, CpuConfiguration
 from lsq.gemm.cpu_product import configured_blocks, multiply
 from lsq.gemm.product_key import OPERATIONS, ProductKey
+from lsq.tune.checksum import RowChecksums
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
 """Rows of sums at a time that are tried."""

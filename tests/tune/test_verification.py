@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.verification import cublaslt_check, trial_check, verify
+from lsq.tune.verification import cublaslt_check, trial_check, verify
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import spec
 from tests.gemm.test_tuned_cublaslt import configuration_of

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
-from lsq.gemm import cpu_candidates, cpu_product, scratch
+from lsq.gemm import cpu_product, scratch
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_candidates import CpuBackend, candidates, last_level_cache
 from lsq.gemm.product_key import OPERATIONS, ProductKey
-from lsq.gemm.trial import Settings, compare
+from lsq.tune import cpu
+from lsq.tune.cpu import CpuBackend, candidates, last_level_cache
+from lsq.tune.trial import Settings, compare
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -23,7 +24,7 @@ def test_candidates(op, m, n, k):
     for each in found:
         each.check_key(key)
         default = scratch.size(key, found[0])
-        assert scratch.size(key, each) <= max(default, cpu_candidates.MOST_SCRATCH)
+        assert scratch.size(key, each) <= max(default, cpu.MOST_SCRATCH)
     assert m > 1000 or ("float32" in {each.path for each in found}) == (k <= 1040)
 
 
@@ -82,5 +83,5 @@ def test_last_level_cache(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "size").write_text(size + "\n")
     assert last_level_cache(tmp_path) == 32 * 2**20
-    assert last_level_cache(tmp_path / "none") == cpu_candidates.ASSUMED_CACHE
+    assert last_level_cache(tmp_path / "none") == cpu.ASSUMED_CACHE
     assert last_level_cache() >= 2**15

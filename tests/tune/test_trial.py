@@ -2,8 +2,8 @@
 
 import pytest
 
-from lsq.gemm.trial import Settings, compare
-from tests.gemm.fakes import FakeTrial, way
+from lsq.tune.trial import Settings, compare
+from tests.tune.fakes import FakeTrial, way
 
 SETTINGS = Settings(rounds=5, final_rounds=5, seconds=0.1)
 
