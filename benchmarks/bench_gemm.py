@@ -18,7 +18,8 @@ import torch
 from compile_kernels import PADDED, SIZES
 
 from lsq.csrc.launch import Product
-from lsq.gemm.cublaslt import CANDIDATES, spec_for
+from lsq.gemm.cublaslt import CANDIDATES
+from lsq.gemm.product_key import key_of
 
 ROWS = (4096, 8192, 16384, 2048, 1024, 512, 256)
 """Tokens of a batch; the usual ones first."""
@@ -127,7 +128,7 @@ def check_halves(run: Callable[[], object], a: torch.Tensor, b: torch.Tensor, ou
 
 def nth(number: int) -> Callable:
     """Chooses the candidate of that number."""
-    return lambda spec, found: found[number]
+    return lambda key, found: found[number]
 
 
 class Bench:
@@ -149,7 +150,7 @@ class Bench:
         out = torch.empty((count, shape.m, shape.n), dtype=torch.int32, device=place)
         products = [Product(a=a[i], b=b[i], out=out[i]) for i in range(count)]
         expected = exact(a[0], b[0]).int()
-        candidates = len(self.device.products.candidates(spec_for(products[0])))
+        candidates = len(self.device.products.candidates(key_of(products[0])))
         found = {f"candidate {number}": self.devices[number].list(products).run for number in range(candidates)}
         found["int_mm"] = lambda: [torch._int_mm(a[i], b[i].t(), out=out[i]) for i in range(count)]
         for name, run in found.items():

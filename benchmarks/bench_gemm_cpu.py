@@ -15,11 +15,12 @@ import common
 from tqdm import tqdm
 
 from lsq.gemm import configuration_file, lookup
-from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry, Times
+from lsq.gemm.configuration import CpuConfiguration, Entry, Times
+from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import ProductKey
 from lsq.tune.cpu import CpuBackend
 
-QUICK = [ProductKey.of("linear_int8", 8, 32, 16), ProductKey.of("linear_weight_gradient", 16, 32, 8)]
+QUICK = [ProductKey(op="linear_int8", m=8, n=32, k=16), ProductKey(op="linear_weight_gradient", m=16, n=32, k=8)]
 
 
 def rows_of(entry: Entry, backend: CpuBackend, rounds: int) -> dict:

@@ -13,9 +13,9 @@ from importlib import metadata
 import torch
 
 import lsq
+from lsq import gemm
 from lsq.csrc import loader, processor, runtime
 from lsq.csrc.shared_library import LibraryError
-from lsq.gemm import product
 
 REQUIRED = (
     "torch",
@@ -107,12 +107,12 @@ def check_product(shape: tuple[int, int, int] = (512, 512, 2048), repeats: int =
     b = torch.randint(120, 128, (n, k), dtype=torch.int8, generator=generator)
     a[::2].neg_()
     b[::3].neg_()
-    exact = torch.equal(product.int8_product(a, b), product.reference(a, b))
+    exact = torch.equal(gemm.int8_product(a, b), gemm.reference(a, b))
     a_float, b_float = a.float(), b.float()
     int8_times, float32_times = [], []
     for _ in range(repeats):
         start = time.perf_counter()
-        product.int8_product(a, b)
+        gemm.int8_product(a, b)
         middle = time.perf_counter()
         torch.mm(a_float, b_float.t())
         int8_times.append(middle - start)

@@ -51,7 +51,7 @@ def test_product_is_exact_here():
 
 
 def test_product_check_notices_float32_sums(monkeypatch):
-    monkeypatch.setattr(doctor.product, "int8_product", lambda a, b: (a.float() @ b.float().t()).int())
+    monkeypatch.setattr(doctor.gemm, "int8_product", lambda a, b: (a.float() @ b.float().t()).int())
     assert not doctor.check_product((48, 48, 2048), repeats=1).exact
 
 
@@ -63,7 +63,7 @@ def test_product_check_notices_saturation(monkeypatch):
         pairs = shifted[..., ::2] * signed[..., ::2] + shifted[..., 1::2] * signed[..., 1::2]
         return pairs.clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * signed.sum(-1)
 
-    monkeypatch.setattr(doctor.product, "int8_product", lambda a, b: saturating(a, b).int())
+    monkeypatch.setattr(doctor.gemm, "int8_product", lambda a, b: saturating(a, b).int())
     assert not doctor.check_product((16, 16, 64), repeats=1).exact
 
 

@@ -7,11 +7,14 @@ import torch
 from tqdm import tqdm
 
 from lsq.commands.options import one_line_errors
-from lsq.gemm import configuration_file, lookup, search
-from lsq.gemm.configuration import ConfigurationFile, Entry
+from lsq.gemm import configuration_file, device, lookup
+from lsq.gemm.configuration import Entry
+from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.validators import Validators, difference
-from lsq.tune import verification
+from lsq.gemm.device import Validators, difference
+from lsq.tune.cpu import CpuBackend
+from lsq.tune.cublaslt import CublasBackend
+from lsq.tune.trial import Backend, entry_fault
 
 KINDS = ("cpu", "cuda")
 
@@ -27,7 +30,7 @@ def parser() -> ArgumentParser:
     actions = made.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="all files that are found, and whether they are used here")
     showing = actions.add_parser("show", help="what a file says")
-    verifying = actions.add_parser("verify", help="run every entry of a file, or have the library check it")
+    verifying = actions.add_parser("verify", help="run every entry of a file once, and compare with exact arithmetic")
     exporting = actions.add_parser("export", help="write the entries that are in use here as one file")
     for action in (listing, showing, verifying, exporting):
         one_line_errors(action)
@@ -61,7 +64,7 @@ def _devices() -> dict[str, Validators | str]:
     found: dict[str, Validators | str] = {}
     for kind in KINDS:
         try:
-            found[kind] = search.here(kind)
+            found[kind] = device.here(kind)
         except RuntimeError as error:
             found[kind] = str(error)
     return found
@@ -70,19 +73,20 @@ def _devices() -> dict[str, Validators | str]:
 def list_files() -> str:
     """Every file, its device, and whether it is used."""
     devices = _devices()
-    found = [(source, path, search.look(path, source, devices["cpu"])) for source, path in search.paths()]
+    found = configuration_file.find(devices["cpu"])
     if not found:
-        return f"There are no files in {search.user_folder()} or in the package. `lsq tune` makes one."
+        return f"There are no files in {configuration_file.user_folder()} or in the package. `lsq tune` makes one."
     lines = []
-    for source, path, each in found:
+    for each in found:
+        where = f"{each.path} ({each.source})"
         if each.file is None:
-            lines.append(f"{path} ({source}): damaged: {each.refusal}")
+            lines.append(f"{where}: damaged: {each.refusal}")
             continue
         theirs = each.file.validators
         ours = devices[theirs.kind]
         refusal = ours if isinstance(ours, str) else difference(theirs, ours)
         verdict = "used" if refusal is None else f"not used: {refusal}"
-        lines.append(f"{path} ({source}): {theirs.device}, {len(each.file.entries)} entries; {verdict}")
+        lines.append(f"{where}: {theirs.device}, {len(each.file.entries)} entries; {verdict}")
     return "\n".join(lines)
 
 
@@ -126,10 +130,11 @@ def verify(path: Path, *, quiet: bool) -> int:
     if refusal is not None:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
     faults = 0
-    checked = verification.verify(file, checker(file.validators.kind))
+    runner = backend(file.validators.kind)
     hidden = quiet or None  # None: where there is no terminal
-    with tqdm(checked, total=len(file.entries), desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
-        for entry, fault in bar:
+    with tqdm(file.entries, desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
+        for entry in bar:
+            fault = entry_fault(entry, runner)
             if fault is not None:
                 faults += 1
                 bar.write(f"{entry.key}: {fault}")
@@ -137,17 +142,15 @@ def verify(path: Path, *, quiet: bool) -> int:
     return 1 if faults else 0
 
 
-def checker(kind: str) -> verification.Check:
-    """What checks the entries of a kind of device.
+def backend(kind: str) -> Backend:
+    """What runs the entries of a kind of device, on one set of operands: nothing is timed.
 
     Raises:
         RuntimeError: there is no libcublasLt where one is needed.
     """
     if kind == "cuda":
-        return verification.cublaslt_check(Products(torch.device("cuda", torch.cuda.current_device())))
-    from lsq.tune.cpu import CpuBackend
-
-    return verification.trial_check(CpuBackend(cache=0).trial)  # one set of operands: nothing is timed
+        return CublasBackend(Products(torch.device("cuda", torch.cuda.current_device())), cache=0)
+    return CpuBackend(cache=0)
 
 
 def export(output: Path, kind: str) -> int:
@@ -163,7 +166,7 @@ def export(output: Path, kind: str) -> int:
     file = lookup.table(kind).file
     if not file.entries:
         raise ValueError(f"no file holds for the {kind} here, so there is nothing to export; make one with `lsq tune`")
-    path = output / search.file_name(file.validators) if output.is_dir() else output
+    path = output / device.file_name(file.validators) if output.is_dir() else output
     configuration_file.write(path, file)
     print(f"{len(file.entries)} entries for {file.validators.device}: {path}")
     return 0

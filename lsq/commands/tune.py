@@ -2,11 +2,15 @@
 
 import argparse
 import contextlib
+import csv
+import dataclasses
 import math
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -14,20 +18,24 @@ from tqdm import tqdm
 from lsq.commands.options import count, one_line_errors, seconds
 from lsq.commands.plan import TRAINING
 from lsq.commands.tune_picture import draw
-from lsq.gemm import configuration_file, search
+from lsq.gemm import configuration_file, device, json_file
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import TOKEN_STEP, ProductKey
-from lsq.tune import shapes
+from lsq.tune import coverage
 from lsq.tune.cpu import CpuBackend
 from lsq.tune.cublaslt import CublasBackend
+from lsq.tune.search import Summary, tune
 from lsq.tune.trial import Backend, Outcome
-from lsq.tune.tuner import Summary, tune
 
 KEY_OPERATIONS = 2e10
 """What a product costs the tuner beside its size, in operations: for the time left."""
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""
 LISTED = 5
+FIELDS = [field.name for field in dataclasses.fields(ProductKey)]
+NEEDED = ("op", "m", "n", "k")
+"""Columns of a list of products."""
+DIGITS = re.compile("[0-9]{1,19}")
 BACKWARD = {"both": ("float", "int8"), "float": ("float",), "int8": ("int8",)}
 
 
@@ -47,7 +55,7 @@ def parser() -> ArgumentParser:
     what = made.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
     what.add_argument("--arch", metavar="NAME", help="the products of training and generation with this architecture")
     what.add_argument("--missing", type=Path, metavar="REPORT", help="what a run missed, from its report of coverage")
-    what.add_argument("--shapes", type=Path, metavar="FILE", help="a list: .csv or .json with op, m, n, k")
+    what.add_argument("--shapes", type=Path, metavar="FILE", help="a list as --list prints it: CSV with op, m, n, k")
     training = made.add_argument_group("with --arch; further options of fairseq-train may follow")
     training.add_argument("--max-tokens", type=count, default=4096, metavar="N", help="of a batch")
     training.add_argument("--step", type=count, metavar="N", help="tokens from one batch size to the next")
@@ -83,13 +91,13 @@ def run(arguments: list[str]) -> int:
         torch.set_num_threads(given.threads)
     keys, kind = products(given, training)
     if given.list:
-        print("\n".join(["op,m,n,k,dtype,out,alpha,layout", *map(_csv, keys)]))
+        print_keys(keys)
         return 0
     try:
-        validators = search.here(kind)
+        validators = device.here(kind)
     except RuntimeError as error:
         raise ValueError(f"products are to be tuned on {kind}, and {error}") from None
-    path = given.output or _default_path(search.file_name(validators))
+    path = given.output or _default_path(device.file_name(validators))
     status = 0
     if given.arch or given.missing or given.shapes:
         with _progress(keys, given.quiet) as progress:
@@ -113,25 +121,25 @@ def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     keys: list[ProductKey] = []
     if given.missing is not None:
-        reported, keys = shapes.read_missed(given.missing)
-        if given.device not in (None, reported):
-            raise ValueError(f"{given.missing} is of a run on {reported}, and --device is {given.device}")
-        kind = reported
+        report = coverage.read(given.missing)
+        if given.device not in (None, report.kind):
+            raise ValueError(f"{given.missing} is of a run on {report.kind}, and --device is {given.device}")
+        kind, keys = report.kind, [line.key for line in report.missed]
     elif given.shapes is not None:
-        keys = shapes.read_keys(given.shapes)
+        keys = read_keys(given.shapes)
     elif given.arch is not None:
         keys = _of_training(given, training, kind)
-    return list(dict.fromkeys(shapes.for_device(key, kind).rounded() for key in keys)), kind
+    return list(dict.fromkeys(key.rounded() for key in keys)), kind
 
 
 def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[ProductKey]:
     step = given.step or -(-given.max_tokens // (STEPS * TOKEN_STEP)) * TOKEN_STEP
-    tokens = shapes.token_counts(given.max_tokens, step)
     from fairseq import options  # takes seconds
 
     from lsq.commands import limits
-    from lsq.fairseq.products import products_of_training
+    from lsq.fairseq.products import generation_rows, products_of_training, token_counts
 
+    tokens = token_counts(given.max_tokens, step)
     of_fairseq = options.get_training_parser()
     of_fairseq.prog = "lsq tune"
     one_line_errors(of_fairseq)
@@ -143,7 +151,7 @@ def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[P
         given.vocabulary_size,
         backward=BACKWARD[given.backward],
         tokens=tokens,
-        rows=shapes.generation_rows(given.beam, given.sentences),
+        rows=generation_rows(given.beam, given.sentences),
         kind=kind,
     )
 
@@ -160,14 +168,48 @@ def backend(kind: str, exhaustive: bool) -> Backend:
 
 
 def _default_path(name: str) -> Path:
-    folder = search.user_folder()
+    folder = configuration_file.user_folder()
     if folder is None:
         raise ValueError("there is no home folder to write to; give --output FILE.json")
     return folder / name
 
 
-def _csv(key: ProductKey) -> str:
-    return f"{key.op},{key.m},{key.n},{key.k},{key.dtype},{key.out},{key.alpha},{key.layout}"
+def print_keys(keys: Sequence[ProductKey]) -> None:
+    """Print products as CSV: op, m, n, k, and whichever other fields one of them needs."""
+    rows = [{"op": key.op, **key.fields()} for key in keys]
+    used = {name for row in rows for name in row} | set(NEEDED)
+    writer = csv.DictWriter(sys.stdout, [name for name in FIELDS if name in used], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def read_keys(path: Path) -> list[ProductKey]:
+    """The products in a CSV file with a heading of fields of ProductKey; op, m, n and k are needed.
+
+    Raises:
+        ValueError: the file holds something else; the message says where and what is allowed.
+        OSError: it cannot be read.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ValueError(f"no column {', '.join(missing)}; the heading is {','.join(FIELDS)}")
+            keys = [_read_key(row) for row in reader]
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{path}: line {max(1, reader.line_num)}: {error} (correct the file)") from None
+    if not keys:
+        raise ValueError(f"{path} has no products; give one line {','.join(NEEDED)} for each")
+    return keys
+
+
+def _read_key(row: dict[str | None, Any]) -> ProductKey:
+    if None in row or None in row.values():
+        raise ValueError("the heading and this line have different numbers of columns")
+    texts = {name: text.strip() for name, text in row.items()}
+    values = {name: int(text) if DIGITS.fullmatch(text) else text for name, text in texts.items() if text}
+    return json_file.record(ProductKey, values, "")
 
 
 @contextlib.contextmanager

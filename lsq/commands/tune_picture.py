@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from lsq.gemm.configuration import ConfigurationFile, Entry
+from lsq.gemm.configuration import Entry
+from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import OPERATIONS
 
 MARKERS = "osD^vP"

@@ -75,7 +75,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_spec.
+    """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
 
     Both operands are contiguous along K in the plain case, the only one for int8. Batches stand in front.
     """

@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
 
 
 class _Spec(ctypes.Structure):
-    """ProductSpec of cublaslt.h."""
+    """ProductSpec of cublaslt.h: what a product is to the library, all of it numbers."""
 
     _fields_ = [
         (name, ctypes.c_int64)
@@ -139,13 +139,13 @@ class ProductLibrary:
         """10000 * major + 100 * minor + patch; algorithms are valid for this version alone."""
         return _calls().lsq_product_version(self._handle)
 
-    def product(self, **spec: int) -> "MatrixProduct":
+    def product(self, **spec: int) -> "Matmul":
         """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha as in ALPHAS.
 
         Raises:
             ProductError: the library refuses the description.
         """
-        return MatrixProduct(self._handle, _Spec(**spec))
+        return Matmul(self._handle, _Spec(**spec))
 
     def decode(self, data: bytes) -> dict[str, int]:
         """The configuration in the bytes of an algorithm, named as in CONFIGURATION.
@@ -196,7 +196,7 @@ class ProductLibrary:
         self._handle = ctypes.c_void_p()
 
 
-class MatrixProduct:
+class Matmul:
     """One product in C++ (class MatrixProduct of cublaslt.h), which a launcher runs through `address`."""
 
     def __init__(self, library: ctypes.c_void_p, spec: _Spec) -> None:

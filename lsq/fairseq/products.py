@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lsq.fairseq.memory import build_training
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.layers.memory import rehearse_step
 from lsq.program import rehearsal
 from lsq.program.products import products_of
@@ -26,7 +26,8 @@ def products_of_training(
 ) -> list[ProductKey]:
     """Every product once: for each number of tokens those of a training step, then those of generation.
 
-    The model is built, but no data is read and no layer computes.
+    The model is built, but no data is read and no layer computes. Batches of products are left out: they are those of
+    attention, whose shapes are the lengths of sentences, which the data alone knows.
 
     Args:
         given: fairseq-train's options with the task lsq_translation and a limit of batches.
@@ -89,4 +90,23 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
 
 
 def _products(programs: Iterable[Program], kind: str) -> list[ProductKey]:
-    return [key for program in dict.fromkeys(programs) for key in products_of(program, kind)]
+    found = (key for program in dict.fromkeys(programs) for key in products_of(program, kind))
+    return [key for key in found if key.batch == 1]
+
+
+def token_counts(max_tokens: int, step: int) -> list[int]:
+    """Numbers of tokens of batches, the largest first: the multiples of `step` up to `max_tokens`, and that itself.
+
+    Raises:
+        ValueError: the step is not a multiple of 32, in whose steps products are looked up.
+    """
+    if step % TOKEN_STEP:
+        raise ValueError(f"step is {step}; products are looked up in steps of {TOKEN_STEP} tokens: use a multiple")
+    return sorted({max_tokens, *range(step, max_tokens, step)}, reverse=True)
+
+
+def generation_rows(beam: int, sentences: int) -> list[int]:
+    """Rows of the steps of generation, the largest first: the beam times 1, 2, 4 ... sentences, as they finish."""
+    counts = {sentences, *(2**power for power in range(sentences.bit_length()))}
+    exact = {beam * count for count in counts if beam * count <= EXACT_TOKENS}
+    return sorted({*exact, beam * sentences}, reverse=True)

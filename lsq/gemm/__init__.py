@@ -1,17 +1,19 @@
-"""Integer matrix products: int8 operands, exact int32 sums.
+"""What is multiplied, and by what: products as tuned files say, of the CPU's oneDNN and of a GPU's cuBLASLt.
 
-Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view.
+Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view. lsq.tune makes the files.
 """
 
+from lsq.gemm.cpu import multiply_into, requested, row_blocks, scratch_for
+from lsq.gemm.cpu_product import int8_product, reference
 from lsq.gemm.lookup import set_files
-from lsq.gemm.operation import multiply_into, row_blocks, scratch_for
-from lsq.gemm.product import LARGEST_INNER, int8_product, reference
+from lsq.gemm.product_key import LARGEST_INNER
 
 __all__ = [
     "LARGEST_INNER",
     "int8_product",
     "multiply_into",
     "reference",
+    "requested",
     "row_blocks",
     "scratch_for",
     "set_files",

@@ -1,36 +1,29 @@
 """How a matrix product is to be run, and how fast it was: plain, checked data.
 
-An entry is a configuration with its key and its measured times; a file (configuration_file.py) holds the entries of
-one device and the validators that say which. Every error is a ValueError that begins with the name of the field, so
-that who reads a file can put the place before it.
+An entry is a key with its configuration and its measured times; files (configuration_file.py) hold many. Every error is
+a ValueError that begins with the name of the field, so that who reads a file can put the place before it.
 """
 
 import dataclasses
 import datetime
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lsq.gemm.checks import check_choice, check_number, check_whole, shown
-from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, OPERATIONS, TOKEN_STEP, ProductKey
-from lsq.gemm.validators import Validators
-
-LARGEST_FLOAT_INNER = 2**24 // 127**2
-"""Inner dimension up to which every sum of products of codes is exact in float32: 1,040."""
+from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
+from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, OPERATIONS, TOKEN_STEP, ProductKey
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")
-PATHS = ("int_mm", "float32")
 
 ALGORITHM_BYTES = 64
 LARGEST_TIME = 1e12
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
+LARGEST_SPREAD = 1e6
+_DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfiguration:
-    """How the CPU runs an int8 product: what is copied first, how many rows at a time, by which instructions.
+    """How the CPU runs an int8 product: what is copied first, and how many rows of sums are made at a time.
 
     Raises:
         ValueError: no such configuration.
@@ -45,15 +38,11 @@ class CpuConfiguration:
     """"as_is", or copy b first: "padded", as of a; or so that it lies as [N, K] ("nk") or [K, N] ("kn")."""
     rows: int = 0
     """Rows of sums that are made at a time; 0: all at once."""
-    path: str = "int_mm"
-    """"int_mm": torch._int_mm. "float32": a product of the codes as floats, for inner dimensions up to
-    LARGEST_FLOAT_INNER, where its sums are exact."""
 
     def __post_init__(self) -> None:
         check_choice("a_layout", self.a_layout, A_LAYOUTS)
         check_choice("b_layout", self.b_layout, B_LAYOUTS)
         check_whole("rows", self.rows, 0, LARGEST_DIMENSION)
-        check_choice("path", self.path, PATHS)
 
     @classmethod
     def default(cls, op: str) -> "CpuConfiguration":
@@ -71,20 +60,15 @@ class CpuConfiguration:
         Raises:
             ValueError: it cannot.
         """
-        if key.dtype != "int8":
-            raise ValueError(f"path is {self.path!r}; it multiplies int8, not {key.dtype}: tune again")
-        if self.path != "int_mm" and key.k > LARGEST_FLOAT_INNER:
-            raise ValueError(
-                f"path is {self.path!r}; sums over {key.k} codes are exact in int32 alone (floats: up to "
-                f"{LARGEST_FLOAT_INNER}): use \"int_mm\""
-            )
+        if key.dtype != "int8" or key.out != "int32" or key.batch > 1:
+            raise ValueError(f"kind is 'cpu', which multiplies matrices of int8 to int32, not {key}: tune again")
         if self.a_layout == "mk" and key.layout[0] == "n":
             raise ValueError('a_layout is "mk"; a lies so already: use "as_is" or "padded"')
         if self.b_layout == {"t": "nk", "n": "kn"}[key.layout[1]]:
             raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is" or "padded"')
 
     def __str__(self) -> str:
-        words = [self.path, f"{self.rows} rows" if self.rows else "all rows"]
+        words = [f"{self.rows} rows" if self.rows else "all rows"]
         words += [f"copy a as {self.a_layout}"] if self.a_layout != "as_is" else []
         words += [f"copy b as {self.b_layout}"] if self.b_layout != "as_is" else []
         return ", ".join(words)
@@ -92,7 +76,7 @@ class CpuConfiguration:
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; the fields after `workspace_bytes` are what its bytes hold, as in cublaslt.Algorithm.
+    """An algorithm of cuBLASLt; the fields after `workspace_bytes` are what its bytes hold, in cuBLASLt's own numbers.
 
     Raises:
         ValueError: no such algorithm.
@@ -101,7 +85,7 @@ class CublasConfiguration:
     kind: ClassVar[str] = "cuda"
 
     algorithm: bytes
-    """64 bytes, in files as hexadecimal digits."""
+    """64 bytes, in files as hexadecimal digits; valid for one version of the library and one model of device."""
     workspace_bytes: int
     id: int
     tile: int
@@ -127,6 +111,8 @@ class CublasConfiguration:
         Raises:
             ValueError: it cannot.
         """
+        if key.op != MATMUL:
+            raise ValueError(f"algorithm is of cuBLASLt, which knows no operations like {key.op}: tune again")
         if key.dtype == "int8" and key.layout != "nt":
             raise ValueError(f'algorithm is of cuBLASLt, which multiplies int8 as "nt", not {key.layout!r}: tune again')
 
@@ -155,10 +141,10 @@ class Times:
     """Of the same product of floats."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), LARGEST_TIME)
-            if getattr(self, field.name) == 0:
-                raise ValueError(f"{field.name} is 0; a product takes time: measure it again")
+        for name, value in vars(self).items():
+            check_number(name, value, LARGEST_TIME)
+            if value == 0:
+                raise ValueError(f"{name} is 0; a product takes time: measure it again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +173,7 @@ class Entry:
             self.configuration.check_key(self.key)
         except ValueError as error:
             raise ValueError(f"configuration.{error}") from None
-        check_number("spread", self.spread, 1e6)
+        check_number("spread", self.spread, LARGEST_SPREAD)
         _check_date(self.date)
 
     @property
@@ -196,52 +182,16 @@ class Entry:
         return self.times.default / self.times.chosen
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigurationFile:
-    """The entries of one device, sorted by key.
-
-    Raises:
-        ValueError: two entries have the same key, or one is of another kind of device.
-    """
-
-    validators: Validators
-    entries: tuple[Entry, ...] = ()
-
-    def __post_init__(self) -> None:
-        places: dict[ProductKey, int] = {}
-        for place, entry in enumerate(self.entries):
-            if entry.configuration.kind != self.validators.kind:
-                raise ValueError(
-                    f"entries[{place}].configuration is of kind {entry.configuration.kind!r}; "
-                    f"the file is of kind {self.validators.kind!r}"
-                )
-            if places.setdefault(entry.key, place) != place:
-                raise ValueError(
-                    f"entries[{place}].key is {entry.key}, which entries[{places[entry.key]}] has already; remove one"
-                )
-        object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
-
-    def with_entries(self, entries: Iterable[Entry]) -> "ConfigurationFile":
-        """This file with entries added, which replace those of the same key."""
-        merged = {entry.key: entry for entry in [*self.entries, *entries]}
-        return dataclasses.replace(self, entries=tuple(merged.values()))
-
-
 def now() -> str:
     """The date of an entry that is measured now."""
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _order(entry: Entry) -> tuple:
-    return dataclasses.astuple(entry.key)
+    return datetime.datetime.now(datetime.UTC).strftime(_DATE)
 
 
 def _check_date(value: object) -> None:
-    if isinstance(value, str) and _DATE.fullmatch(value):
-        try:
-            datetime.datetime.fromisoformat(value)
-        except ValueError:
-            pass
-        else:
+    try:
+        if isinstance(value, str) and value.isascii() and len(value) == len("2026-01-31T23:59:59Z"):
+            datetime.datetime.strptime(value, _DATE)
             return
+    except ValueError:
+        pass
     raise ValueError(f"date is {shown(value)}; it must be a time in UTC like 2026-01-31T23:59:59Z")

@@ -1,25 +1,55 @@
-"""Files of tuned products, JSON: the validators of one device, and its entries, one per line. Files are not trusted."""
+"""Files of tuned products: JSON with the validators of one device and its entries, one per line. They are not trusted.
+
+Files that are named explicitly are the only ones then. Otherwise the user's folder goes before the package's own, entry
+by entry: what one file lacks is taken from the next. A file whose validators do not match is refused as a whole.
+"""
 
 import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lsq.gemm import json_file
-from lsq.gemm.checks import check_choice, shown
-from lsq.gemm.configuration import (
-    ALGORITHM_BYTES,
-    Configuration,
-    ConfigurationFile,
-    CpuConfiguration,
-    CublasConfiguration,
-    Entry,
-    Times,
-)
+from lsq.gemm.configuration import ALGORITHM_BYTES, CpuConfiguration, CublasConfiguration, Entry, Times
+from lsq.gemm.device import CpuValidators, CudaValidators, Validators, check_format, difference
+from lsq.gemm.json_file import check_choice, shown
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.validators import CpuValidators, CudaValidators, Validators, check_format
 
-_VALIDATORS = {made.kind: made for made in (CpuValidators, CudaValidators)}
+PACKAGE_FOLDER = Path(__file__).parent / "configs"
 _REMEDY = "correct or delete the file, or make it again with `lsq tune`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationFile:
+    """The entries of one device, sorted by key.
+
+    Raises:
+        ValueError: two entries have the same key, or one is of another kind of device.
+    """
+
+    validators: Validators
+    entries: tuple[Entry, ...] = ()
+
+    def __post_init__(self) -> None:
+        places: dict[ProductKey, int] = {}
+        for place, entry in enumerate(self.entries):
+            if entry.configuration.kind != self.validators.kind:
+                raise ValueError(
+                    f"entries[{place}].configuration is of kind {entry.configuration.kind!r}; "
+                    f"the file is of kind {self.validators.kind!r}"
+                )
+            if places.setdefault(entry.key, place) != place:
+                raise ValueError(
+                    f"entries[{place}].key is {entry.key}, which entries[{places[entry.key]}] has already; remove one"
+                )
+        object.__setattr__(self, "entries", tuple(sorted(self.entries, key=_order)))
+
+    def with_entries(self, entries: Iterable[Entry]) -> "ConfigurationFile":
+        """This file with entries added, which replace those of the same key."""
+        merged = {entry.key: entry for entry in [*self.entries, *entries]}
+        return dataclasses.replace(self, entries=tuple(merged.values()))
 
 
 def read(path: Path) -> ConfigurationFile:
@@ -39,41 +69,7 @@ def write(path: Path, file: ConfigurationFile) -> None:
         OSError: it cannot be written.
     """
     validators = {"kind": file.validators.kind, **dataclasses.asdict(file.validators)}
-    json_file.write(path, {"validators": validators}, "entries", [_entry_fields(entry) for entry in file.entries])
-
-
-def _file(content: Any) -> ConfigurationFile:
-    # The validators come first: of a later format nothing else can be judged.
-    json_file.check_fields(content, ["validators", "entries"], "")
-    validators = _validators(content["validators"], "validators")
-    configuration = {"cpu": _cpu_configuration, "cuda": _cublas_configuration}[validators.kind]
-
-    def entry(value: Any, place: str) -> Entry:
-        return json_file.record(
-            Entry, value, place, key=product_key, configuration=configuration, times=_times
-        )
-
-    return ConfigurationFile(
-        validators=validators, entries=json_file.sequence(content["entries"], "entries", entry)
-    )
-
-
-def _validators(value: Any, place: str) -> Validators:
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} is {shown(value)}; it must be an object")
-    fields = dict(value)
-    try:
-        check_format(fields.get("format"))
-        check_choice("kind", fields.get("kind"), _VALIDATORS)
-    except ValueError as error:
-        raise ValueError(json_file.within(place, str(error))) from None
-    made = _VALIDATORS[fields.pop("kind")]
-    lists = {"features": _texts} if made is CpuValidators else {}
-    return json_file.record(made, fields, place, **lists)
-
-
-def _texts(value: Any, place: str) -> tuple[Any, ...]:
-    return json_file.sequence(value, place, lambda item, _: item)
+    json_file.write(path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries])
 
 
 def product_key(value: Any, place: str) -> ProductKey:
@@ -85,16 +81,44 @@ def product_key(value: Any, place: str) -> ProductKey:
     return json_file.record(ProductKey, value, place)
 
 
-def _cpu_configuration(value: Any, place: str) -> Configuration:
-    return json_file.record(CpuConfiguration, value, place)
+def texts(value: Any, place: str) -> tuple[Any, ...]:
+    """A list as a tuple, as json_file.record's converter; what it holds is checked by the record.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return json_file.sequence(value, place, lambda item, _: item)
 
 
-def _cublas_configuration(value: Any, place: str) -> Configuration:
-    return json_file.record(CublasConfiguration, value, place, algorithm=_bytes)
+def _file(content: Any) -> ConfigurationFile:
+    # The validators come first: of a later format nothing else can be judged.
+    json_file.check_fields(content, ["validators", "entries"], "")
+    validators = _validators(content["validators"], "validators")
+    made, converters = {"cpu": (CpuConfiguration, {}), "cuda": (CublasConfiguration, {"algorithm": _bytes})}[
+        validators.kind
+    ]
+
+    def entry(value: Any, place: str) -> Entry:
+        return json_file.record(
+            Entry, value, place, key=product_key, times=lambda times, place: json_file.record(Times, times, place),
+            configuration=lambda fields, place: json_file.record(made, fields, place, **converters),
+        )
+
+    return ConfigurationFile(validators=validators, entries=json_file.sequence(content["entries"], "entries", entry))
 
 
-def _times(value: Any, place: str) -> Times:
-    return json_file.record(Times, value, place)
+def _validators(value: Any, place: str) -> Validators:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {shown(value)}; it must be an object")
+    fields = dict(value)
+    try:
+        check_format(fields.get("format"))
+        check_choice("kind", fields.get("kind"), ("cpu", "cuda"))
+    except ValueError as error:
+        raise ValueError(json_file.within(place, str(error))) from None
+    if fields.pop("kind") == "cpu":
+        return json_file.record(CpuValidators, fields, place, features=texts)
+    return json_file.record(CudaValidators, fields, place)
 
 
 def _bytes(value: Any, place: str) -> bytes:
@@ -107,9 +131,80 @@ def _bytes(value: Any, place: str) -> bytes:
     raise ValueError(f"{place} is {shown(value)}; it must be {digits} hexadecimal digits")
 
 
-def _entry_fields(entry: Entry) -> dict[str, Any]:
-    fields = dataclasses.asdict(entry)
-    configuration = fields["configuration"]
-    if isinstance(entry.configuration, CublasConfiguration):
+def _fields(entry: Entry) -> dict[str, Any]:
+    configuration = dict(vars(entry.configuration))
+    if "algorithm" in configuration:
         configuration["algorithm"] = configuration["algorithm"].hex()
-    return fields
+    nested = {"key": entry.key.fields(), "configuration": configuration, "times": vars(entry.times)}
+    return {**nested, "spread": entry.spread, "date": entry.date}
+
+
+def _order(entry: Entry) -> tuple:
+    return tuple(-1 if value is None else value for value in vars(entry.key).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A file, and what became of it."""
+
+    path: Path
+    source: str
+    """"explicit", "user" or "package"."""
+    file: ConfigurationFile | None
+    """Its content; None where it cannot be read."""
+    refusal: str | None
+    """Why it does not hold for the device; None where it does."""
+
+
+def user_folder() -> Path | None:
+    """$XDG_CONFIG_HOME/lsq/gemm, by default ~/.config/lsq/gemm; None where there is no home."""
+    configured = os.environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(configured):  # the XDG specification: others are to be ignored
+        return Path(configured, "lsq", "gemm")
+    try:
+        return Path.home() / ".config" / "lsq" / "gemm"
+    except RuntimeError:
+        return None
+
+
+def paths() -> list[tuple[str, Path]]:
+    """(source, path) of all files where files are searched, in the order of their precedence."""
+    folders = {"user": user_folder(), "package": PACKAGE_FOLDER}
+    return [
+        (source, path)
+        for source, folder in folders.items()
+        if folder is not None and folder.is_dir()
+        for path in sorted(folder.glob("*.json"))
+    ]
+
+
+def find(here: Validators, explicit: Sequence[Path] | None = None) -> list[Found]:
+    """Look at every file.
+
+    Args:
+        here: the device.
+        explicit: the files to look at, all of which must hold; None: those of `paths()`.
+
+    Raises:
+        ValueError: an explicit file is damaged, or was made for something else; the message names what differs.
+        OSError: an explicit file cannot be read.
+    """
+    if explicit is None:
+        return [_look(path, source, here) for source, path in paths()]
+    found = []
+    for path in explicit:
+        file = read(path)
+        refusal = difference(file.validators, here)
+        if refusal is not None:
+            raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
+        found.append(Found(path=path, source="explicit", file=file, refusal=None))
+    return found
+
+
+def _look(path: Path, source: str, here: Validators) -> Found:
+    """Read one file; what is wrong with it is its refusal."""
+    try:
+        file = read(path)
+    except (ValueError, OSError) as error:
+        return Found(path=path, source=source, file=None, refusal=str(error).removeprefix(f"{path}: "))
+    return Found(path=path, source=source, file=file, refusal=difference(file.validators, here))

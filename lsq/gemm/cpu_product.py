@@ -1,17 +1,52 @@
-"""Runs int8 products on the CPU as they are configured: copies first, so many rows at a time.
+"""The int8 product of the CPU, oneDNN through torch._int_mm, as a configuration says, and its exact reference.
 
-A copy of codes has its rows an odd number of cache lines apart. Where they are a power of two apart, all of a column
-lies in one set of the cache, and packing a matrix for the product costs up to twice the product itself.
+out [M, N] = a [M, K] times b [N, K] transposed. Scratch memory is one stretch of bytes, cut into aligned tensors; their
+sizes follow from the key and the configuration alone, and none falls when a dimension grows.
 """
 
+import functools
+import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.product import check_inner, int8_product
+from lsq.gemm.product_key import LARGEST_INNER, ProductKey
 
-_NOTHING: Mapping[str, torch.Tensor] = {}
+ALIGNMENT = 64
+"""Bytes of a cache line, at whose multiples the parts of scratch memory begin."""
+
+
+def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], through float64, in which every sum is exact."""
+    return (a.to(torch.float64) @ b.to(torch.float64).t()).to(torch.int32)
+
+
+def int8_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N].
+
+    Raises:
+        ValueError: K could overflow the sums.
+    """
+    inner = a.shape[1]
+    if inner > LARGEST_INNER:
+        raise ValueError(
+            f"an int8 product over {inner} values could overflow int32; the largest inner dimension is "
+            f"{LARGEST_INNER} (use smaller batches or a smaller vocabulary)"
+        )
+    a, b = _unambiguous(a), _unambiguous(b)
+    if out is None:
+        return torch._int_mm(a, b.t())
+    return torch._int_mm(a, b.t(), out=out)
+
+
+def _unambiguous(x: torch.Tensor) -> torch.Tensor:
+    """x [1, n] or [n, 1] with strides that say which; with strides (1, 1), torch._int_mm (2.13) reads past its end."""
+    if x.stride() != (1, 1):
+        return x
+    rows, columns = x.shape
+    return x.as_strided(x.shape, (columns, 1) if rows == 1 else (1, rows))
 
 
 def multiply(
@@ -19,7 +54,7 @@ def multiply(
     b: torch.Tensor,
     out: torch.Tensor,
     configuration: CpuConfiguration,
-    scratch: Mapping[str, torch.Tensor] = _NOTHING,
+    scratch: Mapping[str, torch.Tensor],
 ) -> None:
     """out int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed.
 
@@ -27,17 +62,17 @@ def multiply(
         a, b: either may be a transposed view.
         out: contiguous.
         configuration: how.
-        scratch: what lsq.gemm.scratch.carve cuts for it, for this product or a larger one of the same layout.
+        scratch: what `carve` cuts for it, for this product or a larger one of the same layout.
 
     Raises:
         ValueError: K could overflow the sums.
         KeyError: a part of `scratch` is missing.
     """
-    if not (scratch or configuration.rows):
+    if not (scratch or configuration.rows):  # the default, without the microseconds of a block
         int8_product(a, b, out=out)
         return
     for first, left, right in _blocks(a, b, configuration, scratch):
-        _product(left, right, out[first : first + left.shape[0]], configuration, scratch)
+        int8_product(left, right, out=out[first : first + left.shape[0]])
 
 
 def configured_blocks(
@@ -49,36 +84,89 @@ def configured_blocks(
     """
     for first, left, right in _blocks(a, b, configuration, scratch):
         sums = scratch["sums"][: left.shape[0]]
-        _product(left, right, sums, configuration, scratch)
+        int8_product(left, right, out=sums)
         yield first, sums
 
 
 def _blocks(
     a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, scratch: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(first row, rows of a, b) for each block, the blocks as equal as they can be; b is copied where it should be."""
-    check_inner(a.shape[1])
+    """(first row, rows of a, b) for each block, the blocks as equal as they can be, copied where they should be."""
+    total, inner = a.shape
     if "b" in scratch:
-        b = scratch["b"][:, : b.shape[1]].copy_(b)
-    total = a.shape[0]
+        b = scratch["b"][:, :inner].copy_(b)
     blocks = -(-total // min(configuration.rows or total, total))
     size = -(-total // blocks)
     for first in range(0, total, size):
-        yield first, a[first : first + size], b
+        rows = a[first : first + size]
+        yield first, scratch["a"][: len(rows), :inner].copy_(rows) if "a" in scratch else rows, b
 
 
-def _product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    configuration: CpuConfiguration,
-    scratch: Mapping[str, torch.Tensor],
-) -> None:
-    """The product of one block."""
-    rows, inner = a.shape
-    if "a" in scratch:
-        a = scratch["a"][:rows, :inner].copy_(a)
-    if configuration.path == "float32":
-        out.copy_(torch.mm(a, b.t(), out=scratch["product"][:rows]))
-    else:
-        int8_product(a, b, out=out)
+class Part(NamedTuple):
+    """One tensor of scratch memory."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool = False
+    """It lies as [columns, rows]."""
+
+    @property
+    def lies(self) -> tuple[int, int]:
+        """Rows and their distance as they lie: of codes an odd number of cache lines, of everything else packed."""
+        rows, columns = reversed(self.shape) if self.transposed else self.shape
+        return rows, (-(-columns // ALIGNMENT) | 1) * ALIGNMENT if self.dtype == torch.int8 else columns
+
+    @property
+    def bytes(self) -> int:
+        """Its size, up to where the next part may begin."""
+        return -(-math.prod(self.lies) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor at the beginning of `memory`, one-dimensional, int8 or uint8."""
+        rows, distance = self.lies
+        lying = memory[: rows * distance * self.dtype.itemsize].view(self.dtype).view(rows, distance)
+        return lying.t()[: self.shape[0]] if self.transposed else lying[:, : self.shape[1]]
+
+
+@functools.lru_cache(maxsize=4096)
+def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
+    """What running a product needs.
+
+    Returns:
+        some of "a" int8 [block rows, K] and "b" int8 [N, K]: copies; "sums" int32 [block rows, N], unless they are the
+        operation's output. Not to be changed: it is kept.
+    """
+    rows = min(key.m, configuration.rows or key.m)
+    found = {}
+    if configuration.a_layout != "as_is":
+        found["a"] = Part((rows, key.k), torch.int8, key.layout[0] == "t" and configuration.a_layout != "mk")
+    if configuration.b_layout != "as_is":
+        along_n = {"nk": False, "kn": True}.get(configuration.b_layout, key.layout[1] == "n")
+        found["b"] = Part((key.n, key.k), torch.int8, along_n)
+    if not key.request.in_place:
+        found["sums"] = Part((rows, key.n), torch.int32)
+    return found
+
+
+def scratch_bytes(key: ProductKey, configuration: CpuConfiguration) -> int:
+    """Bytes of all parts."""
+    return sum(part.bytes for part in parts(key, configuration).values())
+
+
+def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
+    """The parts as views of `memory`, one-dimensional int8 or uint8 at a multiple of ALIGNMENT bytes.
+
+    Raises:
+        ValueError: the memory is too small.
+    """
+    needed = scratch_bytes(key, configuration)
+    if memory.numel() < needed:
+        raise ValueError(
+            f"{key} needs {needed} bytes of scratch memory as it is configured ({configuration}), and has "
+            f"{memory.numel()}; choose the files of tuned products before memory is planned"
+        )
+    found, first = {}, 0
+    for name, part in parts(key, configuration).items():
+        found[name] = part.view(memory[first:])
+        first += part.bytes
+    return found

@@ -1,30 +1,28 @@
-"""Matrix products on a GPU: the algorithm of cuBLASLt that each runs with.
+"""Matrix products on a GPU: the algorithm of cuBLASLt that each runs with, as tuned or as the library proposes.
 
 Algorithms are looked up when a product is first asked for, never when it runs, so that runs may be captured in a graph.
 Nothing here was ever run on a GPU.
 """
 
 import contextlib
+import logging
+import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lsq.csrc.find import find_cublaslt
-from lsq.csrc.products import ALPHAS, DTYPES, Candidate, MatrixProduct, ProductLibrary
-from lsq.gemm.product_spec import Operands, ProductSpec, spec_for
+from lsq.csrc.launch import Product
+from lsq.csrc.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary
+from lsq.gemm.configuration import CublasConfiguration
+from lsq.gemm.lookup import Table
+from lsq.gemm.product_key import MATMUL, ProductKey, key_of
 
-__all__ = [
-    "WORKSPACE_BYTES",
-    "Algorithm",
-    "ChosenProduct",
-    "Operands",
-    "ProductSpec",
-    "Products",
-    "first_candidate",
-    "spec_for",
-]
+logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 32 * 2**20
 """What cuBLASLt may use as workspace, unless said otherwise."""
@@ -32,37 +30,43 @@ WORKSPACE_BYTES = 32 * 2**20
 CANDIDATES = 16
 """How many proposals of the library are looked at."""
 
-_NUMBERS = ("m", "n", "k", "transpose_a", "transpose_b", "batch")
-_NUMBERS += ("leading_a", "leading_b", "leading_out", "stride_a", "stride_b", "stride_out")
+INT8_MULTIPLES = {
+    "k": 16, "leading_a": 16, "leading_b": 16, "stride_a": 16, "stride_b": 16, "n": 4, "leading_out": 4,
+}
+"""Numbers of an int8 product that must be multiples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Algorithm:
-    """How cuBLASLt runs a product. The fields after `waves` are what the bytes hold, in cuBLASLt's own numbers."""
+def check_key(key: ProductKey) -> None:
+    """Refuse a product that cuBLASLt has not.
 
-    data: bytes
-    """64 bytes, valid for one version of the library and one model of device."""
-    workspace_bytes: int
-    waves: float
-    """How often the product's blocks fill the device."""
-    id: int
-    tile: int
-    stages: int
-    split_k: int
-    reduction_scheme: int
-    swizzle: int
-    custom_option: int
-    inner_shape: int
-    cluster_shape: int
+    Raises:
+        ValueError: an operation of the CPU, or int8 operands that do not lie as they must.
+    """
+    if key.op != MATMUL:
+        raise ValueError(f"op is {key.op!r}; a GPU knows no operations: tune the product as {MATMUL!r}")
+    if key.dtype != "int8":
+        return
+    if key.layout != "nt":
+        raise ValueError(
+            f'an int8 product takes a [M, K] and b [N, K], layout "nt", not {key.layout!r}: neither transposed; '
+            "write the transpose first"
+        )
+    numbers = vars(key) | key.places
+    for name, multiple in INT8_MULTIPLES.items():
+        if numbers[name] % multiple:
+            wider = math.ceil(numbers[name] / multiple) * multiple
+            raise ValueError(
+                f"{name} of an int8 product is a multiple of {multiple}, not {numbers[name]}; pad it to {wider}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenProduct:
     """A product that is ready to run."""
 
-    spec: ProductSpec
-    native: MatrixProduct
-    algorithm: Algorithm
+    key: ProductKey
+    native: Matmul
+    algorithm: CublasConfiguration
 
     @property
     def address(self) -> int:
@@ -75,12 +79,16 @@ class ChosenProduct:
         return self.algorithm.workspace_bytes
 
     def __str__(self) -> str:
-        spec = self.spec
-        batch = f"{spec.batch} times " if spec.batch > 1 else ""
-        return f"product {spec.dtype} {batch}[{spec.m}, {spec.k}] x [{spec.n}, {spec.k}]"
+        key = self.key
+        batch = f"{key.batch} times " if key.batch > 1 else ""
+        return f"product {key.dtype} {batch}[{key.m}, {key.k}] x [{key.n}, {key.k}]"
 
 
-def first_candidate(spec: ProductSpec, candidates: list[Algorithm]) -> Algorithm:
+Choose = Callable[[ProductKey, list[CublasConfiguration]], CublasConfiguration]
+"""Picks the algorithm of a product, among the library's proposals or from elsewhere."""
+
+
+def first_candidate(key: ProductKey, candidates: list[CublasConfiguration]) -> CublasConfiguration:
     """The proposal that the library thinks best."""
     return candidates[0]
 
@@ -92,7 +100,7 @@ class Products:
         device: where the tensors lie.
         library: path of libcublasLt, by default the one that is installed; of the emulated one to run on the CPU.
         workspace_bytes: the largest workspace that algorithms may need.
-        choose: picks the algorithm of a product, among the library's proposals or from elsewhere.
+        choose: picks the algorithms.
 
     Raises:
         RuntimeError: the library is not found or cannot be loaded.
@@ -104,27 +112,28 @@ class Products:
         *,
         library: str | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
-        choose: Callable[[ProductSpec, list[Algorithm]], Algorithm] = first_candidate,
+        choose: Choose = first_candidate,
     ) -> None:
         self.device = device
         self.library = ProductLibrary(library or find_cublaslt())
         self.workspace_bytes = workspace_bytes
         self._choose = choose
-        self._chosen: dict[ProductSpec, ChosenProduct] = {}
+        self._chosen: dict[ProductKey, ChosenProduct] = {}
         self._lock = threading.Lock()
 
-    def get(self, spec: ProductSpec) -> ChosenProduct:
-        """The product of a spec, with its algorithm; the same object every time.
+    def get(self, key: ProductKey) -> ChosenProduct:
+        """The product of a key, with its algorithm; the same object every time.
 
         Raises:
-            RuntimeError: cuBLASLt has no algorithm for it, or not within the workspace, or refuses the chosen one.
+            ValueError: cuBLASLt has no such product.
+            RuntimeError: it has no algorithm for it, or not within the workspace, or refuses the chosen one.
         """
         with self._lock:
-            if spec not in self._chosen:
-                self._chosen[spec] = self._create(spec)
-            return self._chosen[spec]
+            if key not in self._chosen:
+                self._chosen[key] = self._create(key)
+            return self._chosen[key]
 
-    def prepare(self, product: Operands) -> ChosenProduct:
+    def prepare(self, product: Product) -> ChosenProduct:
         """The product of these tensors, with its algorithm.
 
         Raises:
@@ -133,76 +142,50 @@ class Products:
         """
         if product.out.device != self.device:
             raise ValueError(f"the tensors lie on {product.out.device}, these products run on {self.device}")
-        return self.get(spec_for(product))
+        return self.get(key_of(product))
 
-    def run(self, product: Operands, workspace: torch.Tensor, stream: int = 0) -> None:
-        """Queue one product by itself.
-
-        Args:
-            product: its tensors.
-            workspace: uint8 on the device, at least as long as the algorithm needs, from a multiple of 256 bytes on.
-            stream: a cudaStream_t.
-
-        Raises:
-            ValueError: the tensors do not fit.
-            RuntimeError: cuBLASLt refuses it; the message says why, with the shapes.
-        """
-        chosen = self.prepare(product)
-        kind, alpha = chosen.spec.alpha, product.alpha
-        number = None if kind == "one" else alpha.data_ptr() if kind == "vector" else float(alpha)
-        with self._current():
-            chosen.native.run(
-                [product.a.data_ptr(), product.b.data_ptr(), product.out.data_ptr()],
-                alpha=number,
-                workspace=workspace.data_ptr(),
-                workspace_bytes=workspace.nbytes,
-                stream=stream,
-            )
-
-    def candidates(self, spec: ProductSpec) -> list[Algorithm]:
-        """What the library proposes for a spec, best first.
-
-        Raises:
-            RuntimeError: it has no such product.
-        """
-        native = self.describe(spec)
-        try:
-            return self._candidates(native)
-        finally:
-            native.close()
-
-    def describe(self, spec: ProductSpec) -> MatrixProduct:
+    def describe(self, key: ProductKey) -> Matmul:
         """A product without an algorithm, for a search over all of them; the caller closes it.
 
         Raises:
+            ValueError: cuBLASLt has no such product.
             RuntimeError: the library refuses the description.
         """
-        numbers = {name: int(getattr(spec, name)) for name in _NUMBERS}
-        numbers |= {"dtype": DTYPES[spec.dtype], "out_dtype": DTYPES[spec.out_dtype], "alpha": ALPHAS[spec.alpha]}
-        return self.library.product(**numbers)
+        check_key(key)
+        return self.library.product(
+            m=key.m, n=key.n, k=key.k, batch=key.batch, dtype=DTYPES[key.dtypes["a"]],
+            out_dtype=DTYPES[key.dtypes["out"]], alpha=ALPHAS[key.alpha], transpose_a=int(key.layout[0] == "t"),
+            transpose_b=int(key.layout[1] == "n"), **key.places,
+        )
 
-    def check(self, spec: ProductSpec, data: bytes) -> Algorithm:
+    def candidates(self, key: ProductKey) -> list[CublasConfiguration]:
+        """What the library proposes for a key, best first; perhaps nothing.
+
+        Raises:
+            ValueError, RuntimeError: it has no such product.
+        """
+        with contextlib.closing(self.describe(key)) as native:
+            return self._candidates(native)
+
+    def check(self, key: ProductKey, data: bytes) -> CublasConfiguration:
         """The algorithm that these bytes hold, if it runs a product here.
 
         Raises:
             ValueError: not 64 bytes.
             RuntimeError: it does not; the message says why.
         """
-        native = self.describe(spec)
-        try:
-            with self._current():
-                return self.algorithm(native.check(data))
-        finally:
-            native.close()
+        with contextlib.closing(self.describe(key)) as native, self.current():
+            return self.algorithm(native.check(data))
 
-    def algorithm(self, candidate: Candidate) -> Algorithm:
+    def algorithm(self, candidate: Candidate) -> CublasConfiguration:
         """The algorithm that a candidate's bytes hold.
 
         Raises:
             ValueError: not 64 bytes.
             RuntimeError: not an algorithm.
         """
-        return Algorithm(**candidate._asdict(), **self.library.decode(candidate.data))
+        decoded = self.library.decode(candidate.data)
+        return CublasConfiguration(algorithm=candidate.data, workspace_bytes=candidate.workspace_bytes, **decoded)
 
     def close(self) -> None:
         """Free every product; none may be run or captured any more."""
@@ -212,35 +195,104 @@ class Products:
             self._chosen.clear()
             self.library.close()
 
-    def _create(self, spec: ProductSpec) -> ChosenProduct:
-        native = self.describe(spec)
+    def _create(self, key: ProductKey) -> ChosenProduct:
+        native = self.describe(key)
         try:
             found = self._candidates(native)
             if not found:
                 raise RuntimeError(
-                    f"cuBLASLt has no algorithm for {spec} within a workspace of {self.workspace_bytes} bytes; "
+                    f"cuBLASLt has no algorithm for {key} within a workspace of {self.workspace_bytes} bytes; "
                     "allow a larger workspace or other shapes"
                 )
-            wanted = self._choose(spec, found)
-            with self._current():
-                algorithm = self.algorithm(native.check(wanted.data))
+            wanted = self._choose(key, found)
+            with self.current():
+                algorithm = self.algorithm(native.check(wanted.algorithm))
                 if algorithm.workspace_bytes > self.workspace_bytes:
                     raise RuntimeError(
-                        f"the algorithm chosen for {spec} needs a workspace of {algorithm.workspace_bytes} bytes, and "
+                        f"the algorithm chosen for {key} needs a workspace of {algorithm.workspace_bytes} bytes, and "
                         f"only {self.workspace_bytes} are allowed; choose another or allow more"
                     )
-                native.choose(wanted.data)
+                native.choose(wanted.algorithm)
         except BaseException:
             native.close()
             raise
-        return ChosenProduct(spec=spec, native=native, algorithm=algorithm)
+        return ChosenProduct(key=key, native=native, algorithm=algorithm)
 
-    def _candidates(self, native: MatrixProduct) -> list[Algorithm]:
-        with self._current():
+    def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
+        with self.current():
             return [self.algorithm(found) for found in native.candidates(self.workspace_bytes, CANDIDATES)]
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Make the device's context current, which cuBLASLt needs."""
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             yield
+
+
+class TunedChoice:
+    """Picks the algorithms of products from a table: the `choose` of Products.
+
+    Where the library refuses an entry's algorithm, its own first proposal runs; that is warned of once, and counted.
+
+    Args:
+        table: the entries.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.refused: Counter[ProductKey] = Counter()
+        """How many products ran otherwise than their entry says."""
+        self.products: Products
+        """What checks the algorithms; to be set before the first product."""
+
+    def __call__(self, key: ProductKey, candidates: list[CublasConfiguration]) -> CublasConfiguration:
+        """The algorithm for a product."""
+        use = self.table.use(key)
+        if use.entry is None:
+            return first_candidate(key, candidates)
+        try:
+            fault = algorithm_fault(self.products, key, use.entry.configuration)
+        except (RuntimeError, ValueError) as error:
+            fault = str(error)
+        if fault is None:
+            return use.entry.configuration
+        if not self.refused:
+            logger.warning(
+                "the tuned algorithm of %s is not used: %s. cuBLASLt's own choice runs instead, here and wherever "
+                "else that happens; `lsq configs verify` finds such entries, `lsq tune` replaces them.",
+                key, fault,
+            )
+        self.refused[key] += 1
+        use.entry = None  # counted as missed
+        return first_candidate(key, candidates)
+
+
+def algorithm_fault(products: Products, key: ProductKey, said: CublasConfiguration) -> str | None:
+    """Why an algorithm does not run a product here as it says, in words; None where it does.
+
+    Raises:
+        RuntimeError: the library refuses it; the message says why.
+    """
+    held = products.check(key, said.algorithm)
+    for name, value in vars(said).items():
+        if value != getattr(held, name):
+            return f"{name} is {value} in the file, and its algorithm has {getattr(held, name)}"
+    if held.workspace_bytes > products.workspace_bytes:
+        return f"it needs a workspace of {held.workspace_bytes} bytes, of {products.workspace_bytes} allowed"
+    return None
+
+
+def tuned_products(device: torch.device, table: Table, **options: Any) -> tuple[Products, TunedChoice]:
+    """Products that run as tuned, and what chooses for them.
+
+    Args:
+        device: where the tensors lie.
+        table: the entries, of this device.
+        options: of Products, without `choose`.
+
+    Raises:
+        RuntimeError: the library is not found or cannot be loaded.
+    """
+    choice = TunedChoice(table)
+    choice.products = Products(device, choose=choice, **options)
+    return choice.products, choice

@@ -1,22 +1,23 @@
 """JSON from files that nobody vouches for: limited in size, without duplicates or NaN, read into checked dataclasses.
 
-Whatever is wrong is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be ...".
+Whatever is wrong is one ValueError that says where: "file.json: entries[12].key.m is 0; it must be ...". Dataclasses
+check themselves by the functions at the end, whose errors begin with the name of the field.
 """
 
 import dataclasses
 import json
+import math
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lsq import files
-from lsq.gemm.checks import shown
 
 LARGEST_FILE = 16 * 2**20
-DEEPEST = 8
-"""How many objects and lists may stand within one another."""
-_LONGEST_NUMBER = 40
+_LONGEST_TEXT = 200
+"""Of the name of a device, a library or a feature."""
+_SHOWN = 60
 
 Built = TypeVar("Built")
 
@@ -53,7 +54,7 @@ def write(path: Path, head: dict[str, Any], name: str, lines: list[dict[str, Any
 
 
 def record(made: type[Built], value: Any, place: str, **converters: Callable[[Any, str], Any]) -> Built:
-    """A dataclass from an object that has exactly its fields.
+    """A dataclass from an object with its fields; those that have a default may be missing.
 
     Args:
         made: a dataclass that checks itself, with errors that begin with the name of the field.
@@ -64,32 +65,34 @@ def record(made: type[Built], value: Any, place: str, **converters: Callable[[An
     Raises:
         ValueError: no object, a field missing or unknown, or the dataclass refuses a value.
     """
-    names = [field.name for field in dataclasses.fields(made)]
-    check_fields(value, names, place)
+    fields = dataclasses.fields(made)
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    check_fields(value, needed, place, allowed=[field.name for field in fields])
     values = dict(value)
     for name, convert in converters.items():
-        values[name] = convert(value[name], within(place, name))
+        if name in values:
+            values[name] = convert(value[name], within(place, name))
     try:
         return made(**values)
     except ValueError as error:
         raise ValueError(within(place, str(error))) from None
 
 
-def check_fields(value: Any, names: list[str], place: str) -> None:
-    """Refuse what is not an object with exactly these fields.
+def check_fields(value: Any, needed: list[str], place: str, allowed: list[str] | None = None) -> None:
+    """Refuse what is not an object with these fields, and none beside them and `allowed`.
 
     Raises:
         ValueError: it is not.
     """
     where = place or "the content"
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {shown(value)}; it must be an object with {', '.join(names)}")
-    unknown = sorted(set(value) - set(names))
+        raise ValueError(f"{where} is {shown(value)}; it must be an object with {', '.join(needed)}")
+    unknown = sorted(set(value) - set(allowed or needed))
     if unknown:
-        raise ValueError(f"{where} has the unknown field {shown(unknown[0])}; allowed: {', '.join(names)}")
-    missing = [name for name in names if name not in value]
+        raise ValueError(f"{where} has the unknown field {shown(unknown[0])}; allowed: {', '.join(allowed or needed)}")
+    missing = [name for name in needed if name not in value]
     if missing:
-        raise ValueError(f"{where} has no field {missing[0]!r}; needed: {', '.join(names)}")
+        raise ValueError(f"{where} has no field {missing[0]!r}; needed: {', '.join(needed)}")
 
 
 def sequence(value: Any, place: str, convert: Callable[[Any, str], Built]) -> tuple[Built, ...]:
@@ -123,33 +126,11 @@ def _content(path: Path) -> str:
 
 def _parse(text: str) -> Any:
     try:
-        value = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_constant,
-            parse_int=_number(int),
-            parse_float=_number(float),
-        )
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except json.JSONDecodeError as error:
         raise ValueError(f"this is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
     except RecursionError:
-        raise ValueError(_too_deep()) from None
-    _check_depth(value)
-    return value
-
-
-def _too_deep() -> str:
-    return f"objects and lists stand more than {DEEPEST} deep within one another"
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        containers = [item for item in level if isinstance(item, (dict, list))]
-        if not containers:
-            return
-        level = [inner for item in containers for inner in (item.values() if isinstance(item, dict) else item)]
-    raise ValueError(_too_deep())
+        raise ValueError("objects and lists stand too deep within one another") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,10 +146,32 @@ def _constant(name: str) -> None:
     raise ValueError(f"{name} is no number in these files; it must be finite")
 
 
-def _number(convert: Callable[[str], Built]) -> Callable[[str], Built]:
-    def checked(text: str) -> Built:
-        if len(text) > _LONGEST_NUMBER:
-            raise ValueError(f"the number {text[:20]}... is {len(text)} characters long; at most {_LONGEST_NUMBER}")
-        return convert(text)
+def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Refuse what is not one of the allowed texts."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(repr, allowed))}")
 
-    return checked
+
+def check_whole(name: str, value: object, smallest: int, largest: int) -> None:
+    """Refuse what is not a whole number in this range; True is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not smallest <= value <= largest:
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from {smallest} to {largest}")
+
+
+def check_number(name: str, value: object, largest: float) -> None:
+    """Refuse what is not a finite number from 0 to `largest`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= largest or not math.isfinite(value):
+        raise ValueError(f"{name} is {shown(value)}; it must be a finite number from 0 to {largest:g}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Refuse what is not a short text that can be printed."""
+    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_TEXT or not value.isprintable():
+        raise ValueError(f"{name} is {shown(value)}; it must be a printable text of 1 to {_LONGEST_TEXT} characters")
+
+
+def shown(value: object) -> str:
+    """A value that may be anything, for a message: short, and printable everywhere."""
+    text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,7 +1,7 @@
 """How each product is run: the tuned entry where there is one, the default otherwise; both are counted.
 
-The CPU's operations ask `configuration_for` for every product, so that it is a dictionary lookup. Which files are used
-is settled when the first product is asked for; `set_files` changes it, and goes before memory is planned.
+The CPU's operations ask for every product, so that it is a dictionary lookup. Which files are used is settled when the
+first product is asked for; `set_files` changes it, and goes before memory is planned.
 """
 
 import bisect
@@ -11,22 +11,23 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from lsq.gemm import configuration_file, scratch, search
-from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry
+from lsq.gemm import configuration_file, cpu_product, device
+from lsq.gemm.configuration import CpuConfiguration, Entry
+from lsq.gemm.configuration_file import ConfigurationFile, Found
+from lsq.gemm.device import Validators
 from lsq.gemm.product_key import ProductKey, rounded_tokens
-from lsq.gemm.search import Found
-from lsq.gemm.validators import Validators
 
 logger = logging.getLogger(__name__)
 
 
 class Use:
-    """How often a product was asked for."""
+    """How often a product was asked for, and how it is run."""
 
     __slots__ = ("calls", "configuration", "entry", "key", "seconds")
 
     def __init__(self, key: ProductKey, entry: Entry | None) -> None:
         self.key = key
+        """As it stands in files: with its number of tokens rounded."""
         self.entry = entry
         """What serves it: the entry of its key, or of another batch size; None: untuned."""
         self.configuration = CpuConfiguration.default(key.op) if entry is None else entry.configuration
@@ -47,7 +48,7 @@ class Table:
         self.found = tuple(found)
         self._entries: dict[ProductKey, Entry] = {}
         self._families: dict[tuple, list[Entry]] = {}
-        self._uses: dict[tuple | ProductKey, Use] = {}
+        self._uses: dict[ProductKey, Use] = {}
         self._lock = threading.Lock()
         for each in self.used:
             for entry in each.file.entries:
@@ -65,94 +66,54 @@ class Table:
         """All entries as one file."""
         return ConfigurationFile(validators=self.here, entries=tuple(self._entries.values()))
 
-    def lookup(self, key: ProductKey) -> Entry | None:
-        """The entry that serves a product; counted as a hit or a miss.
+    def use(self, key: ProductKey) -> Use:
+        """How a product is run; counted.
 
         On the CPU, an entry serves other batch sizes as well: see `_nearest_entry`. Algorithms of cuBLASLt do not.
         """
         with self._lock:
-            use = self._uses.get(key) or self._first_use(key, key)
+            use = self._uses.get(key)
+            if use is None:
+                rounded = key.rounded()
+                entry = self._entries.get(rounded) or self._nearest_entry(rounded)
+                use = self._uses[key] = self._uses.setdefault(rounded, Use(rounded, entry))
             use.calls += 1
-        return use.entry
-
-    def configuration(self, op: str, m: int, n: int, k: int, layout: str) -> CpuConfiguration:
-        """How the CPU runs the int8 product of an operation; counted.
-
-        Raises:
-            ValueError: there is no such product.
-        """
-        asked = (op, m, n, k, layout)
-        with self._lock:
-            use = self._uses.get(asked) or self._first_use(asked, ProductKey.of(*asked))
-            use.calls += 1
-        return use.configuration
-
-    def entry(self, key: ProductKey) -> Entry | None:
-        """As `lookup`, but not counted."""
-        return self._entries.get(key.rounded())
-
-    def refuse(self, key: ProductKey) -> None:
-        """Count a product as missed from now on: its entry turned out not to run."""
-        with self._lock:
-            use = self._uses.get(key) or self._first_use(key, key)
-            use.entry, use.configuration = None, CpuConfiguration.default(key.op)
-
-    def _first_use(self, asked: tuple | ProductKey, key: ProductKey) -> Use:
-        rounded = key.rounded()
-        use = self._uses.get(rounded)
-        if use is None:
-            use = self._uses[rounded] = Use(rounded, self._entries.get(rounded) or self._nearest_entry(rounded))
-        self._uses[asked] = use
         return use
 
-    def add_seconds(self, op: str, m: int, n: int, k: int, layout: str, seconds: float) -> None:
-        """Say how long a product took whose configuration was asked for, for the report.
-
-        Raises:
-            ValueError: there is no such product.
-        """
-        asked = (op, m, n, k, layout)
+    def add_seconds(self, use: Use, seconds: float) -> None:
+        """Say how long a product took, for the report."""
         with self._lock:
-            (self._uses.get(asked) or self._first_use(asked, ProductKey.of(*asked))).seconds += seconds
-
-    def largest_scratch(self, op: str, m: int, n: int, k: int, layout: str) -> int:
-        """Bytes of scratch memory that suffice for a product, and for the same in any smaller batch.
-
-        They do not fall when the batch grows.
-
-        Raises:
-            ValueError: there is no such product.
-        """
-        key = ProductKey.of(op, m, n, k, layout)
-        largest = scratch.size(key, CpuConfiguration.default(op))
-        family = self._families.get(key.family, ())
-        at_least = bisect.bisect_left(family, rounded_tokens(key.tokens), key=lambda entry: entry.key.tokens)
-        for place, entry in enumerate(family[: at_least + 1]):
-            # The last entry of all serves every larger batch, each other one those up to its own size.
-            most = key.tokens if place == len(family) - 1 else min(entry.key.tokens, key.tokens)
-            largest = max(largest, scratch.size(key.with_tokens(most), entry.configuration))
-        return largest
-
-    def _nearest_entry(self, key: ProductKey) -> Entry | None:
-        """The entry for the next larger batch, or for the largest of all: it serves where there is none for this one.
-
-        Every configuration of the CPU runs every batch size, unless its sums would not be exact.
-        """
-        family = self._families.get(key.family)
-        if not family or self.here.kind != "cpu":
-            return None
-        place = bisect.bisect_left(family, key.tokens, key=lambda entry: entry.key.tokens)
-        entry = family[min(place, len(family) - 1)]
-        try:
-            entry.configuration.check_key(key)
-        except ValueError:
-            return None
-        return entry
+            use.seconds += seconds
 
     def uses(self) -> list[Use]:
         """What was asked for so far, each product once."""
         with self._lock:
             return [copy.copy(use) for use in dict.fromkeys(self._uses.values())]
+
+    def largest_scratch(self, key: ProductKey) -> int:
+        """Bytes of scratch memory that suffice for a product of the CPU, and for the same in any smaller batch.
+
+        They do not fall when the batch grows.
+        """
+        largest = cpu_product.scratch_bytes(key, CpuConfiguration.default(key.op))
+        family = self._families.get(key.family, ())
+        at_least = bisect.bisect_left(family, rounded_tokens(key.tokens), key=lambda entry: entry.key.tokens)
+        for place, entry in enumerate(family[: at_least + 1]):
+            # The last entry of all serves every larger batch, each other one those up to its own size.
+            most = key.tokens if place == len(family) - 1 else min(entry.key.tokens, key.tokens)
+            largest = max(largest, cpu_product.scratch_bytes(key.with_tokens(most), entry.configuration))
+        return largest
+
+    def _nearest_entry(self, key: ProductKey) -> Entry | None:
+        """The entry for the next larger batch, or for the largest of all: it serves where there is none for this one.
+
+        Every configuration of the CPU runs every batch size.
+        """
+        family = self._families.get(key.family)
+        if not family or self.here.kind != "cpu":
+            return None
+        place = bisect.bisect_left(family, key.tokens, key=lambda entry: entry.key.tokens)
+        return family[min(place, len(family) - 1)]
 
 
 _lock = threading.Lock()
@@ -180,8 +141,8 @@ def set_files(paths: Sequence[Path] | None) -> None:
         for path in explicit:
             by_kind.setdefault(configuration_file.read(path).validators.kind, []).append(path)
         for kind, chosen in by_kind.items():
-            here = search.here(kind)
-            made[kind] = Table(here, search.find(here, chosen))
+            here = device.here(kind)
+            made[kind] = Table(here, configuration_file.find(here, chosen))
     with _lock:
         _explicit = explicit
         _generation += 1
@@ -205,7 +166,7 @@ def table(kind: str = "cpu") -> Table:
     if found is None:
         with _lock:
             if kind not in _tables:
-                _tables[kind] = load(search.here(kind)) if _explicit is None else Table(search.here(kind))
+                _tables[kind] = load(device.here(kind)) if _explicit is None else Table(device.here(kind))
             found = _tables[kind]
     return found
 
@@ -216,7 +177,7 @@ def load(here: Validators) -> Table:
     Not warned of: those for other kinds of device; in the package, those for other devices; those with another in the
     same folder that holds.
     """
-    made = Table(here, search.find(here))
+    made = Table(here, configuration_file.find(here))
     served = {each.source for each in made.used}
     refused = [each for each in made.found if _worth_a_warning(each, here, served)]
     news = [each for each in refused if (each.path, each.refusal) not in _warned]
@@ -230,41 +191,8 @@ def load(here: Validators) -> Table:
 
 
 def _worth_a_warning(each: Found, here: Validators, served: set[str]) -> bool:
-    if each.refusal is None:
-        return False
-    if each.file is None:
-        return True
-    expected = each.file.validators.kind != here.kind or (each.source == "package" and each.foreign)
+    if each.refusal is None or each.file is None:
+        return each.refusal is not None
+    theirs = each.file.validators
+    expected = theirs.kind != here.kind or (each.source == "package" and theirs.device != here.device)
     return not expected and each.source not in served
-
-
-def configuration_for(op: str, m: int, n: int, k: int, layout: str) -> CpuConfiguration:
-    """How the CPU runs the int8 product of an operation, out [M, N] = a times b; counted.
-
-    Args:
-        op: one of product_key.OPERATIONS.
-        m, n, k: rows and columns of the result, inner dimension.
-        layout: how a and b lie, one of product_key.LAYOUTS.
-
-    Raises:
-        ValueError: there is no such product.
-    """
-    return table().configuration(op, m, n, k, layout)
-
-
-def add_seconds(op: str, m: int, n: int, k: int, layout: str, seconds: float) -> None:
-    """Say how long a product of the CPU took whose configuration was asked for, for the report.
-
-    Raises:
-        ValueError: there is no such product.
-    """
-    table().add_seconds(op, m, n, k, layout, seconds)
-
-
-def largest_scratch(op: str, m: int, n: int, k: int, layout: str) -> int:
-    """Bytes of scratch memory that suffice for a product of the CPU and for the same in any smaller batch.
-
-    Raises:
-        ValueError: there is no such product.
-    """
-    return table().largest_scratch(op, m, n, k, layout)

@@ -1,19 +1,29 @@
-"""What is multiplied: the keys of tuned products.
+"""What is multiplied: the one description of a matrix product, without its tensors.
 
-out [M, N] = a [M, K] times b [N, K] transposed. Every error is a ValueError that begins with the name of the field.
+out [M, N] = alpha * a [M, K] times b [N, K] transposed. It is the key of tuned files and of everything else that is
+remembered of a product; cuBLASLt's problem is made of its fields. Every error of a key is a ValueError that begins with
+the name of the field.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
-from lsq.gemm.checks import check_choice, check_whole
-from lsq.gemm.product import LARGEST_INNER
+import torch
+
+from lsq.csrc.launch import Product
+from lsq.gemm.json_file import check_choice, check_whole
 
 LARGEST_DIMENSION = 2**31 - 1
+LARGEST_INNER = (2**31 - 1) // 127**2
+"""Inner dimension up to which no int32 sum of products of codes can overflow: 133,144."""
 
 EXACT_TOKENS = 512
 """Up to so many tokens each number has its own entry; above, the next multiple of TOKEN_STEP stands for it."""
 TOKEN_STEP = 32
+
+ADDRESS_MULTIPLE = 16
+"""Bytes to whose multiples operands on a GPU are aligned."""
 
 LAYOUTS = ("nt", "nn", "tt", "tn")
 """First letter: a lies as [M, K] ("n") or [K, M] ("t"). Second: b lies as [K, N] ("n") or [N, K] ("t")."""
@@ -25,45 +35,45 @@ OUTS = {
 }
 """dtype of the operands -> dtypes of the result."""
 ALPHAS = ("one", "scalar", "vector")
-"""What scales the result, as in ProductSpec; "vector" is for int8 to int8."""
+"""What scales the result: nothing; a float; float32 [N] on the device, which is for int8 to int8."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    """What an operation of lsq/ops multiplies."""
+class Request:
+    """What an operation of the CPU multiplies, int8 to int32, and how it reads the sums."""
 
-    out: str
-    alpha: str
     layout: str
-    """How its operands lie on the CPU. A GPU multiplies int8 as "nt" alone."""
+    """How its operands lie."""
     rows: int
-    """Rows of sums that the CPU makes at a time unless tuned; 0: all at once."""
+    """Rows of sums that are made at a time unless tuned; 0: all at once."""
     in_place: bool = False
     """The sums are the operation's output, so that they need no scratch memory."""
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
 
+MATMUL = "matmul"
+"""Any product by itself, as a GPU runs all of them."""
 OPERATIONS = {
-    "linear_int8": Operation(out="int8", alpha="vector", layout="nt", rows=512),
-    "linear_int32": Operation(out="int32", alpha="one", layout="nt", rows=0, in_place=True),
-    "linear_input_gradient": Operation(out="int32", alpha="one", layout="nn", rows=512),
-    "linear_weight_gradient": Operation(out="int32", alpha="one", layout="tn", rows=4096, tokens="k"),
-    "vocabulary_cross_entropy": Operation(out="int32", alpha="one", layout="nt", rows=256),
-    "matmul": Operation(out="int32", alpha="one", layout="nt", rows=0, in_place=True),
+    "linear_int8": Request(layout="nt", rows=512),
+    "linear_int32": Request(layout="nt", rows=0, in_place=True),
+    "linear_input_gradient": Request(layout="nn", rows=512),
+    "linear_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
+    "vocabulary_cross_entropy": Request(layout="nt", rows=256),
+    MATMUL: Request(layout="nt", rows=0, in_place=True),
 }
-"""The products that can be tuned; "matmul" is any product by itself."""
+"""Who multiplies. How many rows of sums are best depends on what reads them, so that each has entries of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
-    """What is multiplied.
+    """What is multiplied. An operation of the CPU says all but m, n and k by its name.
 
     Raises:
         ValueError: there is no such product.
     """
 
-    op: str
+    op: str = MATMUL
     """One of OPERATIONS."""
     m: int
     n: int
@@ -72,68 +82,192 @@ class ProductKey:
     """Of a and b."""
     out: str = "int32"
     alpha: str = "one"
-    layout: str = "nt"
+    layout: str | None = None
+    """One of LAYOUTS; by default the operation's."""
+    batch: int = 1
+    leading_a: int | None = None
+    """Elements from one row of a, as it lies, to the next; None: the rows are packed."""
+    leading_b: int | None = None
+    leading_out: int | None = None
+    stride_a: int | None = None
+    """Elements from one matrix of the batch to the next, 0: the same one; None: the matrices are packed."""
+    stride_b: int | None = None
+    stride_out: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("op", self.op, OPERATIONS)
-        for name in ("m", "n", "k"):
+        for name in ("m", "n", "k", "batch"):
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
         check_choice("out", self.out, OUTS[self.dtype])
         alphas = ("one",) if self.out == "int32" else ALPHAS if self.out == "int8" else ("one", "scalar")
         check_choice("alpha", self.alpha, alphas)
+        if self.layout is None:
+            object.__setattr__(self, "layout", self.request.layout)
         check_choice("layout", self.layout, LAYOUTS)
         if self.dtype == "int8":
             check_whole("k", self.k, 1, LARGEST_INNER)
-        elif self.op != "matmul":
-            raise ValueError(f'dtype is {self.dtype!r}; {self.op} multiplies int8 (op "matmul" takes floats)')
+        self._check_places()
+        given = [name for name in self.fields() if name not in ("op", "m", "n", "k")]
+        if given and self.op != MATMUL:
+            raise ValueError(f"{given[0]} is {getattr(self, given[0])!r}; {self.op} says that itself: leave it out")
 
-    @classmethod
-    def of(cls, op: str, m: int, n: int, k: int, layout: str | None = None) -> "ProductKey":
-        """The int8 product of an operation on the CPU, whose layout is the operation's own unless given.
+    def _check_places(self) -> None:
+        places = self.places
+        for name, (rows, columns) in self.matrices.items():
+            leading, stride = f"leading_{name}", f"stride_{name}"
+            check_whole(leading, places[leading], columns, LARGEST_DIMENSION)
+            extent = (rows - 1) * places[leading] + columns
+            check_whole(stride, places[stride], extent * (name == "out" and self.batch > 1), LARGEST_DIMENSION)
+            for place, packed in ((leading, columns), (stride, rows * places[leading] * (self.batch > 1))):
+                if getattr(self, place) == packed:
+                    object.__setattr__(self, place, None)
 
-        Raises:
-            ValueError: there is no such product.
-        """
-        check_choice("op", op, OPERATIONS)
-        operation = OPERATIONS[op]
-        layout = operation.layout if layout is None else layout
-        return cls(op=op, m=m, n=n, k=k, out=operation.out, alpha=operation.alpha, layout=layout)
+    @property
+    def request(self) -> Request:
+        """What its operation says of it."""
+        return OPERATIONS[self.op]
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of a, b and out as they lie."""
+        a, b = (self.m, self.k), (self.n, self.k)
+        a, b = a[::-1] if self.layout[0] == "t" else a, b[::-1] if self.layout[1] == "n" else b
+        return {"a": a, "b": b, "out": (self.m, self.n)}
+
+    @property
+    def places(self) -> dict[str, int]:
+        """leading_a to stride_out, with those of packed matrices filled in."""
+        found = {}
+        for name, (rows, columns) in self.matrices.items():
+            leading, stride = getattr(self, f"leading_{name}"), getattr(self, f"stride_{name}")
+            leading = columns if leading is None else leading
+            packed = rows * leading if self.batch > 1 else 0
+            found |= {f"leading_{name}": leading, f"stride_{name}": packed if stride is None else stride}
+        return found
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of a, b and out."""
+        return {name: getattr(torch, self.out if name == "out" else self.dtype) for name in ("a", "b", "out")}
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Elements from the first to the last of a, b and out."""
+        places = self.places
+        return {
+            name: (self.batch - 1) * places[f"stride_{name}"] + (rows - 1) * places[f"leading_{name}"] + columns
+            for name, (rows, columns) in self.matrices.items()
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Of all three."""
+        return sum(length * self.dtypes[name].itemsize for name, length in self.lengths.items())
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that say something: m, n, k and whatever is not as by default."""
+        usual = {field.name: field.default for field in dataclasses.fields(self)} | {"layout": self.request.layout}
+        return {name: value for name, value in vars(self).items() if value != usual[name]}
 
     @property
     def tokens(self) -> int:
         """The dimension that differs from batch to batch: k of weight gradients, else m."""
-        return getattr(self, OPERATIONS[self.op].tokens)
+        return getattr(self, self.request.tokens)
 
     def with_tokens(self, tokens: int) -> "ProductKey":
         """This product in a batch of another size."""
-        return dataclasses.replace(self, **{OPERATIONS[self.op].tokens: tokens})
+        return dataclasses.replace(self, **{self.request.tokens: tokens})
 
     def rounded(self) -> "ProductKey":
-        """The key that stands for this one in files."""
+        """The key that stands for this one in files; a product by itself stands for itself alone."""
         tokens = rounded_tokens(self.tokens)
-        if self.op == "linear_weight_gradient":
+        if self.request.tokens == "k":
             tokens = min(tokens, LARGEST_INNER)
-        return self if tokens == self.tokens else self.with_tokens(tokens)
+        return self if tokens == self.tokens or self.op == MATMUL else self.with_tokens(tokens)
 
     @property
     def family(self) -> tuple:
         """The same for all batch sizes."""
-        fixed = "m" if OPERATIONS[self.op].tokens == "k" else "k"
-        return self.op, getattr(self, fixed), self.n, self.dtype, self.out, self.alpha, self.layout
+        return tuple(value for name, value in vars(self).items() if name != self.request.tokens)
 
     @property
     def operations(self) -> int:
         """Multiplications and additions."""
-        return 2 * self.m * self.n * self.k
+        return 2 * self.batch * self.m * self.n * self.k
 
     def __str__(self) -> str:
-        alpha = "" if self.alpha == "one" else f", alpha {self.alpha}"
-        return f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out}, {self.layout}{alpha})"
+        batch = f"{self.batch} times " if self.batch > 1 else ""
+        rest = [self.layout, *([] if self.alpha == "one" else [f"alpha {self.alpha}"])]
+        rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.places]
+        return f"{self.op} {batch}{self.m} x {self.n} x {self.k} ({self.dtype} to {self.out}, {', '.join(rest)})"
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The number of tokens whose entry serves this one."""
+    """The number of tokens whose entry serves this one on the CPU."""
     if tokens <= EXACT_TOKENS:
         return tokens
     return min(-(-tokens // TOKEN_STEP) * TOKEN_STEP, LARGEST_DIMENSION)
+
+
+def key_of(product: Product) -> ProductKey:
+    """The key of a product of tensors, which may be on "meta".
+
+    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N], all of them batched ([batch, rows,
+    columns]) or none; rows contiguous, at multiples of 16 bytes. alpha is a float or float32 [N].
+
+    Raises:
+        ValueError: shapes, dtypes, devices, strides or addresses that do not fit.
+    """
+    a, b, alpha = product.a, product.b, product.alpha
+    tensors = {"a": a, "b": b, "out": product.out}
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    if {tensor.dim() for tensor in tensors.values()} not in ({2}, {3}):
+        raise ValueError(f"the tensors of a product are all matrices or all batches of matrices, not {shapes}")
+    m, k = reversed(a.shape[-2:]) if product.transpose_a else a.shape[-2:]
+    n, inner = reversed(b.shape[-2:]) if product.transpose_b else b.shape[-2:]
+    if inner != k or product.out.shape[-2:] != (m, n) or len({tuple(t.shape[:-2]) for t in tensors.values()}) > 1:
+        raise ValueError(
+            f"{shapes} do not fit: out [M, N] of a {'[K, M]' if product.transpose_a else '[M, K]'} "
+            f"and b {'[K, N]' if product.transpose_b else '[N, K]'}"
+        )
+    if a.dtype != b.dtype:
+        raise ValueError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
+    places = {}
+    for name, tensor in tensors.items():
+        places[f"leading_{name}"], places[f"stride_{name}"] = _spacing(name, tensor)
+    vector = isinstance(alpha, torch.Tensor)
+    if vector:
+        tensors["alpha"] = alpha
+        if alpha.dtype != torch.float32 or alpha.shape != (n,) or not alpha.is_contiguous():
+            raise ValueError(f"alpha is contiguous float32 [{n}], not {alpha.dtype} {list(alpha.shape)}")
+    devices = {name: str(tensor.device) for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"the tensors of a product lie on one device, not {devices}")
+    return ProductKey(
+        m=m,
+        n=n,
+        k=k,
+        dtype=_name(a.dtype),
+        out=_name(product.out.dtype),
+        alpha="vector" if vector else "one" if alpha == 1 else "scalar",
+        layout=("t" if product.transpose_a else "n") + ("n" if product.transpose_b else "t"),
+        batch=a.shape[0] if a.dim() == 3 else 1,
+        **places,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spacing(name: str, tensor: torch.Tensor) -> tuple[int | None, int | None]:
+    """The leading dimension and the stride of the batch; None where there is a single row or matrix."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first")
+    if tensor.data_ptr() % ADDRESS_MULTIPLE:
+        raise ValueError(
+            f"{name} starts at a multiple of {ADDRESS_MULTIPLE} bytes, not at {tensor.data_ptr():#x}; copy it"
+        )
+    leading = tensor.stride(-2) if tensor.shape[-2] > 1 else None
+    return leading, tensor.stride(0) if tensor.dim() == 3 and tensor.shape[0] > 1 else None

@@ -7,8 +7,7 @@ import torch
 from lsq.csrc.device import Device, emulated_device, gpu_device
 from lsq.csrc.launch_list import LaunchList
 from lsq.gemm import lookup
-from lsq.gemm.cublaslt import Products
-from lsq.gemm.tuned_cublaslt import tuned_products
+from lsq.gemm.cublaslt import Products, tuned_products
 from lsq.ops.registry import OpDefinition
 
 

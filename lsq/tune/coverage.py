@@ -1,16 +1,15 @@
 """Which products a run asked for, and which of them were tuned: for the log, and for `lsq tune --missing`."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lsq.gemm import json_file
-from lsq.gemm.checks import check_choice, check_number, check_text, check_whole, shown
-from lsq.gemm.configuration_file import product_key
+from lsq.gemm.configuration_file import product_key, texts
+from lsq.gemm.device import FORMAT, check_format
+from lsq.gemm.json_file import check_choice, check_number, check_text, check_whole, shown
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.validators import FORMAT, check_format
 
 _REMEDY = "correct or delete the file, or have a run write it again"
 _LARGEST_COUNT = 2**62
@@ -73,7 +72,7 @@ class Coverage:
         for place, name in enumerate(self.files):
             if not isinstance(name, str):
                 raise ValueError(f"files[{place}] is {shown(name)}; it must be a path")
-        order = sorted(self.lines, key=lambda line: (-line.seconds, -line.operations, dataclasses.astuple(line.key)))
+        order = sorted(self.lines, key=lambda line: (-line.seconds, -line.operations, str(line.key)))
         object.__setattr__(self, "lines", tuple(order))
 
     @property
@@ -133,8 +132,8 @@ def write(path: Path, coverage: Coverage) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    fields = dataclasses.asdict(coverage)
-    json_file.write(path, fields, "lines", fields.pop("lines"))
+    head = {name: value for name, value in vars(coverage).items() if name != "lines"}
+    json_file.write(path, head, "lines", [_fields(line) for line in coverage.lines])
 
 
 def read(path: Path) -> Coverage:
@@ -150,15 +149,9 @@ def read(path: Path) -> Coverage:
 def _coverage(content: Any) -> Coverage:
     if isinstance(content, dict):
         check_format(content.get("format"))
-    return json_file.record(Coverage, content, "", files=_texts, lines=_lines)
-
-
-def _texts(value: Any, place: str) -> tuple[Any, ...]:
-    return json_file.sequence(value, place, lambda item, _: item)
-
-
-def _lines(value: Any, place: str) -> tuple[Line, ...]:
-    return json_file.sequence(value, place, _line)
+    return json_file.record(
+        Coverage, content, "", files=texts, lines=lambda lines, place: json_file.sequence(lines, place, _line)
+    )
 
 
 def _line(value: Any, place: str) -> Line:
@@ -167,3 +160,8 @@ def _line(value: Any, place: str) -> Line:
 
 def _served(value: Any, place: str) -> ProductKey | None:
     return None if value is None else product_key(value, place)
+
+
+def _fields(line: Line) -> dict[str, Any]:
+    served = None if line.served is None else line.served.fields()
+    return {"key": line.key.fields(), "calls": line.calls, "seconds": line.seconds, "served": served}

@@ -3,23 +3,22 @@
 What was found on an AMD EPYC with AVX-512 VNNI (Zen 5, oneDNN 3.12) and the shapes of transformer base and big: rows a
 power of two bytes apart cost a fifth of large weight gradients (2,048 or 4,096 outputs), and up to two thirds of a
 product of few rows with K = 4,096, which a padded copy saves. Otherwise all layouts are within a tenth of each other.
-Padding the number of rows never helped, and floats never: bfloat16 takes twice as long and float32 8 times. A product
-of bfloat16 rounds its result to bfloat16, so it is no candidate at all.
+Padding the number of rows never helped, and floats never, so that neither is a candidate: bfloat16 takes twice as long
+and rounds its result; float32 takes 8 times as long, and its sums are exact for inner dimensions up to 1,040 alone.
 """
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from lsq.csrc import loader
-from lsq.gemm import scratch
-from lsq.gemm.configuration import LARGEST_FLOAT_INNER, CpuConfiguration
-from lsq.gemm.cpu_product import configured_blocks, multiply
-from lsq.gemm.product_key import OPERATIONS, ProductKey
-from lsq.tune.checksum import RowChecksums
+from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.cpu_product import carve, configured_blocks, multiply, scratch_bytes
+from lsq.gemm.product_key import ProductKey
+from lsq.tune.operands import RowChecksums, laid, whole_numbers
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
 """Rows of sums at a time that are tried."""
@@ -45,9 +44,8 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
     Raises:
         ValueError: the CPU has no choice with such a product.
     """
-    if key.dtype != "int8":
-        raise ValueError(f"{key}: the CPU's products of floats have no variants; tune int8, or --device cuda")
     default = CpuConfiguration.default(key.op)
+    default.check_key(key)
     usual = default.rows if default.rows < key.m else 0
     a_layouts = ("as_is", "padded", *(["mk"] if key.layout[0] == "t" else []))
     b_layouts = ("as_is", "padded", "kn" if key.layout[1] == "t" else "nk")
@@ -57,10 +55,8 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
     ways = dict.fromkeys(ways)
     del ways[usual, "as_is", "as_is"]
     found = [CpuConfiguration(rows=rows, a_layout=a_layout, b_layout=b_layout) for rows, a_layout, b_layout in ways]
-    if key.k <= LARGEST_FLOAT_INNER:
-        found.append(CpuConfiguration(rows=usual, path="float32"))
-    most = max(scratch.size(key, default), MOST_SCRATCH)
-    return [default, *(each for each in found if scratch.size(key, each) <= most)]
+    most = max(scratch_bytes(key, default), MOST_SCRATCH)
+    return [default, *(each for each in found if scratch_bytes(key, each) <= most)]
 
 
 class CpuBackend:
@@ -88,30 +84,23 @@ class CpuTrial:
     """
 
     def __init__(self, key: ProductKey, cache: int) -> None:
-        self.key = key
-        self._reads = not OPERATIONS[key.op].in_place and loader.available()
+        self.key, self._cache = key, cache
+        self._reads = not key.request.in_place and loader.available()
         generator = torch.Generator().manual_seed(0)
-        a, b = (_codes(shape, generator) for shape in self._shapes())
-        self._sets = [(a, b, self._result())]
-        self._sets += [(a.clone(), b.clone(), self._result()) for _ in range(_sets(self._set_bytes(1), cache) - 1)]
-        self._checksums = RowChecksums(*self._operands(a, b))
+        a, b = (laid(whole_numbers(key, name, 127, generator), key, name)[0] for name in ("a", "b"))
+        a, b = a.t() if key.layout[0] == "t" else a, b if key.layout[1] == "t" else b.t()
+        result = torch.zeros(key.m, key.n, dtype=torch.int32 if key.request.in_place else torch.int8)
+        self._sets = _copies((a, b, result), cache)
+        self._checksums = RowChecksums(a, b)
         self._memory = torch.zeros(0, dtype=torch.int8)
         self._alpha = torch.full((key.n,), 1e-3)
         self._scale = torch.ones(1)
         self._clipped = torch.empty(-(-key.m * key.n // 8), dtype=torch.uint8)
-        self._floats: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._cache = cache
+        self._floats: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
 
     def fault(self, configuration: CpuConfiguration) -> str | None:
-        a, b, result = self._sets[0]
-        a, b = self._operands(a, b)
-        if OPERATIONS[self.key.op].in_place:
-            multiply(a, b, result, configuration, self._scratch(configuration))
-            blocks = [(0, result)]
-        else:
-            blocks = configured_blocks(a, b, configuration, self._scratch(configuration))
-        for first, sums in blocks:
+        for first, sums in self._blocks(*self._sets[0], configuration, self._scratch(configuration)):
             wrong = self._checksums.first_wrong_row(sums, first)
             if wrong is not None:
                 return f"row {wrong} of the result is wrong"
@@ -123,75 +112,46 @@ class CpuTrial:
         for _ in range(repeats):
             a, b, result = self._sets[self._next]
             self._next = (self._next + 1) % len(self._sets)
-            self._run(*self._operands(a, b), result, configuration, memory)
+            for first, sums in self._blocks(a, b, result, configuration, memory):
+                if self._reads:
+                    loader.call(
+                        "lsq_round_sums", sums, self._alpha, result, self._scale, self._clipped, None, first,
+                        sums.shape[0], sums.shape[1], 127,
+                    )
         return (time.perf_counter() - start) / repeats
 
     def float_seconds(self, repeats: int) -> float:
         """Of torch.mm in float32."""
         if not self._floats:
             a, b, _ = self._sets[0]
-            a, b = a.float(), b.float()
-            out = torch.empty(self.key.m, self.key.n)
-            self._floats = [(a, b, out)]
-            more = range(_sets(self._set_bytes(4), self._cache) - 1)
-            self._floats += [(a.clone(), b.clone(), torch.empty_like(out)) for _ in more]
+            self._floats = _copies((a.float(), b.float(), torch.empty(self.key.m, self.key.n)), self._cache)
         start = time.perf_counter()
         for number in range(repeats):
             a, b, out = self._floats[number % len(self._floats)]
-            a, b = self._operands(a, b)
             torch.mm(a, b.t(), out=out)
         return (time.perf_counter() - start) / repeats
 
     def close(self) -> None:
         """Nothing: memory goes with the object."""
 
-    def _run(self, a, b, result, configuration, memory) -> None:
-        if OPERATIONS[self.key.op].in_place:
+    def _blocks(self, a, b, result, configuration, memory) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, sums), the way the operation has them."""
+        if self.key.request.in_place:
             multiply(a, b, result, configuration, memory)
-            return
-        for first, sums in configured_blocks(a, b, configuration, memory):
-            if self._reads:
-                loader.call(
-                    "lsq_round_sums", sums, self._alpha, result, self._scale, self._clipped, None, first,
-                    sums.shape[0], sums.shape[1], 127,
-                )
+            yield 0, result
+        else:
+            yield from configured_blocks(a, b, configuration, memory)
 
     def _scratch(self, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
         """Scratch memory is the same for all: touched before it is timed, and warm, as planned memory is."""
-        needed = scratch.size(self.key, configuration)
+        needed = scratch_bytes(self.key, configuration)
         if len(self._memory) < needed:
             self._memory = torch.zeros(needed, dtype=torch.int8)
-        return scratch.carve(self._memory, self.key, configuration)
-
-    def _shapes(self) -> list[tuple[int, int]]:
-        """a and b as they lie."""
-        key = self.key
-        a = (key.k, key.m) if key.layout[0] == "t" else (key.m, key.k)
-        b = (key.n, key.k) if key.layout[1] == "t" else (key.k, key.n)
-        return [a, b]
-
-    def _operands(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """a [M, K] and b [N, K] of what lies."""
-        return a.t() if self.key.layout[0] == "t" else a, b if self.key.layout[1] == "t" else b.t()
-
-    def _result(self) -> torch.Tensor:
-        """The sums where they are the result, else the codes."""
-        dtype = torch.int32 if OPERATIONS[self.key.op].in_place else torch.int8
-        return torch.zeros(self.key.m, self.key.n, dtype=dtype)
-
-    def _set_bytes(self, width: int) -> int:
-        key = self.key
-        result = 4 if OPERATIONS[key.op].in_place or width == 4 else 1
-        return width * (key.m * key.k + key.n * key.k) + result * key.m * key.n
+        return carve(self._memory, self.key, configuration)
 
 
-def _codes(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Codes of all values, the largest ones in the first row and column: sums where narrow instructions saturate."""
-    made = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
-    made[0], made[:, 0] = 127, -127
-    return made
-
-
-def _sets(size: int, cache: int) -> int:
-    """How many sets of operands of `size` bytes are twice as large as the cache."""
-    return max(1, min(-(-2 * cache // size) + 1, MOST_SETS, MOST_BYTES // size))
+def _copies(tensors: tuple[torch.Tensor, ...], cache: int) -> list[tuple[torch.Tensor, ...]]:
+    """The tensors and copies of them, lying alike, so many that all together are twice as large as the cache."""
+    size = sum(tensor.nbytes for tensor in tensors)
+    count = max(1, min(-(-2 * cache // size) + 1, MOST_SETS, MOST_BYTES // size))
+    return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(count - 1))]

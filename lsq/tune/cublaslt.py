@@ -1,23 +1,34 @@
-"""Products of cuBLASLt for the tuner: operands on a GPU, exact checks, and times by CUDA events.
+"""Products of cuBLASLt for the tuner: algorithms, operands on a GPU, exact checks, and times by CUDA events.
 
-On the CPU, with the emulated library, the same code runs and times mean nothing.
+An algorithm is an id with a tile, stages, parts of K that are added up, and more (lsq.csrc.products.CONFIGURATION). The
+library proposes some, and says what each can do and whether it runs the product at hand (AlgoCheck, which takes
+microseconds). On the CPU, with the emulated library, the same code runs and times mean nothing.
 """
 
 import contextlib
+import dataclasses
+import itertools
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from lsq.csrc.launch_list import aligned_workspace
-from lsq.csrc.products import MatrixProduct, ProductError
+from lsq.csrc.products import Matmul, ProductError, ProductLibrary
 from lsq.gemm.configuration import CublasConfiguration
-from lsq.gemm.cublaslt import Products
-from lsq.gemm.product_key import ProductKey
-from lsq.gemm.product_spec import ProductSpec
-from lsq.gemm.tuned_cublaslt import spec_of
-from lsq.tune import algorithms
-from lsq.tune.checksum import RowChecksums
+from lsq.gemm.cublaslt import Products, algorithm_fault
+from lsq.gemm.product_key import ADDRESS_MULTIPLE, ProductKey
+from lsq.tune.operands import RowChecksums, laid, whole_numbers
+
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
+"""Numbers of parts of K that are tried."""
+SCHEMES = {"int32": (1, 2, 4)}
+"""Ways to add up the parts, by the dtype of the result: in place, in the type of the sums, in that of the result.
+Parts of floats, or of what is rounded afterwards, are added up in the type of the sums alone, in a fixed order."""
+CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
+"""cublasLtClusterShape_t beside 0, automatic: from 1 x 1 to 8 blocks."""
+MOST_CHECKED = 50_000
 
 HEAD_START = 20_000
 """Cycles that the GPU waits for each product of a measurement: the CPU queues them all before the first runs."""
@@ -26,6 +37,8 @@ MOST_SETS = 128
 MOST_BYTES = 2**33
 REFERENCE_ELEMENTS = 2**24
 """Of a result that are computed in float64 at a time."""
+LARGEST_FACTOR = 7
+"""Of floats, so that every sum is a whole number that float32 holds."""
 
 
 class CublasBackend:
@@ -47,16 +60,18 @@ class CublasBackend:
         self.cache = cache
 
     def candidates(self, key: ProductKey) -> Sequence[CublasConfiguration]:
-        search = algorithms.all_algorithms if self.exhaustive else algorithms.proposed
-        with self.current():
-            return search(self.products, spec_of(key))
+        """What the library proposes, then, in an exhaustive search, everything else that runs within the workspace.
+
+        Raises:
+            ValueError, RuntimeError: cuBLASLt has no such product, or nothing for it.
+        """
+        found = self.products.candidates(key)
+        if not found:
+            raise RuntimeError(f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes")
+        return found + self._others(key, found) if self.exhaustive else found
 
     def trial(self, key: ProductKey) -> "CublasTrial":
         return CublasTrial(self, key)
-
-    def current(self) -> contextlib.AbstractContextManager:
-        """Make the device's context current, which cuBLASLt needs."""
-        return torch.cuda.device(self.products.device) if self.on_gpu else contextlib.nullcontext()
 
     def time(self, run: Callable[[int], None], repeats: int) -> float:
         """Seconds per run, by the device's clock. `run` gets the number of the run."""
@@ -75,44 +90,89 @@ class CublasBackend:
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3 / repeats
 
+    def _others(self, key: ProductKey, found: list[CublasConfiguration]) -> list[CublasConfiguration]:
+        """All algorithms but those found, in a random order that never changes: a search may be cut short anywhere."""
+        products, seen, others = self.products, {each.algorithm for each in found}, []
+        with contextlib.closing(products.describe(key)) as native, products.current():
+            data = [each for each in _all_algorithms(products.library, native, key) if each not in seen]
+            random.Random(0).shuffle(data)
+            for each in data[:MOST_CHECKED]:
+                try:
+                    checked = native.check(each)
+                except ProductError:
+                    continue
+                if each not in seen and checked.workspace_bytes <= products.workspace_bytes:
+                    seen.add(each)
+                    others.append(products.algorithm(checked))
+        return others
+
+
+def _all_algorithms(library: ProductLibrary, native: Matmul, key: ProductKey) -> Iterator[bytes]:
+    for algorithm_id in native.algorithm_ids():
+        try:
+            fresh = native.start(algorithm_id)
+            can = library.capabilities(fresh)
+        except ProductError:  # an id that exists, but not for this product
+            continue
+        if max(can["alignment_a"], can["alignment_b"], can["alignment_d"]) > ADDRESS_MULTIPLE:
+            continue
+        for tile, stages in itertools.product(can["tiles"] or [0], can["stages"] or [0]):
+            for changes in _variants(can, key):
+                try:
+                    yield library.configure(fresh, tile=tile, stages=stages, **changes)
+                except ProductError:  # a value that this algorithm does not take
+                    continue
+
+
+def _variants(can: dict, key: ProductKey) -> Iterator[dict[str, int]]:
+    """One at a time differs from what an algorithm starts with: all together would be millions."""
+    yield {}
+    if can["split_k"]:
+        allowed = [scheme for scheme in SCHEMES.get(key.out, (2,)) if can["reduction_schemes"] & scheme]
+        for parts, scheme in itertools.product(SPLITS, allowed):
+            yield {"split_k": parts, "reduction_scheme": scheme}
+    if can["swizzle"]:
+        yield {"swizzle": 1}
+    for option in range(1, can["custom_option_max"] + 1):
+        yield {"custom_option": option}
+    for cluster in CLUSTERS:
+        yield {"cluster_shape": cluster}
+
 
 class _Operands:
     """A product in the library with sets of operands, a, b and out each, that are used in turn."""
 
-    def __init__(self, backend: CublasBackend, spec: ProductSpec) -> None:
-        self.backend, self.spec = backend, spec
+    def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
+        self.backend, self.key = backend, key
         place = backend.products.device
         generator = torch.Generator().manual_seed(0)
-        a_shape = (spec.k, spec.m) if spec.transpose_a else (spec.m, spec.k)
-        b_shape = (spec.k, spec.n) if spec.transpose_b else (spec.n, spec.k)
-        a, b = (_whole_numbers(shape, spec.dtype, generator).to(place) for shape in (a_shape, b_shape))
-        size = a.nbytes + b.nbytes + spec.m * spec.n * spec.out_dtype.itemsize
-        count = max(1, min(2 * backend.cache // size + 1, MOST_SETS, MOST_BYTES // size))
-        out = torch.zeros(spec.m, spec.n, dtype=spec.out_dtype, device=place)
-        self.sets = [(a, b, out), *((a.clone(), b.clone(), out.clone()) for _ in range(count - 1))]
-        typical = 40 / (spec.k**0.5 * 127**2 / 3)  # of codes: results fill the range of int8, and some leave it
-        self.vector = typical * (0.5 + 2 * torch.rand(spec.n, generator=generator)).to(place)
-        self.alpha = {"one": None, "scalar": typical, "vector": self.vector.data_ptr()}[spec.alpha]
-        self.native: MatrixProduct = backend.products.describe(spec)
+        count = max(1, min(2 * backend.cache // key.bytes + 1, MOST_SETS, MOST_BYTES // key.bytes))
+        largest = 127 if key.dtype == "int8" else LARGEST_FACTOR
+        flat = {name: whole_numbers(key, name, largest, generator) for name in ("a", "b")}
+        flat["out"] = torch.zeros(key.lengths["out"], dtype=torch.int8)
+        flat = {name: elements.to(place, key.dtypes[name]) for name, elements in flat.items()}
+        self.sets = [
+            {name: laid(elements.clone(), key, name) for name, elements in flat.items()} for _ in range(count)
+        ]
+        typical = 40 / (key.k**0.5 * 127**2 / 3)  # of codes: results fill the range of int8, and some leave it
+        self.vector = typical * (0.5 + 2 * torch.rand(key.n, generator=generator)).to(place)
+        self.alpha = {"one": None, "scalar": typical, "vector": self.vector.data_ptr()}[key.alpha]
+        self.native: Matmul = backend.products.describe(key)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """a [M, K], b [N, K], out [M, N] of the first set."""
-        a, b, out = self.sets[0]
-        return a.t() if self.spec.transpose_a else a, b.t() if self.spec.transpose_b else b, out
-
-    def choose(self, data: bytes) -> None:
-        with self.backend.current():
-            self.native.choose(data)
+        """a [batch, M, K], b [batch, N, K], out [batch, M, N] of the first set."""
+        a, b, out = self.sets[0].values()
+        return a.mT if self.key.layout[0] == "t" else a, b.mT if self.key.layout[1] == "n" else b, out
 
     def run(self, number: int) -> None:
         """Queue the product of one set."""
-        stream = torch.cuda.current_stream(self.backend.products.device).cuda_stream if self.backend.on_gpu else 0
+        backend = self.backend
         self.native.run(
-            [tensor.data_ptr() for tensor in self.sets[number % len(self.sets)]],
+            [tensor.data_ptr() for tensor in self.sets[number % len(self.sets)].values()],
             alpha=self.alpha,
-            workspace=self.backend.workspace.data_ptr(),
-            workspace_bytes=self.backend.workspace.nbytes,
-            stream=stream,
+            workspace=backend.workspace.data_ptr(),
+            workspace_bytes=backend.workspace.nbytes,
+            stream=torch.cuda.current_stream(backend.products.device).cuda_stream if backend.on_gpu else 0,
         )
 
 
@@ -125,46 +185,45 @@ class CublasTrial:
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
         self.backend = backend
-        with backend.current():
-            self._own = _Operands(backend, spec_of(key))
-            self._floats: _Operands | None = None
-            a, b, _ = self._own.operands()
-            whole = self._own.spec.out_dtype == torch.int32
-            self._checksums = RowChecksums(a, b) if whole else None
-            self._expected = None if whole else self._exact(a, b)
+        self._own = _Operands(backend, key)
+        self._floats: _Operands | None = None
+        a, b, _ = self._own.operands()
+        sums = key.out == "int32" and key.batch == 1
+        self._checksums = RowChecksums(a[0], b[0]) if sums else None
+        self._expected = None if sums else self._exact(a, b)
 
     def fault(self, configuration: CublasConfiguration) -> str | None:
-        out = self._own.sets[0][2]
+        *_, out = self._own.operands()
         try:
-            with self.backend.current():
-                self._own.choose(configuration.algorithm)
+            fault = algorithm_fault(self.backend.products, self._own.key, configuration)
+            if fault is not None:
+                return fault
+            with self.backend.products.current():
+                self._own.native.choose(configuration.algorithm)
                 out.zero_()
                 self._own.run(0)
         except ProductError as error:
             return str(error)
         if self._checksums is not None:
-            wrong = self._checksums.first_wrong_row(out)
+            wrong = self._checksums.first_wrong_row(out[0])
             return None if wrong is None else f"row {wrong} of the result is wrong"
         differing = int((out != self._expected).sum())
         return f"{differing} of {out.numel()} results are wrong" if differing else None
 
     def seconds(self, configuration: CublasConfiguration, repeats: int) -> float:
-        with self.backend.current():
-            self._own.choose(configuration.algorithm)
+        with self.backend.products.current():
+            self._own.native.choose(configuration.algorithm)
             return self.backend.time(self._own.run, repeats)
 
     def float_seconds(self, repeats: int) -> float:
         """Of bfloat16 as the library proposes it; of other floats themselves."""
-        with self.backend.current():
+        with self.backend.products.current():
             if self._floats is None:
-                own = self._own.spec
-                dtype = torch.bfloat16 if own.dtype == torch.int8 else own.dtype
-                spec = ProductSpec(
-                    m=own.m, n=own.n, k=own.k, dtype=dtype, out_dtype=dtype, transpose_a=own.transpose_a,
-                    transpose_b=own.transpose_b,
-                )
-                self._floats = _Operands(self.backend, spec)
-                self._floats.choose(algorithms.proposed(self.backend.products, spec)[0].algorithm)
+                own = self._own.key
+                dtype = "bfloat16" if own.dtype == "int8" else own.dtype
+                key = dataclasses.replace(own, dtype=dtype, out=dtype, alpha="one")
+                self._floats = _Operands(self.backend, key)
+                self._floats.native.choose(self.backend.products.candidates(key)[0].algorithm)
             return self.backend.time(self._floats.run, repeats)
 
     def close(self) -> None:
@@ -176,22 +235,14 @@ class CublasTrial:
                 operands.native.close()
 
     def _exact(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The result [M, N] of the first set, rounded once."""
-        spec = self._own.spec
-        alpha = self._own.vector if spec.alpha == "vector" else self._own.alpha or 1.0
-        wide = b.double().t()
+        """The result [batch, M, N] of the first set, rounded once."""
+        key = self._own.key
+        alpha = self._own.vector if key.alpha == "vector" else self._own.alpha or 1.0
+        wide = b.double().mT
         parts = []
-        for block in a.split(max(1, REFERENCE_ELEMENTS // spec.n)):
+        for block in a.split(max(1, REFERENCE_ELEMENTS // (key.n * key.batch)), dim=1):
             scaled = (block.double() @ wide).float() * alpha
-            if spec.out_dtype == torch.int8:
+            if key.out == "int8":
                 scaled = scaled.round().clamp(-128, 127)
-            parts.append(scaled.to(spec.out_dtype))
-        return torch.cat(parts)
-
-
-def _whole_numbers(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Codes, the largest in the first row and column; for floats from -7 to 7."""
-    largest = 127 if dtype == torch.int8 else 7
-    made = torch.randint(-largest, largest + 1, shape, dtype=torch.int8, generator=generator)
-    made[0], made[:, 0] = largest, -largest
-    return made.to(dtype)
+            parts.append(scaled.to(getattr(torch, key.out)))
+        return torch.cat(parts, dim=1)

@@ -1,19 +1,22 @@
 """Compares the ways to run one product: checked exactly, timed in turns, judged by medians of each round's ratios.
 
-The ways come from a backend (cpu_candidates.py, cublaslt_candidates.py); nothing here knows of devices.
+The ways come from a backend (cpu.py, cublaslt.py); nothing here knows of devices.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lsq.gemm.configuration import Configuration
+from lsq.gemm.configuration import Configuration, Entry
 from lsq.gemm.product_key import ProductKey
 
 FLOAT_ROUNDS = 3
 """Measurements of the product of floats, which is many times slower and there for comparison alone."""
+LARGEST_PRODUCT = 2**31
+"""Bytes of operands and result up to which an entry is run to verify it; files are not trusted."""
 
 
 class Trial(Protocol):
@@ -221,3 +224,16 @@ class _Race:
 def _interquartile(values: list[float]) -> float:
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
     return upper - lower
+
+
+def entry_fault(entry: Entry, backend: Backend) -> str | None:
+    """What is wrong with an entry, in words, or None: it is run once and compared with exact arithmetic."""
+    needed = entry.key.bytes
+    if needed > LARGEST_PRODUCT:
+        return f"not run, because its operands and its result take {needed / 2**30:.1f} GiB; remove the entry"
+    try:
+        with contextlib.closing(backend.trial(entry.key)) as trial:
+            fault = trial.fault(entry.configuration)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        fault = f"it does not run here ({error})"
+    return fault and f"{fault}; tune this product again"

@@ -7,7 +7,7 @@ import pytest
 
 from lsq import cli
 from lsq.commands import configs
-from lsq.gemm import configuration_file, search
+from lsq.gemm import configuration_file, device
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file
 
 ITS_DEVICE = "the device that it was made on"
@@ -48,18 +48,18 @@ def test_show(machine, capsys):
     path = machine.add(machine.user, "a", entry(8), entry(1024))
     assert cli.main(["configs", "show", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Example CPU: features avx2 avx512f, threads 2, library onednn, library_version 3.7.1"
+    assert lines[0] == "Example CPU: library onednn, library_version 3.7.1, features avx2 avx512f, threads 2"
     assert lines[1] == "2 entries; times in microseconds"
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
-    expected = "linear_int8 1024 128 256 nt int8 int8 vector 80.0 100.0 250.0 1.25 2.0% 2026-01-31 int_mm, 96 rows"
+    expected = "linear_int8 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 96 rows"
     assert lines[4].split() == expected.split() and len(lines) == 5
     assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
 
 
 def test_show_files_of_gpus_and_empty_ones(machine):
     shown = configs.show(file(cublas_entry(), validators=GPU))
-    assert "Example GPU: sm 90, multiprocessors 132" in shown and "id 66, tile 20" in shown
+    assert "sm 90, multiprocessors 132" in shown and "id 66, tile 20" in shown
     assert configs.show(file()).splitlines()[1:] == ["0 entries; times in microseconds"]
 
 
@@ -80,12 +80,13 @@ def test_mistakes_are_one_line(machine, capsys):
 def test_verify(machine, monkeypatch, capsys):
     path = machine.add(machine.user, "a", entry(8), entry(9))
     faults = {8: None, 9: "its sums are wrong"}
-    monkeypatch.setattr(configs, "checker", lambda kind: lambda entry: faults[entry.key.m])
+    monkeypatch.setattr(configs, "backend", lambda kind: None)
+    monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: faults[entry.key.m])
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
     wrong, total = capsys.readouterr().out.splitlines()
-    assert wrong == "linear_int8 9 x 128 x 256 (int8 to int8, nt, alpha vector): its sums are wrong"
+    assert wrong == "linear_int8 9 x 128 x 256 (int8 to int32, nt): its sums are wrong"
     assert total == "2 entries checked; 1 wrong."
-    monkeypatch.setattr(configs, "checker", lambda kind: lambda entry: None)
+    monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: None)
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
     assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
 
@@ -100,9 +101,8 @@ def test_verify_refuses_files_of_other_devices(machine, capsys):
 
 
 def test_verify_runs_the_products_of_this_cpu(tmp_path, capsys):
-    pytest.importorskip("lsq.tune.cpu")
     path = tmp_path / "here.json"
-    configuration_file.write(path, file(entry(8), entry(64), validators=search.here()))
+    configuration_file.write(path, file(entry(8), entry(64), validators=device.here()))
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
     assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
 

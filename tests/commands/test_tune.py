@@ -11,17 +11,17 @@ import torch
 
 from lsq import cli
 from lsq.commands import tune
-from lsq.gemm import configuration_file, search
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm import configuration_file, device
 from lsq.lock import locked_file
 from lsq.tune import coverage
 from lsq.tune.coverage import Coverage, Line
+from lsq.tune.search import Summary
 from lsq.tune.trial import Settings
-from lsq.tune.tuner import Summary
+from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import CPU, entry, file, key
 from tests.tune.fakes import FakeBackend
 
-KEYS = [ProductKey.of("linear_int8", 20, 48, 64), ProductKey.of("linear_weight_gradient", 48, 32, 41)]
+KEYS = [asked("linear_int8", 20, 48, 64), asked("linear_weight_gradient", 48, 32, 41)]
 TINY = (
     "--arch lsq_transformer --vocabulary-size 40 --encoder-layers 1 --decoder-layers 1 --encoder-embed-dim 32 "
     "--encoder-ffn-embed-dim 48 --decoder-ffn-embed-dim 48 --share-all-embeddings"
@@ -33,7 +33,7 @@ def small_cache(monkeypatch):
     """Operands that fit the cache, and rounds of one run: nothing is timed for its own sake."""
     settings = Settings(rounds=3, final_rounds=3, seconds=1e-6)
     monkeypatch.setattr("lsq.tune.cpu.last_level_cache", lambda: 2**14)
-    monkeypatch.setattr("lsq.tune.tuner.Settings", lambda: settings)
+    monkeypatch.setattr("lsq.tune.search.Settings", lambda: settings)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys, m
     assert f"file       {output}\ntuned      2 products\n" in printed.out
     assert "2 of 2 products: 100%" in printed.err and "left" in printed.err
     found = configuration_file.read(output)
-    assert found.validators == search.here("cpu") and {one.key for one in found.entries} == set(KEYS)
+    assert found.validators == device.here("cpu") and {one.key for one in found.entries} == set(KEYS)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main("--shapes", shapes, "--output", output, "--quiet") == 0
     printed = capsys.readouterr()
@@ -67,9 +67,9 @@ def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys, m
 def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main("--shapes", shapes, "--quiet") == 0
-    here = search.here("cpu")
-    found, *_ = search.find(here)
-    assert found.path == tmp_path / "lsq" / "gemm" / search.file_name(here) and found.refusal is None
+    here = device.here("cpu")
+    found, *_ = configuration_file.find(here)
+    assert found.path == tmp_path / "lsq" / "gemm" / device.file_name(here) and found.refusal is None
 
 
 def test_missed_products_of_a_run(tmp_path, capsys):
@@ -86,16 +86,33 @@ def test_missed_products_of_a_run(tmp_path, capsys):
 def test_products_of_an_architecture(capsys):
     assert main(*TINY, "--max-tokens", "1000", "--beam", "4", "--sentences", "2", "--list") == 0
     heading, *lines = capsys.readouterr().out.splitlines()
-    assert heading == "op,m,n,k,dtype,out,alpha,layout"
+    assert heading == "op,m,n,k"
     tokens = {int(line.split(",")[1]) for line in lines if line.startswith("vocabulary")}
     assert tokens == {*range(64, 961, 64), 1024}
-    assert "linear_int8,8,32,32,int8,int8,vector,nt" in lines and "linear_int8,4,32,32,int8,int8,vector,nt" in lines
-    assert "linear_weight_gradient,48,32,1024,int8,int32,one,tn" in lines
+    assert "linear_int8,8,32,32" in lines and "linear_int8,4,32,32" in lines
+    assert "linear_weight_gradient,48,32,1024" in lines
     assert len(lines) == len(set(lines))
     assert main(*TINY, "--max-tokens", "1024", "--step", "512", "--backward", "float", "--list") == 0
     lines = capsys.readouterr().out.splitlines()[1:]
     assert {line.split(",")[1] for line in lines if line.startswith("vocabulary")} == {"512", "1024"}
     assert not any("gradient" in line for line in lines)
+
+
+def test_the_package_holds_what_the_cpu_is_asked_for():
+    """The file was made by this command; what nothing asks for is no longer in it."""
+    command = "--arch lsq_transformer --device cpu --max-tokens 4096 --backward int8 --step 1024".split()
+    keys, kind = tune.products(*tune.parser().parse_known_args(command))
+    (path,) = configuration_file.PACKAGE_FOLDER.glob("*.json")
+    assert kind == "cpu" and set(keys) == {each.key for each in configuration_file.read(path).entries}
+
+
+def test_products_of_a_gpu_are_listed_without_one(capsys):
+    options = ["--max-tokens", "64", "--step", "32", "--sentences", "1", "--beam", "1", "--list"]
+    assert cli.main(["tune", "--device", "cuda", *TINY, *options]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading == "op,m,n,k,dtype,out,layout"
+    assert "matmul,64,96,32,,," in lines and "matmul,48,32,64,float32,float32,tn" in lines
+    assert len(lines) == len(set(lines)) and all(line.startswith("matmul,") for line in lines)
 
 
 def test_the_list_can_be_tuned(tmp_path, capsys):
@@ -104,6 +121,50 @@ def test_the_list_can_be_tuned(tmp_path, capsys):
     listed.write_text(capsys.readouterr().out)
     assert main("--shapes", listed, "--output", tmp_path / "file.json", "--quiet", "--seconds", "60") == 0
     assert len(configuration_file.read(tmp_path / "file.json").entries) == len(listed.read_text().splitlines()) - 1
+
+
+FULL = matmul(m=8, n=16, dtype="bfloat16", out="float32", layout="tn", batch=2, leading_a=16, stride_b=0)
+
+
+def test_lists_of_products(tmp_path, capsys):
+    listed = tmp_path / "shapes.csv"
+    listed.write_bytes(
+        b"\xef\xbb\xbfop,m,n,k,dtype,out,layout,batch,leading_a,stride_b\r\nlinear_int8, 64,128,256,,,,,,\r\n"
+        b",8,16,64,bfloat16,float32,tn,2,16,0\r\n"
+    )
+    keys = tune.read_keys(listed)
+    assert keys == [asked("linear_int8", 64, 128, 256), FULL]
+    tune.print_keys(keys)
+    listed.write_text(capsys.readouterr().out)
+    assert tune.read_keys(listed) == keys
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("op,m,n\n", r"shapes\.csv: line 1: no column k; the heading is op,m,n,k,dtype.*\(correct the file\)$"),
+        ("", "no column op, m, n, k"),
+        ("op,m,n,k\nlinear_int8,1,16\n", "line 2: the heading and this line have different numbers of columns"),
+        ("op,m,n,k\nlinear_int8,1,16,16,5\n", "line 2: .*different numbers of columns"),
+        ("op,m,n,k\nlinear_int8,x,16,16\n", "line 2: m is 'x'"),
+        ("op,m,n,k\nlinear_int8,0,16,16\n", "line 2: m is 0"),
+        ("op,m,n,k\nlinear_int8," + "9" * 50 + ",16,16\n", "line 2: m is '999"),
+        ("op,m,n,k\nlinear_int8,٦٤,48,64\n", "line 2: m is .*; it must be a whole number"),
+        ("op,m,n,k\nlinear_int8,6_4,48,64\n", "line 2: m is '6_4'; it must be a whole number"),
+        ("op,m,n,k\nconv,1,16,16\n", "line 2: op is 'conv'; allowed"),
+        ("op,m,n,k,layout\nlinear_int8,1,16,16,nn\n", "line 2: layout is 'nn'; linear_int8 says that itself"),
+        ("op,m,n,k,colour\nlinear_int8,1,16,16,red\n", "line 2: .*unknown field 'colour'"),
+        ("op,m,n,k\nlinear_int8,1,,16\n", "line 2: .*no field 'n'"),
+        ("op,m,n,k\n", "shapes.csv has no products; give one line op,m,n,k"),
+        (b"\xff\xfe\0", "line 1: .*can't decode"),
+        ("x" * 200_000, "line 1: field larger"),
+    ],
+)
+def test_mistakes_in_lists_are_named(tmp_path, content, message):
+    listed = tmp_path / "shapes.csv"
+    listed.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message):
+        tune.read_keys(listed)
 
 
 def test_a_picture_alone(tmp_path, monkeypatch):

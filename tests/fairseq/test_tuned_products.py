@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.gemm import configuration_file, search
-from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, Entry, Times, now
+from lsq.gemm import configuration_file, device
+from lsq.gemm.configuration import CpuConfiguration, Entry, Times, now
+from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.tune import coverage
 
 BACKWARD = "--lsq-backward int8 --max-update 3"
@@ -29,7 +30,7 @@ def tuned_file(path, keys, **changes):
         )
         for key in keys
     ]  # fmt: skip
-    validators = dataclasses.replace(search.here("cpu"), **changes)
+    validators = dataclasses.replace(device.here("cpu"), **changes)
     configuration_file.write(path, ConfigurationFile(validators=validators, entries=tuple(entries)))
     return path
 

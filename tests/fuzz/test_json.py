@@ -1,6 +1,5 @@
-"""JSON that users hand in or edit: files of tuned products, reports of coverage, lists of products, plans, markers."""
+"""JSON that users hand in or edit: files of tuned products, reports of coverage, plans, markers."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from lsq.gemm.configuration import CpuConfiguration
 from lsq.memory import files, validator
 from lsq.memory.buffer import Buffer
 from lsq.memory.planner import plan
-from lsq.tune import coverage, shapes
+from lsq.tune import coverage
 from lsq.tune.coverage import Coverage, Line
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
@@ -23,13 +22,12 @@ from tests.gemm.tuned import GPU, cublas_entry, entry, file, key
 
 CPU_FILE = file(
     entry(8),
-    entry(1024, configuration=CpuConfiguration(b_layout="kn", path="float32")),
-    entry(op="linear_weight_gradient", m=512, k=4096, layout="tn", configuration=CpuConfiguration(a_layout="mk")),
+    entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
+    entry(op="linear_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 LINES = tuple(Line(key=key(rows), calls=rows, seconds=0.5, served=served) for rows, served in ((64, None), (8, key(8))))
 REPORT = Coverage(kind="cpu", device="Example CPU", files=("a.json",), lines=LINES)
-PRODUCTS = [{"op": "linear_int8", "m": 64, "n": 128, "k": 256}, {"op": "matmul", "m": 8, "n": 16, "k": 32}]
 BUFFERS = [Buffer(name=f"b{number}", size=7 * number, first=number, last=2 * number) for number in range(5)]
 
 
@@ -63,7 +61,6 @@ KINDS = {
         write=configuration_file.write,
     ),
     "coverage": Kind(sound=lambda path: coverage.write(path, REPORT), read=coverage.read, write=coverage.write),
-    "shapes": Kind(sound=lambda path: path.write_text(json.dumps(PRODUCTS)), read=shapes.read_keys),
     "plan": Kind(
         sound=lambda path: files.save_plan(plan(BUFFERS), path),
         read=read_plan,

@@ -1,9 +1,9 @@
-"""Operands and specs of products, for tests."""
+"""Operands and keys of products, for tests."""
 
 import torch
 
 from lsq.csrc.launch import Product
-from lsq.gemm.product_spec import ProductSpec
+from lsq.gemm.product_key import ProductKey, key_of
 
 
 def product(a, b, out, **options):
@@ -16,6 +16,21 @@ def codes(*shape):
     return torch.randint(-127, 128, shape, dtype=torch.int8)
 
 
-def spec(**changes):
-    """int8 [41, 64] times [48, 64] transposed to int32, or with changes."""
-    return ProductSpec(**{"m": 41, "n": 48, "k": 64, "dtype": torch.int8, "out_dtype": torch.int32} | changes)
+def matmul(**changes):
+    """The key of int8 [41, 64] times [48, 64] transposed to int32 by itself, or with changes."""
+    return ProductKey(**{"m": 41, "n": 48, "k": 64} | changes)
+
+
+def asked(op, m, n, k):
+    """The key of what an operation of the CPU multiplies."""
+    return ProductKey(op=op, m=m, n=n, k=k)
+
+
+def run(products, product, workspace):
+    """Run one product by itself, on the CPU."""
+    chosen, kind = products.prepare(product), key_of(product).alpha
+    alpha = {"one": lambda: None, "scalar": lambda: float(product.alpha), "vector": lambda: product.alpha.data_ptr()}
+    chosen.native.run(
+        [tensor.data_ptr() for tensor in (product.a, product.b, product.out)], alpha=alpha[kind](),
+        workspace=workspace.data_ptr(), workspace_bytes=workspace.nbytes,
+    )

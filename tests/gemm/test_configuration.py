@@ -1,12 +1,12 @@
-"""Configurations, entries and files as data: what they refuse."""
+"""Configurations and entries as data: what they refuse."""
 
 import dataclasses
 import datetime
 
 import pytest
 
-from lsq.gemm.configuration import LARGEST_FLOAT_INNER, CpuConfiguration, now
-from tests.gemm.tuned import GPU, TIMES, cublas, cublas_entry, entry, file, key
+from lsq.gemm.configuration import CpuConfiguration, now
+from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,6 @@ from tests.gemm.tuned import GPU, TIMES, cublas, cublas_entry, entry, file, key
         ({"a_layout": "km"}, "a_layout is 'km'; allowed: 'as_is'"),
         ({"b_layout": None}, "b_layout is None; allowed: 'as_is'"),
         ({"rows": -1}, "rows is -1; it must be a whole number from 0"),
-        ({"path": "magic"}, "path is 'magic'; allowed: 'int_mm', 'float32'"),
     ],
 )
 def test_no_such_cpu_configuration(changes, message):
@@ -26,21 +25,14 @@ def test_no_such_cpu_configuration(changes, message):
 @pytest.mark.parametrize(
     ("configuration", "changes", "message"),
     [
-        (CpuConfiguration(path="float32"), {"k": LARGEST_FLOAT_INNER + 1}, "path is 'float32'; sums over 1041 codes"),
         (CpuConfiguration(a_layout="mk"), {}, 'a_layout is "mk"; a lies so already: use "as_is"'),
         (CpuConfiguration(b_layout="nk"), {}, "b_layout is 'nk'; b lies so already: use \"as_is\""),
-        (CpuConfiguration(b_layout="kn"), {"layout": "tn"}, "b_layout is 'kn'; b lies so already"),
+        (CpuConfiguration(b_layout="kn"), {"op": "linear_weight_gradient"}, "b_layout is 'kn'; b lies so already"),
     ],
 )
 def test_an_entry_whose_configuration_cannot_run(configuration, changes, message):
     with pytest.raises(ValueError, match=f"^configuration.{message}"):
         entry(configuration=configuration, **changes)
-
-
-def test_largest_float_inner():
-    """Up to there no sum passes 2^24, the first whole number whose successor is no float32."""
-    assert LARGEST_FLOAT_INNER * 127**2 <= 2**24 < (LARGEST_FLOAT_INNER + 1) * 127**2
-    entry(configuration=CpuConfiguration(path="float32"), k=LARGEST_FLOAT_INNER)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +80,8 @@ def test_no_such_time(name, value):
 
 def test_gain_and_text():
     assert entry().gain == pytest.approx(1.25)
-    assert str(CpuConfiguration(rows=96)) == "int_mm, 96 rows"
-    full = CpuConfiguration(a_layout="mk", b_layout="kn", path="float32")
-    assert str(full) == "float32, all rows, copy a as mk, copy b as kn"
+    assert str(CpuConfiguration(rows=96)) == "96 rows"
+    assert str(CpuConfiguration(a_layout="mk", b_layout="kn")) == "all rows, copy a as mk, copy b as kn"
     assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
 
 
@@ -98,24 +89,6 @@ def test_the_default_is_what_runs_untuned():
     assert CpuConfiguration.default("linear_int8") == CpuConfiguration(rows=512)
     with pytest.raises(ValueError, match="op is 'softmax'; allowed"):
         CpuConfiguration.default("softmax")
-
-
-def test_a_file_sorts_its_entries():
-    assert file(entry(9), entry(8)) == file(entry(8), entry(9))
-    assert [each.key.m for each in file(entry(100), entry(9)).entries] == [9, 100]
-
-
-def test_a_file_refuses_duplicates_and_other_kinds():
-    with pytest.raises(ValueError, match=r"^entries\[2\].key is linear_int8 8 x .*, which entries\[0\] has already"):
-        file(entry(8), entry(9), entry(8))
-    with pytest.raises(ValueError, match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'"):
-        file(entry(), cublas_entry())
-    assert len(file(cublas_entry(), validators=GPU).entries) == 1
-
-
-def test_with_entries():
-    changed = entry(8, configuration=CpuConfiguration(rows=32))
-    assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(changed, entry(9), entry(10))
 
 
 def test_now():

@@ -3,6 +3,7 @@
 tests/fuzz/test_json.py reads 1,000 mutations of such files.
 """
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -10,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from lsq.gemm import json_file
-from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration
-from lsq.gemm.configuration_file import read, write
-from tests.gemm.tuned import GPU, cublas_entry, entry, file
+from lsq.gemm import configuration_file, json_file
+from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.configuration_file import ConfigurationFile, read, write
+from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file
 
 CPU_FILE = file(
     entry(8),
-    entry(1024, configuration=CpuConfiguration(b_layout="kn", path="float32")),
-    entry(op="linear_weight_gradient", m=512, k=4096, layout="tn", configuration=CpuConfiguration(a_layout="mk")),
+    entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
+    entry(op="linear_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 
@@ -81,17 +82,16 @@ def contents(wanted: ConfigurationFile):
         ('{"a": NaN}', "NaN is no number in these files"),
         ('{"a": -Infinity}', "-Infinity is no number in these files"),
         ('{"a": 1, "a": 2}', "the field 'a' stands twice in one object"),
-        ('{"a": ' + "9" * 5000 + "}", "the number 99999999999999999999... is 5000 characters long; at most 40"),
-        ('{"a": 0.' + "1" * 5000 + "}", "the number 0.111111111111111111... is 5002 characters long"),
-        ("[" * 100_000, "objects and lists stand more than 8 deep"),
-        ('{"a":' * 100_000, "objects and lists stand more than 8 deep"),
-        ("[" * 9 + "]" * 9, "objects and lists stand more than 8 deep"),
+        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit"),
+        ('{"a": 0.' + "1" * 5000 + "}", "the content has the unknown field 'a'"),
+        ("[" * 100_000, "objects and lists stand too deep"),
+        ('{"a":' * 100_000, "objects and lists stand too deep"),
         ("[" * 8 + "]" * 8, "the content is a list"),
         (changed(1, "extra"), "the content has the unknown field 'extra'; allowed: validators, entries"),
         (changed(1, "\ud800"), r"the content has the unknown field '\ud800'"),
         (changed([], "validators"), "validators is a list; it must be an object"),
-        (changed(2, "validators", "format"), "validators.format is 2; this version of lsq reads format 1"),
-        (changed(DELETE, "validators", "format"), "validators.format is None; this version of lsq reads format 1"),
+        (changed(1, "validators", "format"), "validators.format is 1; this version of lsq reads format 2"),
+        (changed(DELETE, "validators", "format"), "validators.format is None; this version of lsq reads format 2"),
         (changed("tpu", "validators", "kind"), "validators.kind is 'tpu'; allowed: 'cpu', 'cuda'"),
         (changed([], "validators", "kind"), "validators.kind is a list; allowed"),
         (changed(7, "validators", "device"), "validators.device is 7; it must be a printable text"),
@@ -103,8 +103,9 @@ def contents(wanted: ConfigurationFile):
         (changed(1e3, "entries", 1, "key", "m"), "entries[1].key.m is 1000.0; it must be a whole number"),
         (changed(1000, "entries", 1, "key", "m"), "entries[1].key is linear_int8 1000 x 128 x 256"),
         (changed("gelu", "entries", 0, "key", "op"), "entries[0].key.op is 'gelu'; allowed: 'linear_int8'"),
-        (changed(DELETE, "entries", 0, "key", "layout"), "entries[0].key has no field 'layout'; needed: op, m"),
-        (changed("fast", "entries", 0, "configuration", "path"), "entries[0].configuration.path is 'fast'; allowed"),
+        (changed(DELETE, "entries", 0, "key", "n"), "entries[0].key has no field 'n'; needed: m, n, k"),
+        (changed("nn", "entries", 0, "key", "layout"), "entries[0].key.layout is 'nn'; linear_int8 says that itself"),
+        (changed("x", "entries", 0, "configuration", "a_layout"), "entries[0].configuration.a_layout is 'x'; allowed"),
         (changed(True, "entries", 0, "configuration", "rows"), "entries[0].configuration.rows is True; it must be"),
         (changed("kn", "entries", 2, "configuration", "b_layout"), "entries[2].configuration.b_layout is 'kn'; b lies"),
         (changed(-1.0, "entries", 0, "times", "float"), "entries[0].times.float is -1.0; it must be a finite number"),
@@ -186,3 +187,86 @@ def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         write(path, GPU_FILE)
     assert read(path) == CPU_FILE
+
+
+def test_a_file_sorts_its_entries():
+    assert file(entry(9), entry(8)) == file(entry(8), entry(9))
+    assert [each.key.m for each in file(entry(100), entry(9)).entries] == [9, 100]
+
+
+def test_a_file_refuses_duplicates_and_other_kinds():
+    with pytest.raises(ValueError, match=r"^entries\[2\].key is linear_int8 8 x .*, which entries\[0\] has already"):
+        file(entry(8), entry(9), entry(8))
+    with pytest.raises(ValueError, match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'"):
+        file(entry(), cublas_entry())
+    assert len(file(cublas_entry(), validators=GPU).entries) == 1
+
+
+def test_with_entries():
+    changed = entry(8, configuration=CpuConfiguration(rows=32))
+    assert file(entry(8), entry(9)).with_entries([changed, entry(10)]) == file(changed, entry(9), entry(10))
+
+
+OTHER = dataclasses.replace(CPU, device="Other CPU")
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    return Machine(monkeypatch, tmp_path)
+
+
+def test_the_user_goes_before_the_package(machine):
+    assert configuration_file.paths() == []
+    packaged = machine.add(machine.package, "a")
+    second, first = machine.add(machine.user, "b"), machine.add(machine.user, "a")
+    (machine.user / "a.json.tmp").write_text("")
+    (machine.user / "notes.txt").write_text("")
+    assert configuration_file.paths() == [("user", first), ("user", second), ("package", packaged)]
+
+
+def test_user_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert configuration_file.user_folder() == tmp_path / "lsq" / "gemm"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for ignored in ("", "relative/folder"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", ignored)
+        assert configuration_file.user_folder() == tmp_path / ".config" / "lsq" / "gemm"
+
+
+def test_no_home(monkeypatch):
+    def nobody():
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(configuration_file.Path, "home", nobody)
+    assert configuration_file.user_folder() is None
+    assert all(source == "package" for source, _ in configuration_file.paths())
+
+
+def test_every_file_is_judged(machine):
+    machine.add(machine.user, "a", entry())
+    machine.add(machine.user, "b", entry(), validators=OTHER)
+    machine.add(machine.user, "c", cublas_entry(), validators=GPU)
+    machine.add(machine.user, "d", entry(), validators=dataclasses.replace(CPU, threads=64))
+    (machine.user / "e.json").write_text("{")
+    (machine.user / "f.json").mkdir()
+    found = {each.path.stem: each for each in configuration_file.find(CPU)}
+    assert found["a"].refusal is None and len(found["a"].file.entries) == 1
+    assert found["b"].refusal == "device differs: the file says 'Other CPU', here it is 'Example CPU'"
+    assert found["c"].refusal.startswith("kind differs")
+    assert found["d"].refusal == "threads differs: the file says 64, here it is 2"
+    assert found["e"].refusal.startswith("this is not JSON") and found["e"].file is None
+    assert found["f"].refusal.startswith("this is not a regular file")
+
+
+def test_explicit_files_must_hold(machine):
+    good, bad = machine.add(machine.user, "a", entry()), machine.add(machine.user, "b", validators=OTHER)
+    (found,) = configuration_file.find(CPU, [good])
+    assert (found.path, found.source, found.refusal) == (good, "explicit", None)
+    with pytest.raises(ValueError, match=rf"^{bad}: device differs: the file says 'Other CPU', here .*; tune here"):
+        configuration_file.find(CPU, [good, bad])
+    with pytest.raises(FileNotFoundError):
+        configuration_file.find(CPU, [machine.user / "none.json"])
+    good.write_text("")
+    with pytest.raises(ValueError, match="this is not JSON"):
+        configuration_file.find(CPU, [good])

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from lsq.csrc.launch_list import aligned_workspace
-from lsq.gemm import cublaslt
-from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, spec_for
+from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
+from lsq.gemm.product_key import key_of
 from tests.csrc.emulated_cublaslt import emulated
-from tests.gemm.operands import codes, product, spec
+from tests.gemm.operands import asked, codes, matmul, product, run
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def rounded_codes(values):
 @pytest.mark.parametrize("n, k", [(16, 16), (48, 112), (512, 64), (32, 2048)])
 def test_int8_to_int32_is_exact(products, workspace, m, n, k):
     a, b, out = codes(m, k), codes(n, k), torch.full((m, n), 5, dtype=torch.int32)
-    products.run(product(a, b, out), workspace)
+    run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
 
 
@@ -57,7 +57,7 @@ def test_int8_to_int8_is_scaled_rounded_and_saturated(products, workspace, m, n,
     a, b, out = codes(m, k), codes(n, k), torch.full((m, n), 5, dtype=torch.int8)
     typical = 40 / (math.sqrt(k) * 127**2 / 3)
     alpha = {"one": 1.0, "scalar": typical, "vector": typical * (0.5 + 2 * torch.rand(n))}[kind]
-    products.run(product(a, b, out, alpha=alpha), workspace)
+    run(products, product(a, b, out, alpha=alpha), workspace)
     assert torch.equal(out, rounded_codes(exact(a, b).float() * alpha))
     if kind == "vector":
         assert out.unique().numel() > 10
@@ -67,7 +67,7 @@ def test_halves_round_to_even(products, workspace):
     a, b, out = torch.zeros(1, 16, dtype=torch.int8), torch.zeros(16, 16, dtype=torch.int8), codes(1, 16)
     a[0, 0] = 1
     b[:, 0] = torch.arange(-8, 8)
-    products.run(product(a, b, out, alpha=0.5), workspace)
+    run(products, product(a, b, out, alpha=0.5), workspace)
     assert out.tolist() == [[-4, -4, -3, -2, -2, -2, -1, 0, 0, 0, 1, 2, 2, 2, 3, 4]]
 
 
@@ -82,7 +82,7 @@ def test_float_products_in_every_form(products, workspace, dtype, wide, batch, t
     a = torch.randn(*lead, *((k, m) if transpose_a else (m, k))).to(dtype)
     b = torch.randn(*lead, *((k, n) if transpose_b else (n, k))).to(dtype)
     out = torch.empty(*lead, m, n, dtype=torch.float32 if wide else dtype)
-    products.run(product(a, b, out, alpha=0.125, transpose_a=transpose_a, transpose_b=transpose_b), workspace)
+    run(products, product(a, b, out, alpha=0.125, transpose_a=transpose_a, transpose_b=transpose_b), workspace)
     plain = exact(a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b)
     # Sums in double, in another order: a value may round to the other neighbour.
     torch.testing.assert_close(out, (0.125 * plain).to(out.dtype), rtol=torch.finfo(out.dtype).eps, atol=1e-12)
@@ -94,7 +94,7 @@ def test_every_16_bit_number_passes(products, workspace, dtype):
     """One times x is x for all 65,536 patterns, also subnormal, infinite and NaN."""
     a = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(-1, 1)
     out = torch.empty(2**16, 1, dtype=dtype)
-    products.run(product(a, torch.ones(1, 1, dtype=dtype), out), workspace)
+    run(products, product(a, torch.ones(1, 1, dtype=dtype), out), workspace)
     assert torch.equal(out.isnan(), a.isnan())
     assert torch.equal(out.nan_to_num(0), a.nan_to_num(0))
 
@@ -104,22 +104,22 @@ def test_16_bit_results_round_once(products, workspace, dtype):
     values = torch.cat([torch.randn(4000) * 10.0**e for e in range(-9, 6)])
     a = torch.stack([values.to(dtype), (values * 1e-2).to(dtype)], dim=1)
     out = torch.empty(len(values), 1, dtype=dtype)
-    products.run(product(a, torch.ones(1, 2, dtype=dtype), out), workspace)
+    run(products, product(a, torch.ones(1, 2, dtype=dtype), out), workspace)
     assert torch.equal(out.view(-1), a.double().sum(1).to(dtype))
 
 
 def test_a_whole_number_is_an_alpha(products, workspace):
     a, b, out = torch.randn(7, 24), torch.randn(8, 24), torch.empty(7, 8)
-    products.run(product(a, b, out, alpha=2), workspace)
+    run(products, product(a, b, out, alpha=2), workspace)
     torch.testing.assert_close(out, 2 * a @ b.t())
 
 
 def test_views_with_leading_dimensions(products, workspace):
     whole_a, whole_b, whole_out = codes(41, 96), codes(48, 128), torch.zeros(41, 80, dtype=torch.int32)
     a, b, out = whole_a[:, 16:80], whole_b[:, :64], whole_out[:, 16:64]
-    found = spec_for(product(a, b, out))
+    found = key_of(product(a, b, out))
     assert (found.leading_a, found.leading_b, found.leading_out) == (96, 128, 80)
-    products.run(product(a, b, out), workspace)
+    run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
     assert not whole_out[:, :16].any() and not whole_out[:, 64:].any()
 
@@ -127,8 +127,8 @@ def test_views_with_leading_dimensions(products, workspace):
 def test_batches_of_int8_may_share_an_operand(products, workspace):
     a, b = codes(3, 7, 32), codes(16, 32).expand(3, 16, 32)
     out = torch.empty(3, 7, 16, dtype=torch.int32)
-    assert spec_for(product(a, b, out)).stride_b == 0
-    products.run(product(a, b, out), workspace)
+    assert key_of(product(a, b, out)).stride_b == 0
+    run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
 
 
@@ -136,7 +136,7 @@ def test_heads_side_by_side_are_a_batch(products, workspace):
     """[tokens, heads, width] as [heads, tokens, width], the way attention's operands lie."""
     q, k = torch.randn(9, 4, 8), torch.randn(11, 4, 8)
     out = torch.empty(4, 9, 11)
-    products.run(product(q.transpose(0, 1), k.transpose(0, 1), out), workspace)
+    run(products, product(q.transpose(0, 1), k.transpose(0, 1), out), workspace)
     torch.testing.assert_close(out, torch.einsum("ihd,jhd->hij", q, k))
 
 
@@ -147,20 +147,20 @@ def test_equal_specs_share_a_product_and_runs_look_nothing_up(products, workspac
     before = [emulated().calls(name) for name in lookups]
     runs = emulated().calls("Matmul")
     for _ in range(5):
-        products.run(product(a, b, out), workspace)
+        run(products, product(a, b, out), workspace)
     assert [emulated().calls(name) for name in lookups] == before
     assert emulated().calls("Matmul") == runs + 5
-    assert products.get(spec(m=341)) is first
+    assert products.get(matmul(m=341)) is first
 
 
 def test_candidates_are_decoded_and_fit_the_workspace(products):
-    found = products.candidates(spec())
+    found = products.candidates(matmul())
     assert len(found) > 3
     assert all(candidate.workspace_bytes <= products.workspace_bytes for candidate in found)
     assert any(candidate.split_k > 1 for candidate in found)
-    assert {len(candidate.data) for candidate in found} == {64}
+    assert {len(candidate.algorithm) for candidate in found} == {64}
     small = Products(CPU, library=emulated().path, workspace_bytes=0)
-    none = small.candidates(spec())
+    none = small.candidates(matmul())
     assert none and all(candidate.workspace_bytes == 0 for candidate in none)
     assert len(none) < len(found)
 
@@ -168,63 +168,62 @@ def test_candidates_are_decoded_and_fit_the_workspace(products):
 def test_parts_of_the_sum_are_never_rounded_to_the_output(products):
     """Splits of K that add up in the output's type are offered for int32 and float32 alone."""
     as_output = 4
-    for dtype, out_dtype in [(torch.int8, torch.int8), (torch.bfloat16, torch.bfloat16)]:
-        found = products.candidates(spec(dtype=dtype, out_dtype=out_dtype))
+    for dtype, out in [("int8", "int8"), ("bfloat16", "bfloat16")]:
+        found = products.candidates(matmul(dtype=dtype, out=out))
         assert {candidate.reduction_scheme for candidate in found} == {0, 2}
-    exact_sums = products.candidates(spec())
+    exact_sums = products.candidates(matmul())
     assert as_output in {candidate.reduction_scheme for candidate in exact_sums}
 
 
 def test_the_algorithm_may_come_from_elsewhere(workspace):
-    asked = []
+    wishes = []
 
     def last(wanted, found):
-        asked.append(wanted)
+        wishes.append(wanted)
         return found[-1]
 
     products = Products(CPU, library=emulated().path, choose=last)
-    chosen = products.get(spec())
-    assert chosen.algorithm == products.candidates(spec())[-1]
-    assert products.get(spec()) is chosen and asked == [spec()]
+    chosen = products.get(matmul())
+    assert chosen.algorithm == products.candidates(matmul())[-1]
+    assert products.get(matmul()) is chosen and wishes == [matmul()]
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
-    products.run(product(a, b, out), workspace)
+    run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
 
 
 @pytest.mark.parametrize(
-    ("data", "error", "message"),
+    ("data", "message"),
     [
-        (b"\x01" * 64, RuntimeError, "MatmulAlgoCheck: CUBLAS_STATUS_INVALID_VALUE"),
-        (bytes(64), RuntimeError, r"int8 \[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*CUBLAS_STATUS_INVALID_VALUE"),
-        (b"\x01" * 63, ValueError, "64 bytes, these are 63.*tune again"),
-        (b"", ValueError, "these are 0"),
+        (b"\x01" * 64, "MatmulAlgoCheck: CUBLAS_STATUS_INVALID_VALUE"),
+        (bytes(64), r"int8 \[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*CUBLAS_STATUS_INVALID_VALUE"),
     ],
 )
-def test_damaged_algorithms_are_refused(products, data, error, message):
-    broken = Products(CPU, library=emulated().path, choose=lambda _, found: dataclasses.replace(found[0], data=data))
-    with pytest.raises(error, match=message):
-        broken.get(spec())
+def test_damaged_algorithms_are_refused(products, data, message):
+    choose = lambda _, found: dataclasses.replace(found[0], algorithm=data)  # noqa: E731
+    broken = Products(CPU, library=emulated().path, choose=choose)
+    with pytest.raises(RuntimeError, match=message):
+        broken.get(matmul())
 
 
 def test_algorithms_of_other_products_are_refused(products):
-    floats = products.candidates(spec(dtype=torch.bfloat16, out_dtype=torch.float32))[0]
+    floats = products.candidates(matmul(dtype="bfloat16", out="float32"))[0]
     foreign = Products(CPU, library=emulated().path, choose=lambda *_: floats)
     with pytest.raises(RuntimeError, match="int8.*CUBLAS_STATUS_INVALID_VALUE"):
-        foreign.get(spec())
+        foreign.get(matmul())
 
 
 def test_algorithms_that_need_too_much_workspace_are_refused(products):
-    largest = max(products.candidates(spec()), key=lambda candidate: candidate.workspace_bytes)
+    largest = max(products.candidates(matmul()), key=lambda candidate: candidate.workspace_bytes)
     short = Products(CPU, library=emulated().path, workspace_bytes=1024, choose=lambda *_: largest)
     with pytest.raises(RuntimeError, match=rf"needs a workspace of {largest.workspace_bytes} bytes, and only 1024"):
-        short.get(spec())
+        short.get(matmul())
 
 
 def test_no_algorithm_at_all(products):
     emulated().fail("MatmulAlgoGetHeuristic", 15)
     with pytest.raises(RuntimeError, match=r"int8 \[5,64\] x \[48,64\]\^T.*CUBLAS_STATUS_NOT_SUPPORTED"):
-        products.get(spec(m=5))
-    assert products.get(spec(m=5)).algorithm.workspace_bytes >= 0
+        products.get(matmul(m=5))
+    assert products.get(matmul(m=5)).algorithm.workspace_bytes >= 0
 
 
 def test_out_of_memory_names_the_shapes(products, workspace):
@@ -232,8 +231,8 @@ def test_out_of_memory_names_the_shapes(products, workspace):
     products.prepare(product(a, b, out))
     emulated().fail("Matmul", 3)
     with pytest.raises(RuntimeError, match=r"\[41,64\] x \[48,64\]\^T -> int32 \[41,48\].*out of memory: use smaller"):
-        products.run(product(a, b, out), workspace)
-    products.run(product(a, b, out), workspace)
+        run(products, product(a, b, out), workspace)
+    run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
 
 
@@ -245,9 +244,9 @@ def test_the_workspace_is_checked(workspace):
     before = emulated().calls("Matmul")
     for wrong in (workspace[: need - 1], workspace[8:], torch.empty(0, dtype=torch.uint8)):
         with pytest.raises(RuntimeError, match=f"INVALID_VALUE.*at least {need} bytes, at a multiple of 256"):
-            products.run(product(a, b, out), wrong)
+            run(products, product(a, b, out), wrong)
     assert emulated().calls("Matmul") == before
-    products.run(product(a, b, out), workspace[:need])
+    run(products, product(a, b, out), workspace[:need])
 
 
 def test_tensors_of_another_device_are_refused():
@@ -260,11 +259,35 @@ def test_a_single_row_has_no_stride(products, workspace):
     a = codes(1, 64).as_strided((1, 64), (1, 1))
     out = torch.empty(1, 48, dtype=torch.int32)
     b = codes(48, 64)
-    products.run(product(a, b, out), workspace)
+    run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
 
 
 def test_the_default_workspace_is_aligned():
-    for size in (1, 4096, cublaslt.WORKSPACE_BYTES):
+    for size in (1, 4096, WORKSPACE_BYTES):
         made = aligned_workspace(size, CPU)
         assert made.numel() == size and made.data_ptr() % 256 == 0 and made.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 24}, "k of an int8 product is a multiple of 16, not 24; pad it to 32"),
+        ({"n": 50}, "n of an int8 product is a multiple of 4, not 50; pad it to 52"),
+        ({"leading_a": 72}, "leading_a .* multiple of 16, not 72"),
+        ({"leading_b": 68}, "leading_b .* multiple of 16, not 68"),
+        ({"leading_out": 49}, "leading_out .* multiple of 4, not 49"),
+        ({"batch": 2, "stride_a": 41 * 64 + 8}, "stride_a .* multiple of 16"),
+        ({"layout": "tt"}, "layout \"nt\", not 'tt': neither transposed; write the transpose first"),
+        ({"layout": "nn"}, "layout \"nt\", not 'nn'"),
+    ],
+)
+def test_what_cublaslt_does_not_multiply_is_refused(products, changes, message):
+    for ask in (products.get, products.candidates):
+        with pytest.raises(ValueError, match=message):
+            ask(matmul(**changes))
+
+
+def test_operations_of_the_cpu_are_refused(products):
+    with pytest.raises(ValueError, match="op is 'linear_int8'; a GPU knows no operations: tune .* as 'matmul'"):
+        products.get(asked("linear_int8", 41, 48, 64))

@@ -1,10 +1,11 @@
-"""JSON into checked dataclasses: places in messages, nesting, and the files that are written."""
+"""JSON into checked dataclasses: places in messages, nesting, checks of values, and the files that are written."""
 
 from dataclasses import dataclass
 
 import pytest
 
 from lsq.gemm import json_file
+from lsq.gemm.json_file import check_choice, check_number, check_text, check_whole, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +56,25 @@ def test_places(tmp_path, text, message):
         json_file.read(path, points, "throw it away")
 
 
-@pytest.mark.parametrize("depth", [8, 9, 50, 100_000])
-def test_depth_is_judged_before_content(tmp_path, depth):
+@pytest.mark.parametrize("depth", [8, 50, 100_000])
+def test_depth(tmp_path, depth):
     path = tmp_path / "deep.json"
     path.write_text("[" * depth + "]" * depth)
-    message = "the content is a list" if depth == 8 else "objects and lists stand more than 8 deep"
+    message = "objects and lists stand too deep" if depth > 50 else "the content is a list"
     with pytest.raises(ValueError, match=message):
         json_file.read(path, points, "remedy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labelled(Point):
+    label: str = "none"
+
+
+def test_fields_with_a_default_may_be_missing():
+    assert json_file.record(Labelled, {"x": 1, "y": 2}, "") == Labelled(x=1, y=2)
+    assert json_file.record(Labelled, {"x": 1, "y": 2, "label": "a"}, "").label == "a"
+    with pytest.raises(ValueError, match="the content has the unknown field 'name'; allowed: x, y, label"):
+        json_file.record(Labelled, {"x": 1, "y": 2, "name": "a"}, "")
 
 
 def test_write(tmp_path):
@@ -72,3 +85,47 @@ def test_write(tmp_path):
     assert path.read_text() == '{\n "a": 1,\n "points": []\n}\n'
     with pytest.raises(ValueError):
         json_file.write(path, {"a": float("nan")}, "points", [])
+
+
+@pytest.mark.parametrize("value", [1, 5, 9])
+def test_whole(value):
+    check_whole("x", value, 1, 9)
+
+
+@pytest.mark.parametrize("value", [0, 10, 1.0, True, None, "1", [1]])
+def test_not_whole(value):
+    with pytest.raises(ValueError, match="^x is .*; it must be a whole number from 1 to 9$"):
+        check_whole("x", value, 1, 9)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 9, 9.0])
+def test_number(value):
+    check_number("x", value, 9)
+
+
+@pytest.mark.parametrize("value", [-1, 9.5, float("nan"), float("inf"), False, None, "1", 10**400])
+def test_not_a_number(value):
+    with pytest.raises(ValueError, match="^x is .*; it must be a finite number from 0 to 9$"):
+        check_number("x", value, 9)
+
+
+@pytest.mark.parametrize("value", ["", "a\n", "\x00", "\ud800", "x" * 201, None, 5, b"x"])
+def test_not_text(value):
+    check_text("x", "x" * 200)
+    with pytest.raises(ValueError, match="^x is .*; it must be a printable text of 1 to 200 characters$"):
+        check_text("x", value)
+
+
+@pytest.mark.parametrize("value", ["c", "", None, 5, [], {}])
+def test_not_a_choice(value):
+    check_choice("x", "a", ("a", "b"))
+    with pytest.raises(ValueError, match="^x is .*; allowed: 'a', 'b'$"):
+        check_choice("x", value, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(5, "5"), (None, "None"), ("ü\ud800", r"'\xfc\ud800'"), ([1], "a list"), ("x" * 99, "'" + "x" * 56 + "...")],
+)
+def test_shown(value, text):
+    assert shown(value) == text

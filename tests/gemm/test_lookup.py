@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from lsq import gemm
-from lsq.gemm import lookup, scratch
+from lsq.gemm import cpu_product, lookup
 from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.configuration_file import Found
 from lsq.gemm.lookup import Table
-from lsq.gemm.product_key import OPERATIONS, ProductKey
-from lsq.gemm.search import Found
+from lsq.gemm.product_key import OPERATIONS
 from lsq.tune import coverage
+from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
 
 DEFAULT = CpuConfiguration.default("linear_int8")
@@ -34,82 +35,53 @@ def table(*entries):
 
 def test_exact_up_to_512_then_the_next_multiple_of_32():
     made = table(entry(41), entry(1024))
-    served = {m: made.lookup(key(m)) for m in (40, 41, 42, 512, 992, 993, 1000, 1024, 1025)}
+    served = {m: made.use(key(m)).entry for m in (40, 41, 42, 512, 992, 993, 1000, 1024, 1025)}
     hits = [line.key.m for line in coverage.of(made).lines if line.hit]
     assert sorted(hits) == [41, 1024]
     assert served[993] is served[1000] is served[1024] and served[41].key == key(41)
 
 
-@pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"layout": "nn"}, {"op": "linear_int32"}])
+@pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"op": "linear_input_gradient"}, {"op": "linear_int32"}])
 def test_all_else_must_be_the_same(changes):
-    assert table(entry(41)).lookup(key(41, **changes)) is None
+    assert table(entry(41)).use(key(41, **changes)).entry is None
 
 
 def test_configuration():
-    made = table(entry(41), entry(op="linear_weight_gradient", m=128, k=1024, layout="tn", configuration=SMALL))
-    assert made.configuration("linear_int8", 41, 128, 256, "nt") == CpuConfiguration(rows=96)
-    assert made.configuration("linear_int8", 42, 128, 272, "nt") == DEFAULT
-    assert made.configuration("linear_weight_gradient", 128, 128, 1001, "tn") == SMALL
-    assert made.configuration("linear_weight_gradient", 144, 128, 1001, "tn") == CpuConfiguration(rows=4096)
-    with pytest.raises(ValueError, match="op is 'conv'; allowed"):
-        made.configuration("conv", 41, 128, 256, "nt")
-    with pytest.raises(ValueError, match="m is 0"):
-        made.configuration("linear_int8", 0, 128, 256, "nt")
+    made = table(entry(41), entry(op="linear_weight_gradient", m=128, k=1024, configuration=SMALL))
+    assert made.use(key(41)).configuration == CpuConfiguration(rows=96)
+    assert made.use(asked("linear_int8", 42, 128, 272)).configuration == DEFAULT
+    assert made.use(asked("linear_weight_gradient", 128, 128, 1001)).configuration == SMALL
+    assert made.use(asked("linear_weight_gradient", 144, 128, 1001)).configuration == CpuConfiguration(rows=4096)
 
 
 def test_counts():
     made = table(entry(41), entry(1024))
     for m in (41, 1000, 1001, 1024, 7):
-        made.configuration("linear_int8", m, 128, 256, "nt")
-    made.lookup(key(41))
-    made.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
-    made.add_seconds("linear_int8", 1001, 128, 256, "nt", 0.25)
-    made.add_seconds("linear_int8", 1002, 128, 256, "nt", 0.25)
+        made.use(key(m))
+    for m, seconds in ((41, 0.5), (1001, 0.25), (1002, 0.25)):
+        made.add_seconds(made.use(key(m)), seconds)
     lines = {line.key.m: (line.hit, line.calls, line.seconds) for line in coverage.of(made).lines}
-    assert lines == {41: (True, 2, 0.5), 1024: (True, 3, 0.5), 7: (False, 1, 0.0)}
+    assert lines == {41: (True, 2, 0.5), 1024: (True, 5, 0.5), 7: (False, 1, 0.0)}
     assert coverage.of(made).files == ("file.json",)
-
-
-def test_entries_are_seen_without_being_counted():
-    made = table(entry(1024))
-    assert made.entry(key(1000)) == entry(1024) and made.entry(key(7)) is None
-    assert not coverage.of(made).lines
-
-
-def test_a_refused_entry_is_a_miss_from_then_on():
-    made = table(entry(1024))
-    assert made.configuration("linear_int8", 1000, 128, 256, "nt") != DEFAULT
-    made.refuse(key(1001))
-    assert made.configuration("linear_int8", 1000, 128, 256, "nt") == DEFAULT
-    assert made.lookup(key(1024)) is None
-    (line,) = coverage.of(made).missed
-    assert line.calls == 3 and line.served is None
 
 
 def test_the_nearest_batch_size_serves_on_the_cpu():
     made = table(*(entry(m, configuration=CpuConfiguration(rows=m)) for m in (8, 16, 1024)))
     sizes = (1, 8, 9, 13, 600, 516, 5000)
-    found = [made.configuration("linear_int8", m, 128, 256, "nt").rows for m in sizes]
+    found = [made.use(key(m)).configuration.rows for m in sizes]
     assert found == [8, 8, 16, 16, 1024, 1024, 1024]
-    assert made.configuration("linear_int8", 8, 64, 256, "nt") == DEFAULT
+    assert made.use(asked("linear_int8", 8, 64, 256)).configuration == DEFAULT
     assert {line.key.m: line.served.m for line in coverage.of(made).lines if line.served} == {
         1: 8, 8: 8, 9: 16, 13: 16, 608: 1024, 544: 1024, 5024: 1024
     }
-
-
-def test_a_configuration_that_would_not_be_exact_does_not_serve():
-    floats = CpuConfiguration(path="float32")
-    made = table(entry(op="linear_weight_gradient", m=128, n=64, k=512, configuration=floats))
-    assert made.configuration("linear_weight_gradient", 128, 64, 500, "tn") == floats
-    assert made.configuration("linear_weight_gradient", 128, 64, 2000, "tn") != floats
 
 
 def test_largest_scratch():
     hungry = CpuConfiguration(rows=0)
     made = table(entry(64, configuration=hungry), entry(1024, configuration=hungry), entry(2048, configuration=SMALL))
     for m, rows in {10: 10, 63: 63, 64: 64, 512: 512, 992: 992, 993: 993, 1024: 1024, 4096: 1024}.items():
-        assert made.largest_scratch("linear_int8", m, 128, 256, "nt") == rows * 128 * 4
-    assert made.largest_scratch("linear_int32", 4096, 128, 256, "nt") == 0
+        assert made.largest_scratch(key(m)) == rows * 128 * 4
+    assert made.largest_scratch(key(4096, op="linear_int32")) == 0
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -118,30 +90,29 @@ def test_memory_for_the_largest_batch_serves_every_smaller_one(op):
     layout = OPERATIONS[op].layout
     kinds = [CpuConfiguration(rows=rows) for rows in (0, 48, 1000)]
     kinds += [CpuConfiguration(b_layout="nk" if layout[1] == "n" else "kn")]
-    kinds += [CpuConfiguration(path="float32")] if OPERATIONS[op].tokens == "m" else []
-    base = ProductKey.of(op, 40, 24, 40)
+    base = asked(op, 40, 24, 40)
     tokens = [*range(1, 200, 13), *range(500, 1100, 32)]
     made = {base.with_tokens(size).rounded(): kinds[place % len(kinds)] for place, size in enumerate(tokens)}
     entries = [dataclasses.replace(entry(), key=each, configuration=kind) for each, kind in made.items()]
     found = table(*entries)
     before = 0
     for size in range(1, 1100):
-        asked = base.with_tokens(size)
-        largest = found.largest_scratch(op, asked.m, asked.n, asked.k, layout)
+        key = base.with_tokens(size)
+        largest = found.largest_scratch(key)
         assert largest >= before
         before = largest
-        needed = scratch.size(asked, found.configuration(op, asked.m, asked.n, asked.k, layout))
+        needed = cpu_product.scratch_bytes(key, found.use(key).configuration)
         assert needed <= largest
 
 
 def test_a_lookup_is_fast():
-    made = table(entry(41))
-    made.configuration("linear_int8", 41, 128, 256, "nt")
+    made, wanted = table(entry(41)), key(41)
+    made.use(wanted)
     times = []
     for _ in range(20):
         start = time.perf_counter()
         for _ in range(500):
-            made.configuration("linear_int8", 41, 128, 256, "nt")
+            made.use(wanted)
         times.append((time.perf_counter() - start) / 500)
     assert min(times) < 2e-6
 
@@ -151,7 +122,7 @@ def test_threads_lose_no_count():
 
     def ask():
         for m in itertools.islice(itertools.cycle(range(38, 44)), 3000):
-            made.configuration("linear_int8", m, 128, 256, "nt")
+            made.use(key(m))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -162,9 +133,8 @@ def test_threads_lose_no_count():
 
 
 def test_without_any_file(machine):
-    assert lookup.configuration_for("linear_int8", 41, 128, 256, "nt") == DEFAULT
-    assert lookup.largest_scratch("linear_int8", 41, 128, 256, "nt") == 41 * 128 * 4
-    lookup.add_seconds("linear_int8", 41, 128, 256, "nt", 0.5)
+    assert lookup.table().use(key(41)).configuration == DEFAULT
+    assert lookup.table().largest_scratch(key(41)) == 41 * 128 * 4
     report = coverage.of(lookup.table())
     assert report.shares("calls") == (0.0, 0.0) and report.files == () and report.device == CPU.device
 
@@ -191,9 +161,9 @@ def test_explicit_files_are_the_only_ones(machine, tmp_path):
     gemm.set_files([mine, other])
     assert [each.key.m for each in lookup.table().file.entries] == [9, 10]
     gemm.set_files([])
-    assert lookup.configuration_for("linear_int8", 8, 128, 256, "nt") == DEFAULT
+    assert lookup.table().use(key(8)).configuration == DEFAULT
     gemm.set_files(None)
-    assert lookup.configuration_for("linear_int8", 8, 128, 256, "nt") != DEFAULT
+    assert lookup.table().use(key(8)).configuration != DEFAULT
 
 
 def test_an_explicit_file_of_another_device_is_an_error(machine, tmp_path):

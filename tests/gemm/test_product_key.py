@@ -1,10 +1,13 @@
-"""Keys of tuned products: what they refuse, and which stands for which."""
+"""Keys of products: what they refuse, which stands for which, and those of tensors."""
+
+import dataclasses
+import math
 
 import pytest
+import torch
 
-from lsq import ops  # noqa: F401  registers the operations
-from lsq.gemm.product import LARGEST_INNER
-from lsq.gemm.product_key import LAYOUTS, OPERATIONS, ProductKey, rounded_tokens
+from lsq.gemm.product_key import LARGEST_INNER, OPERATIONS, ProductKey, key_of, rounded_tokens
+from tests.gemm.operands import asked, codes, matmul, product
 from tests.gemm.tuned import key
 
 
@@ -18,17 +21,21 @@ def test_rounded_tokens(tokens, rounded):
 
 
 def test_the_tokens_of_a_weight_gradient_are_its_inner_dimension():
-    gradient = ProductKey.of("linear_weight_gradient", 1000, 520, 4001)
+    gradient = asked("linear_weight_gradient", 1000, 520, 4001)
     assert gradient.tokens == 4001
-    assert gradient.rounded() == ProductKey.of("linear_weight_gradient", 1000, 520, 4032)
+    assert gradient.rounded() == asked("linear_weight_gradient", 1000, 520, 4032)
     assert gradient.family == gradient.with_tokens(7).family != key().family
-    longest = ProductKey.of("linear_weight_gradient", 64, 64, LARGEST_INNER)
+    longest = asked("linear_weight_gradient", 64, 64, LARGEST_INNER)
     assert longest.rounded() == longest
+
+
+def test_a_product_by_itself_stands_for_itself_alone():
+    assert matmul(m=1001).rounded() == matmul(m=1001)
 
 
 def test_a_family_is_all_but_the_tokens():
     assert key(7).family == key(4096).family
-    for changes in (dict(n=64), dict(k=64), dict(layout="nn"), dict(op="linear_int32")):
+    for changes in (dict(n=64), dict(k=64), dict(op="linear_input_gradient"), dict(op="linear_int32")):
         assert key(**changes).family != key().family
 
 
@@ -43,9 +50,20 @@ def test_a_family_is_all_but_the_tokens():
         ({"n": "64"}, "n is '64'; it must"),
         ({"k": LARGEST_INNER + 1}, f"k is {LARGEST_INNER + 1}; it must be a whole number from 1 to {LARGEST_INNER}"),
         ({"dtype": "float64"}, "dtype is 'float64'; allowed: 'int8', 'bfloat16'"),
-        ({"dtype": "bfloat16", "out": "float32"}, "dtype is 'bfloat16'; linear_int32 multiplies int8"),
+        ({"dtype": "bfloat16", "out": "float32"}, "dtype is 'bfloat16'; linear_int32 says that itself: leave it out"),
+        ({"layout": "nn"}, "layout is 'nn'; linear_int32 says that itself"),
+        ({"batch": 2}, "batch is 2; linear_int32 says that itself"),
+        ({"leading_a": 64}, "leading_a is 64; linear_int32 says that itself"),
         ({"op": "matmul", "dtype": "float32", "out": "int32"}, "out is 'int32'; allowed: 'float32'"),
+        ({"dtype": "float16", "out": "bfloat16"}, "out is 'bfloat16'; allowed: 'float16', 'float32'"),
         ({"alpha": "scalar"}, "alpha is 'scalar'; allowed: 'one'"),
+        ({"dtype": "float32", "out": "float32", "alpha": "vector"}, "alpha is 'vector'; allowed: 'one', 'scalar'"),
+        ({"out": "int8", "alpha": "two"}, "alpha is 'two'; allowed: 'one', 'scalar', 'vector'"),
+        ({"batch": 0}, "batch is 0; it must be a whole number from 1"),
+        ({"leading_a": 31}, "leading_a is 31; it must be a whole number from 32"),
+        ({"leading_out": 15}, "leading_out is 15; it must be a whole number from 16"),
+        ({"stride_b": -1}, "stride_b is -1; it must be a whole number from 0"),
+        ({"batch": 2, "stride_out": 8 * 16 - 4}, "stride_out is 124; it must be a whole number from 128"),
         ({"layout": "kn"}, "layout is 'kn'; allowed: 'nt', 'nn', 'tt', 'tn'"),
         ({"layout": ["nt"]}, "layout is a list; allowed"),
     ],
@@ -56,18 +74,86 @@ def test_no_such_product(changes, message):
     assert str(raised.value).startswith(message)
 
 
-def test_no_such_operation():
-    with pytest.raises(ValueError, match="op is 'softmax'; allowed"):
-        ProductKey.of("softmax", 1, 1, 1)
-
-
-def test_operations_have_their_keys():
-    for op, operation in OPERATIONS.items():
-        made = ProductKey.of(op, 8, 16, 32)
-        assert (made.out, made.alpha, made.layout) == (operation.out, operation.alpha, operation.layout)
-        assert {ProductKey.of(op, 8, 16, 32, layout).layout for layout in LAYOUTS} == set(LAYOUTS)
+def test_an_operation_says_all_but_the_size():
+    for op, request in OPERATIONS.items():
+        assert asked(op, 8, 16, 32).layout == request.layout
+        assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=request.layout, batch=1)
 
 
 def test_text():
-    assert str(key()) == "linear_int8 64 x 128 x 256 (int8 to int8, nt, alpha vector)"
-    assert key().operations == 2 * 64 * 128 * 256
+    assert str(key()) == "linear_int8 64 x 128 x 256 (int8 to int32, nt)"
+    scaled = matmul(out="int8", alpha="vector", batch=3, leading_out=64)
+    assert str(scaled) == "matmul 3 times 41 x 48 x 64 (int8 to int8, nt, alpha vector, leading_out 64)"
+    assert key().operations == 2 * 64 * 128 * 256 and matmul(batch=3).operations == 3 * matmul().operations
+
+
+def test_what_is_packed_need_not_be_said():
+    assert matmul() == matmul(leading_a=64, leading_b=64, leading_out=48)
+    assert matmul(batch=2) == matmul(batch=2, stride_a=41 * 64, stride_b=48 * 64, stride_out=41 * 48)
+    assert hash(matmul()) == hash(matmul(stride_a=0))
+    assert matmul().fields() == {"m": 41, "n": 48, "k": 64}
+    apart = matmul(batch=2, dtype="float32", out="float32", layout="tn", leading_a=80, stride_b=0)
+    assert apart.fields().keys() == {"m", "n", "k", "dtype", "out", "layout", "batch", "leading_a", "stride_b"}
+    assert ProductKey(**apart.fields()) == apart
+
+
+def test_places_and_lengths():
+    apart = matmul(batch=2, layout="tn", leading_a=80, stride_b=0)
+    assert apart.matrices == {"a": (64, 41), "b": (64, 48), "out": (41, 48)}
+    strides = {"stride_a": 64 * 80, "stride_b": 0, "stride_out": 41 * 48}
+    assert apart.places == {"leading_a": 80, "leading_b": 48, "leading_out": 48} | strides
+    assert apart.lengths == {"a": 64 * 80 + 63 * 80 + 41, "b": 64 * 48, "out": 2 * 41 * 48}
+    assert matmul().bytes == 41 * 64 + 48 * 64 + 4 * 41 * 48
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("layout", ["nt", "nn", "tt", "tn"])
+def test_keys_of_tensors(place, dtype, layout):
+    a = torch.empty(3, *((56, 41) if layout[0] == "t" else (41, 56)), dtype=dtype, device=place)
+    b = torch.empty(*((56, 24) if layout[1] == "n" else (24, 56)), dtype=dtype, device=place).expand(3, -1, -1)
+    out = torch.empty(3, 41, 32, dtype=torch.float32, device=place)[:, :, :24]
+    found = key_of(product(a, b, out, alpha=0.5, transpose_a=layout[0] == "t", transpose_b=layout[1] == "n"))
+    name = str(dtype).removeprefix("torch.")
+    wanted = ProductKey(
+        m=41, n=24, k=56, dtype=name, out="float32", alpha="scalar", layout=layout, batch=3, leading_out=32, stride_b=0
+    )
+    assert found == wanted and found.leading_a is None and found.stride_out is None
+
+
+def test_keys_of_codes():
+    sums = torch.empty(41, 48, dtype=torch.int32)
+    assert key_of(product(codes(41, 64), codes(48, 64), sums)) == matmul()
+    scaled = product(codes(41, 64), codes(48, 64), codes(41, 48), alpha=torch.ones(48))
+    assert key_of(scaled) == matmul(out="int8", alpha="vector")
+    assert key_of(dataclasses.replace(scaled, alpha=1)).alpha == "one"
+
+
+def misaligned(shape, dtype):
+    return torch.empty(math.prod(shape) + 1, dtype=dtype)[1:].view(shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": codes(41, 80)}, r"a \[41, 80\], b \[48, 64\], out \[41, 48\] do not fit.*a \[M, K\] and b \[N, K\]"),
+        ({"b": codes(64, 48)}, "do not fit"),
+        ({"out": torch.empty(41, 47, dtype=torch.int32)}, "do not fit"),
+        ({"a": codes(2, 41, 64)}, "all matrices or all batches"),
+        ({"a": codes(64)}, "all matrices or all batches"),
+        ({"b": torch.randn(48, 64)}, "a is torch.int8 and b is torch.float32"),
+        ({"a": codes(64, 41).t()}, "rows of a are contiguous, not strided by 41"),
+        ({"b": misaligned((48, 64), torch.int8)}, "b starts at a multiple of 16 bytes, not at 0x"),
+        ({"out": misaligned((41, 48), torch.int32)}, "out starts at a multiple of 16 bytes"),
+        ({"out": torch.empty(41, 48, dtype=torch.int32, device="meta")}, "one device, not .*meta"),
+        ({"alpha": torch.ones(47)}, r"alpha is contiguous float32 \[48\], not torch.float32 \[47\]"),
+        ({"alpha": torch.ones(48).double()}, "not torch.float64"),
+        ({"alpha": torch.ones(96)[::2]}, "contiguous"),
+        ({"alpha": 2.0}, "alpha is .scalar.; allowed: .one."),
+        ({"a": codes(41, 64).short(), "b": codes(48, 64).short()}, "dtype is 'int16'; allowed: 'int8', 'bfloat16'"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(changes, message):
+    tensors = {"a": codes(41, 64), "b": codes(48, 64), "out": torch.empty(41, 48, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=message):
+        key_of(product(**tensors | changes))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lsq.gemm import configuration_file, search
+from lsq.gemm import configuration_file
 
-FILES = sorted(search.PACKAGE_FOLDER.glob("*.json"))
+FILES = sorted(configuration_file.PACKAGE_FOLDER.glob("*.json"))
 
 
 def test_there_are_files():

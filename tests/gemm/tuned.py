@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from lsq.gemm import configuration_file, lookup, search
-from lsq.gemm.configuration import ConfigurationFile, CpuConfiguration, CublasConfiguration, Entry, Times
+from lsq.gemm import configuration_file, device, lookup
+from lsq.gemm.configuration import CpuConfiguration, CublasConfiguration, Entry, Times
+from lsq.gemm.configuration_file import ConfigurationFile
+from lsq.gemm.device import CpuValidators, CudaValidators
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.validators import CpuValidators, CudaValidators
+from tests.gemm.operands import matmul
 
 DATE = "2026-01-31T23:59:59Z"
 CPU = CpuValidators(device="Example CPU", features=("avx2", "avx512f"), threads=2, library_version="3.7.1")
@@ -15,7 +17,7 @@ TIMES = Times(chosen=80.0, default=100.0, float=250.0)
 
 def key(m=64, **changes):
     """The key of linear_int8 [64, 256] times [128, 256] transposed, or with changes."""
-    return ProductKey.of(**{"op": "linear_int8", "m": m, "n": 128, "k": 256} | changes)
+    return ProductKey(**{"op": "linear_int8", "m": m, "n": 128, "k": 256} | changes)
 
 
 def entry(m=64, configuration=None, times=TIMES, **changes):
@@ -33,9 +35,9 @@ def cublas(**changes):
 
 def cublas_entry(configuration=None, **numbers):
     """An entry for int8 [41, 64] times [48, 64] transposed to int32 by itself, or with changes."""
-    wanted = ProductKey(**{"op": "matmul", "m": 41, "n": 48, "k": 64} | numbers)
-    configuration = configuration or cublas()
-    return Entry(key=wanted, configuration=configuration, times=TIMES, spread=0.0, date=DATE)
+    return Entry(
+        key=matmul(**numbers), configuration=configuration or cublas(), times=TIMES, spread=0.0, date=DATE
+    )
 
 
 def file(*entries, validators=CPU):
@@ -44,7 +46,7 @@ def file(*entries, validators=CPU):
 
 
 class Machine:
-    """A device with folders of its own: what `search` finds there.
+    """A device with folders of its own: what is found there.
 
     `here` are its validators by kind; a kind that is missing is not there.
     """
@@ -53,8 +55,8 @@ class Machine:
         self.user, self.package = folder / "user" / "lsq" / "gemm", folder / "package"
         self.here = {"cpu": CPU}
         monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "user"))
-        monkeypatch.setattr(search, "PACKAGE_FOLDER", self.package)
-        monkeypatch.setattr(search, "here", self._here)
+        monkeypatch.setattr(configuration_file, "PACKAGE_FOLDER", self.package)
+        monkeypatch.setattr(device, "here", self._here)
         monkeypatch.setattr(lookup, "_tables", {})
         monkeypatch.setattr(lookup, "_explicit", None)
         monkeypatch.setattr(lookup, "_warned", set())

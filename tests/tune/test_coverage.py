@@ -43,8 +43,8 @@ def test_text():
         "  operations: 54.5% tuned, 9.1% as the nearest batch size, 36.4% not",
         "  time: 50.0% tuned, 25.0% as the nearest batch size, 25.0% not",
         "  from /a.json",
-        "  missed linear_int8 32 x 128 x 256 (int8 to int8, nt, alpha vector): 1 calls, 0.250 s; ran untuned",
-        "  missed linear_int8 8 x 128 x 256 (int8 to int8, nt, alpha vector): 1 calls, 0.250 s; ran as 16 tokens",
+        "  missed linear_int8 32 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran untuned",
+        "  missed linear_int8 8 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran as 16 tokens",
     ]
     assert report(line(8, 8), files=()).text().splitlines() == [
         "tuned products on Example CPU: 1 calls of 1 products",
@@ -69,7 +69,7 @@ def test_round_trip(tmp_path, wanted):
 @pytest.mark.parametrize(
     ("places", "value", "message"),
     [
-        (["format"], 2, "format is 2; this version of lsq reads format 1"),
+        (["format"], 1, "format is 1; this version of lsq reads format 2"),
         (["kind"], "tpu", "kind is 'tpu'; allowed: 'cpu', 'cuda'"),
         (["device"], "", "device is ''; it must be a printable text"),
         (["files"], "x", "files is 'x'; it must be a list"),
@@ -97,7 +97,7 @@ def test_damaged_reports(tmp_path, places, value, message):
 def test_not_a_report(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("[]")
-    with pytest.raises(ValueError, match="the content is a list; it must be an object with format, kind, device"):
+    with pytest.raises(ValueError, match="the content is a list; it must be an object with kind, device"):
         coverage.read(path)
 
 

@@ -4,18 +4,20 @@ import dataclasses
 
 import pytest
 
-from lsq.gemm import cpu_product, scratch
+from lsq.gemm import cpu_product
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.product_key import OPERATIONS, ProductKey
+from lsq.gemm.cpu_product import scratch_bytes
+from lsq.gemm.product_key import OPERATIONS
 from lsq.tune import cpu
 from lsq.tune.cpu import CpuBackend, candidates, last_level_cache
 from lsq.tune.trial import Settings, compare
+from tests.gemm.operands import asked, matmul
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 @pytest.mark.parametrize("m, n, k", [(1, 16, 16), (20, 1024, 4096), (3000, 48, 64), (4096, 32000, 512)])
 def test_candidates(op, m, n, k):
-    key = ProductKey.of(op, m, n, k)
+    key = asked(op, m, n, k)
     found = candidates(key)
     assert found[0] == CpuConfiguration.default(op)
     assert len(found) == len(set(found)) <= 40
@@ -23,19 +25,19 @@ def test_candidates(op, m, n, k):
     assert len(effective) == len(found)  # no two are the same in effect
     for each in found:
         each.check_key(key)
-        default = scratch.size(key, found[0])
-        assert scratch.size(key, each) <= max(default, cpu.MOST_SCRATCH)
-    assert m > 1000 or ("float32" in {each.path for each in found}) == (k <= 1040)
+        default = scratch_bytes(key, found[0])
+        assert scratch_bytes(key, each) <= max(default, cpu.MOST_SCRATCH)
 
 
-def test_products_of_floats_are_refused():
-    with pytest.raises(ValueError, match="tune int8"):
-        candidates(ProductKey(op="matmul", m=8, n=16, k=16, dtype="bfloat16", out="bfloat16"))
+def test_products_that_the_cpu_does_not_choose_for_are_refused():
+    for wrong in (matmul(dtype="bfloat16", out="bfloat16"), matmul(out="int8", alpha="vector"), matmul(batch=2)):
+        with pytest.raises(ValueError, match="multiplies matrices of int8 to int32, not matmul"):
+            candidates(wrong)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_every_candidate_is_right(op):
-    key = ProductKey.of(op, 70, 48, 112)
+    key = asked(op, 70, 48, 112)
     trial = CpuBackend(cache=2**14).trial(key)
     for each in candidates(key):
         assert trial.fault(each) is None
@@ -46,7 +48,7 @@ def test_every_candidate_is_right(op):
 
 @pytest.mark.parametrize("op", ["linear_int8", "linear_int32"])
 def test_wrong_results_are_found(monkeypatch, op):
-    key = ProductKey.of(op, 70, 48, 112)
+    key = asked(op, 70, 48, 112)
     trial = CpuBackend(cache=0).trial(key)
 
     def wrong(a, b, *, out):
@@ -62,7 +64,7 @@ def test_wrong_results_are_found(monkeypatch, op):
 
 
 def test_operands_exceed_the_cache():
-    key = ProductKey.of("linear_int8", 64, 64, 64)
+    key = asked("linear_int8", 64, 64, 64)
     for cache in (0, 10_000, 10**6):
         trial = CpuBackend(cache=cache).trial(key)
         sizes = [a.nbytes + b.nbytes + out.nbytes for a, b, out in trial._sets]
@@ -72,7 +74,7 @@ def test_operands_exceed_the_cache():
 
 def test_the_sums_of_the_operands_are_large():
     """Instructions that saturate would show."""
-    trial = CpuBackend(cache=0).trial(ProductKey.of("linear_int32", 40, 32, 2000))
+    trial = CpuBackend(cache=0).trial(asked("linear_int32", 40, 32, 2000))
     a, b, _ = trial._sets[0]
     sums = a.double() @ b.double().t()
     assert sums.abs().max() > 2**24

@@ -3,32 +3,33 @@
 On a CPU this shows nothing of times on a GPU.
 """
 
+import dataclasses
 import shutil
 
 import pytest
 import torch
 
-from lsq.csrc.products import MatrixProduct
+from lsq.csrc.products import Matmul
 from lsq.gemm import configuration_file
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.product_key import ProductKey
-from lsq.gemm.tuned_cublaslt import spec_of
-from lsq.tune import algorithms
 from lsq.tune.cublaslt import CublasBackend
-from lsq.tune.trial import Settings, compare
-from lsq.tune.tuner import tune
+from lsq.tune.search import tune
+from lsq.tune.trial import Settings, compare, entry_fault
 from tests.csrc.emulated_cublaslt import emulated
+from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import GPU
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SETTINGS = Settings(rounds=3, final_rounds=3, seconds=1e-6)
 KEYS = {
-    "codes": ProductKey.of("linear_int8", 41, 48, 64),
-    "sums": ProductKey.of("linear_int32", 41, 48, 192),
-    "weight gradient": ProductKey.of("linear_weight_gradient", 48, 32, 80, "nt"),
-    "bfloat16": ProductKey(op="matmul", m=41, n=48, k=128, dtype="bfloat16", out="bfloat16", layout="nn"),
-    "wide bfloat16": ProductKey(op="matmul", m=40, n=48, k=56, dtype="bfloat16", out="float32", layout="tn"),
-    "float32": ProductKey(op="matmul", m=7, n=24, k=128, dtype="float32", out="float32", alpha="scalar"),
+    "codes": matmul(out="int8", alpha="vector"),
+    "sums": matmul(k=192),
+    "weight gradient": matmul(m=48, n=32, k=80),
+    "views": matmul(leading_a=96, leading_b=80, leading_out=64),
+    "bfloat16": matmul(k=128, dtype="bfloat16", out="bfloat16", layout="nn"),
+    "wide bfloat16": matmul(m=40, k=56, dtype="bfloat16", out="float32", layout="tn"),
+    "float32": matmul(m=7, n=24, k=128, dtype="float32", out="float32", alpha="scalar"),
+    "batch": matmul(batch=3, m=9, n=8, k=24, dtype="bfloat16", out="bfloat16", layout="tn", leading_out=16, stride_b=0),
 }
 
 
@@ -54,29 +55,32 @@ def test_every_candidate_is_right(products, kind, exhaustive):
     trial.close()
 
 
+def everything(products, key):
+    return CublasBackend(products, exhaustive=True).candidates(key)
+
+
 def test_the_proposals_come_first_and_the_search_goes_on_where_they_end(products):
-    spec = spec_of(KEYS["sums"])
-    proposed = algorithms.proposed(products, spec)
-    everything = algorithms.all_algorithms(products, spec)
-    assert everything[: len(proposed)] == proposed
-    assert {each.split_k for each in everything} >= {1, 2, 3, 4, 6, 12}
-    assert {each.reduction_scheme for each in everything} == {0, 1, 2, 4}
-    assert {each.swizzle for each in everything} == {0, 1}
-    assert {each.custom_option for each in everything} >= {0, 1}
-    assert everything == algorithms.all_algorithms(products, spec)
-    assert all(each.workspace_bytes <= products.workspace_bytes for each in everything)
+    key = KEYS["sums"]
+    proposed = CublasBackend(products).candidates(key)
+    found = everything(products, key)
+    assert proposed == products.candidates(key) and found[: len(proposed)] == proposed
+    assert {each.split_k for each in found} >= {1, 2, 3, 4, 6, 12}
+    assert {each.reduction_scheme for each in found} == {0, 1, 2, 4}
+    assert {each.swizzle for each in found} == {0, 1}
+    assert {each.custom_option for each in found} >= {0, 1}
+    assert found == everything(products, key)
+    assert all(each.workspace_bytes <= products.workspace_bytes for each in found)
 
 
 @pytest.mark.parametrize("kind", ["codes", "bfloat16", "float32"])
 def test_parts_of_sums_are_added_in_a_fixed_order_and_rounded_once(products, kind):
-    found = algorithms.all_algorithms(products, spec_of(KEYS[kind]))
-    searched = found[len(algorithms.proposed(products, spec_of(KEYS[kind]))) :]
+    searched = everything(products, KEYS[kind])[len(products.candidates(KEYS[kind])) :]
     assert {each.reduction_scheme for each in searched} == {0, 2}
 
 
 def test_a_small_workspace_is_kept_to():
     small = Products(torch.device("cpu"), library=emulated().path, workspace_bytes=4096)
-    found = algorithms.all_algorithms(small, spec_of(KEYS["sums"]))
+    found = everything(small, KEYS["sums"])
     assert found and max(each.workspace_bytes for each in found) <= 4096
     small.close()
 
@@ -87,16 +91,16 @@ def test_wrong_results_are_refused(products, monkeypatch, kind):
     key = KEYS[kind]
     found = backend.candidates(key)
     trial = backend.trial(key)
-    run, chosen = MatrixProduct.run, []
-    choose = MatrixProduct.choose
-    monkeypatch.setattr(MatrixProduct, "choose", lambda self, data: chosen.append(data) or choose(self, data))
+    run, chosen = Matmul.run, []
+    choose = Matmul.choose
+    monkeypatch.setattr(Matmul, "choose", lambda self, data: chosen.append(data) or choose(self, data))
 
     def wrong(self, operands, **options):
         run(self, operands, **options)
         if chosen[-1] == found[1].algorithm and trial._own.native is self:
-            trial._own.sets[0][2][3, 5] += 1
+            trial._own.sets[0]["out"][0, 3, 5] += 1
 
-    monkeypatch.setattr(MatrixProduct, "run", wrong)
+    monkeypatch.setattr(Matmul, "run", wrong)
     outcome = compare(trial, found, SETTINGS)
     assert [each for each, _ in outcome.refused] == [found[1]]
     assert "wrong" in outcome.refused[0][1]
@@ -110,17 +114,19 @@ def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
     assert "int8 [41,192] x [48,192]" in trial.fault(backend.candidates(KEYS["sums"])[0])
     other = backend.candidates(KEYS["bfloat16"])[0]
     assert "INVALID_VALUE" in trial.fault(other)
+    good = backend.candidates(KEYS["sums"])[0]
+    assert trial.fault(dataclasses.replace(good, tile=99)).startswith("tile is 99 in the file")
     trial.close()
 
 
 @pytest.mark.parametrize(
     "key",
-    [ProductKey.of("linear_int8", 41, 48, 60), ProductKey.of("linear_int8", 41, 48, 64, "nn")],
+    [matmul(k=60), matmul(layout="nn"), asked("linear_int8", 41, 48, 64)],
 )
 def test_products_that_cublaslt_has_not(products, key):
     backend = CublasBackend(products)
     for ask in (backend.candidates, backend.trial):
-        with pytest.raises(ValueError, match="int8 product"):
+        with pytest.raises(ValueError, match="int8 product|op is"):
             ask(key)
 
 
@@ -130,5 +136,5 @@ def test_tuning_and_using_what_was_tuned(products, tmp_path):
     summary = tune(backend, list(KEYS.values()), path, GPU, settings=SETTINGS)
     assert len(summary.entries) == len(KEYS) and not summary.failed and not summary.refused
     for entry in configuration_file.read(path).entries:
-        checked = products.check(spec_of(entry.key), entry.configuration.algorithm)
-        assert algorithms.configuration_of(checked) == entry.configuration
+        assert products.check(entry.key, entry.configuration.algorithm) == entry.configuration
+        assert entry_fault(entry, backend) is None

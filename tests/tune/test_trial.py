@@ -2,8 +2,9 @@
 
 import pytest
 
-from lsq.tune.trial import Settings, compare
-from tests.tune.fakes import FakeTrial, way
+from lsq.tune.trial import Settings, compare, entry_fault
+from tests.gemm.tuned import entry
+from tests.tune.fakes import FakeBackend, FakeTrial, way
 
 SETTINGS = Settings(rounds=5, final_rounds=5, seconds=0.1)
 
@@ -114,3 +115,33 @@ def test_no_candidate_is_taken_up_after_the_deadline():
 def test_settings_are_checked(values, message):
     with pytest.raises(ValueError, match=message):
         Settings(**values)
+
+
+def test_an_entry_is_run_once():
+    backend = FakeBackend({96: 1.0})
+    assert entry_fault(entry(8), backend) is None
+    (trial,) = backend.trials
+    assert backend.keys == [entry(8).key] and trial.log == [("checked", 96)] and trial.closed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"faults": {96: "row 3 is wrong"}}, "row 3 is wrong; tune this product again"),
+        ({"before": RuntimeError("no memory")}, "it does not run here (no memory); tune this product again"),
+        ({"before": ValueError("bad")}, "it does not run here (bad); tune this product again"),
+    ],
+)
+def test_faults_of_an_entry(options, message):
+    def fail(key):
+        raise options["before"]
+
+    backend = FakeBackend({96: 1.0}, **options | ({"before": fail} if "before" in options else {}))
+    assert entry_fault(entry(8), backend) == message
+    assert all(trial.closed for trial in backend.trials)
+
+
+def test_entries_that_no_memory_holds_are_not_run():
+    backend = FakeBackend({96: 1.0})
+    fault = entry_fault(entry(2**31 - 32, n=2**31 - 1), backend)
+    assert fault.startswith("not run, because its operands and its result take") and not backend.trials

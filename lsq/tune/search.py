@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsq.gemm import configuration_file
-from lsq.gemm.configuration import ConfigurationFile, Entry, Times, now
+from lsq.gemm.configuration import Entry, Times, now
+from lsq.gemm.configuration_file import ConfigurationFile
+from lsq.gemm.device import Validators, difference
 from lsq.gemm.product_key import ProductKey
-from lsq.gemm.validators import Validators, difference
 from lsq.lock import locked_file
 from lsq.tune.trial import Backend, Outcome, Settings, compare
 

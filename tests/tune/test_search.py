@@ -10,8 +10,8 @@ import pytest
 
 from lsq.gemm import configuration_file
 from lsq.lock import locked_file
+from lsq.tune.search import tune
 from lsq.tune.trial import Settings
-from lsq.tune.tuner import tune
 from tests.gemm.tuned import CPU, GPU, key
 from tests.tune.fakes import FakeBackend, way
 
@@ -152,7 +152,7 @@ def test_a_second_tuner_is_refused(path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from tests.tune.test_tuner import FakeBackend, TIMES, KEYS, run
+from tests.tune.test_search import FakeBackend, TIMES, KEYS, run
 def wait(asked):
     if asked == KEYS[1]:
         print("tuning", flush=True)

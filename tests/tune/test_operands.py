@@ -1,19 +1,19 @@
-"""Checksums find every single wrong sum, and pass right ones in every layout."""
+"""Checksums find every single wrong sum, and pass right ones in every layout; operands make the largest sums."""
 
 import pytest
 import torch
 
 from lsq import gemm
-from lsq.tune import checksum
-from lsq.tune.checksum import RowChecksums
-from tests.gemm.operands import codes
+from lsq.tune import operands
+from lsq.tune.operands import RowChecksums, laid, whole_numbers
+from tests.gemm.operands import codes, matmul
 
 
 @pytest.mark.parametrize("m", [1, 7, 41])
 @pytest.mark.parametrize("n, k", [(16, 16), (48, 7), (1, 2048)])
 @pytest.mark.parametrize("elements", [1, 100, 2**18])
 def test_right_sums_pass(monkeypatch, m, n, k, elements):
-    monkeypatch.setattr(checksum, "_ELEMENTS", elements)
+    monkeypatch.setattr(operands, "_ELEMENTS", elements)
     for a, b in [(codes(m, k), codes(n, k)), (codes(k, m).t(), codes(k, n).t())]:
         sums = gemm.reference(a, b)
         assert RowChecksums(a, b).first_wrong_row(sums) is None
@@ -44,3 +44,14 @@ def test_exchanged_columns_and_rows_are_found():
     assert checked.first_wrong_row(sums.flip(1)) == 0
     assert checked.first_wrong_row(sums.flip(0)) == 0
     assert checked.first_wrong_row(sums.roll(1, 0)[5:], 5) == 5
+
+
+@pytest.mark.parametrize("largest", [7, 127])
+def test_operands_have_all_values_and_lie_as_the_key_says(largest):
+    key = matmul(batch=2, leading_a=80, stride_b=0)
+    for name, strides in {"a": (41 * 80, 80, 1), "b": (0, 64, 1)}.items():
+        flat = whole_numbers(key, name, largest, torch.Generator().manual_seed(0))
+        made = laid(flat, key, name)
+        assert made.shape == (2, *key.matrices[name]) and made.stride() == strides
+        assert made.dtype == torch.int8 and made.abs().max() == largest and made.unique().numel() > largest
+        assert (made[0, 0, 1:] == largest).all() and (made[0, :, 0] == -largest).all()

@@ -1,0 +1,85 @@
+"""The int8 products of the CPU's operations, each run as it is tuned.
+
+An operation declares scratch memory with `scratch_for` and multiplies with `row_blocks`, or with `multiply_into` where
+the sums are its result. Every call is counted and timed. `requested` notes what is asked for, so that what is to be
+tuned follows from the operations themselves.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lsq.gemm import lookup
+from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, multiply
+from lsq.gemm.product_key import ProductKey
+
+_notes = threading.local()
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(op: str, m: int, n: int, k: int) -> ProductKey:
+    return ProductKey(op=op, m=m, n=n, k=k)
+
+
+@contextmanager
+def requested() -> Iterator[list[ProductKey]]:
+    """Within this context and thread, a list of the products for which `scratch_for` was called."""
+    before, _notes.found = getattr(_notes, "found", None), []
+    try:
+        yield _notes.found
+    finally:
+        _notes.found = before
+
+
+def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
+    """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer tokens.
+
+    Args:
+        op: one of product_key.OPERATIONS.
+        m, n, k: 0 where there is nothing to multiply.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    if not min(m, n, k):
+        return (ALIGNMENT,), torch.uint8
+    key = _key(op, m, n, k)
+    if getattr(_notes, "found", None) is not None:
+        _notes.found.append(key)
+    return (max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
+
+
+def row_blocks(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
+
+    Args:
+        op: one of product_key.OPERATIONS, whose layout the operands have.
+        memory: what `scratch_for` asks for; each block of sums overwrites the one before.
+
+    Raises:
+        ValueError: K could overflow the sums, or the memory is too small.
+    """
+    key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
+    use = table.use(key)
+    configuration = use.configuration
+    blocks = configured_blocks(a, b, configuration, carve(memory, key, configuration))
+    seconds, began = 0.0, time.perf_counter()
+    for block in blocks:
+        seconds += time.perf_counter() - began
+        yield block
+        began = time.perf_counter()
+    table.add_seconds(use, seconds)
+
+
+def multiply_into(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, memory: torch.Tensor) -> None:
+    """out int32 [M, N] = a [M, K] times b [N, K] transposed; arguments and errors as of `row_blocks`."""
+    key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
+    use = table.use(key)
+    configuration = use.configuration
+    began = time.perf_counter()
+    multiply(a, b, out, configuration, carve(memory, key, configuration))
+    table.add_seconds(use, time.perf_counter() - began)

@@ -1,0 +1,169 @@
+"""Which device the entries of a file hold for: plain, checked data, of a file or of what is here."""
+
+import dataclasses
+import functools
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lsq.csrc import processor
+from lsq.csrc.find import find_cublaslt
+from lsq.csrc.products import ProductLibrary
+from lsq.gemm.json_file import check_text, check_whole, shown
+
+FORMAT = 2
+"""Of the files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validators:
+    """A device, and what multiplies on it. Entries hold where all of these are the same.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range.
+    """
+
+    kind: ClassVar[str]
+
+    format: int = FORMAT
+    device: str
+    """Model name."""
+    library: str
+    library_version: str
+
+    def __post_init__(self) -> None:
+        check_format(self.format)
+        for name in ("device", "library", "library_version"):
+            check_text(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuValidators(Validators):
+    """A CPU, with the library in torch that multiplies on it."""
+
+    kind: ClassVar[str] = "cpu"
+
+    library: str = "onednn"
+    features: tuple[str, ...]
+    """The instruction sets that matter, sorted (lsq.csrc.processor.CPU_FEATURES)."""
+    threads: int
+    """Of torch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.features, tuple) or len(self.features) > 100:
+            raise ValueError(f"features is {shown(self.features)}; it must be a list of at most 100 names")
+        for place, name in enumerate(self.features):
+            check_text(f"features[{place}]", name)
+        if list(self.features) != sorted(set(self.features)):
+            raise ValueError(f"features is {shown(self.features)}; the names must be sorted, each once")
+        check_whole("threads", self.threads, 1, 65536)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaValidators(Validators):
+    """A model of GPU, with its libcublasLt, whose version is like "13.0.2"."""
+
+    kind: ClassVar[str] = "cuda"
+
+    library: str = "cublasLt"
+    sm: int
+    """Compute capability, e.g. 90."""
+    multiprocessors: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("sm", self.sm, 10, 9999)
+        check_whole("multiprocessors", self.multiprocessors, 1, 65536)
+
+
+def check_format(value: object) -> None:
+    """Refuse the files of other versions of lsq.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value != FORMAT:
+        raise ValueError(f"format is {shown(value)}; this version of lsq reads format {FORMAT}: tune again with it")
+
+
+def difference(file: Validators, here: Validators) -> str | None:
+    """The first value in which a file's validators differ from this device's, in words; None where none does."""
+    if file.kind != here.kind:
+        return f"kind differs: the file is for {_named(file)}, here is {_named(here)}"
+    for field in dataclasses.fields(here):
+        theirs, ours = getattr(file, field.name), getattr(here, field.name)
+        if theirs == ours:
+            continue
+        if field.name == "features":
+            more, less = (" ".join(sorted(set(one) - set(other))) for one, other in ((theirs, ours), (ours, theirs)))
+            return f"features differ: the file alone has {more or 'none'}, this CPU alone has {less or 'none'}"
+        return f"{field.name} differs: the file says {shown(theirs)}, here it is {shown(ours)}"
+    return None
+
+
+def _named(validators: Validators) -> str:
+    return f"the {'CPU' if validators.kind == 'cpu' else 'GPU'} {shown(validators.device)}"
+
+
+def here(kind: str = "cpu", device: torch.device | None = None) -> Validators:
+    """The validators of the CPU, or of a GPU (the current one unless given) with the libcublasLt that is installed.
+
+    Raises:
+        ValueError: no such kind.
+        RuntimeError: there is no GPU, or no library.
+    """
+    if kind == "cpu":
+        return CpuValidators(
+            device=_printable(processor.cpu_model()),
+            features=tuple(sorted(processor.cpu_features() & set(processor.CPU_FEATURES))),
+            threads=torch.get_num_threads(),
+            library_version=onednn_version(),
+        )
+    if kind != "cuda":
+        raise ValueError(f'kind is {kind!r}; allowed: "cpu", "cuda"')
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "torch sees no GPU here; install the NVIDIA driver and a CUDA build of PyTorch, or use the CPU"
+        )
+    properties = torch.cuda.get_device_properties(device)
+    return CudaValidators(
+        device=_printable(properties.name),
+        sm=10 * properties.major + properties.minor,
+        multiprocessors=properties.multi_processor_count,
+        library_version=_cublaslt_version(),
+    )
+
+
+@functools.cache
+def onednn_version() -> str:
+    """Of the oneDNN in torch, e.g. "3.12.0"; "none" where torch was built without."""
+    found = re.search(r"(?:MKL-DNN|oneDNN) v(\d[\w.]*)", torch.__config__.show())
+    return found[1] if found else "none"
+
+
+@functools.cache
+def _cublaslt_version() -> str:
+    library = ProductLibrary(find_cublaslt())
+    try:
+        return version_text(library.version())
+    finally:
+        library.close()
+
+
+def version_text(number: int) -> str:
+    """cuBLASLt's number of its version, 10000 * major + 100 * minor + patch, as "major.minor.patch"."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def file_name(validators: Validators) -> str:
+    """What a device's file is called unless said otherwise, e.g. NVIDIA_H200.json, AMD_EPYC_2_threads.json."""
+    name = re.sub(r"[^A-Za-z0-9]+", "_", validators.device).strip("_") or "unknown"
+    return f"{name}_{validators.threads}_threads.json" if validators.kind == "cpu" else f"{name}.json"
+
+
+def _printable(name: str) -> str:
+    """The name of a device as it may stand in a file."""
+    return "".join(letter for letter in name if letter.isprintable()).strip()[:200] or "unknown"

@@ -1,0 +1,73 @@
+"""What operations of the CPU ask for: scratch memory that suffices, exact products, and a note of both."""
+
+import threading
+
+import pytest
+import torch
+
+from lsq import gemm
+from lsq.gemm import lookup
+from lsq.gemm.product_key import OPERATIONS
+from tests.gemm.operands import asked, codes
+
+
+@pytest.fixture(autouse=True)
+def no_files():
+    gemm.set_files([])
+    yield
+    gemm.set_files(None)
+
+
+def operands(op):
+    """a [40, 48] and b [32, 48], lying as the operation has them."""
+    layout = OPERATIONS[op].layout
+    a = codes(48, 40).t() if layout[0] == "t" else codes(40, 48)
+    return a, codes(32, 48) if layout[1] == "t" else codes(48, 32).t()
+
+
+def memory_for(op, *size):
+    (length,), dtype = gemm.scratch_for(op, *size)
+    return torch.empty(length, dtype=dtype)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_products_are_exact_counted_and_timed(op):
+    a, b = operands(op)
+    memory, wanted = memory_for(op, 40, 32, 48), gemm.reference(a, b)
+    if OPERATIONS[op].in_place:
+        out = torch.empty(40, 32, dtype=torch.int32)
+        gemm.multiply_into(op, a, b, out, memory)
+    else:
+        out = torch.cat([sums.clone() for _, sums in gemm.row_blocks(op, a, b, memory)])
+    assert torch.equal(out, wanted)
+    (use,) = lookup.table().uses()
+    assert use.key == asked(op, 40, 32, 48) and use.calls == 1 and use.seconds > 0
+
+
+def test_requests_are_noted_where_somebody_listens():
+    gemm.scratch_for("linear_int8", 8, 16, 32)
+    with gemm.requested() as found:
+        gemm.scratch_for("linear_int8", 8, 16, 32)
+        with gemm.requested() as inner:
+            gemm.scratch_for("linear_int32", 8, 16, 32)
+        other = threading.Thread(target=gemm.scratch_for, args=("linear_int8", 9, 16, 32))
+        other.start()
+        other.join()
+        gemm.scratch_for("linear_weight_gradient", 16, 32, 8)
+    gemm.scratch_for("linear_int8", 8, 16, 32)
+    assert found == [asked("linear_int8", 8, 16, 32), asked("linear_weight_gradient", 16, 32, 8)]
+    assert inner == [asked("linear_int32", 8, 16, 32)]
+
+
+def test_nothing_is_asked_for_without_tokens():
+    with gemm.requested() as found:
+        assert gemm.scratch_for("linear_int8", 0, 16, 32) == ((64,), torch.uint8)
+    assert not found
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="op is 'conv'; allowed"):
+        gemm.scratch_for("conv", 8, 16, 32)
+    a, b = operands("linear_int8")
+    with pytest.raises(ValueError, match=r"needs 5120 bytes of scratch memory .*, and has 64; choose"):
+        next(gemm.row_blocks("linear_int8", a, b, torch.empty(64, dtype=torch.uint8)))

@@ -1,0 +1,125 @@
+"""Products of cuBLASLt that run as tuned, and what happens where the library refuses an entry.
+
+The library is the emulated one.
+"""
+
+import dataclasses
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lsq.csrc.launch_list import aligned_workspace
+from lsq.gemm.configuration_file import Found
+from lsq.gemm.cublaslt import WORKSPACE_BYTES, algorithm_fault, tuned_products
+from lsq.gemm.lookup import Table
+from lsq.tune import coverage
+from tests.csrc.emulated_cublaslt import emulated
+from tests.gemm.operands import codes, matmul, product, run
+from tests.gemm.tuned import GPU, cublas_entry, file
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tuned():
+    """tuned(entry, ..., options): products with a table of these entries, and what chooses."""
+    made = []
+
+    def tuned(*entries, **options):
+        found = Found(path=Path("file.json"), source="user", file=file(*entries, validators=GPU), refusal=None)
+        products, choice = tuned_products(CPU, Table(GPU, [found]), library=emulated().path, **options)
+        made.append(products)
+        return products, choice
+
+    yield tuned
+    for products in made:
+        products.close()
+
+
+@pytest.fixture
+def candidates(tuned):
+    """candidates(key): what the library proposes."""
+    return tuned()[0].candidates
+
+
+def test_an_entry_decides(tuned, candidates):
+    last = candidates(matmul())[-1]
+    assert last != candidates(matmul())[0]
+    products, choice = tuned(cublas_entry(last))
+    assert products.get(matmul()).algorithm == last
+    assert products.get(matmul(m=42)).algorithm == candidates(matmul(m=42))[0]
+    assert {line.key.m: line.hit for line in coverage.of(choice.table).lines} == {41: True, 42: False}
+    assert not choice.refused
+    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    run(products, product(a, b, out), aligned_workspace(WORKSPACE_BYTES, CPU))
+    assert torch.equal(out, (a.double() @ b.double().t()).int())
+
+
+def test_an_entry_serves_its_own_product_alone(tuned, candidates):
+    products, choice = tuned(cublas_entry(candidates(matmul())[-1]))
+    others = [matmul(m=42), matmul(batch=3), matmul(leading_a=80), matmul(out="int8", alpha="vector")]
+    for other in others:
+        assert products.get(other).algorithm == candidates(other)[0]
+    assert {line.key: line.hit for line in coverage.of(choice.table).lines} == dict.fromkeys(others, False)
+
+
+def test_batches_are_served_too(tuned, candidates):
+    batched = {"batch": 3, "dtype": "bfloat16", "out": "bfloat16", "layout": "nn"}
+    last = candidates(matmul(**batched))[-1]
+    products, choice = tuned(cublas_entry(last, **batched))
+    assert products.get(matmul(**batched)).algorithm == last
+    assert [line.hit for line in coverage.of(choice.table).lines] == [True]
+
+
+def refusals(tuned, entries, caplog, **options):
+    """Ask for the products of two entries, twice each, that are refused; the one warning."""
+    products, choice = tuned(*entries, **options)
+    first = {m: products.candidates(matmul(m=m))[0] for m in (41, 43)}
+    with caplog.at_level(logging.WARNING):
+        for m in (41, 43, 41, 43):
+            assert products.get(matmul(m=m)).algorithm == first[m]
+    assert sorted((key.m, count) for key, count in choice.refused.items()) == [(41, 1), (43, 1)]
+    assert {line.key.m: line.hit for line in coverage.of(choice.table).lines} == {41: False, 43: False}
+    (record,) = caplog.records
+    assert "matmul 41 x 48 x 64" in record.getMessage() and "lsq configs verify" in record.getMessage()
+    return record.getMessage()
+
+
+def entries_of(configuration):
+    return [cublas_entry(configuration), cublas_entry(configuration, m=43)]
+
+
+def test_bytes_that_are_no_algorithm(tuned, candidates, caplog):
+    good = candidates(matmul())[0]
+    broken = dataclasses.replace(good, algorithm=b"\x01" * 64)
+    assert "CUBLAS_STATUS_INVALID_VALUE" in refusals(tuned, entries_of(broken), caplog)
+
+
+def test_an_algorithm_of_another_product(tuned, candidates, caplog):
+    floats = candidates(matmul(dtype="bfloat16", out="float32"))[0]
+    assert "CUBLAS_STATUS" in refusals(tuned, entries_of(floats), caplog)
+
+
+def test_an_entry_that_lies(tuned, candidates, caplog):
+    good = candidates(matmul())[-1]
+    lying = dataclasses.replace(good, split_k=good.split_k + 1)
+    message = refusals(tuned, entries_of(lying), caplog)
+    assert f"split_k is {good.split_k + 1} in the file, and its algorithm has {good.split_k}" in message
+
+
+def test_too_large_a_workspace(tuned, candidates, caplog):
+    hungry = max(candidates(matmul()), key=lambda candidate: candidate.workspace_bytes)
+    message = refusals(tuned, entries_of(hungry), caplog, workspace_bytes=16)
+    assert "needs a workspace of" in message and "of 16 allowed" in message
+
+
+def test_algorithm_fault(tuned, candidates):
+    products, algorithm = tuned()[0], candidates(matmul())[0]
+    assert algorithm_fault(products, matmul(), algorithm) is None
+    assert "tile is 99 in the file" in algorithm_fault(products, matmul(), dataclasses.replace(algorithm, tile=99))
+    larger = dataclasses.replace(algorithm, workspace_bytes=algorithm.workspace_bytes + 1)
+    assert "workspace_bytes is" in algorithm_fault(products, matmul(), larger)
