@@ -1,4 +1,4 @@
-"""What every test shares: few threads, fixed seeds, a plain word where a GPU is missing, and where kernels run."""
+"""What every test shares: few threads, fixed seeds, what a run leaves out, and where kernels run."""
 
 import random
 import signal
@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+from tests import sampling
 from tests.ops import cuda
 
 # A shell's background job ignores SIGINT and passes that on; tests of interruption need it as at a terminal.
@@ -16,13 +17,29 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees no CUDA device."""
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here"))
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+"""Why tests were left out -> how many."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what tests/sampling.py says."""
+    sampling.mark_rest(items)
+    config.stash[LEFT_OUT] = sampling.leave_out(items, config)
+    if hasattr(config, "workeroutput"):  # of pytest-xdist: this process runs a part of the tests for another
+        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """Take over what a process of pytest-xdist left out; each collects the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were left out, and why."""
+    for reason, count in terminalreporter.config.stash.get(LEFT_OUT, {}).items():
+        terminalreporter.write_line(f"{count:,} {'test' if count == 1 else 'tests'} {reason}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

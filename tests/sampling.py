@@ -1,0 +1,106 @@
+"""Which tests a run leaves out.
+
+Few faults need more than two options to show, and where three or more options are multiplied out, a small part of the
+combinations holds every pair of their values. `make test` runs such a part; the rest is marked `thorough`.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations_with_replacement
+
+import pytest
+import torch
+
+NO_GPU = "for a CUDA GPU, and torch sees none here"
+THOROUGH = "for `make test-thorough`"
+
+
+def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """A small part of the combinations of options `given` that holds every pair of values that any of them holds.
+
+    Greedy: the combination with most pairs that are still missing is next, of several the first; nothing is by chance.
+
+    Args:
+        given: name of each option -> its value, for each combination.
+
+    Returns:
+        Their numbers in `given`, ascending.
+    """
+    missing = {number: _pairs(combination) for number, combination in enumerate(given)}
+    chosen = []
+    while missing:
+        best = max(missing, key=lambda number: len(missing[number]))
+        found = missing[best]
+        chosen.append(best)
+        missing = {number: rest for number, pairs in missing.items() if (rest := pairs - found)}
+    return sorted(chosen)
+
+
+def mark_rest(items: Sequence[pytest.Item]) -> None:
+    """Mark as `thorough` what no pair of option values needs, for each test function in `items`.
+
+    What one `parametrize` lists is one option, however many arguments it names. What runs on a GPU is sampled apart
+    from what does not.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not _marked(item, "thorough", "slow"):
+            tests[item.nodeid.partition("[")[0], _marked(item, "gpu")].append(item)
+    for parametrized in tests.values():
+        sample = set(pairwise([_options(item) for item in parametrized]))
+        for number, item in enumerate(parametrized):
+            if number not in sample:
+                item.add_marker(pytest.mark.thorough)
+
+
+def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]:
+    """Take from `items` what needs a GPU where torch sees none, and what is `thorough` or `slow` and not asked for.
+
+    To ask is to give -m, or to name a test with `::`.
+
+    Returns:
+        Why tests were left out -> how many.
+    """
+    left_out = defaultdict(list)
+    kept = []
+    for item in items:
+        if _marked(item, "gpu") and not torch.cuda.is_available():
+            left_out[NO_GPU].append(item)
+        elif _marked(item, "thorough", "slow") and not config.option.markexpr and not _named(item, config):
+            left_out[THOROUGH].append(item)
+        else:
+            kept.append(item)
+    items[:] = kept
+    for left in left_out.values():
+        config.hook.pytest_deselected(items=left)
+    return {reason: len(left) for reason, left in left_out.items()}
+
+
+def _pairs(combination: Mapping[str, Hashable]) -> frozenset[tuple]:
+    """Every two options with their values, and every option alone."""
+    return frozenset(combinations_with_replacement(sorted(combination.items(), key=lambda option: option[0]), 2))
+
+
+def _options(item: pytest.Item) -> dict[str, tuple | int]:
+    """Arguments of each option -> the identities of their values, which may be of any type."""
+    values = {name: id(value) for name, value in item.callspec.params.items()}
+    found = {}
+    for mark in item.iter_markers("parametrize"):
+        arguments = mark.args[0] if mark.args else mark.kwargs["argnames"]
+        names = [name.strip() for name in arguments.split(",")] if isinstance(arguments, str) else arguments
+        found[",".join(names)] = tuple(values.pop(name) for name in names)
+    return found | values
+
+
+def _marked(item: pytest.Item, *marks: str) -> bool:
+    return any(item.get_closest_marker(mark) for mark in marks)
+
+
+def _named(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether an argument of pytest's command line names this test, with `::`."""
+    arguments = [argument.partition("::") for argument in config.args]
+    name = item.nodeid.partition("::")[2]
+    return any(
+        test and name.startswith(test) and (config.invocation_params.dir / path).resolve() == item.path.resolve()
+        for path, _, test in arguments
+    )

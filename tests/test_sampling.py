@@ -1,0 +1,108 @@
+"""What `make test` runs of multiplied options, and what a run leaves out and says about it."""
+
+from itertools import combinations, product
+
+import pytest
+import torch
+
+from tests import sampling
+
+pytest_plugins = ["pytester"]
+
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("a", [1, 2, 3])
+@pytest.mark.parametrize("b", "xyz")
+@pytest.mark.parametrize("c", [None, 1.0])
+@pytest.mark.parametrize(("d", "e"), [(1, 1), (1, 2)])
+def test_multiplied(a, b, c, d, e):
+    pass
+
+@pytest.mark.parametrize("a, b, c", [(a, b, c) for a in range(2) for b in range(2) for c in range(2)])
+def test_listed(a, b, c):
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+@pytest.mark.parametrize("place", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_twice(place):
+    pass
+"""
+MULTIPLIED = 36
+
+
+@pytest.fixture
+def suite(pytester, monkeypatch):
+    """suite(*arguments) runs SUITE on a machine without a GPU, in this process."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    hooks = "pytest_collection_modifyitems, pytest_testnodedown, pytest_terminal_summary"
+    pytester.makeconftest(f"from tests.conftest import {hooks}  # noqa: F401")
+    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    slow\n    thorough\n")
+    pytester.makepyfile(test_it=SUITE)
+    return lambda *arguments: pytester.runpytest_inprocess("-p", "no:hypothesispytest", *arguments)
+
+
+def pairs(combination: dict) -> set:
+    return set(combinations(sorted(combination.items()), 2))
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (2, 2, 2, 2, 2), (5, 4, 3, 2), (7, 2, 1)])
+def test_every_pair_is_in_the_sample(sizes):
+    given = [dict(zip("abcde", values, strict=False)) for values in product(*map(range, sizes))]
+    chosen = sampling.pairwise(given)
+    found = set().union(*(pairs(given[number]) for number in chosen))
+    assert found == set().union(*map(pairs, given))
+    largest, second = sorted(sizes)[-1:-3:-1]
+    assert largest * second <= len(chosen) < 2 * largest * second
+    assert chosen == sorted(chosen) == sampling.pairwise(given)
+
+
+def test_one_or_two_options_are_run_whole():
+    assert sampling.pairwise([{"a": value} for value in range(9)]) == list(range(9))
+    assert len(sampling.pairwise([{"a": a, "b": b} for a in range(3) for b in range(4)])) == 12
+    assert sampling.pairwise([]) == []
+
+
+def test_combinations_that_are_left_out_of_a_product_are_not_missed():
+    given = [{"a": a, "b": b, "c": c} for a in range(3) for b in range(3) for c in range(3) if a != b]
+    chosen = sampling.pairwise(given)
+    assert set().union(*(pairs(given[number]) for number in chosen)) == set().union(*map(pairs, given))
+
+
+def test_a_run_leaves_out_what_it_says(suite):
+    result = suite()
+    passed = result.parseoutcomes()["passed"]
+    left_out = MULTIPLIED + 8 + 1 + 1 - passed
+    assert 8 + 1 + 9 <= passed < 8 + 1 + 14  # those listed, the emulator's, and nine or a few more of three by three
+    result.stdout.fnmatch_lines([f"{left_out} tests for `make test-thorough`", "1 test for a CUDA GPU, and torch*"])
+
+
+def test_the_rest_runs_where_it_is_asked_for(suite):
+    plain = suite().parseoutcomes()["passed"]
+    result = suite("-m", "thorough or slow")
+    assert plain + result.parseoutcomes()["passed"] == MULTIPLIED + 8 + 1 + 1
+    assert "make test-thorough" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("test_multiplied", MULTIPLIED), ("test_slow", 1), ("test_multiplied[1-1-1.0-y-3]", 1), ("test_twice", 1)],
+)
+def test_what_is_named_runs(suite, pytester, name, count):
+    assert suite(f"test_it.py::{name}").parseoutcomes()["passed"] == count
+    assert suite(f"{pytester.path}/test_it.py::{name}").parseoutcomes()["passed"] == count
+
+
+def test_on_a_gpu_its_tests_run(suite, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = suite("-k", "twice")
+    assert result.parseoutcomes()["passed"] == 2 and "CUDA GPU" not in result.stdout.str()
+
+
+def test_processes_that_share_the_tests_say_so_too(suite):
+    pytest.importorskip("xdist")
+    result = suite("--numprocesses", "1")
+    result.stdout.fnmatch_lines(["*tests for `make test-thorough`", "1 test for a CUDA GPU, and torch*"])
