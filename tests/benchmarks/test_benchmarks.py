@@ -1,29 +1,46 @@
 """Every benchmark runs on tiny shapes and ends with one JSON object. Nothing is timed here."""
 
 import json
-import os
-import subprocess
+import logging
+import runpy
 import sys
 from pathlib import Path
 
 import network
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
+SLOW = {"bench_network"}  # starts processes on pretended machines, again and again
+QUICK = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_quick_run(name, tmp_path):
+@pytest.fixture
+def settings():
+    """Threads and logging as they were, whatever a benchmark makes of them."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_run(name, tmp_path, monkeypatch, capsys, settings):
     if name == "bench_network" and network.obstacle() is not None:
         pytest.skip(f"no pretended network: {network.obstacle()}")
     written = tmp_path / "figures.json"
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--threads", "1", "--json", str(written)]
+    script = str(BENCHMARKS / f"{name}.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, "--quick", "--threads", "1", "--json", str(written)])
     # Threads that spin while they wait would take the cores from tests that run beside this one.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=110)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.rstrip("\n").split("\n")[-1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+    last = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
     assert written.read_text() == last + "\n"
     figures = json.loads(last)
     assert figures["benchmark"] == name.removeprefix("bench_")
@@ -39,8 +56,10 @@ def test_there_are_benchmarks():
     assert {"bench_linear", "bench_step"} <= set(NAMES)
 
 
-def test_bad_option_is_named():
-    command = [sys.executable, str(BENCHMARKS / "bench_linear.py"), "--threads", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 2
-    assert "--threads" in done.stderr and "'0'" in done.stderr
+def test_bad_option_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_linear.py", "--threads", "0"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(BENCHMARKS / "bench_linear.py"), run_name="__main__")
+    printed = capsys.readouterr().err
+    assert end.value.code == 2
+    assert "--threads" in printed and "'0'" in printed
