@@ -14,11 +14,13 @@ MADE := $(VENV)/.made-by-lsq
 REQUIREMENTS := constraints.txt pyproject.toml setup.py
 STAMP := $(VENV)/.installed-$(shell (cat $(REQUIREMENTS); $(PYTHON) --version) 2>&1 | cksum | tr ' ' -)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt
+# A process for each core; each takes about a gigabyte of memory.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help venv library test demo lint resolve clean distclean
+.PHONY: help venv library test test-thorough demo lint resolve clean distclean
 
 help:  ## list these targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 venv: $(STAMP)  ## make .venv and install lsq into it
 
@@ -41,7 +43,10 @@ library: $(STAMP)  ## compile the C++ that changed
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 
 test: library  ## run the tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-thorough: library  ## run the tests that `make test` leaves out: all combinations of options, slow ones
+	$(PYTEST) -m 'thorough or slow'
 
 demo: library  ## train, translate and score the built-in task, in float and in int8
 	$(BIN)/lsq numbers

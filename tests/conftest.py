@@ -1,5 +1,6 @@
 """What every test shares: few threads, fixed seeds, what a run leaves out, and where kernels run."""
 
+import os
 import random
 import signal
 
@@ -14,8 +15,10 @@ from tests.ops import cuda
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
-
+# Processes of pytest-xdist, and those that tests start, share the cores: threads that wait for one spin.
+cores = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+os.environ.setdefault("OMP_NUM_THREADS", str(cores))
+torch.set_num_threads(min(2, cores, torch.get_num_threads()))
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 """Why tests were left out -> how many."""
