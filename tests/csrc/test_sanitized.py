@@ -45,7 +45,7 @@ def test_on_cuda():
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [
-    pytest.param(EVERY_KERNEL, id="every kernel"),
+    pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.slow),
     pytest.param(("tests/ops", "tests/program"), id="every test", marks=pytest.mark.slow),
 ])
 def test_kernels_touch_no_memory_but_their_own(files):

@@ -91,7 +91,9 @@ torch.save(Remembered.last.get_model().state_dict(), parameters)
 """
 
 
-@pytest.mark.parametrize("criterion", ["lsq_label_smoothed_cross_entropy", "label_smoothed_cross_entropy"])
+@pytest.mark.parametrize("criterion", [
+    "lsq_label_smoothed_cross_entropy", pytest.param("label_smoothed_cross_entropy", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     distributed = (
         f"--distributed-world-size 2 --distributed-init-method file://{tmp_path}/meeting --distributed-no-spawn "

@@ -39,11 +39,13 @@ def check(done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_numbers(run, tmp_path):
     check(run("numbers/run.sh", "--dry-run", "--quiet"))
     assert json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())["test_pairs"] == 12
 
 
+@pytest.mark.slow
 def test_text(run, tmp_path):
     check(run("text/run.sh", "--dry-run", "out", "--quiet"))
     for mode in ("float", "int8"):
@@ -55,7 +57,9 @@ def test_text_without_files(run):
     assert done.returncode == 2 and done.stderr.startswith("usage: run.sh SOURCE TARGET OUTPUT")
 
 
-@pytest.mark.parametrize(("recipe", "mode", "processes"), [(PUBLIC[0], "int8", 1), (PUBLIC[1], "float", 2)])
+@pytest.mark.parametrize(("recipe", "mode", "processes"), [
+    (PUBLIC[0], "int8", 1), pytest.param(PUBLIC[1], "float", 2, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_dry_run(run, tmp_path, recipe, mode, processes):
     given = ["--processes", str(processes), "--gradients", "int8"]
     done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode, *given)

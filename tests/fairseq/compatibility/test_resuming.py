@@ -45,7 +45,9 @@ def updates_done(path: Path) -> int:
     return torch.load(path)["optimizer_history"][-1]["num_updates"]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [
+    pytest.param(name, marks=() if name == "lsq" else pytest.mark.slow) for name in MODELS
+])  # fmt: skip
 def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, model):
     common = f"{MODELS[model]} {ONE_LAYER} --max-update {LONG}"
     args = parse(common)
@@ -109,7 +111,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name in {"defaults", "grouped", "two folders"} else pytest.mark.slow)
+    for name in OPTIONS
+])  # fmt: skip
 def test_each_of_three_processes_goes_on_with_its_batches(parse, toy, name):
     args = parse(f"{FAIRSEQ} --encoder-layers 1 --decoder-layers 1 --max-tokens 40 {OPTIONS[name]}")
     if name == "two folders":
