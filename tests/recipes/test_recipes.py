@@ -100,6 +100,7 @@ def test_unusable_values(run, options):
     assert done.stderr.startswith(f"run.sh: {' '.join(options)} ") and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_training_without_data(run):
     done = run("iwslt14_de_en/run.sh", "out")
     assert done.returncode == 2 and "there is no data folder out/data" in done.stderr
@@ -236,6 +237,7 @@ def test_iwslt_text(run, tmp_path):
     assert lines["test", "de"][0] == "de & TED.dev2010"
 
 
+@pytest.mark.slow
 def test_wmt_archives_to_data(run, tmp_path):
     """From the archives to fairseq's data, with nothing downloaded."""
     raw = tmp_path / "out" / "raw"
