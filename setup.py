@@ -26,6 +26,19 @@ checksum, sealed = _module["checksum"], _module["sealed"]
 HEADERS = [str(path) for folder in ("cpu", "runtime") for path in _module["headers"](folder)]
 
 
+def write_operations() -> Path:
+    """Write operations.h, if it changed since the last build; its path."""
+    path, text = Path("build/generated/operations.h"), _module["operations_header"]()
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+OPERATIONS = write_operations()
+HEADERS.append(str(OPERATIONS))
+
+
 def sources(folder: str) -> list[str]:
     """The .cpp files of the library in lsq/csrc/`folder`."""
     return [*sorted(str(path) for path in Path("lsq/csrc", folder).glob("*.cpp")), STAMPED]
@@ -33,7 +46,7 @@ def sources(folder: str) -> list[str]:
 
 # -ffp-contract=off: no fused multiply-adds, so that every level rounds exactly like the reference.
 COMPILE_FLAGS = ["-O3", "-std=c++17", "-Wall", "-fPIC", "-fopenmp"]
-COMPILE_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+COMPILE_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{OPERATIONS.parent}"]
 LINK_FLAGS = ["-shared", "-fopenmp", "-ldl"]
 X86_LEVELS = {
     "libcpu_v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],

@@ -15,7 +15,7 @@ from functools import partial
 import common
 import gpu
 import torch
-from compile_kernels import PADDED, SIZES
+from operations import MODELS, PADDED
 
 from lsq.csrc.launch import Product
 from lsq.gemm.cublaslt import CANDIDATES
@@ -80,7 +80,7 @@ def shapes(quick: bool) -> list[Shape]:
     square = QUICK_SQUARE if quick else SQUARE
     found = [Shape(model="any", layer="square", product="forward", m=square, n=square, k=square)]
     for m in QUICK_ROWS if quick else ROWS:
-        for model, (hidden, inner, _) in (QUICK_SIZES if quick else SIZES).items():
+        for model, (hidden, inner, _) in (QUICK_SIZES if quick else MODELS).items():
             for layer, (n, k) in layers(hidden, inner, QUICK_VOCABULARY if quick else PADDED).items():
                 where = {"model": model, "layer": layer}
                 found += [

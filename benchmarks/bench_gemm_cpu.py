@@ -20,7 +20,7 @@ from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import ProductKey
 from lsq.tune.cpu import CpuBackend
 
-QUICK = [ProductKey(op="linear_int8", m=8, n=32, k=16), ProductKey(op="linear_weight_gradient", m=16, n=32, k=8)]
+QUICK = [ProductKey(op="project", m=8, n=32, k=16), ProductKey(op="project_weight_gradient", m=16, n=32, k=8)]
 
 
 def rows_of(entry: Entry, backend: CpuBackend, rounds: int) -> dict:

@@ -18,10 +18,10 @@ import common
 import gpu
 import torch
 import transformer
-from compile_kernels import PADDED, SIZES
 from fairseq import utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim.fp16_optimizer import FP16Optimizer
+from operations import MODELS, PADDED
 
 ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
 TOKENS = (4096, 8192)
@@ -228,7 +228,7 @@ def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
                 length=LENGTH,
             ),
         )
-        for name, (hidden, inner, heads) in SIZES.items()
+        for name, (hidden, inner, heads) in MODELS.items()
         for tokens in TOKENS
     ]  # fmt: skip
     return [found[0], *reversed(found[1:])]

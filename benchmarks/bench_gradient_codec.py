@@ -6,22 +6,20 @@ With --device cuda, the kernels are measured instead, on the gradient of a feed-
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+import bench_operations
 import common
 import gpu
 import gpu_operations
 import torch
+from operations import PROCESSES, QUICK, Call, messages
 
 from lsq.csrc import loader
-from lsq.ops import gradient_codec, gradient_messages
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.random import draw_key
 
-OPERATIONS = ("gradient_pack", "gradient_sum", "gradient_unpack")
+OPERATIONS = ("PackGradients", "SumMessages", "UnpackGradients")
 BUCKET = 25 * 2**20 // 4
 QUICK_BUCKET = 5000
-PROCESSES = 8
 CASES = [  # dtype of the bucket, bits of the codes, rounded at random
     (torch.float32, 8, False),
     (torch.bfloat16, 8, False),
@@ -31,66 +29,19 @@ CASES = [  # dtype of the bucket, bits of the codes, rounded at random
 """What int8 modes send of each dtype, and what the 4-bit mode does."""
 
 
-def sides(
-    values: int, dtype: torch.dtype, bits: int, stochastic: bool
-) -> Iterator[tuple[str, int, Callable, Callable]]:
-    """(operation, bytes that it reads and writes, the fused loop, the same in PyTorch) of a bucket."""
-    layout = MessageLayout.for_values(values, PROCESSES, bits=bits)
-    eight = MessageLayout.for_values(values, PROCESSES)
-    x, key = torch.randn(values).to(dtype), draw_key() if stochastic else None
-    error = torch.empty(values)
-    messages = torch.empty(PROCESSES, layout.message_bytes, dtype=torch.uint8)
-    sums = torch.empty(PROCESSES, eight.message_bytes, dtype=torch.uint8)
-    cut = {"length": layout.length, "bits": bits}
-    rounded = {"stochastic": stochastic, "key": key}
-
-    for wanted in (None, error):
-        def pack(wanted=wanted):
-            gradient_codec.pack(x, layout, out=messages, error=wanted, **rounded)
-
-        def plain(wanted=wanted):
-            gradient_messages.pack_reference(
-                x[None], key, shards=PROCESSES, **cut, stochastic=stochastic, error=wanted is not None
-            )
-
-        name = "pack" if wanted is None else "pack, error"
-        yield name, _bytes(x, messages) + (0 if wanted is None else _bytes(wanted)), pack, plain
-
-    yield (
-        "sum", _bytes(messages, sums[0]),
-        lambda: gradient_codec.sum_messages(messages, layout, out=sums[0], out_layout=eight, factor=0.125),
-        lambda: gradient_messages.sum_reference(messages, None, **cut, factor=0.125),
-    )  # fmt: skip
-    for shard in range(PROCESSES):
-        sums[shard].copy_(sums[0])
-    yield (
-        "unpack", _bytes(sums, x),
-        lambda: gradient_codec.unpack(sums, eight, out=x),
-        lambda: gradient_messages.unpack_reference(sums[None], values=values, length=layout.length, dtype=dtype),
-    )  # fmt: skip
-
-
 def rows(values: int, dtype: torch.dtype, bits: int, stochastic: bool, rounds: int) -> Iterator[dict]:
     """Rows of the table for one case."""
-    for operation, moved, fused, plain in sides(values, dtype, bits, stochastic):
-        source = torch.zeros(max(1, moved // 2), dtype=torch.uint8)
-        target = torch.zeros_like(source)
-        measured = {"plain": plain, "fused": fused, "copy": lambda s=source, t=target: t.copy_(s)}
-        if not loader.available():
-            del measured["fused"]
-        timings = common.alternate(measured, rounds=rounds)
-        for columns in common.beside_a_copy(timings, moved):
+    for operation in messages(values, dtype, bits, stochastic):
+        call = Call(size=QUICK, backward="-", operation=operation)
+        for row in bench_operations.rows(call, rounds):
+            name, _, _ = row.pop("operation"), row.pop("backward"), row.pop("result")
             yield {
-                "operation": operation,
+                "operation": name + (", error" if getattr(operation, "error", None) is not None else ""),
                 "dtype": str(dtype).removeprefix("torch."),
                 "bits": bits,
                 "rounding": "stochastic" if stochastic else "nearest",
-                **columns,
+                **row,
             }
-
-
-def _bytes(*tensors: torch.Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,8 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
     options = common.parse(parser, arguments)
     if options.device != gpu.CPU:
-        options.dropout = 0.0
-        return gpu_operations.main("gradient_codec", OPERATIONS, options)
+        options.dropout, options.operations = 0.0, OPERATIONS
+        return gpu_operations.main("gradient_codec", options)
     values = QUICK_BUCKET if options.quick else BUCKET
     table = [row for case in CASES for row in rows(values, *case, options.rounds)]
     conditions = common.conditions(

@@ -17,8 +17,8 @@ import saved
 import transformer
 from torch.profiler import ProfilerActivity, profile
 
-from lsq import program
 from lsq.layers.memory import plan_memory, release_memory
+from lsq.program import executor
 
 FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
@@ -101,7 +101,7 @@ def operation_seconds(timed: TimedSide) -> dict[str, float]:
     A torch operation's own time, without what it calls; an operation of lsq with the torch operations inside it, which
     are listed as well.
     """
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, program.profile() as fused:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, executor.profile() as fused:
         timed.step()
     torch_seconds = {event.key: 1e-6 * event.self_cpu_time_total for event in profiler.key_averages()}
     fused_seconds = {f"lsq {name}": value for name, value in fused.items()}

@@ -8,86 +8,97 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from operations import PADDING, PROCESSES, Size, layer_config, others, sizes, table, words
 from tqdm import tqdm
 
+from lsq.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
-from lsq.csrc.launch import Kernel
-from lsq.ops import gradient_layout, registry
-from lsq.ops.gradient_layout import MessageLayout
-from lsq.program import layers
-from lsq.program.kernels import kernels
+from lsq.csrc.launch import Kernel, Launch
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.programs import Mode
+from lsq.ops.gradient_layout import BITS, MessageLayout
+from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.program.operation import Operation
 from lsq.program.program import Program
+from lsq.program.samples import KEY, placed
+from lsq.program.tensor import VirtualTensor
 
 TARGETS = ("sm_80", "sm_90a", "sm_100")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SIZES = {"base": (512, 2048, 8), "big": (1024, 4096, 16)}
-"""Hidden size, inner size of the feed-forward block, heads."""
-VOCABULARY, PADDED = 32764, 32768
-SENTENCES, LENGTH = 128, 32
-"""Nothing is specialised for these, except for lengths that are no multiple of 8, which are compiled as well."""
+TOKENS = 4096
+"""Nothing is specialised for it."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
 
-def configurations() -> Iterator[LayerConfig]:
-    """The layers of both models, in every mode that changes kernels."""
-    for hidden, inner, heads in SIZES.values():
-        for quant in (
-            QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
-            QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
-        ):  # fmt: skip
-            for activation, pre_norm in (("relu", False), ("gelu", True)):
-                yield LayerConfig(
-                    hidden=hidden, heads=heads, feed_forward=inner, dropout=0.1, attention_dropout=0.1,
-                    activation_dropout=0.1, activation=activation, pre_norm=pre_norm, quant=quant,
-                )  # fmt: skip
+def configurations(size: Size) -> Iterator[LayerConfig]:
+    """The layers of a model, in every mode that changes kernels."""
+    for quant in (
+        QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
+        QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
+    ):  # fmt: skip
+        for activation, pre_norm in (("relu", False), ("gelu", True)):
+            yield layer_config(size, quant, 0.1, activation=activation, pre_norm=pre_norm)
 
 
-def programs() -> Iterator[Program]:
+def needed_programs() -> Iterator[Program]:
     """Every program of a training run and of decoding."""
-    for config in configurations():
-        quant, hidden = config.quant, config.hidden
-        for training in (True, False):
-            for length in (LENGTH, LENGTH + 1):
-                shape = (config, SENTENCES, length)
-                yield layers.encoder_layer(*shape, True, training, training)
-                yield layers.decoder_layer(*shape, length, True, True, training, training)
-            loss = (SENTENCES * LENGTH, hidden, VOCABULARY, PADDED, 1, 0.1)
-            yield layers.vocabulary_loss(quant, *loss, training, training)
-            table = (SENTENCES, LENGTH, VOCABULARY, hidden, 1024, 1, hidden**0.5, 0.1, True)
-            yield layers.embedding(quant, *table, training, training)
-        yield layers.decoder_memory(config, SENTENCES, LENGTH)
-        yield layers.decoder_step(config, SENTENCES, 7, LENGTH, True)
-        yield layers.vocabulary_logits(quant, SENTENCES, hidden, VOCABULARY, PADDED, False, False)
+    for size in sizes(TOKENS):
+        sentences = Sentences.of(size.tokens, size.sentences, size.length)
+        step = Sentences.of(size.sentences, size.sentences, 1)
+        for config, training in itertools.product(configurations(size), (True, False)):
+            quant = config.quant
+            mode = Mode(training=training, backward=training, backend=backend("reference"))
+            yield programs.encoder_layer(config, sentences, mode)
+            yield programs.decoder_layer(config, sentences, sentences, mode)
+            yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
+            yield programs.embedding(quant, size.tokens, table(size, 0.1), mode)
+            if not training:
+                yield programs.decoder_memory(config, size.tokens, mode)
+                yield programs.decoder_step(config, 7, sentences, mode)
+                yield programs.vocabulary_logits(quant, step.rows, words(size), mode)
 
 
-def gradient_kernels(dtypes=DTYPES) -> Iterator[Kernel]:
-    """What packs gradients of each dtype into messages, adds messages up and unpacks them."""
-    pack, add, unpack = (registry.definition(f"gradient_{name}").cuda for name in ("pack", "sum", "unpack"))
-    key, values = torch.empty(1, dtype=torch.int64, device="meta"), SENTENCES * LENGTH
-    kinds = itertools.product(MESSAGE_BLOCKS, gradient_layout.BITS, (False, True), (1, 2))
-    for block, bits, stochastic, rows in kinds:
-        layout = MessageLayout.of_shard(values, block=block, bits=bits)
-        messages = torch.empty(1, layout.message_bytes, dtype=torch.uint8, device="meta")
-        cut = {"length": values, "bits": bits, "block": block}
-        entries = add(messages, key, messages, **cut, stochastic=stochastic)
-        for dtype in dtypes:
-            x = torch.empty(rows, values, dtype=dtype, device="meta")
-            entries += pack(x, key, messages, None, shards=1, **cut, stochastic=stochastic)
-            entries += unpack(messages.expand(rows, 1, -1), x[0], values=values, **cut)
-        yield from (entry.kernel for entry in entries)
+def messages(dtypes=DTYPES) -> Iterator[Operation]:
+    """What packs gradients of each dtype into messages, adds messages up and unpacks them, in every specialised way."""
+    kinds = itertools.product(MESSAGE_BLOCKS, BITS, (None, KEY), (1, PROCESSES), dtypes)
+    for block, bits, key, rows, dtype in kinds:
+        layout = MessageLayout.of_shard(TOKENS, block=block, bits=bits)
+
+        def tensor(*shape, dtype=torch.uint8):
+            return VirtualTensor(name="any", shape=shape, dtype=dtype)
+
+        def written(*copies, layout=layout, tensor=tensor):
+            return Messages(layout=layout, data=tensor(*copies, layout.message_bytes))
+
+        yield PackGradients(x=tensor(rows, TOKENS, dtype=dtype), key=key, messages=written(1))
+        yield SumMessages(messages=written(rows), key=key, sum=written())
+        yield UnpackGradients(messages=written(rows, 1), x=tensor(TOKENS, dtype=dtype))
+
+
+def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
+    """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory."""
+    found = set()
+    for operation, dtype in itertools.product(operations, dtypes):
+        on_meta = placed(operation, "meta", dtype)
+        scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
+        found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
+    return found
 
 
 def needed(dtypes=DTYPES) -> list[Kernel]:
-    """Every kernel of every program and of gradient messages, for activations of each dtype."""
-    found = {kernel for program in programs() for dtype in dtypes for kernel in kernels(program, dtype)}
-    return sorted({*found, *gradient_kernels(dtypes)}, key=str)
+    """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
+    found = kernels(messages(dtypes), dtypes[:1])
+    for operations in (*(program.operations for program in needed_programs()), *map(others, sizes(TOKENS))):
+        found |= kernels(operations, dtypes)
+    return sorted(found, key=str)
 
 
 def report(wanted: list[Kernel], targets=TARGETS) -> dict[tuple[str, str], Resources]:

@@ -1,158 +1,218 @@
-"""Times fused operations: what lsq's loops take, what plain PyTorch takes, and what copying the same bytes takes.
+"""The operations that benchmarks measure: those of the programs of a training, and some that stand outside programs.
 
-The operations and their inputs are those of a training step of one encoder layer, one decoder layer, one linear
-layer, embedding and vocabulary, recorded while it runs. The plain PyTorch side is the operation's reference, with
-torch._int_mm in place of its exact float64 products. It draws the same random numbers as the fused loops, with torch's
-integer operations, and these take most of its time where something is dropped or rounded at random: see --dropout 0.
-With --device cuda, the operations' CUDA implementations are measured instead, see gpu_operations.py.
+Their tensors are virtual: lsq.program.samples draws real ones for any of them, wherever it runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from unittest import mock
 
-import common
-import gpu
-import gpu_operations
 import torch
 
-from lsq import gemm, layers
+from lsq.backends import backend
 from lsq.config import LayerConfig, QuantConfig
-from lsq.csrc import loader
-from lsq.program import executor, frames
-from lsq.program.tensor import Operation
+from lsq.csrc.geometry import padded
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.programs import Mode
+from lsq.ops import adam
+from lsq.ops.adam import Adam
+from lsq.ops.gradient_layout import MessageLayout
+from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.two_layouts import RoundTwoLayouts
+from lsq.program.operation import Operation
+from lsq.program.program import Program
+from lsq.program.samples import KEY
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Weight
+from lsq.quant import weight_format
 
-SHAPE = {"hidden": 512, "feed_forward": 2048, "heads": 8, "vocabulary": 32000, "sentences": 64, "length": 32}
-QUICK_SHAPE = {"hidden": 32, "feed_forward": 64, "heads": 2, "vocabulary": 50, "sentences": 3, "length": 5}
+MODELS = {"base": (512, 2048, 8), "big": (1024, 4096, 16)}
+"""Hidden size, inner size of the feed-forward block, heads."""
+VOCABULARY, PADDED = 32764, 32768
+LENGTH = 32
+"""Tokens of a sentence."""
+POSITIONS = 1024
 PADDING = 1
+PROCESSES = 8
+"""That exchange gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and a batch."""
+
+    name: str
+    hidden: int
+    feed_forward: int
+    heads: int
+    vocabulary: int = VOCABULARY
+    padded: int = PADDED
+    sentences: int
+    length: int = LENGTH
+
+    @property
+    def tokens(self) -> int:
+        return self.sentences * self.length
+
+
+QUICK = Size(
+    name="quick", hidden=48, feed_forward=64, heads=3, vocabulary=50, padded=64, sentences=3, length=5
+)
+
+
+def sizes(*tokens: int) -> list[Size]:
+    """Both models with each number of tokens, the smallest first."""
+    return [
+        Size(name=name, hidden=hidden, feed_forward=inner, heads=heads, sentences=count // LENGTH)
+        for count in tokens
+        for name, (hidden, inner, heads) in MODELS.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of an operation, with the tensors that it got."""
+    """One operation as something calls it."""
 
-    operation: Operation
-    inputs: tuple[torch.Tensor | None, ...]
+    size: Size
     backward: str
-    """The backward mode of the step in which it was found."""
+    """The backward mode of the training, or "-" outside programs."""
+    operation: Operation
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def result(self) -> str:
+        """What it makes first, in words."""
+        return repr(self.operation.outputs[0])
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.size.name}, {self.size.tokens} tokens: {self.result}"
 
     @property
     def signature(self) -> tuple:
         """Equal for calls that do the same work."""
-        attributes = {name: value for name, value in self.operation.attributes.items() if "stream" not in name}
-        shapes = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in self.inputs)
-        outputs = tuple(None if t is None else (t.shape, t.dtype) for t in self.operation.outputs)
-        return self.operation.name, shapes, outputs, str(attributes)
+        leaves = (leaf.of(self.operation) for leaf in self.operation.leaves())
+        tensors = (None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in leaves)
+        attributes = self.operation.attributes().items()
+        return self.name, *tensors, *(item for item in attributes if "subsequence" not in item[0].split("."))
 
 
-def step(shape: dict[str, int], dropout: float, backward: str):
-    """A function that runs forward and backward of a Transformer with one layer on each side."""
-    quant = QuantConfig(backward=backward)
-    config = LayerConfig(
-        hidden=shape["hidden"], heads=shape["heads"], feed_forward=shape["feed_forward"], dropout=dropout,
-        attention_dropout=dropout, activation_dropout=dropout, quant=quant,
-    )  # fmt: skip
-    vocabulary, hidden = shape["vocabulary"], shape["hidden"]
-    embedding = layers.Embedding(vocabulary, hidden, PADDING, dropout=dropout)
-    encoder, decoder = layers.TransformerEncoderLayer(config), layers.TransformerDecoderLayer(config)
-    linear = layers.QuantizedLinear(hidden, hidden, quant=quant)
-    projection = layers.VocabularyProjection(
-        vocabulary, hidden, quant=quant, weight=embedding.weight, padding_idx=PADDING
-    )
-    tokens = torch.randint(PADDING + 1, vocabulary, (shape["sentences"], shape["length"]))
-    tokens[1:, -2:] = PADDING
-
-    def run() -> None:
-        mask = tokens == PADDING
-        memory = linear(encoder(embedding(tokens), mask))
-        x = decoder(embedding(tokens), memory, mask, self_padding_mask=mask)
-        loss, _ = projection.loss(x, tokens.t(), 0.1)
-        (loss / tokens.numel()).backward()
-
-    return run
-
-
-def calls(names: tuple[str, ...], shape: dict[str, int], dropout: float) -> Iterator[Call]:
-    """Every call of the named operations that does different work, in both backward modes.
-
-    Raises:
-        ValueError: the step does not run an operation of that name.
-    """
+def calls(wanted: Sequence[str], size: Size, dropout: float) -> Iterator[Call]:
+    """Every call of the named operations that does different work, in both backward modes; no names: of all."""
     seen = set()
-    missing = set(names)
-    for backward in ("float", "int8"):
-        run = step(shape, dropout, backward)
-        run()  # measures the clips
-        recorded: list[Call] = []
-
-        def record(operation: Operation, values: dict, recorded=recorded, backward=backward) -> None:
-            if operation.name in names:
-                inputs = tuple(None if tensor is None else values[tensor] for tensor in operation.inputs)
-                recorded.append(Call(operation=operation, inputs=inputs, backward=backward))
-
-        original = executor.run
-
-        def recording(program, start, stop, values, hooks, frame, original=original, record=record) -> None:
-            original(program, start, stop, values, executor.Hooks(before=record), frame)
-
-        with mock.patch.object(executor, "run", recording):
-            run()
-        for call in sorted(recorded, key=lambda call: names.index(call.operation.name)):
-            if call.signature not in seen:
-                seen.add(call.signature)
-                missing.discard(call.operation.name)
-                yield call
-    if missing:
-        raise ValueError(f"no step of training runs {', '.join(sorted(missing))}")
+    found = [
+        Call(size=size, backward=mode, operation=operation)
+        for mode in ("int8", "float")
+        for program in training(size, QuantConfig(backward=mode), dropout)
+        for operation in program.operations
+    ]
+    found += [Call(size=size, backward="-", operation=operation) for operation in others(size)]
+    for call in found:
+        if (not wanted or call.name in wanted) and call.signature not in seen:
+            seen.add(call.signature)
+            yield call
 
 
-def rows(call: Call, rounds: int) -> Iterator[dict]:
-    """Rows of the table for one call."""
-    definition, attributes = call.operation.definition, call.operation.attributes
-    written = frames.FreshFrame().tensors_for(0, call.operation)
-    outputs = written[: len(call.operation.outputs)]
-    moved = sum(t.numel() * t.element_size() for t in (*call.inputs, *outputs) if t is not None)
-    source = torch.zeros(max(1, moved // 2), dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    sides = {
-        "plain": lambda: definition.reference(*call.inputs, **attributes),
-        "fused": lambda: definition.cpu(*call.inputs, *written, **attributes),
-        "copy": lambda: target.copy_(source),
-    }
-    if not loader.available():
-        del sides["fused"]
-    with mock.patch.object(gemm, "reference", gemm.int8_product), torch.no_grad():
-        timings = common.alternate(sides, rounds=rounds)
-    result = next(tensor for tensor in call.operation.outputs if tensor is not None)
-    for columns in common.beside_a_copy(timings, moved):
-        yield {
-            "operation": call.operation.name,
-            "backward": call.backward,
-            "result": repr(result),
-            **columns,
-        }
+def names() -> set[str]:
+    """Of all operations that there are."""
+    return {call.name for call in calls((), QUICK, 0.1)}
 
 
-def main(
-    name: str, description: str, operations: tuple[str, ...], arguments: list[str] | None = None,
-    *, on_gpu: tuple[str, ...] = (),
-) -> int:
-    """Run the benchmark called `name` for these operations, and on a GPU for those `on_gpu`, too; the exit status."""
-    parser = common.parser(description)
-    gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
-    parser.add_argument("--dropout", type=float, default=0.1, help="probability, in every place of a layer")
-    options = common.parse(parser, arguments)
-    if options.device != gpu.CPU:
-        return gpu_operations.main(name, (*operations, *on_gpu), options)
-    shape = QUICK_SHAPE if options.quick else SHAPE
-    table = [row for call in calls(operations, shape, options.dropout) for row in rows(call, options.rounds)]
-    conditions = common.conditions(
-        options,
-        baseline="plain PyTorch: the operation's reference",
-        shape=shape,
-        dropout=options.dropout,
-        library=loader.description(),
-        dtypes=["float32", "int8"],
+def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program]:
+    """Every kind of program of a training step."""
+    config = layer_config(size, quant, dropout)
+    mode = Mode(training=True, backward=True, backend=backend("reference"))
+    sentences = Sentences.of(size.tokens, size.sentences, size.length)
+    yield programs.embedding(quant, size.tokens, table(size, dropout), mode)
+    yield programs.encoder_layer(config, sentences, mode)
+    yield programs.decoder_layer(config, sentences, sentences, mode)
+    yield programs.linear(quant, size.tokens, size.hidden, size.hidden, mode, bias=True)
+    yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
+
+
+def layer_config(size: Size, quant: QuantConfig, dropout: float, **options) -> LayerConfig:
+    """Of a layer of that size."""
+    return LayerConfig(
+        hidden=size.hidden, heads=size.heads, feed_forward=size.feed_forward, dropout=dropout,
+        attention_dropout=dropout, activation_dropout=dropout, quant=quant, **options,
     )
-    common.report(name, table, conditions, options)
-    return 0
+
+
+def table(size: Size, dropout: float) -> programs.Table:
+    """Of an embedding of that size."""
+    return programs.Table(
+        vocabulary=size.vocabulary, hidden=size.hidden, positions=POSITIONS, padding=PADDING, scale=size.hidden**0.5,
+        dropout=dropout, learned=True,
+    )
+
+
+def words(size: Size) -> programs.Vocabulary:
+    """Of a projection onto a vocabulary of that size."""
+    return programs.Vocabulary(words=size.vocabulary, hidden=size.hidden, padded=size.padded)
+
+
+def others(size: Size) -> Iterator[Operation]:
+    """Outside programs: Adam on the weight [F, H] of a feed-forward block, the gradient [M, F] of its product in two
+    layouts, and the gradient of the weight in messages."""
+    shape = size.feed_forward, size.hidden
+    tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
+    tensors |= {f"new_{name}": _tensor(f"new_{name}", shape) for name in ("weight", "first", "second")}
+    codes = Weight(
+        format=weight_format(QuantConfig()), codes=_tensor("codes", shape, torch.int8),
+        scale=_tensor("scale", shape[:1]), clip=_tensor("clip", shape[:1]),
+    )
+    numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)
+    yield Adam(**tensors, numbers=numbers, rounded=codes, transposed=_tensor("transposed", shape[::-1], torch.int8))
+
+    width = size.feed_forward
+    yield RoundTwoLayouts(
+        x=_tensor("gradient", (size.tokens, width)), weight_scale=_tensor("weight_scale", (width,)), key=KEY,
+        codes=_tensor("codes", (size.tokens, width), torch.int8), row_scale=_tensor("row_scale", (size.tokens,)),
+        transposed=_tensor("transposed", (width, padded(size.tokens)), torch.int8),
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from messages(size.feed_forward * size.hidden, dtype)
+
+
+def messages(values: int, dtype: torch.dtype, bits: int = 8, stochastic: bool = False) -> Iterator[Operation]:
+    """What a process does with a bucket of gradients: pack it, without and with its error, add up one shard of every
+    process's, unpack the sums."""
+    layout = MessageLayout.for_values(values, PROCESSES, bits=bits)
+    eight = MessageLayout.for_values(values, PROCESSES)
+    one, key = MessageLayout.of_shard(layout.length), KEY if stochastic else None
+    x, packed = _tensor("gradients", (1, values), dtype), _messages(layout, PROCESSES)
+    yield PackGradients(x=x, key=key, messages=packed)
+    yield PackGradients(x=x, key=key, messages=packed, error=_tensor("error", (values,)))
+    yield SumMessages(messages=packed, factor=1 / PROCESSES, key=key, sum=_messages(one))
+    yield UnpackGradients(messages=_messages(eight, 1, PROCESSES), x=_tensor("gradients", (values,), dtype))
+
+
+def _messages(layout: MessageLayout, *copies: int) -> Messages:
+    return Messages(layout=layout, data=_tensor("messages", (*copies, layout.message_bytes), torch.uint8))
+
+
+def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> VirtualTensor:
+    return VirtualTensor(name=name, shape=tuple(shape), dtype=dtype)
+
+
+def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:
+    """Address -> each tensor that a real operation reads or writes, and how many bytes of it.
+
+    Of a weight its codes count, or its values where there are none; of a table, as many rows as there are indices.
+    """
+    limits = operation.limits()
+    found = {}
+    for leaf in operation.leaves():
+        tensor, holder = leaf.of(operation), operation
+        for part in leaf.path[:-1]:
+            holder = getattr(holder, part)
+        if tensor is None or isinstance(holder, Weight) and holder.codes is not None and tensor is holder.values:
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if not leaf.written and len(leaf.path) == 1 and tensor.dim() == 2:
+            looked_up = [getattr(operation, name).numel() for name, end in limits.items() if end == len(tensor)]
+            size = min([size, *(count * tensor.shape[1] * tensor.element_size() for count in looked_up)])
+        found[tensor.data_ptr()] = tensor, size
+    return found

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
+from lsq.backends import backend
 from lsq.config import LayerConfig, QuantConfig
-from lsq.ops import device
-from lsq.program import layers
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.ops.rounding import RoundWeight
+from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import border_tensors
-from lsq.program.tensor import Operation
+from lsq.program.tensor import VirtualTensor
 
 FLOAT_LIMIT = 1e-4
 """Largest difference of floats, relative to the largest magnitude."""
@@ -38,7 +42,7 @@ class OperationCheck:
         return self.floats <= FLOAT_LIMIT and self.integers <= CODE_LIMIT
 
 
-def programs() -> list[Program]:
+def trained() -> list[Program]:
     """Small programs that run every operation of training in all modes."""
     found = []
     for quant, activation in (
@@ -50,29 +54,33 @@ def programs() -> list[Program]:
             hidden=48, heads=3, feed_forward=112, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
             activation=activation, quant=quant,
         )  # fmt: skip
-        words = 96 if quant.quantized else 91
+        mode = Mode(training=True, backward=True, backend=backend("reference"))
+        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
+        table = Table(
+            vocabulary=11, hidden=config.hidden, positions=9, padding=1, scale=2.0, dropout=0.1, learned=True
+        )
         found += [
-            layers.decoder_layer(config, 3, 7, 9, True, True, True, True),
-            layers.vocabulary_loss(quant, 41, config.hidden, 91, words, 1, 0.1, True, True),
-            layers.embedding(quant, 3, 5, 11, config.hidden, 9, 1, 2.0, 0.1, True, True, True),
+            programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
+            programs.decoder_layer(config, Sentences.of(21, 3, 7), Sentences.of(27, 3, 9), mode),
+            programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
+            programs.embedding(quant, 15, table, mode),
         ]
     return found
 
 
 def checks() -> Iterator[OperationCheck]:
-    """Run every operation of every program.
+    """Run every operation of every program, and before them those that round its weights.
 
     Raises:
         RuntimeError: there is no C++ compiler, or a kernel fails.
     """
-    for program in programs():
+    for program in trained():
         values = border_tensors(program)
-        for operation in program.operations:
-            inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-            expected = operation.definition.reference(*inputs, **operation.attributes)
-            found = _emulate(operation, inputs)
-            values.update((t, wanted) for t, wanted in zip(operation.outputs, expected, strict=True) if t is not None)
-            pairs = [pair for pair in zip(found, expected, strict=True) if pair[0] is not None]
+        weights = [RoundWeight(weight=weight) for weight in program.weights.values() if weight.codes is not None]
+        for operation in (*weights, *program.operations):
+            expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
+            values.update(zip(operation.outputs, expected, strict=True))
+            pairs = list(zip(found, expected, strict=True))
             floats = [pair for pair in pairs if pair[1].dtype.is_floating_point]
             integers = [pair for pair in pairs if not pair[1].dtype.is_floating_point]
             yield OperationCheck(
@@ -82,11 +90,14 @@ def checks() -> Iterator[OperationCheck]:
             )
 
 
-def _emulate(operation: Operation, inputs) -> list[torch.Tensor | None]:
-    outputs = [None if t is None else torch.full(t.shape, 85, dtype=t.dtype) for t in operation.outputs]
-    target = device.emulated()
-    device.prepare(target, operation.definition, inputs, outputs, **operation.attributes).run()
-    return outputs
+def _run(
+    name: str, operation: Operation, values: dict[VirtualTensor, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """What an operation writes on the backend of that name, in memory of its own."""
+    made = {tensor: torch.full(tensor.shape, 85, dtype=tensor.dtype) for tensor in operation.outputs}
+    bound = operation.bind(lambda tensor: made[tensor] if tensor in made else values[tensor])
+    backend(name).run(bound)
+    return bound.outputs
 
 
 def _of_floats(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -6,8 +6,8 @@ from argparse import ArgumentParser
 from tqdm import tqdm
 
 from lsq import doctor, emulation
+from lsq.backends import backend
 from lsq.commands.options import one_line_errors
-from lsq.ops import device
 
 
 def run(arguments: list[str]) -> int:
@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
 def emulate() -> int:
     """Check the CUDA operations in the emulator; the exit status: 0 if all agree with their references, else 1."""
     try:
-        device.emulated()
+        backend("emulated")
     except RuntimeError as error:  # no C++ compiler, or it fails
         print(f"lsq doctor: {error}", file=sys.stderr)
         return 1

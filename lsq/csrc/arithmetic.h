@@ -22,8 +22,7 @@ using uint64_t = unsigned long long;
 
 namespace lsq {
 
-constexpr int kGradientCode = 127;             // largest code of a rounded gradient
-constexpr float kSmallestGradient = 1e-35f;    // rows whose largest magnitude lies below are rounded to zero
+constexpr float kSmallestGradient = 1e-35f;  // rows whose largest magnitude lies below are rounded to zero
 
 LSQ_INLINE uint32_t bits_of(float x) {
 #ifdef __CUDACC_RTC__
@@ -64,7 +63,7 @@ struct GradientScale {
 
 // Of gradients whose largest magnitude this is, and is to become code q: (0, 0) for vanishing ones, (NaN, 0) for
 // non-finite ones.
-LSQ_INLINE GradientScale gradient_scale(float largest, float q = kGradientCode) {
+LSQ_INLINE GradientScale gradient_scale(float largest, float q) {
     if (!(largest < infinity())) return {not_a_number(), 0.0f};
     if (largest < kSmallestGradient) return {0.0f, 0.0f};
     return {largest / q, q / largest};
@@ -84,7 +83,7 @@ LSQ_INLINE int8_t nearest_code(float scaled) {
 }
 
 // Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of which 24 count.
-LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q = kGradientCode) {
+LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q) {
     const float uniform = static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
     float rounded = floorf(scaled + uniform);
     rounded = rounded < -q ? -q : rounded;
@@ -121,7 +120,12 @@ LSQ_INLINE float bounded_exponential(float x) {
     const float bounded = x < -87.3f ? -87.3f : x;
     const float shifted = bounded * 1.4426950408889634f + 12582912.0f;  // 1.5 * 2^23: rounds half to even
     const float k = shifted - 12582912.0f;
-    const float r = fmaf(-k, 0.693145751953125f, bounded) - k * 1.428606765330187e-6f;  // this product is exact anyway
+#ifdef __CUDACC_RTC__
+    const float rest = fmaf(-k, 0.693145751953125f, bounded);
+#else
+    const float rest = bounded - k * 0.693145751953125f;  // the same: this product is exact
+#endif
+    const float r = rest - k * 1.428606765330187e-6f;
     float p = 1.9841270e-4f;
     p = p * r + 1.3888889e-3f;
     p = p * r + 8.3333333e-3f;
@@ -149,14 +153,19 @@ LSQ_INLINE float error_function(float x) {
     return x < 0.0f ? -positive : positive;
 }
 
-enum Activation { kRelu = 0, kGelu = 1 };
-
 LSQ_INLINE float gelu(float x) { return x * 0.5f * (1.0f + error_function(x * 0.70710678118654752f)); }
 
 LSQ_INLINE float gelu_slope(float x) {
     const float density = exponential(-0.5f * x * x) * 0.39894228040143268f;
     return 0.5f * (1.0f + error_function(x * 0.70710678118654752f)) + x * density;
 }
+
+constexpr float kSlopeUnit = 112.0f;  // a slope times this, rounded, is an int8
+constexpr float kSteepest = 1.13f;    // |gelu'| stays below
+
+LSQ_INLINE int8_t slope_code(float slope) { return code_of(slope * kSlopeUnit, kSteepest * kSlopeUnit); }  // 0 for NaN
+
+LSQ_INLINE float slope_of(int32_t code) { return static_cast<float>(code) * (1.0f / kSlopeUnit); }
 
 LSQ_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
 
@@ -167,10 +176,11 @@ struct PhiloxWords {
     uint32_t word[4];
 };
 
-// Philox4x32-10 (Salmon et al. 2011): words 4 * group .. 4 * group + 3 of a stream; see lsq/ops/random.py.
-LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t stream, uint64_t group) {
+// Philox4x32-10 (Salmon et al. 2011): words 4 * group .. 4 * group + 3 of a subsequence; see
+// lsq/quant/random.py.
+LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t subsequence, uint64_t group) {
     uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
-    uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32), c2 = stream, c3 = 0;
+    uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32), c2 = subsequence, c3 = 0;
     for (int round = 0; round < 10; ++round) {
         const uint64_t p0 = static_cast<uint64_t>(c0) * kPhiloxMultiplier0;
         const uint64_t p1 = static_cast<uint64_t>(c2) * kPhiloxMultiplier1;

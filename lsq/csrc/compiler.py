@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lsq.csrc import cache
+from lsq.csrc import cache, sources
 
 KERNELS = Path(__file__).parent / "kernels"
 OLDEST = (8, 0)
@@ -98,7 +98,8 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
         *(f"--define-macro={name}={value}" for name, value in defines),
     ]  # fmt: skip
     text = (KERNELS / source).read_text(encoding="utf-8")
-    name = cache.digest(text, device_headers(), target, repr(defines), version(), "".join(options[:4]))
+    made_of = text, device_headers(), sources.operations_header(), target, repr(defines), version()
+    name = cache.digest(*made_of, "".join(options[:4]))
     path = cache.folder("kernels") / f"{Path(source).stem}-{target}-{name}.cubin"
     found = _parse(cache.load(path))
     if found is None:
@@ -135,7 +136,9 @@ def _nvrtc():
 
 
 def _compile(nvrtc, source: str, text: str, options: list[str]) -> Compiled:
-    program = _checked(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []))
+    header = sources.operations_header().encode()
+    created = nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 1, [header], [b"operations.h"])
+    program = _checked(nvrtc, created)
     try:
         status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         log = bytearray(_checked(nvrtc, nvrtc.nvrtcGetProgramLogSize(program)))

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from lsq.csrc import cache
+from lsq.csrc import cache, sources
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,9 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize:
     driver = build_driver(sanitize)
     checks = KERNEL_SANITIZE if sanitize else KERNEL_WATCH
     flags = [*FLAGS, *checks, *(f"-D{name}={value}" for name, value in defines)]
-    includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR)]
-    headers = [*_headers(), *_beside(path)]
+    operations = _operations()
+    includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR, operations.parent)]
+    headers = [*_headers(), *_beside(path), operations]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
         text = _declare_shared(_run([*_compiler(), *flags, *includes, "-x", "c++", "-E", os.fspath(path)]))
@@ -119,6 +120,15 @@ def _build_library(stem: str, sources: tuple[Path, ...], sanitize: bool) -> Path
 
 def _headers() -> list[Path]:
     return [*sorted(EMULATOR.glob("*.h")), *sorted(KERNELS.glob("*.cuh")), *filter(Path.exists, [ARITHMETIC])]
+
+
+def _operations() -> Path:
+    """operations.h, in a folder of its own in the cache."""
+    text = sources.operations_header().encode()
+    path = cache.folder("emulator").absolute() / f"operations-{cache.digest(text)}" / "operations.h"
+    if not path.exists():
+        cache.write(path, text)
+    return path
 
 
 def _beside(source: Path) -> list[Path]:

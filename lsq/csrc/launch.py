@@ -61,8 +61,8 @@ class Kernel:
 class Launch:
     """One launch of a kernel.
 
-    Arguments are what the kernel's parameters are: tensors (contiguous) or None for pointers, TICKET, whole numbers
-    for int64_t, floats for float.
+    Arguments are what the kernel's parameters are: the operation (lsq.program.operation.Operation) for its struct,
+    tensors (contiguous) or None for pointers, TICKET, whole numbers for int64_t, floats for float.
     """
 
     kernel: Kernel

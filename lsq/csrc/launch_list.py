@@ -50,6 +50,7 @@ class LaunchList:
         slots: name -> a tensor among the arguments of launches (not of products), whose address each run gives anew.
         numbers: name -> a tensor [1] of int64 or float32 among the arguments, in whose place each run gives a number.
         title: what to call the list in errors.
+        forget: keep no tensor alive, but work on whatever lies at the same addresses later.
 
     Raises:
         ValueError: a tensor lies elsewhere, is not contiguous or not aligned, or a slot is not among the arguments.
@@ -58,10 +59,10 @@ class LaunchList:
 
     def __init__(
         self, device, entries: Sequence[Launch | Product], *, slots: Mapping[str, torch.Tensor] | None = None,
-        numbers: Mapping[str, torch.Tensor] | None = None, title: str = "",
+        numbers: Mapping[str, torch.Tensor] | None = None, title: str = "", forget: bool = False,
     ):
         self.device = device
-        self.entries = list(entries)
+        self._entries = list(entries)
         self._examples = {**(slots or {}), **(numbers or {})}
         self._numbers = set(numbers or {})
         names = list(self._examples)
@@ -72,17 +73,19 @@ class LaunchList:
         }
         self._used: set[int] = set()
         self._tickets = self._new_tickets()
-        prepared = [device.products.prepare(entry) for entry in self.entries if isinstance(entry, Product)]
+        prepared = [device.products.prepare(entry) for entry in self._entries if isinstance(entry, Product)]
         largest = max((product.workspace_bytes for product in prepared), default=0)
         self._workspace = aligned_workspace(largest, device.place)
         self._replay = Replay(device.driver)
         writers = self._slot_writers(len(names))
-        for entry in [*writers, *self.entries]:
+        for entry in [*writers, *self._entries]:
             if isinstance(entry, Launch):
                 self._add_launch(entry, title)
             else:
                 self._add_product(entry, prepared.pop(0), title)
         self._replay.close(len(writers))
+        if forget:
+            self._entries = []
         unused = [name for name, tensor in self._examples.items() if tensor.data_ptr() not in self._used]
         check(not unused, f"no launch of the list has {', '.join(unused)} among its arguments")
 
@@ -135,7 +138,7 @@ class LaunchList:
         return [writer(first) for first in range(0, count, SLOTS_AT_ONCE)]
 
     def _new_tickets(self):
-        launches = [entry for entry in self.entries if isinstance(entry, Launch)]
+        launches = [entry for entry in self._entries if isinstance(entry, Launch)]
         wanted = sum(value is TICKET for entry in launches for value in entry.arguments)
         self._ticket_memory = torch.zeros(2 * max(1, wanted), dtype=torch.int32, device=self.device.place)
         first = self._ticket_memory.data_ptr()
@@ -149,11 +152,14 @@ class LaunchList:
             return address(0)
         if value is TICKET:
             return address(next(self._tickets))
-        if not isinstance(value, torch.Tensor):
-            return argument(value)
-        found = contiguous_address(value, self.device.place, what)
+        if isinstance(value, torch.Tensor):
+            return address(self._pointer(value, what))
+        return value.pack(lambda tensor: self._pointer(tensor, what)) if hasattr(value, "pack") else argument(value)
+
+    def _pointer(self, tensor: torch.Tensor, what: str) -> int:
+        found = contiguous_address(tensor, self.device.place, what)
         self._used.add(found)
-        return address(self._slot_of.get(found, found))
+        return self._slot_of.get(found, found)
 
     def _add_launch(self, entry: Launch, title: str) -> None:
         what = f"{title}: {entry.kernel}" if title else str(entry.kernel)
@@ -170,7 +176,7 @@ class LaunchList:
         check(not slots, f"{what}: an operand is a slot; products need fixed addresses, so copy it first")
         alpha = 1.0 if vector else float(entry.alpha)
         memory = self._workspace.data_ptr(), self._workspace.numel()
-        self._replay.add_product(what, prepared.address, a, b, out, alphas, alpha, *memory)
+        self._replay.add_product(what, prepared.address, a, b, out, alphas, alpha, memory)
 
 
 def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:

@@ -7,6 +7,7 @@ Without a library, every operation runs its plain PyTorch reference; that is sai
 import ctypes
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the library shares with PyTorch
@@ -66,8 +67,8 @@ def description() -> str:
 def call(name: str, *arguments) -> None:
     """Call a function of the library.
 
-    Tensors (contiguous, on the CPU) go as pointers, None as a null pointer, whole numbers and truth values as
-    int64, floats as float32.
+    An operation goes as its struct, tensors (contiguous, on the CPU) as pointers, None as a null pointer, whole numbers
+    and truth values as int64, floats as float32.
     """
     getattr(library(), name)(*map(_convert, arguments))
 
@@ -77,6 +78,28 @@ def _convert(argument):
         return ctypes.c_void_p(None)
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p(argument.data_ptr())
+    if hasattr(argument, "packed"):
+        return argument.packed
     if isinstance(argument, int):
         return ctypes.c_int64(argument)
     return ctypes.c_float(argument)
+
+
+def run(operation) -> None:
+    """Run the loop of an operation (lsq.program.operation.Operation) on tensors in memory of the CPU."""
+    getattr(library(), f"lsq_{operation.name}")(operation.packed)
+
+
+def sequence(operations: Sequence) -> Callable[[], None]:
+    """What runs the loops of `operations` in one foreign call, as often as it is called. Keeps their tensors alive."""
+    found, count = library(), len(operations)
+    structs = [operation.packed for operation in operations]
+    loops = (ctypes.c_void_p * count)(
+        *(ctypes.cast(getattr(found, f"lsq_{operation.name}"), ctypes.c_void_p).value for operation in operations)
+    )
+    pointers = (ctypes.c_char_p * count)(*structs)
+
+    def run(_alive=(operations, structs)) -> None:
+        found.lsq_run_sequence(loops, pointers, ctypes.c_int64(count))
+
+    return run

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import struct
 from pathlib import Path
 
@@ -85,20 +86,23 @@ class Replay:
         self._message = _message()
 
     def add_launch(self, what: str, function: int, grid, block, shared: int, values: list[bytes]) -> None:
-        """Append a launch; `what` names it in errors, `values` holds 8 bytes for each argument."""
+        """Append a launch; `what` names it in errors, `values` holds the bytes of each argument, a multiple of 8."""
+        begins = itertools.accumulate((len(value) // 8 for value in values), initial=0)
+        *begins, count = begins
         self._library.lsq_list_add_launch(
             self._list, what.encode(), ctypes.c_void_p(function), (ctypes.c_int64 * 6)(*grid, *block),
-            ctypes.c_int64(shared), b"".join(values), ctypes.c_int64(len(values)),
+            ctypes.c_int64(shared), b"".join(values), ctypes.c_int64(count),
+            (ctypes.c_int64 * len(values))(*begins), ctypes.c_int64(len(values)),
         )
 
     def add_product(
-        self, what: str, product: int, a: int, b: int, out: int, alphas: int | None, alpha: float, workspace: int,
-        workspace_bytes: int,
+        self, what: str, product: int, a: int, b: int, out: int, alphas: int | None, alpha: float,
+        workspace: tuple[int, int],
     ) -> None:
-        """Append a product (the handle of lsq.csrc.products) on these addresses."""
+        """Append a product (the handle of lsq.csrc.products) on these addresses; workspace: address and bytes."""
         self._library.lsq_list_add_product(
             self._list, what.encode(), *map(ctypes.c_void_p, (product, a, b, out, alphas)), ctypes.c_float(alpha),
-            ctypes.c_void_p(workspace), ctypes.c_int64(workspace_bytes),
+            ctypes.c_void_p(workspace[0]), ctypes.c_int64(workspace[1]),
         )
 
     def close(self, slot_launches: int) -> None:

@@ -3,11 +3,19 @@
 Imports nothing of lsq: setup.py runs this file as well.
 """
 
+import functools
 import hashlib
+import runpy
 import zlib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def operations_header() -> str:
+    """The text of operations.h, which the sources in "cpu" and all kernels include; see declarations.py."""
+    return runpy.run_path(str(FOLDER / "declarations.py"))["header"]()
 
 
 def headers(folder: str) -> list[Path]:
@@ -18,7 +26,7 @@ def headers(folder: str) -> list[Path]:
 def checksum(folder: str) -> int:
     """CRC-32 of the names and contents of the C++ sources of a library; 0 where they were not installed."""
     implementations = sorted(FOLDER.joinpath(folder).glob("*.cpp"))
-    value = 0
+    value = zlib.crc32(operations_header().encode()) if folder == "cpu" and implementations else 0
     for path in [*headers(folder), *implementations] if implementations else []:
         value = zlib.crc32(path.name.encode() + b"\0" + path.read_bytes(), value)
     return value

@@ -1,15 +1,17 @@
-"""Rounds gradients into messages and back: lsq.ops.gradient_codec with the choices of a GradientConfig."""
+"""Rounds gradients into messages and back: lsq.ops.gradient_messages with the choices of a GradientConfig."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lsq.ops import gradient_codec
+from lsq import backends
 from lsq.ops.gradient_layout import MessageLayout
+from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.quant import GRADIENT
 
 FIRST, SECOND = 0, 1
-"""Streams of random numbers: what a worker packs, and what the owner of a shard packs."""
+"""Subsequences of random numbers: what a worker packs, and what the owner of a shard packs."""
 SMALLEST_KEY, LARGEST_KEY = -(2**63), 2**63 - 1
 
 
@@ -34,7 +36,7 @@ class Codec:
 
     def second_layout(self, first: MessageLayout) -> MessageLayout:
         """Of the messages that the owners send to all."""
-        return replace(first, bits=8)
+        return replace(first, bits=GRADIENT.bits)
 
     def pack(self, x: Tensor, layout: MessageLayout, messages: Tensor, error: Tensor | None = None) -> None:
         """Write the messages uint8 [S, M] of the sum over R of x, float [R, v]; v may be less than `layout` holds.
@@ -46,9 +48,8 @@ class Codec:
             messages.zero_()
             return
         layout = replace(layout, values=x.shape[1])
-        gradient_codec.pack(
-            x, layout, out=messages, error=error, key=self._key(), stochastic=self.stochastic, stream=FIRST
-        )
+        packed = Messages(layout=layout, data=messages)
+        backends.run(PackGradients(x=x, key=self._key(), subsequence=FIRST, messages=packed, error=error))
 
     def sum(self, messages: Tensor, layout: MessageLayout, out: Tensor, factor: float) -> None:
         """Write the message uint8 [M'] of the sum of `messages` uint8 [N, M], times `factor`.
@@ -56,15 +57,14 @@ class Codec:
         Args:
             layout: of the messages; `out` has that of the second hop.
         """
-        gradient_codec.sum_messages(
-            messages, layout, out=out, out_layout=self.second_layout(layout), factor=factor, key=self._key(),
-            stochastic=self.stochastic, stream=SECOND,
-        )
+        given, total = Messages(layout=layout, data=messages), Messages(layout=self.second_layout(layout), data=out)
+        backends.run(SumMessages(messages=given, factor=factor, key=self._key(), subsequence=SECOND, sum=total))
 
     def unpack(self, messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
         """Write the values of the second hop's messages uint8 [S, M'] to `out`, float [v]; v may be less."""
         if out.numel():
-            gradient_codec.unpack(messages, replace(self.second_layout(layout), values=out.numel()), out=out)
+            layout = replace(self.second_layout(layout), values=out.numel())
+            backends.run(UnpackGradients(messages=Messages(layout=layout, data=messages[None]), x=out))
 
     def _key(self) -> Tensor | None:
         if self._generator is None:

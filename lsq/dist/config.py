@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lsq.config import require_choice, require_positive
 from lsq.ops.gradient_layout import BLOCKS
-from lsq.ops.rounding import GRADIENT_CODE
+from lsq.quant import GRADIENT
 
 COMPRESSED = ("gcq", "int8", "int8_hier", "int4_hier")
 """Modes whose codes lsq makes itself."""
@@ -80,10 +80,10 @@ def gcq_levels(workers: int) -> int:
     Raises:
         ValueError: none is left but 0.
     """
-    levels = GRADIENT_CODE // workers
+    levels = GRADIENT.largest // workers
     if levels == 0:
         raise ValueError(
-            f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to {GRADIENT_CODE} // "
+            f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to {GRADIENT.largest} // "
             f"{workers} = 0: every gradient would be zero; choose int8 or int8_hier, whose precision does not fall "
             "with the number of workers"
         )

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
 
+from lsq import backends
 from lsq.dist.collectives import all_to_all
 from lsq.dist.config import GradientConfig
 from lsq.dist.hooks import DTYPES
 from lsq.dist.scratch import Scratch
-from lsq.ops import gradient_codec
 from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
-from lsq.ops.random import draw_key
+from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
+from lsq.quant.random import draw_key
 
 
 def compress_reduce_scatter(model: nn.Module, config: GradientConfig | None = None) -> "Int8ReduceScatter":
@@ -87,14 +88,14 @@ class Int8ReduceScatter:
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
         layout = MessageLayout(values=workers * length, shards=workers, length=length, block=self.block)
         sent = scratch.take("sent", (workers, layout.message_bytes))
-        gradient_codec.pack(
-            self._padded(input_tensor.view(workers, values), length, scratch), layout, out=sent,
-            key=draw_key().to(input_tensor.device) if self.stochastic else None, stochastic=self.stochastic,
-        )
+        x = self._padded(input_tensor.view(workers, values), length, scratch)
+        key = draw_key().to(input_tensor.device) if self.stochastic else None
+        backends.run(PackGradients(x=x[None], key=key, messages=Messages(layout=layout, data=sent)))
         received = scratch.take("received", tuple(sent.shape))
         all_to_all(received, sent, group)
         own = MessageLayout(values=values, shards=1, length=length, block=self.block)
-        gradient_codec.unpack(received[:, None], own, out=output_tensor.view(-1), factor=factors[op])
+        messages = Messages(layout=own, data=received[:, None])
+        backends.run(UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1)))
 
     def _scratch_of_stream(self, device: torch.device) -> Scratch:
         """Each root of FSDP2 has a stream of its own, and nothing orders two of them."""

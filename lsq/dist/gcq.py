@@ -1,8 +1,8 @@
 """gcq: LightSeq's gradient communication quantisation, in its five steps.
 
 1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is taken (all-reduce
-MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within 127 // N, 4. which are added
-up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the scale, clip / 127. Three differences: a clip of
+MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within Q // N, Q being the largest code of
+int8, 4. which are added up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the scale, clip / Q. Three differences: a clip of
 zero divides nothing, what is not finite makes its whole row non-finite on all workers, and the clip of a short last row
 comes from its own values, not from the zeros behind them.
 """
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from lsq.dist.config import gcq_levels, kept_largest
 from lsq.dist.scratch import Scratch
-from lsq.ops.rounding import GRADIENT_CODE
+from lsq.quant import GRADIENT
 
 
 class GCQ:
@@ -64,7 +64,7 @@ class GCQ:
 
 
 def row_scales(rows: Tensor, values: int, quantile: float) -> Tensor:
-    """clip / 127 [R, 1] of each row [R, row] of a bucket of `values` values, behind which the last row has zeros.
+    """clip / Q [R, 1] of each row [R, row] of a bucket of `values` values, behind which the last row has zeros.
 
     A row that holds a NaN or an infinity has infinity: MAX between workers carries that, but may lose a NaN.
     """
@@ -79,7 +79,7 @@ def row_scales(rows: Tensor, values: int, quantile: float) -> Tensor:
 def _scales(rows: Tensor, place: int) -> Tensor:
     """The same where the clip is the magnitude at `place` of each row, counted from the largest, 1."""
     largest = rows.abs().topk(place, dim=1, sorted=False).values
-    scale = largest.amin(1, keepdim=True) / GRADIENT_CODE
+    scale = largest.amin(1, keepdim=True) / GRADIENT.largest
     return torch.where(largest.isfinite().all(1, keepdim=True), scale, math.inf)
 
 

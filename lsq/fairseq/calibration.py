@@ -10,7 +10,7 @@ from lsq.layers import ProgramModule, quantized_tensors
 
 
 def quantized_modules(model: nn.Module) -> Iterator[ProgramModule]:
-    """Every module of `model` that quantises, those inside others too."""
+    """Every module of `model` that quantises."""
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.quant.quantized:
             yield module
@@ -18,11 +18,8 @@ def quantized_modules(model: nn.Module) -> Iterator[ProgramModule]:
 
 def restart(model: nn.Module) -> None:
     """Measure the clips of all weights now, and those of activations on the next batch."""
-    measured: set[int] = set()
     for module in quantized_modules(model):
-        if id(module) not in measured:
-            module.calibrate_weights()
-            measured.update(map(id, module.modules()))
+        module.calibrate_weights()
         module.calibrated.fill_(module.quant.activation_init == "fixed")
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lsq import quant
 from lsq.fairseq import calibration
 from lsq.layers import quantized_tensors
-from lsq.layers.module import CLIP
 
 _RENAMED = (
     (r"embed_positions\.weight", "embed_tokens.position_weight"),
@@ -50,6 +49,8 @@ _SAME = (
 )
 """Options that change what the same parameters compute, so that the two models must agree on them."""
 
+CLIP = "_clip"
+"""How the names of clips end in checkpoints."""
 LAST = "checkpoint_last.pt"
 """fairseq's name of the checkpoint in --save-dir to go on from; any other name is a path."""
 MOST_PASSES = 2**40

@@ -16,7 +16,7 @@ from torch import Tensor
 class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
     """The same loss, options and log as fairseq's label_smoothed_cross_entropy, without storing logits.
 
-    B batch, T target time, H hidden, V vocabulary.
+    M words of the batch, H hidden, V vocabulary.
     """
 
     def forward(
@@ -47,7 +47,8 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
             "sample_size": sample_size,
         }
         if self.report_accuracy:
-            correct, total = self._accuracy(model, features, target)
+            words = sample["net_input"]["prev_output_tokens"].ne(self.padding_idx)
+            correct, total = self._accuracy(model, features, target[words])
             logging_output["n_correct"], logging_output["total"] = correct, total
         return loss, sample_size, logging_output
 
@@ -61,7 +62,7 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
 
     @torch.no_grad()
     def _accuracy(self, model: BaseFairseqModel, features: Tensor, target: Tensor) -> tuple[int, int]:
-        """(words predicted right, words) for features [B, T, H]; makes the logits [B, T, V] once more."""
+        """(words predicted right, words) for features [M, H], target int64 [M]; makes the logits [M, V] once more."""
         counted = target.ne(self.padding_idx)
-        predicted = model.decoder.output_layer(features.detach()).argmax(dim=2)
+        predicted = model.decoder.output_layer(features.detach()).argmax(dim=1)
         return int((predicted.eq(target) & counted).sum()), int(counted.sum())

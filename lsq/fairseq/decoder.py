@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lsq.fairseq.encoder import build_embedding, final_norm
 from lsq.fairseq.options import layer_config, quantization
-from lsq.layers import TransformerDecoderLayer, VocabularyProjection
+from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
+from lsq.layers.decoder_layer import reorder
 
 IncrementalState = dict[str, dict[str, Tensor]]
 
@@ -78,18 +79,35 @@ class LSQTransformerDecoder(FairseqIncrementalDecoder):
             offset = prev_output_tokens.shape[1] - 1
             prev_output_tokens = prev_output_tokens[:, -1:]
         memory, memory_padding = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"][0]
-        x = self.embed_tokens(prev_output_tokens, offset)
-        states = [x]
+        if incremental_state is not None:
+            packing = Packing(shape=prev_output_tokens.shape)
+            states = self._step(prev_output_tokens, packing, offset, memory, memory_padding, incremental_state)
+        else:
+            packing = Packing(prev_output_tokens.eq(self.padding_idx))
+            memory_packing = Packing(memory_padding)
+            rows = memory_packing.pack(memory.transpose(0, 1))
+            states = self.rows(prev_output_tokens, packing, rows, memory_packing)
+        *inner, x = (packing.unpack(state) for state in states)
+        return x, {"attn": [None], "inner_states": [state.transpose(0, 1) for state in inner]}
+
+    def rows(self, tokens: Tensor, packing: Packing, memory: Tensor, memory_packing: Packing) -> list[Tensor]:
+        """tokens int64 [B, T] and an encoder's rows float32 [S, H] -> packed rows [M, H]: the input of the first layer,
+        every layer's output, and the features."""
+        states = [self.embed_tokens.rows(tokens, packing)]
+        for layer in self.layers:
+            states.append(layer.rows(states[-1], packing, memory, memory_packing))
+        return [*states, self._normalised(states[-1])]
+
+    def _step(self, tokens, packing, offset, memory, memory_padding, incremental_state) -> list[Tensor]:
+        # An empty sentence may begin with padding; its row is computed like any other.
+        states = [self.embed_tokens.rows(tokens, packing, offset)]
         for index, layer in enumerate(self.layers):
-            if incremental_state is None:
-                padding = prev_output_tokens.eq(self.padding_idx)
-                x = layer(x, memory, memory_padding, self_padding_mask=padding)
-            else:
-                x = layer(x, memory, memory_padding, state=incremental_state.setdefault(f"lsq_layer_{index}", {}))
-            states.append(x)
-        if self.layer_norm is not None:
-            x = self.layer_norm(x)
-        return x.transpose(0, 1), {"attn": [None], "inner_states": states}
+            state = incremental_state.setdefault(f"lsq_layer_{index}", {})
+            states.append(layer.step(states[-1], memory, memory_padding, state))
+        return [*states, self._normalised(states[-1])]
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return x if self.layer_norm is None else self.layer_norm(x)
 
     def output_layer(self, features: Tensor) -> Tensor:
         """features float32 [B, T, H] -> logits float32 [B, T, V]."""
@@ -98,9 +116,7 @@ class LSQTransformerDecoder(FairseqIncrementalDecoder):
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """Keep the sentences `new_order` int64 [B'] of every layer's keys and values, in place."""
         for index in range(len(self.layers)):
-            state = incremental_state.get(f"lsq_layer_{index}", {})
-            for name, tensor in state.items():
-                state[name] = tensor.index_select(0, new_order)
+            reorder(incremental_state.get(f"lsq_layer_{index}", {}), new_order)
 
     def max_positions(self) -> int:
         """The longest target sentence."""

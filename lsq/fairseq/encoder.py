@@ -9,7 +9,7 @@ from fairseq.utils import safe_getattr
 from torch import Tensor, nn
 
 from lsq.fairseq.options import layer_config
-from lsq.layers import Embedding, TransformerEncoderLayer
+from lsq.layers import Embedding, Packing, TransformerEncoderLayer, unpack_time_major
 
 
 def build_embedding(args: Any, side: str, dictionary: Dictionary, weight: nn.Parameter) -> Embedding:
@@ -65,9 +65,29 @@ class LSQTransformerEncoder(FairseqEncoder):
         Returns:
             encoder_out: [float32 [S, B, H]].
             encoder_padding_mask: [bool [B, S]], True is padding.
-            encoder_states: the input of the first layer and every layer's output, if `return_all_hiddens`.
+            encoder_states: the input of the first layer and every layer's output, if `return_all_hiddens`. All are zero
+                where there is padding.
             src_lengths: [int32 [B, 1]].
             encoder_embedding, fc_results, src_tokens: empty.
+
+        Raises:
+            ValueError: the tokens are not on the CPU.
+        """
+        padding = src_tokens.eq(self.padding_idx)
+        packing = Packing(padding)
+        states = self.rows(src_tokens, packing)
+        return {
+            "encoder_out": [unpack_time_major(states[-1], packing)],
+            "encoder_padding_mask": [padding],
+            "encoder_embedding": [],
+            "encoder_states": [unpack_time_major(x, packing) for x in states[:-1]] if return_all_hiddens else [],
+            "fc_results": [],
+            "src_tokens": [],
+            "src_lengths": [(~padding).sum(dim=1, keepdim=True, dtype=torch.int32)],
+        }
+
+    def rows(self, src_tokens: Tensor, packing: Packing) -> list[Tensor]:
+        """The same on packed rows float32 [M, H]: the input of the first layer, every layer's output, and the result.
 
         Raises:
             ValueError: the tokens are not on the CPU.
@@ -76,25 +96,11 @@ class LSQTransformerEncoder(FairseqEncoder):
             raise ValueError(
                 f"lsq_transformer runs on the CPU, but the batch is on {src_tokens.device}; add the option --cpu"
             )
-        padding = src_tokens.eq(self.padding_idx)
-        x = self.embed_tokens(src_tokens)
-        if self.embed_tokens.layer_norm is not None:
-            x = x.masked_fill(padding.t().unsqueeze(2), 0.0)
-        states = [x]
+        states = [self.embed_tokens.rows(src_tokens, packing)]
         for layer in self.layers:
-            x = layer(x, padding)
-            states.append(x)
-        if self.layer_norm is not None:
-            x = self.layer_norm(x)
-        return {
-            "encoder_out": [x],
-            "encoder_padding_mask": [padding],
-            "encoder_embedding": [],
-            "encoder_states": states if return_all_hiddens else [],
-            "fc_results": [],
-            "src_tokens": [],
-            "src_lengths": [(~padding).sum(dim=1, keepdim=True, dtype=torch.int32)],
-        }
+            states.append(layer.rows(states[-1], packing))
+        last = states[-1]
+        return [*states, last if self.layer_norm is None else self.layer_norm(last)]
 
     def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
         """The sentences `new_order` int64 [B'] of an output of `forward`."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lsq.fairseq import calibration, checkpoint, options
 from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
+from lsq.layers import Packing
 from lsq.program import rehearsal
 
 MODEL = "lsq_transformer"
@@ -63,17 +64,16 @@ class LSQTransformerModel(TransformerModel):
         prev_output_tokens: Tensor,
         return_all_hiddens: bool = False,
         features_only: bool = False,
-        alignment_layer: int | None = None,
-        alignment_heads: int | None = None,
         target: Tensor | None = None,
         label_smoothing: float = 0.0,
+        **alignment: int | None,
     ) -> tuple:
         """Encode src_tokens int64 [B, S] and decode prev_output_tokens int64 [B, T].
 
         Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns them. With
-        `target` int64 [B, T]: (loss, nll_loss, features float32 [B, T, H]), the losses summed over the targets that
-        are not padding; the logits are never stored. It is a part of this method so that data parallel wrappers
-        see it.
+        `target` int64 [B, T]: (loss, nll_loss, features float32 [M, H]), the losses summed over the targets that are
+        not padding, the features of the M words of prev_output_tokens alone; the logits are never stored. It is a part
+        of this method so that data parallel wrappers see it.
 
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
@@ -85,16 +85,21 @@ class LSQTransformerModel(TransformerModel):
                 prev_output_tokens,
                 encoder_out,
                 features_only=features_only,
-                alignment_layer=alignment_layer,
-                alignment_heads=alignment_heads,
+                **alignment,
             )
 
         if self.training and rehearsal.active() is None:
             calibration.together(self, lambda: run(features_only=False))
-        features, extra = run(features_only or target is not None)
         if target is None:
-            return features, extra
-        return *self.decoder.output_projection.loss(features, target, label_smoothing), features
+            return run(features_only)
+        return self._loss(src_tokens, prev_output_tokens, target, label_smoothing)
+
+    def _loss(self, src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, label_smoothing: float) -> tuple:
+        source = Packing(src_tokens.eq(self.encoder.padding_idx))
+        packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx))
+        memory = self.encoder.rows(src_tokens, source)[-1]
+        features = self.decoder.rows(prev_output_tokens, packing, memory, source)[-1]
+        return *self.decoder.output_projection.loss(features, packing.pack(target), label_smoothing), features
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None):
         """Load a checkpoint of this model.

@@ -7,11 +7,11 @@ from copy import copy
 import torch
 from torch import nn
 
+from lsq.backends.products import products_of
 from lsq.fairseq.memory import build_training
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.layers.memory import rehearse_step
 from lsq.program import rehearsal
-from lsq.program.products import products_of
 from lsq.program.program import Program
 
 
@@ -26,8 +26,7 @@ def products_of_training(
 ) -> list[ProductKey]:
     """Every product once: for each number of tokens those of a training step, then those of generation.
 
-    The model is built, but no data is read and no layer computes. Batches of products are left out: they are those of
-    attention, whose shapes are the lengths of sentences, which the data alone knows.
+    The model is built, but no data is read and no layer computes. Attention's kernels multiply by themselves.
 
     Args:
         given: fairseq-train's options with the task lsq_translation and a limit of batches.
@@ -35,7 +34,7 @@ def products_of_training(
         backward: values of --lsq-backward to take together.
         tokens: of batches, source and target alike.
         rows: of a step of generation: sentences times beam.
-        kind: "cpu" or "cuda"; see `lsq.program.products.products_of`.
+        kind: "cpu" or "cuda"; see `lsq.backends.products.products_of`.
 
     Raises:
         ValueError: the options do not fit, or the architecture is not of lsq.
@@ -50,9 +49,9 @@ def products_of_training(
         models.append((model, criterion))
     for count in tokens:
         for model, criterion in models:
-            found += _products(training_programs(model, criterion, count), kind)
+            found += products_of_programs(training_programs(model, criterion, count), kind)
     for count in rows:
-        found += _products(generation_programs(models[0][0], count), kind)
+        found += products_of_programs(generation_programs(models[0][0], count), kind)
     return list(dict.fromkeys(found))
 
 
@@ -89,9 +88,9 @@ def generation_programs(model: nn.Module, rows: int) -> list[Program]:
     return rehearsed.programs
 
 
-def _products(programs: Iterable[Program], kind: str) -> list[ProductKey]:
-    found = (key for program in dict.fromkeys(programs) for key in products_of(program, kind))
-    return [key for key in found if key.batch == 1]
+def products_of_programs(programs: Iterable[Program], kind: str) -> list[ProductKey]:
+    """Every product once, in the order of the programs; kind and errors as of `lsq.backends.products.products_of`."""
+    return list(dict.fromkeys(key for program in dict.fromkeys(programs) for key in products_of(program, kind)))
 
 
 def token_counts(max_tokens: int, step: int) -> list[int]:

@@ -15,7 +15,7 @@ from lsq.csrc.launch import Product
 from lsq.gemm.json_file import check_choice, check_whole
 
 LARGEST_DIMENSION = 2**31 - 1
-LARGEST_INNER = (2**31 - 1) // 127**2
+LARGEST_INNER = (2**31 - 1) // torch.iinfo(torch.int8).max ** 2
 """Inner dimension up to which no int32 sum of products of codes can overflow: 133,144."""
 
 EXACT_TOKENS = 512
@@ -55,11 +55,10 @@ class Request:
 MATMUL = "matmul"
 """Any product by itself, as a GPU runs all of them."""
 OPERATIONS = {
-    "linear_int8": Request(layout="nt", rows=512),
-    "linear_int32": Request(layout="nt", rows=0, in_place=True),
-    "linear_input_gradient": Request(layout="nn", rows=512),
-    "linear_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
-    "vocabulary_cross_entropy": Request(layout="nt", rows=256),
+    "project": Request(layout="nt", rows=512),
+    "project_input_gradient": Request(layout="nn", rows=512),
+    "project_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
+    "vocabulary_loss": Request(layout="nt", rows=256),
     MATMUL: Request(layout="nt", rows=0, in_place=True),
 }
 """Who multiplies. How many rows of sums are best depends on what reads them, so that each has entries of its own."""

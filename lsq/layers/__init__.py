@@ -7,6 +7,7 @@ from lsq.layers.encoder_layer import TransformerEncoderLayer
 from lsq.layers.feed_forward import FeedForward
 from lsq.layers.linear import QuantizedLinear
 from lsq.layers.module import ProgramModule
+from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
 from lsq.layers.statistics import TensorStatistics, observe, quantized_tensors
 from lsq.layers.vocabulary import VocabularyProjection
 
@@ -14,6 +15,7 @@ __all__ = [
     "Embedding",
     "FeedForward",
     "MultiheadAttention",
+    "Packing",
     "ProgramModule",
     "QuantizedLinear",
     "TensorStatistics",
@@ -21,5 +23,7 @@ __all__ = [
     "TransformerEncoderLayer",
     "VocabularyProjection",
     "observe",
+    "pack_time_major",
     "quantized_tensors",
+    "unpack_time_major",
 ]

@@ -1,13 +1,12 @@
 """MultiheadAttention: over the input itself, or over a memory."""
 
-import math
-
 import torch
-from torch import nn
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, key_padding, rows_of, time_and_batch
-from lsq.program import layers as programs
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.packing import check_memory, pack_time_major, unpack_time_major
 
 
 class MultiheadAttention(ProgramModule):
@@ -21,24 +20,11 @@ class MultiheadAttention(ProgramModule):
     def __init__(self, config: LayerConfig, *, cross: bool = False):
         super().__init__(config.quant)
         self.config, self.cross = config, cross
-        hidden = config.hidden
+        one = Sentences.of(1, 1, 1)
         if cross:
-            self._add_projection("query", 1)
-            self._add_projection("key_value", 2)
-            self.add_activation_clips("input", "memory", "query", "key_value", "context", "out")
+            self.declare(lambda mode: programs.cross_attention(config, one, one, mode))
         else:
-            self._add_projection("qkv", 3)
-            self.add_activation_clips("input", "qkv", "context", "out")
-        nn.init.xavier_uniform_(self.add_weight("out_weight", hidden, hidden))
-        self.add_bias("out_bias", hidden)
-        self.calibrate_weights()
-
-    def _add_projection(self, name: str, parts: int) -> None:
-        hidden = self.config.hidden
-        weight = self.add_weight(name + "_weight", parts * hidden, hidden)
-        for part in weight.data.chunk(parts):
-            nn.init.xavier_uniform_(part, gain=1.0 / math.sqrt(2.0))
-        initialise_uniform(self.add_bias(name + "_bias", parts * hidden), hidden)
+            self.declare(lambda mode: programs.self_attention(config, one, mode, causal=False))
 
     @beside_the_graph
     def forward(
@@ -46,31 +32,29 @@ class MultiheadAttention(ProgramModule):
         x: torch.Tensor,
         memory: torch.Tensor | None = None,
         key_padding_mask: torch.Tensor | None = None,
-        *,
         causal: bool = False,
     ) -> torch.Tensor:
-        """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool [B, S], True is padding -> [T, B, H].
+        """x float32 [T, B, H], memory [S, B, H] if cross; key_padding_mask bool, True is padding -> [T, B, H].
+
+        The mask is [B, T], or [B, S] of the memory. Results are zero where x is padding.
 
         Raises:
             ValueError: a memory is missing or not wanted; another shape, no sentence, or no word.
         """
         if self.cross != (memory is not None):
             raise ValueError(f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given")
-        time, batch = time_and_batch(x, self.config.hidden)
-        mask = key_padding(key_padding_mask)
-        inputs = {"x": rows_of(x, self.config.hidden)}
-        if mask is not None:
-            inputs["padding"] = mask
+        width = self.config.hidden
         if memory is None:
-            backward = self.wants_backward(x)
-            program = programs.self_attention(
-                self.config, batch, time, mask is not None, causal, self.training, backward
-            )
+            rows, packing = pack_time_major(x, key_padding_mask, width)
+            program = programs.self_attention(self.config, packing.sentences, self.mode(x), causal=causal)
+            (y,) = self.execute(program, {"x": rows, "starts": packing.starts})
         else:
-            backward = self.wants_backward(x, memory)
+            rows, packing = pack_time_major(x, None, width)
+            check_memory(memory, x)
+            source, source_packing = pack_time_major(memory, key_padding_mask, width)
             program = programs.cross_attention(
-                self.config, batch, time, memory.shape[0], mask is not None, self.training, backward
+                self.config, packing.sentences, source_packing.sentences, self.mode(x, memory)
             )
-            inputs["memory"] = rows_of(memory, self.config.hidden)
-        (y,) = self.execute(program, inputs)
-        return y.view(x.shape)
+            inputs = {"x": rows, "starts": packing.starts}
+            (y,) = self.execute(program, {**inputs, "memory": source, "memory_starts": source_packing.starts})
+        return unpack_time_major(y, packing)

@@ -1,13 +1,21 @@
 """TransformerDecoderLayer: self-attention, attention over the encoder's output and feed-forward in one program."""
 
 import torch
-from torch import nn
 
 from lsq.config import LayerConfig
-from lsq.layers.attention import MultiheadAttention
-from lsq.layers.feed_forward import FeedForward
-from lsq.layers.module import ProgramModule, beside_the_graph, key_padding, rows_of, time_and_batch
-from lsq.program import layers as programs
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.packing import Packing, check_memory, pack_time_major, unpack_time_major
+
+State = dict[str, torch.Tensor]
+"""What a layer keeps between two steps of decoding: "history" [B, P, 3H], "cross" [B, S, 2H], its "cross_scale" [1]."""
+
+
+def reorder(state: State, order: torch.Tensor) -> None:
+    """Keep the sentences `order` int64 [B'] of a state, in place."""
+    for name in state.keys() - {"cross_scale"}:
+        state[name] = state[name].index_select(0, order)
 
 
 class TransformerDecoderLayer(ProgramModule):
@@ -16,14 +24,9 @@ class TransformerDecoderLayer(ProgramModule):
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
         self.config = config
-        self.self_attn = MultiheadAttention(config)
-        self.self_attn_layer_norm = nn.LayerNorm(config.hidden, config.layer_norm_epsilon)
-        self.encoder_attn = MultiheadAttention(config, cross=True)
-        self.encoder_attn_layer_norm = nn.LayerNorm(config.hidden, config.layer_norm_epsilon)
-        self.feed_forward = FeedForward(config)
-        self.final_layer_norm = nn.LayerNorm(config.hidden, config.layer_norm_epsilon)
+        one = Sentences.of(1, 1, 1)
+        self.declare(lambda mode: programs.decoder_layer(config, one, one, mode))
 
-    @beside_the_graph
     def forward(
         self,
         x: torch.Tensor,
@@ -31,54 +34,78 @@ class TransformerDecoderLayer(ProgramModule):
         encoder_padding_mask: torch.Tensor | None = None,
         *,
         self_padding_mask: torch.Tensor | None = None,
-        state: dict[str, torch.Tensor] | None = None,
+        state: State | None = None,
     ) -> torch.Tensor:
         """x float32 [T, B, H], encoder_out [S, B, H], encoder_padding_mask bool [B, S] -> float32 [T, B, H].
 
         Without `state` the whole target is there and the future is masked. With a state (an empty dict at first) x is
-        one step [1, B, H]; the layer keeps its keys and values in the state, each [B, heads, time, width].
+        one step [1, B, H]; the layer keeps what the next step needs in the state, a row for each sentence. Results are
+        zero where `self_padding_mask` bool [B, T] says padding.
 
         Raises:
             ValueError: another shape, no sentence or no word; a state in training mode, with more than one step, or
                 before calibration.
         """
-        time, batch = time_and_batch(x, self.config.hidden)
-        inputs = {"x": rows_of(x, self.config.hidden)}
-        mask = key_padding(encoder_padding_mask)
-        if mask is not None:
-            inputs["padding"] = mask
+        rows, packing = pack_time_major(x, self_padding_mask, self.config.hidden)
         if state is not None:
-            return self._step(inputs, encoder_out, state).view(x.shape)
-        inputs["memory"] = rows_of(encoder_out, self.config.hidden)
-        self_mask = key_padding(self_padding_mask)
-        if self_mask is not None:
-            inputs["self_padding"] = self_mask
-        program = programs.decoder_layer(
-            self.config, batch, time, encoder_out.shape[0], mask is not None, self_mask is not None, self.training,
-            self.wants_backward(x, encoder_out),
-        )
-        (y,) = self.execute(program, inputs)
-        return y.view(x.shape)
+            if x.shape[:2] != (1, encoder_out.shape[1]):
+                raise ValueError(
+                    f"incremental decoding takes one step [1, {encoder_out.shape[1]}, {self.config.hidden}] at a time; "
+                    f"given {tuple(x.shape)}"
+                )
+            return unpack_time_major(self.step(rows, encoder_out, encoder_padding_mask, state), packing)
+        check_memory(encoder_out, x)
+        memory, memory_packing = pack_time_major(encoder_out, encoder_padding_mask, self.config.hidden)
+        return unpack_time_major(self.rows(rows, packing, memory, memory_packing), packing)
 
-    def _step(self, inputs, encoder_out, state) -> torch.Tensor:
-        config, source = self.config, encoder_out.shape[0]
-        batch = encoder_out.shape[1]
-        if self.training or inputs["x"].shape[0] != batch:
-            raise ValueError(
-                f"incremental decoding takes one step [1, {batch}, {config.hidden}] in eval mode; given "
-                f"{inputs['x'].shape[0]} rows, training {self.training}"
-            )
+    @beside_the_graph
+    def rows(self, x: torch.Tensor, packing: Packing, memory: torch.Tensor, memory_packing: Packing) -> torch.Tensor:
+        """The same on packed rows: x float32 [M, H], memory [S, H] -> [M, H]."""
+        program = programs.decoder_layer(
+            self.config, packing.sentences, memory_packing.sentences, self.mode(x, memory)
+        )
+        inputs = {"x": x, "starts": packing.starts, "memory": memory, "memory_starts": memory_packing.starts}
+        (y,) = self.execute(program, inputs)
+        return y
+
+    @beside_the_graph
+    @torch.no_grad()
+    def step(
+        self, x: torch.Tensor, encoder_out: torch.Tensor, padding: torch.Tensor | None, state: State
+    ) -> torch.Tensor:
+        """One step of decoding: x float32 [B, H], encoder_out [S, B, H], padding bool [B, S] or None -> [B, H].
+
+        Raises:
+            ValueError: training mode, or clips that were never measured.
+        """
+        config, (source, batch, hidden) = self.config, encoder_out.shape
+        if self.training:
+            raise ValueError("incremental decoding needs eval mode; call .eval() first")
         if config.quant.quantized and not self.calibrated:
             raise ValueError(
                 "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "
                 "once on a whole target"
             )
-        with torch.no_grad():
-            if not state:
-                memory = rows_of(encoder_out, config.hidden)
-                program = programs.decoder_memory(config, batch, source)
-                state["cross_key"], state["cross_value"] = self.execute(program, {"memory": memory})
-                state["key"] = state["value"] = torch.empty(batch, config.heads, 0, config.hidden // config.heads)
-            program = programs.decoder_step(config, batch, state["key"].shape[2], source, "padding" in inputs)
-            y, state["key"], state["value"] = self.execute(program, {**inputs, **state})
+        mode, shape = self.mode(), (batch, source)
+        if not state:
+            program = programs.decoder_memory(config, batch * source, mode)
+            memory = encoder_out.transpose(0, 1).reshape(batch * source, hidden)
+            cross, *scale = self.execute(program, {"memory": memory})
+            state["cross"] = cross.view(batch, source, 2 * hidden)
+            state["history"] = cross.new_empty(batch, 0, 3 * hidden)
+            if scale:
+                state["cross_scale"] = scale[0]
+        memory_packing = Packing(padding, shape=shape, device=x.device)
+        past = state["history"].shape[1]
+        program = programs.decoder_step(config, past, memory_packing.sentences, mode)
+        inputs = {
+            "x": x, "starts": Packing(shape=(batch, 1), device=x.device).starts,
+            "history": state["history"].reshape(batch * past, 3 * hidden),
+            "history_starts": Packing(shape=(batch, past + 1), device=x.device).starts,
+            "cross": memory_packing.pack(state["cross"]), "source_starts": memory_packing.starts,
+        }  # fmt: skip
+        if "cross_scale" in state:
+            inputs["cross_scale"] = state["cross_scale"]
+        y, history = self.execute(program, inputs)
+        state["history"] = history.view(batch, past + 1, 3 * hidden)
         return y

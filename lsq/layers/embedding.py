@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from lsq.config import QuantConfig
+from lsq.layers import programs
 from lsq.layers.module import ProgramModule, beside_the_graph
-from lsq.program import layers as programs
+from lsq.layers.packing import Packing, unpack_time_major
 
 POSITIONS = ("sinusoidal", "learned")
 
@@ -60,36 +61,38 @@ class Embedding(ProgramModule):
         self.padding_idx, self.dropout, self.learned = padding_idx, dropout, positions == "learned"
         self.max_positions = max_positions
         self.scale = math.sqrt(hidden) if scale is None else scale
-        self.weight = nn.Parameter(torch.empty(vocabulary, hidden))
-        nn.init.normal_(self.weight, std=hidden**-0.5)
         rows = max_positions + padding_idx + 1
-        if self.learned:
-            self.position_weight = nn.Parameter(torch.empty(rows, hidden))
-            nn.init.normal_(self.position_weight, std=hidden**-0.5)
-        else:
+        table = programs.Table(
+            vocabulary=vocabulary, hidden=hidden, positions=rows, padding=padding_idx, scale=self.scale,
+            dropout=0.0 if layer_norm else dropout, learned=self.learned,
+        )
+        self.declare(lambda mode: programs.embedding(self.quant, 1, table, mode))
+        self._table = table
+        if not self.learned:
             self.register_buffer("position_weight", sinusoidal_table(rows, hidden, padding_idx), persistent=False)
         with torch.no_grad():
             self.weight[padding_idx] = 0.0
             self.position_weight[padding_idx] = 0.0
         self.layer_norm = nn.LayerNorm(hidden) if layer_norm else None
 
-    @beside_the_graph
     def forward(self, tokens: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """tokens int64 [B, T]; `offset` is the position of the first column, for incremental decoding.
+        """tokens int64 [B, T] -> float32 [T, B, H], zero where there is padding.
+
+        `offset` is the position of the first column, for incremental decoding. Raises as `rows` does.
+        """
+        self._check(tokens)
+        packing = Packing(tokens == self.padding_idx)
+        return unpack_time_major(self.rows(tokens, packing, offset), packing)
+
+    @beside_the_graph
+    def rows(self, tokens: torch.Tensor, packing: Packing, offset: int = 0) -> torch.Tensor:
+        """The same as packed rows [M, H], by the packing of the tokens' padding.
 
         Raises:
             ValueError: a sentence longer than max_positions, an empty batch, or a token outside the vocabulary.
         """
-        if tokens.dim() != 2 or tokens.numel() == 0:
-            raise ValueError(
-                f"the tokens are {tuple(tokens.shape)}; they must be [sentences, time] with at least one word"
-            )
-        batch, time = tokens.shape
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.weight.shape[0]:
-            raise ValueError(
-                f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary has "
-                f"{self.weight.shape[0]} words"
-            )
+        self._check(tokens)
+        time = tokens.shape[1]
         if time + offset > self.max_positions:
             raise ValueError(
                 f"a sentence of {time + offset} tokens is longer than max_positions = {self.max_positions}; "
@@ -98,17 +101,22 @@ class Embedding(ProgramModule):
         present = tokens != self.padding_idx
         places = present.cumsum(dim=1) + offset
         places = torch.where(present, places + self.padding_idx, self.padding_idx)
-        vocabulary, hidden = self.weight.shape
-        dropout = 0.0 if self.layer_norm is not None else self.dropout
-        program = programs.embedding(
-            self.quant, batch, time, vocabulary, hidden, self.position_weight.shape[0], self.padding_idx,
-            self.scale, dropout, self.learned, self.training, self.wants_backward(),
-        )
-        inputs = {"tokens": tokens, "places": places}
+        program = programs.embedding(self.quant, packing.sentences.rows, self._table, self.mode())
+        inputs = {"tokens": packing.pack(tokens), "places": packing.pack(places)}
         if not self.learned:
             inputs["position_weight"] = self.position_weight
         (x,) = self.execute(program, inputs)
-        x = x.view(time, batch, hidden)
         if self.layer_norm is not None:
             x = nn.functional.dropout(self.layer_norm(x), self.dropout, self.training)
         return x
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        if tokens.dim() != 2 or tokens.numel() == 0:
+            raise ValueError(
+                f"the tokens are {tuple(tokens.shape)}; they must be [sentences, time] with at least one word"
+            )
+        words = self.weight.shape[0]
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < words:
+            raise ValueError(
+                f"tokens lie between {int(tokens.min())} and {int(tokens.max())}; the vocabulary has {words} words"
+            )

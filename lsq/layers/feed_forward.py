@@ -3,8 +3,8 @@
 import torch
 
 from lsq.config import LayerConfig
-from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, rows_of
-from lsq.program import layers as programs
+from lsq.layers import programs
+from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
 
 
 class FeedForward(ProgramModule):
@@ -13,16 +13,11 @@ class FeedForward(ProgramModule):
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
         self.config = config
-        hidden, inner = config.hidden, config.feed_forward
-        for name, rows, columns in (("fc1", inner, hidden), ("fc2", hidden, inner)):
-            initialise_uniform(self.add_weight(name + "_weight", rows, columns), columns)
-            initialise_uniform(self.add_bias(name + "_bias", rows), columns)
-        self.add_activation_clips("input", "hidden", "activation")
-        self.calibrate_weights()
+        self.declare(lambda mode: programs.feed_forward(config, 1, mode))
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = rows_of(x, self.config.hidden)
-        program = programs.feed_forward(self.config, rows.shape[0], self.training, self.wants_backward(x))
+        program = programs.feed_forward(self.config, rows.shape[0], self.mode(x))
         (y,) = self.execute(program, {"x": rows})
         return y.view(x.shape)

@@ -3,8 +3,8 @@
 import torch
 
 from lsq.config import QuantConfig, check_dimension
-from lsq.layers.module import ProgramModule, beside_the_graph, initialise_uniform, rows_of
-from lsq.program import layers as programs
+from lsq.layers import programs
+from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
 
 
 class QuantizedLinear(ProgramModule):
@@ -21,20 +21,15 @@ class QuantizedLinear(ProgramModule):
             check_dimension("inputs", inputs)
             check_dimension("outputs", outputs)
         self.inputs, self.outputs = inputs, outputs
-        initialise_uniform(self.add_weight("weight", outputs, inputs), inputs)
-        if bias:
-            initialise_uniform(self.add_bias("bias", outputs), inputs)
-        else:
+        if not bias:
             self.register_parameter("bias", None)
-        self.add_activation_clips("input")
-        self.calibrate_weights()
+        self.declare(lambda mode: programs.linear(quant, 1, inputs, outputs, mode, bias=bias))
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = rows_of(x, self.inputs)
         program = programs.linear(
-            self.quant, rows.shape[0], self.inputs, self.outputs, self.bias is not None, self.training,
-            self.wants_backward(x),
+            self.quant, rows.shape[0], self.inputs, self.outputs, self.mode(x), bias=self.bias is not None
         )
         (y,) = self.execute(program, {"x": rows})
         return y.view(*x.shape[:-1], self.outputs)

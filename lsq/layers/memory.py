@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lsq.csrc import loader
 from lsq.layers.module import ProgramModule
-from lsq.ops.registry import fused_available
 from lsq.program import rehearsal
 from lsq.program.frames import StepMemory
 from lsq.program.guard import MARGIN, GuardedMemory
@@ -57,7 +57,7 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
     if mode not in MODES:
         raise ValueError(f"memory is {mode!r}; allowed: {', '.join(map(repr, MODES))}")
     release_memory(model)
-    if mode == "naive" or not fused_available():
+    if mode == "naive" or not loader.available():
         return None
     rehearsed, names = rehearse_step(model, step)
     margin = MARGIN if mode == "guard" else 0

@@ -1,6 +1,8 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
 import contextlib
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator
 
@@ -8,18 +10,23 @@ import torch
 from torch import nn
 
 from lsq import quant
+from lsq.backends import Backend, backend, for_device
 from lsq.config import QuantConfig
+from lsq.layers.programs import Mode
 from lsq.ops.calibration import calibrate
-from lsq.ops.quantize import weight_reference
-from lsq.ops.random import draw_key
+from lsq.ops.rounding import RoundWeight
 from lsq.program import rehearsal
 from lsq.program.executor import Execution, Hooks
 from lsq.program.frames import StepMemory
+from lsq.program.operation import Operation
+from lsq.program.parameters import CLIPS, Parameter
 from lsq.program.program import Program
+from lsq.quant.random import draw_key
 
-CLIP = "_clip"
-"""Suffix of every clip parameter."""
+logger = logging.getLogger(__name__)
+
 _BEFORE = "_clip_before"
+_OUTDATED_CLIPS, _OUTDATED_COUNTS = ("hidden_clip", "out_clip"), ("calibrated", "passes")
 _CALIBRATED_AT = frozenset(2**k for k in range(1, 32))
 _WEIGHTS_CALIBRATED_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
@@ -35,21 +42,23 @@ def beside_the_graph(method: Callable) -> Callable:
 
 
 class ProgramModule(nn.Module):
-    """A module that computes by running a program.
+    """A module that computes by running a program, and has the parameters that the program declares.
 
-    Its parameters have the names that the program uses. A module inside another one (the attention of an encoder
-    layer) only holds parameters; the outer module runs them all in one program.
+    A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child module `self_attn`.
 
     The buffer `calibrated` (bool) says whether the activations' clips hold measured values, `passes` (int64) counts
     training passes: clips are measured in the first one and again while tensors still grow fast. Codes of weights are
     made anew for every training pass, and kept while the module is in eval mode and no gradient is wanted.
 
     `step_memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
+    `backend` is where it runs; None: where its parameters are.
     """
 
     def __init__(self, quantization: QuantConfig):
         super().__init__()
         self.quant = quantization
+        self.declared: dict[str, Parameter] = {}
+        self.backend: Backend | None = None
         self._codes: dict[str, torch.Tensor] = {}
         self._codes_made_from: tuple = ()
         self._observer = None
@@ -61,52 +70,54 @@ class ProgramModule(nn.Module):
 
     # Construction
 
-    def add_weight(self, name: str, rows: int, columns: int) -> nn.Parameter:
-        """A weight [rows, columns], zero so far, with its clip [rows] or [1]."""
-        weight = nn.Parameter(torch.zeros(rows, columns))
-        self.register_parameter(name, weight)
-        if self.quant.quantized:
-            clips = rows if self.quant.weight_granularity == "channel" else 1
-            self.register_parameter(name + CLIP, nn.Parameter(torch.full((clips,), self.quant.weight_clip)))
-        return weight
+    def declare(self, build: Callable[[Mode], Program]) -> None:
+        """Make the parameters that a program declares, and measure the clips of weights.
 
-    def add_bias(self, name: str, size: int) -> nn.Parameter:
-        """A bias [size], zero."""
-        bias = nn.Parameter(torch.zeros(size))
-        self.register_parameter(name, bias)
-        return bias
+        `build` is given how the program would be trained, and makes it for a batch of any size.
+        """
+        program = build(Mode(training=True, backward=True, backend=backend("reference")))
+        for virtual in program.parameters:
+            declared = virtual.declared
+            holder, name = self._holder(declared.name)
+            made = nn.Parameter(torch.empty(declared.shape))
+            declared.initialise(made)
+            holder.register_parameter(name, made)
+            self.declared[declared.name] = declared
+        self.calibrate_weights()
 
-    def add_activation_clips(self, *names: str) -> None:
-        """A clip [1] for each activation."""
-        if self.quant.quantized:
-            for name in names:
-                self.register_parameter(name + CLIP, nn.Parameter(torch.full((1,), self.quant.activation_clip)))
+    def _holder(self, path: str) -> tuple[nn.Module, str]:
+        """The module that holds the parameter of that dotted name, and its name there."""
+        *parts, name = path.split(".")
+        holder = self
+        for part in parts:
+            if part not in dict(holder.named_children()):
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        return holder, name
 
     def calibrate_weights(self) -> None:
         """Measure the clip of every weight in this module, as `weight_init` says."""
         self._measure_weights()
-        torch.autograd.graph.increment_version(self._clips().values())
+        torch.autograd.graph.increment_version(list(self.clips().values()))
 
     @torch.no_grad()
     def _measure_weights(self) -> None:
         """The same, unseen by autograd: an earlier pass of this module may still await its backward pass."""
-        parameters = dict(self.named_parameters())
-        for name, clip in self._clips().items():
-            weight = parameters.get(name.removesuffix(CLIP))
-            if weight is not None:
-                with naming(name.removesuffix(CLIP)):
+        for name, declared in self.declared.items():
+            if declared.clip is not None:
+                with naming(name):
                     measured = calibrate(
-                        weight, self.quant.weight_init, self.quant.bits,
+                        self.get_parameter(name), self.quant.weight_init, self.quant.bits,
                         per_channel=self.quant.weight_granularity == "channel",
                         fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                     )
-                clip.data.copy_(measured)
+                self.get_parameter(declared.clip).data.copy_(measured)
         self._codes.clear()
         self._forget_clips()
 
-    def _clips(self) -> dict[str, nn.Parameter]:
-        """Every clip in this module by name."""
-        return {name: parameter for name, parameter in self.named_parameters() if name.endswith(CLIP)}
+    def clips(self) -> dict[str, nn.Parameter]:
+        """Every clip of this module by name."""
+        return {name: self.get_parameter(name) for name, one in self.declared.items() if one.kind in CLIPS}
 
     def check_clips(self) -> None:
         """Refuse clips that no quantiser can work with, as a damaged checkpoint would bring.
@@ -114,7 +125,7 @@ class ProgramModule(nn.Module):
         Raises:
             ValueError: a clip is not above 0, NaN or infinite.
         """
-        for name, clip in self._clips().items():
+        for name, clip in self.clips().items():
             quant.check_clip(clip, name)
 
     # Running
@@ -125,37 +136,45 @@ class ProgramModule(nn.Module):
             tensor.requires_grad for tensor in (*inputs, *self.parameters())
         )
 
+    def mode(self, *inputs: torch.Tensor) -> Mode:
+        """How a program of this module runs on these inputs now."""
+        return Mode(training=self.training, backward=self.wants_backward(*inputs), backend=self._backend())
+
+    def _backend(self) -> Backend:
+        return self.backend or for_device(next(self.parameters()).device)
+
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters, calibrating first if that is due."""
         rehearsed = rehearsal.active()
         if rehearsed is not None:
-            return rehearsed.run(self, program, {**dict(self.named_parameters()), **inputs})
+            return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
         calibrating = self.quant.quantized and (self.calibration_due() if self.training else not self.calibrated)
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
             if self.weights_due():
                 self._measure_weights()
                 self._weights_measured_at = int(self.passes)
-        tensors = {**dict(self.named_parameters()), **inputs, "random_key": draw_key()}
-        if not program.output_gradients:
-            tensors.update(self._weight_codes())
+        tensors = {**self._parameters_of(program), **inputs, "random_key": draw_key(), **self._weight_codes(program)}
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
             before=self._calibrate_operation if measuring else None,
             after=self._observer,
         )
+        if self._observer is not None and program.output_gradients:
+            self._observer.weights(self, tensors)
         memory = self.step_memory if self.training else None
-        outputs = Execution(program, hooks, memory=memory, owner=self)(tensors)
+        outputs = Execution(program, self._backend(), hooks=hooks, memory=memory, owner=self)(tensors)
         if calibrating:
-            for module in self.modules():
-                if isinstance(module, ProgramModule):
-                    module.calibrated.fill_(True)
+            self.calibrated.fill_(True)
             self._measured_at = int(self.passes)
             self._forget_clips()
         if self.quant.quantized and self.training and program.output_gradients:
             self._remember_clips()
             self.passes += 1
         return outputs
+
+    def _parameters_of(self, program: Program) -> dict[str, torch.Tensor]:
+        return {virtual.name: self.get_parameter(virtual.name) for virtual in program.parameters}
 
     @torch.no_grad()
     def limit_clip_steps(self) -> None:
@@ -166,17 +185,17 @@ class ProgramModule(nn.Module):
         remembered on the parameter itself, and forgotten when it is measured or loaded.
         """
         step = self.quant.clip_step
-        for clip in self._clips().values():
+        for clip in self.clips().values():
             before = getattr(clip, _BEFORE, None)
             if before is not None:
                 torch.clamp(clip.data, before * (1 - step), before * (1 + step), out=clip.data)
 
     def _remember_clips(self) -> None:
-        for clip in self._clips().values():
+        for clip in self.clips().values():
             setattr(clip, _BEFORE, clip.detach().clone())
 
     def _forget_clips(self) -> None:
-        for clip in self._clips().values():
+        for clip in self.clips().values():
             setattr(clip, _BEFORE, None)
 
     def calibration_due(self) -> bool:
@@ -197,44 +216,40 @@ class ProgramModule(nn.Module):
             and self._weights_measured_at != passes
         )
 
-    def _calibrate_operation(self, operation, values) -> None:
+    def _calibrate_operation(self, declared: Operation, operation: Operation) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""
-        if operation.definition.unquantized is None:
+        rounding = operation.rounding()
+        if rounding is None:
             return
-        clip = next((t for t in operation.inputs if t is not None and t.name.endswith(CLIP)), None)
-        if clip is None:
-            return
-        inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        with naming(clip.name.removesuffix(CLIP)):
+        with naming(declared.rounding().clip.name.removesuffix("_clip")):
             measured = calibrate(
-                operation.definition.unquantized(*inputs, **operation.attributes), self.quant.activation_init,
-                self.quant.bits, fixed=self.quant.activation_clip, percentile=self.quant.percentile,
+                operation.unrounded(), self.quant.activation_init, self.quant.bits, fixed=self.quant.activation_clip,
+                percentile=self.quant.percentile,
             )
-        values[clip].data.copy_(measured)
+        rounding.clip.data.copy_(measured)
 
-    def _weight_codes(self) -> dict[str, torch.Tensor]:
-        """Codes and scale of every weight; kept in eval mode until a parameter changes."""
-        if not self.quant.quantized:
-            return {}
-        parameters = dict(self.named_parameters())
-        made_from = tuple((tensor.data_ptr(), tensor._version) for tensor in parameters.values())
-        if self._codes and not self.training and self._codes_made_from == made_from:
-            return self._codes
-        codes = {}
-        with torch.no_grad():
-            for name, clip in parameters.items():
-                weight = parameters.get(name.removesuffix(CLIP))
-                if name.endswith(CLIP) and weight is not None:
-                    rounded, scale = self.round_weight(weight, clip)
-                    codes[name.removesuffix(CLIP) + ".codes"] = rounded
-                    codes[name.removesuffix(CLIP) + ".scale"] = scale
-        if not self.training:
-            self._codes, self._codes_made_from = codes, made_from
+    @torch.no_grad()
+    def _weight_codes(self, program: Program) -> dict[str, torch.Tensor]:
+        """Codes and scale of every weight of `program`; kept in eval mode until a parameter changes."""
+        made_from = tuple((tensor.data_ptr(), tensor._version) for tensor in self.parameters())
+        fresh = self.training or self._codes_made_from != made_from
+        self._codes_made_from = made_from
+        place, kept, codes = self._backend(), self._codes, {}
+        for virtual in program.weights.values():
+            if virtual.codes is None:
+                continue
+            wanted = {tensor.name: tensor for tensor in (virtual.codes, virtual.scale)}
+            if fresh or not wanted.keys() <= self._codes.keys():
+                for tensor in wanted.values():
+                    before = self._codes.get(tensor.name)
+                    if before is None or tuple(before.shape) != tensor.shape:
+                        self._codes[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
+                weight = virtual.bind(
+                    lambda tensor: kept[tensor.name] if tensor.name in kept else self.get_parameter(tensor.name)
+                )
+                place.run(RoundWeight(weight=weight.bind(torch.Tensor.detach)))
+            codes |= {tensor: self._codes[tensor] for tensor in wanted}
         return codes
-
-    def round_weight(self, weight: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [N, K] and scale [N] of one weight."""
-        return weight_reference(weight, clip, bits=self.quant.bits)
 
     # Whatever may change weights drops the kept codes
 
@@ -251,10 +266,26 @@ class ProgramModule(nn.Module):
         self.limit_clip_steps()
         super()._save_to_state_dict(*arguments, **options)
 
-    def _load_from_state_dict(self, *arguments, **options):
+    def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):
         self._codes.clear()
         self._forget_clips()
-        super()._load_from_state_dict(*arguments, **options)
+        self._upgrade(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
+
+    def _upgrade(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+        """Drop what earlier versions kept: clips of products before their bias, and counts of inner modules."""
+        parts = {name.rpartition(".")[0] for name in self.declared}
+        outdated = {f"{part}.{name}" for part in parts - {""} for name in (*_OUTDATED_CLIPS, *_OUTDATED_COUNTS)}
+        outdated = {*outdated, *_OUTDATED_CLIPS} - self.declared.keys()
+        found = [name for name in outdated if state_dict.pop(prefix + name, None) is not None]
+        if found and prefix + "calibrated" in state_dict:
+            _warn_of_older_version()
+            state_dict[prefix + "calibrated"] = torch.tensor(False)
+
+
+@functools.cache  # once, not for every layer
+def _warn_of_older_version() -> None:
+    logger.warning("a checkpoint of an older version; clips of activations are measured again")
 
 
 @contextlib.contextmanager
@@ -266,12 +297,6 @@ def naming(tensor: str) -> Iterator[None]:
         raise ValueError(f"{tensor}: {error}") from error
 
 
-def initialise_uniform(parameter: torch.Tensor, fan_in: int) -> None:
-    """Uniform in ±1/sqrt(fan_in), as torch.nn.Linear draws both weights and biases."""
-    bound = 1.0 / math.sqrt(fan_in)
-    nn.init.uniform_(parameter, -bound, bound)
-
-
 def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     """x [..., width] as rows [M, width].
 
@@ -281,21 +306,3 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
     return x.reshape(-1, width)
-
-
-def time_and_batch(x: torch.Tensor, width: int) -> tuple[int, int]:
-    """(T, B) of x [T, B, width].
-
-    Raises:
-        ValueError: another shape, no sentence, or no word.
-    """
-    if x.dim() != 3 or x.shape[2] != width or x.numel() == 0:
-        raise ValueError(
-            f"the input is {tuple(x.shape)}; it must be [time, sentences, {width}] with at least one word"
-        )
-    return x.shape[0], x.shape[1]
-
-
-def key_padding(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A padding mask bool [B, S], or None where it masks nothing."""
-    return None if mask is None or not mask.any() else mask.to(torch.bool)

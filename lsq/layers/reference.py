@@ -4,12 +4,14 @@ Independent of programs and fused operations, and slow: every other implementati
 Dropout is given as a function, so that it can draw the same masks as a program. Shapes as in the modules.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from lsq.config import LayerConfig, QuantConfig
+from lsq.ops.project import SLOPE_UNIT
 from lsq.quant import fake_quantize
 
 Dropout = Callable[[torch.Tensor, float], torch.Tensor]
@@ -35,56 +37,51 @@ class ReferenceLayer:
             return x
         return fake_quantize(x, self.parameters[clip], quant.bits, quant.clip_gradient)
 
-    def linear(self, x: torch.Tensor, name: str, output_clip: str | None) -> torch.Tensor:
-        """Product of rounded x with rounded weight, rounded again under `output_clip`; without bias."""
-        weight = self.round(self.parameters[name], name + "_clip")
-        product = functional.linear(x, weight)
-        return product if output_clip is None else self.round(product, output_clip)
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Product of rounded x with the rounded weight of that name, and its bias."""
+        weight = self.round(self.parameters[name + "_weight"], name + "_weight_clip")
+        return functional.linear(x, weight, self.parameters[name + "_bias"])
 
-    def split(self, rows: torch.Tensor, batch: int) -> torch.Tensor:
-        """[T * B, H] -> [B, N, T, D]."""
-        heads = self.config.heads
-        return rows.view(-1, batch, heads, rows.shape[1] // heads).permute(1, 2, 0, 3)
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
+        """ReLU or GELU; where anything is rounded, GELU's slope is kept as integers for the backward pass."""
+        if self.config.activation == "relu":
+            return functional.relu(x)
+        return _SteppedGELU.apply(x) if self.config.quant.quantized else functional.gelu(x)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H] -> [B, N, T, D]."""
+        return x.unflatten(2, (self.config.heads, -1)).transpose(1, 2)
 
     def attend(self, q, k, v, prefix: str, padding: torch.Tensor | None, causal: bool) -> torch.Tensor:
-        """Rows of q, k, v -> rounded context rows."""
-        batch = self.batch
-        q, k, v = (self.split(tensor, batch) for tensor in (q * (q.shape[1] // self.config.heads) ** -0.5, k, v))
-        scores = q @ k.transpose(-1, -2)
+        """Queries [B, T, H], keys and values [B, S, H] -> rounded context [B, T, H]."""
+        q, k, v = map(self.split, (q, k, v))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None], float("-inf"))
         probabilities = self.dropout(scores.softmax(-1), self.config.attention_dropout)
-        context = (probabilities @ v).permute(2, 0, 1, 3).reshape(-1, self.config.hidden)
-        return self.round(context, prefix + "context_clip")
+        return self.round((probabilities @ v).transpose(1, 2).flatten(2), prefix + "context_clip")
 
     def self_attention(self, x, prefix: str, padding, causal: bool) -> torch.Tensor:
-        """Normalised rows -> rows of the output projection with its bias, before dropout."""
-        p = self.parameters
-        qkv = self.linear(self.round(x, prefix + "input_clip"), prefix + "qkv_weight", prefix + "qkv_clip")
-        q, k, v = (qkv + p[prefix + "qkv_bias"]).chunk(3, dim=1)
-        context = self.attend(q, k, v, prefix, padding, causal)
-        return self.linear(context, prefix + "out_weight", prefix + "out_clip") + p[prefix + "out_bias"]
+        """Normalised x [B, T, H] -> the output projection with its bias, before dropout."""
+        qkv = self.round(self.linear(self.round(x, prefix + "input_clip"), prefix + "qkv"), prefix + "qkv_clip")
+        context = self.attend(*qkv.chunk(3, dim=2), prefix, padding, causal)
+        return self.linear(context, prefix + "out")
 
     def cross_attention(self, x, memory, prefix: str, padding) -> torch.Tensor:
-        """The same over a memory [S * B, H]."""
-        p = self.parameters
-        q = self.linear(self.round(x, prefix + "input_clip"), prefix + "query_weight", prefix + "query_clip")
-        memory = self.round(memory, prefix + "memory_clip")
-        key_value = self.linear(memory, prefix + "key_value_weight", prefix + "key_value_clip")
-        k, v = (key_value + p[prefix + "key_value_bias"]).chunk(2, dim=1)
-        context = self.attend(q + p[prefix + "query_bias"], k, v, prefix, padding, causal=False)
-        return self.linear(context, prefix + "out_weight", prefix + "out_clip") + p[prefix + "out_bias"]
+        """The same over a memory [B, S, H]."""
+        q = self.round(self.linear(self.round(x, prefix + "input_clip"), prefix + "query"), prefix + "query_clip")
+        key_value = self.linear(self.round(memory, prefix + "memory_clip"), prefix + "key_value")
+        k, v = self.round(key_value, prefix + "key_value_clip").chunk(2, dim=2)
+        return self.linear(self.attend(q, k, v, prefix, padding, causal=False), prefix + "out")
 
     def feed_forward(self, x, prefix: str) -> torch.Tensor:
-        """Normalised rows -> rows, before dropout."""
-        p, config = self.parameters, self.config
-        x = self.linear(self.round(x, prefix + "input_clip"), prefix + "fc1_weight", prefix + "hidden_clip")
-        activation = functional.relu if config.activation == "relu" else functional.gelu
-        x = self.dropout(activation(x + p[prefix + "fc1_bias"]), config.activation_dropout)
-        x = self.linear(self.round(x, prefix + "activation_clip"), prefix + "fc2_weight", None)
-        return x + p[prefix + "fc2_bias"]
+        """Normalised x [B, T, H] -> [B, T, H], before dropout."""
+        config = self.config
+        x = self.linear(self.round(x, prefix + "input_clip"), prefix + "fc1")
+        x = self.dropout(self.activate(x), config.activation_dropout)
+        return self.linear(self.round(x, prefix + "activation_clip"), prefix + "fc2")
 
     def block(self, x, norm: str, inner: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Residual block around `inner`, pre- or post-norm."""
@@ -98,30 +95,47 @@ class ReferenceLayer:
             x, x.shape[-1:], p[name + ".weight"], p[name + ".bias"], self.config.layer_norm_epsilon
         )
 
-    def encoder_layer(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, B, H], padding bool [B, T] -> [T, B, H]."""
-        shape, self.batch = x.shape, x.shape[1]
-        rows = x.reshape(-1, shape[2])
-        rows = self.block(
-            rows, "self_attn_layer_norm", lambda x: self.self_attention(x, "self_attn.", padding, causal=False)
+    def encoder_layer(
+        self, x: torch.Tensor, padding: torch.Tensor | None = None, causal: bool = False
+    ) -> torch.Tensor:
+        """x [T, B, H], padding bool [B, T] -> [T, B, H]; padding is computed like words, and means nothing."""
+        x = x.transpose(0, 1)
+        x = self.block(
+            x, "self_attn_layer_norm", lambda x: self.self_attention(x, "self_attn.", padding, causal)
         )
-        rows = self.block(rows, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward."))
-        return rows.view(shape)
+        return self.block(x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")).transpose(0, 1)
 
     def decoder_layer(
         self, x: torch.Tensor, memory: torch.Tensor, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [T, B, H], memory [S, B, H], padding bool [B, S] -> [T, B, H]."""
-        shape, self.batch = x.shape, x.shape[1]
-        rows, memory = x.reshape(-1, shape[2]), memory.reshape(-1, shape[2])
-        rows = self.block(
-            rows, "self_attn_layer_norm", lambda x: self.self_attention(x, "self_attn.", None, causal=True)
+        x, memory = x.transpose(0, 1), memory.transpose(0, 1)
+        x = self.block(
+            x, "self_attn_layer_norm", lambda x: self.self_attention(x, "self_attn.", None, causal=True)
         )
-        rows = self.block(
-            rows, "encoder_attn_layer_norm", lambda x: self.cross_attention(x, memory, "encoder_attn.", padding)
+        x = self.block(
+            x, "encoder_attn_layer_norm", lambda x: self.cross_attention(x, memory, "encoder_attn.", padding)
         )
-        rows = self.block(rows, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward."))
-        return rows.view(shape)
+        return self.block(x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")).transpose(0, 1)
+
+
+class _SteppedGELU(torch.autograd.Function):
+    """GELU whose slope in the backward pass is a multiple of 1 / SLOPE_UNIT."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * (gelu_slope(x) * SLOPE_UNIT).round() / SLOPE_UNIT
+
+
+def gelu_slope(x: torch.Tensor) -> torch.Tensor:
+    """The derivative of x * Phi(x), Phi being the normal distribution (Hendrycks & Gimpel 2016)."""
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
 def vocabulary_loss(

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from lsq import quant
-from lsq.layers.module import CLIP, ProgramModule
+from lsq.layers.module import ProgramModule
+from lsq.program.operation import Operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +30,21 @@ class TensorStatistics:
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, clip) of every quantised tensor: "encoder.layers.0.self_attn.input" has the clip "..._clip"."""
-    for name, parameter in model.named_parameters():
-        if name.endswith(CLIP):
-            yield name.removesuffix(CLIP), parameter
+    seen: set[int] = set()
+    for prefix, module in _program_modules(model):
+        for name, clip in module.clips().items():
+            if id(clip) not in seen:
+                seen.add(id(clip))
+                yield prefix + _tensor(name), clip
 
 
 @contextmanager
 def observe(model: nn.Module):
     """Collect statistics of every forward pass inside: yields a dict of name -> TensorStatistics, the last pass's."""
     found: dict[str, TensorStatistics] = {}
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, ProgramModule)]
-    for name, module in modules:
-        module._observer = _observer(found, name + "." if name else "")
+    modules = list(_program_modules(model))
+    for prefix, module in modules:
+        module._observer = _Observer(found, prefix)
     try:
         yield found
     finally:
@@ -48,27 +52,48 @@ def observe(model: nn.Module):
             module._observer = None
 
 
-def _observer(found, prefix):
-    def after(operation, values) -> None:
-        clip = next((t for t in operation.inputs if t is not None and t.name.endswith(CLIP)), None)
-        codes = next((t for t in operation.outputs if t is not None and t.dtype == torch.int8), None)
-        if clip is None or codes is None:
-            return
-        clipped = next((t for t in operation.outputs if t is not None and t.name.endswith(".clipped")), None)
-        kind = "weight" if clipped is None else "activation"
-        limit, rounded = values[clip], values[codes]
-        if kind == "weight":
-            weight = values[operation.inputs[0]]
-            rounded = rounded[: weight.shape[0]]
-            outside = (weight.abs() > limit[:, None]).sum().item()
-        else:
-            outside = quant.unpack_bits(values[clipped], rounded.numel()).sum().item()
-        found[prefix + clip.name.removesuffix(CLIP)] = TensorStatistics(
-            kind=kind,
-            clip=limit.mean().item(),
-            clipped_share=outside / rounded.numel(),
-            zero_share=(rounded == 0).sum().item() / rounded.numel(),
-            largest_code=int(rounded.abs().max()),
-        )
+def _program_modules(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
+    """(what begins the names of its parameters, module)."""
+    for name, module in model.named_modules():
+        if isinstance(module, ProgramModule):
+            yield name + "." if name else "", module
 
-    return after
+
+def _tensor(clip: str) -> str:
+    """The name of the tensor that is rounded under the clip of this name."""
+    return clip.removesuffix("_clip")
+
+
+class _Observer:
+    """Called after every operation of a module's forward pass."""
+
+    def __init__(self, found: dict[str, TensorStatistics], prefix: str):
+        self._found, self._prefix = found, prefix
+
+    def __call__(self, declared: Operation, operation: Operation) -> None:
+        rounding = operation.rounding()
+        if rounding is None:
+            return
+        if rounding.clipped is None:
+            outside = int((operation.unrounded().abs() > rounding.clip).sum())
+        else:
+            outside = int(quant.unpack_bits(rounding.clipped, rounding.codes.numel()).sum())
+        self._note(declared.rounding().clip.name, "activation", rounding.clip, rounding.codes, outside)
+
+    def weights(self, module: ProgramModule, tensors: dict[str, torch.Tensor]) -> None:
+        """Look at the weights of a pass: parameters, and codes as the program takes them, by name."""
+        for name, declared in module.declared.items():
+            codes = tensors.get(name + ".codes")
+            if declared.clip is not None and codes is not None:
+                weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
+                outside = int((weight.abs() > clip[:, None]).sum())
+                self._note(declared.clip, "weight", clip, codes[: weight.shape[0]], outside)
+
+    def _note(self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor, outside: int) -> None:
+        self._found[self._prefix + _tensor(clip_name)] = TensorStatistics(
+            kind=kind,
+            clip=clip.mean().item(),
+            clipped_share=outside / codes.numel(),
+            zero_share=(codes == 0).sum().item() / codes.numel(),
+            largest_code=int(codes.abs().max()),
+        )

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig, check_dimension
+from lsq.layers import programs
 from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
-from lsq.ops.quantize import weight_reference
-from lsq.program import layers as programs
 
 
 class VocabularyProjection(ProgramModule):
@@ -39,24 +38,25 @@ class VocabularyProjection(ProgramModule):
             check_dimension("hidden", hidden)
         self.vocabulary, self.hidden = vocabulary, hidden
         self.padding_idx = -1 if padding_idx is None else padding_idx
-        self.rows = -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.quantized else vocabulary
-        nn.init.normal_(self.add_weight("weight", vocabulary, hidden), std=hidden**-0.5)
+        self.padded = -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.quantized else vocabulary
+        if weight is not None and tuple(weight.shape) != (vocabulary, hidden):
+            raise ValueError(f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}")
+        self.declare(lambda mode: programs.vocabulary_logits(quant, 1, self._sizes, mode))
         if weight is not None:
-            if tuple(weight.shape) != (vocabulary, hidden):
-                raise ValueError(f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}")
             self.weight = weight
-        self.add_activation_clips("input")
-        self.calibrate_weights()
+            self.calibrate_weights()
+
+    @property
+    def _sizes(self) -> programs.Vocabulary:
+        return programs.Vocabulary(words=self.vocabulary, hidden=self.hidden, padded=self.padded)
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits float32 [..., V]."""
         rows = rows_of(x, self.hidden)
-        program = programs.vocabulary_logits(
-            self.quant, rows.shape[0], self.hidden, self.vocabulary, self.rows, self.training, self.wants_backward(x)
-        )
+        program = programs.vocabulary_logits(self.quant, rows.shape[0], self._sizes, self.mode(x))
         (logits,) = self.execute(program, {"x": rows})
-        return logits.view(*x.shape[:-1], self.rows)[..., : self.vocabulary]
+        return logits.view(*x.shape[:-1], self.padded)[..., : self.vocabulary]
 
     @beside_the_graph
     def loss(
@@ -82,11 +82,7 @@ class VocabularyProjection(ProgramModule):
                 f"{self.vocabulary} words"
             )
         program = programs.vocabulary_loss(
-            self.quant, rows.shape[0], self.hidden, self.vocabulary, self.rows, self.padding_idx, label_smoothing,
-            self.training, self.wants_backward(x),
+            self.quant, rows.shape[0], self._sizes, self.mode(x), padding=self.padding_idx, smoothing=label_smoothing
         )
         loss, nll = self.execute(program, {"x": rows, "target": target})
         return loss.squeeze(0), nll.squeeze(0).detach()
-
-    def round_weight(self, weight, clip):
-        return weight_reference(weight, clip, bits=self.quant.bits, rows=self.rows)

@@ -1,19 +1,21 @@
-"""adam: one step of Adam on a float32 master weight, and the new weight as int8 codes in both layouts, in one pass.
+"""One step of Adam on a float32 master weight, and the new weight as int8 codes in both layouts, in one pass.
 
 Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), in fairseq's form: the bias correction is part
-of the step size, and epsilon is added to the plain square root. N rows, K columns. Outputs may be the inputs' memory.
+of the step size, and epsilon is added to the plain square root. N rows, K columns.
 """
+
+from __future__ import annotations
 
 import math
 
 import torch
 
-from lsq import quant
-from lsq.csrc import loader
 from lsq.csrc.launch import TICKET, check, launch
 from lsq.ops.kernels import check_columns
-from lsq.ops.quantize import weight_reference
-from lsq.ops.registry import OpDefinition, register
+from lsq.program.declare import Codes, Floats, In, Out, size
+from lsq.program.operation import Operation
+from lsq.program.values import Weight
+from lsq.quant import quantize
 
 ROWS, COLUMNS, BLOCK = 32, 128, 1024
 """What a block of each kernel updates: a tile of a matrix, or a run of values."""
@@ -44,87 +46,83 @@ def scalars(
     ])  # fmt: skip
 
 
-def reference(weight, gradient, first, second, numbers, clip, *, bits=8, rows=None, transposed=True):
-    """weight, gradient, first and second moment float32 of one shape; numbers float32 [6], see `scalars`.
+class Adam(Operation):
+    """The new weight and moments, all of one shape; what is written may be the memory of what is read.
 
-    Args:
-        clip: [N] or [1], already updated, for a weight [N, K] that is wanted as codes; None for any other parameter, of
-            any shape.
-        bits: width of the codes.
-        rows: rows of the codes, at least N; those beyond have codes 0 and scale 1 (the padding of a vocabulary).
-        transposed: whether the transposed codes are wanted.
-
-    Returns:
-        new weight, new first and second moment; codes int8 [rows, K], transposed codes int8 [K, rows], scale [rows],
-        all None without a clip. See quantize_weight.
+    Raises:
+        ValueError: transposed codes are wanted, but no codes.
     """
-    size, lack1, lack2, epsilon, decay, factor = numbers
-    scaled = gradient * factor
-    first = first * (1 - lack1) + scaled * lack1
-    second = second * (1 - lack2) + scaled * lack2 * scaled
-    weight = weight - weight * decay
-    weight = weight - first / (second.sqrt() + epsilon) * size
-    if clip is None:
-        return weight, first, second, None, None, None
-    codes, scale = weight_reference(weight, clip, bits=bits, rows=rows)
-    return weight, first, second, codes, codes.t().contiguous() if transposed else None, scale
 
+    weight: In[Floats]
+    """[N, K] where codes are wanted, else of any shape."""
+    gradient: In[Floats]
+    first: In[Floats]
+    """Moment."""
+    second: In[Floats]
+    """Moment."""
+    numbers: In[Floats]
+    """[6], see `scalars`."""
+    new_weight: Out[Floats]
+    new_first: Out[Floats]
+    new_second: Out[Floats]
+    rounded: Out[Weight] | None
+    """The codes [P, K] of the new weight under a clip that was updated before; its `values` are not looked at."""
+    transposed: Out[Codes] | None
+    """[K, P], the same codes."""
 
-def cpu(
-    weight, gradient, first, second, numbers, clip, new_weight, new_first, new_second, codes, codes_transposed, scale,
-    scaled, change, *, bits=8, rows=None, transposed=True,
-):
-    size, lack1, lack2, epsilon, decay, factor = numbers
-    torch.mul(gradient, factor, out=scaled)
-    torch.mul(first, 1 - lack1, out=new_first).add_(torch.mul(scaled, lack1, out=change))
-    torch.mul(scaled, lack2, out=change).mul_(scaled)
-    torch.mul(second, 1 - lack2, out=new_second).add_(change)
-    torch.sub(weight, torch.mul(weight, decay, out=change), out=new_weight)
-    torch.sqrt(new_second, out=change).add_(epsilon)
-    new_weight.sub_(torch.div(new_first, change, out=change).mul_(size))
-    if clip is None:
-        return
-    valid, columns = weight.shape
-    loader.call(
-        "lsq_quantize_weight", new_weight, clip, clip.numel(), codes, scale, valid, rows or valid, columns,
-        quant.maximum_code(bits),
-    )
-    if codes_transposed is not None:
-        codes_transposed.copy_(codes.t())
+    def __post_init__(self):
+        check(
+            self.rounded is not None or self.transposed is None,
+            "Adam was given memory for transposed codes, but not for codes; give it both",
+        )
 
+    @size
+    def numel(self) -> int:
+        return math.prod(self.weight.shape)
 
-def scratch(weight, gradient, first, second, numbers, clip, *, bits=8, rows=None, transposed=True):
-    return [(weight.shape, torch.float32)] * 2
+    @size
+    def valid(self) -> int:
+        """N."""
+        return self.weight.shape[0] if self.rounded is not None else 0
 
+    @size
+    def rows(self) -> int:
+        """P."""
+        return self.rounded.codes.shape[0] if self.rounded is not None else 0
 
-def cuda(
-    weight, gradient, first, second, numbers, clip, new_weight, new_first, new_second, codes, codes_transposed, scale,
-    *, bits=8, rows=None, transposed=True,
-):
-    state = weight, gradient, first, second, numbers
-    if clip is None:
+    @size
+    def columns(self) -> int:
+        """K."""
+        return self.weight.shape[1] if self.rounded is not None else 0
+
+    @size
+    def clips(self) -> int:
+        """N or 1."""
+        return self.rounded.clip.shape[0] if self.rounded is not None else 0
+
+    def reference(self):
+        size, lack1, lack2, epsilon, decay, factor = self.numbers
+        scaled = self.gradient * factor
+        first = self.first * (1 - lack1) + scaled * lack1
+        second = self.second * (1 - lack2) + scaled * lack2 * scaled
+        weight = self.weight - self.weight * decay
+        weight = weight - first / (second.sqrt() + epsilon) * size
+        if self.rounded is None:
+            return weight, first, second, None, None, None
+        codes, scale, _ = quantize(weight, self.rounded.clip, self.rounded.format.bits)
+        padding = self.rows - self.valid
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
+        scale = torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
+        return weight, first, second, codes, scale, codes.t()
+
+    def cuda(self):
+        if self.rounded is None:
+            return [launch("adam.cu", "lsq_adam", self, grid=max(1, -(-self.numel // BLOCK)))]
+        check_columns(16, **{"the width of a weight": self.columns})
+        if self.transposed is not None:
+            check_columns(16, **{"the number of rows of a weight whose codes are transposed": self.rows})
         return [
             launch(
-                "adam.cu", "lsq_adam", *state, new_weight, new_first, new_second, weight.numel(),
-                grid=max(1, -(-weight.numel() // BLOCK)),
+                "adam.cu", "lsq_adam_codes", self, TICKET, grid=(-(-self.rows // ROWS), -(-self.columns // COLUMNS)),
             )
-        ]
-    valid, columns = weight.shape
-    count = rows or valid
-    check(
-        codes is not None and scale is not None,
-        "adam was given a clip, but no memory for codes and scale; leave out the clip, or give all of them",
-    )
-    check_columns(16, **{"the width of a weight": columns})
-    if codes_transposed is not None:
-        check_columns(16, **{"the number of rows of a weight whose codes are transposed": count})
-    return [
-        launch(
-            "adam.cu", "lsq_adam_codes", *state, clip, new_weight, new_first, new_second, codes, codes_transposed,
-            scale, TICKET, clip.numel(), valid, count, columns, float(quant.maximum_code(bits)),
-            grid=(-(-count // ROWS), -(-columns // COLUMNS)),
-        )
-    ]
-
-
-register(OpDefinition(name="adam", reference=reference, cpu=cpu, cuda=cuda, scratch=scratch))
+        ]  # fmt: skip

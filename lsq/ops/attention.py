@@ -1,187 +1,301 @@
-"""attention: softmax(q k^T + masks), dropout, times v; in floating point (Vaswani et al. 2017).
+"""Attention over packed rows, from codes (or floats) where a projection wrote them to rows of the context.
 
-q float32 [B, N, T, D] (already scaled), k and v [B, N, S, D]; padding bool [B, S], True where a key is padding;
-causal hides keys after the query. A query that sees no key at all gets NaN, as in PyTorch.
-The backward pass computes the probabilities again instead of saving them.
+    context = dropout(softmax(q k^T / sqrt(width))) v      for each sentence and each head
+
+M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] .. starts[b + 1] - 1,
+and starts[B] is M. Head h of the queries stands in columns q_column + h * width of their tensor, and so for keys and
+values. A matrix of queries times keys is never held: the CPU takes blocks of queries against all keys of a sentence,
+CUDA blocks of both with a running maximum and sum (FlashAttention-2, Dao 2023). The backward pass makes the
+probabilities again.
 """
+
+from __future__ import annotations
+
+import math
 
 import torch
 
 from lsq.csrc import loader
-from lsq.csrc.geometry import THREADS, VECTOR
-from lsq.csrc.launch import Launch, Product, check, float_define, launch
-from lsq.ops.random import dropout as drop
-from lsq.ops.random import dropout_threshold, keep_factor
-from lsq.ops.registry import OpDefinition, register
+from lsq.csrc.geometry import VECTOR, row_defines
+from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
+from lsq.ops import kernels
+from lsq.ops.attention_reference import finished, heads_of, rows_of, sentences_of, tensor_of
+from lsq.program.declare import Activations, Floats, In, Offsets, Out, factor, size
+from lsq.program.operation import Operation, Spec
+from lsq.program.values import Coded, Dropout, RoundedGradient
 
-WIDEST = 8192
-"""Keys that a row of scores on CUDA may have: the backward pass holds a row and its gradient in registers."""
-
-
-def _probabilities(q, k, padding, causal):
-    scores = q @ k.transpose(-1, -2)
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + scores.shape[-1] - scores.shape[-2])
-        scores = scores.masked_fill(future, float("-inf"))
-    if padding is not None:
-        scores = scores.masked_fill(padding[:, None, None, :], float("-inf"))
-    return scores.softmax(dim=-1)
+WIDEST = 128
+"""Columns of a head on CUDA, at most."""
+THREADS = 128
+"""Of a block of the kernels that look at pairs of queries and keys."""
 
 
-def reference(q, k, v, padding, key, *, causal, dropout, stream):
-    """-> context float32 [B, N, T, D]."""
-    return (drop(_probabilities(q, k, padding, causal), dropout, key, stream) @ v,)
+class Attention(Operation):
+    """Context rows [M, heads * width]. A query that sees no key gets 0."""
+
+    q: In[Coded] | None
+    """[M, ...]; None where queries are floats. The same holds for keys and values."""
+    k: In[Coded] | None
+    """[S, ...]; in self-attention the tensor of `q`."""
+    v: In[Coded] | None
+    """[S, ...], the tensor of `k`."""
+    q_floats: In[Activations] | None
+    k_floats: In[Activations] | None
+    v_floats: In[Activations] | None
+    q_column: int
+    k_column: int
+    v_column: int
+    starts: In[Offsets]
+    """[B + 1], of queries."""
+    key_starts: In[Offsets]
+    """[B + 1], of keys."""
+    heads: int
+    width: int
+    """Columns of a head."""
+    causal: bool
+    """Query i of a sentence sees its keys up to i + (keys - queries)."""
+    dropout: In[Dropout] | None
+    """Of probabilities: key j of row m and head h is element (m * heads + h) * longest + j."""
+    longest: int
+    """Keys of the longest sentence, rounded up to a multiple of 8."""
+    out: Out[Activations] | None
+    """[M, heads * width]"""
+    rounded: Out[Coded] | None
+    """[M, heads * width]"""
+    log_sum: Out[Floats] | None
+    """[M, heads], log of the sum of exp(score), for the backward pass."""
+
+    @size
+    def sentences(self) -> int:
+        return self.starts.shape[0] - 1
+
+    @size
+    def rows(self) -> int:
+        """M"""
+        return tensor_of(self.q, self.q_floats).shape[0]
+
+    @size
+    def q_columns(self) -> int:
+        """Of the tensor in which queries stand."""
+        return tensor_of(self.q, self.q_floats).shape[1]
+
+    @size
+    def k_columns(self) -> int:
+        return tensor_of(self.k, self.k_floats).shape[1]
+
+    @size
+    def v_columns(self) -> int:
+        return tensor_of(self.v, self.v_floats).shape[1]
+
+    def limits(self):
+        return {"starts": self.rows, "key_starts": tensor_of(self.k, self.k_floats).shape[0]}
+
+    def _values(self):
+        context = torch.zeros(self.rows, self.heads * self.width)
+        log_sum = torch.full((self.rows, self.heads), -math.inf)
+        for one in sentences_of(self):
+            context[one.queries] = rows_of(one.dropped(one.probabilities) @ (one.v * one.v_scale))
+            log_sum[one.queries] = one.log_sum.T
+        return context, log_sum
+
+    def unrounded(self) -> torch.Tensor:
+        return self._values()[0]
+
+    def reference(self):
+        context, log_sum = self._values()
+        return context, *(self.rounded.encode(context) if self.rounded is not None else (None,) * 4), log_sum
+
+    def cuda(self):
+        return [
+            launch(
+                "attention.cu", "lsq_attention", self, TICKET, grid=_blocks(self, self.rows), block=THREADS,
+                **_defines(self, self.out),
+            )
+        ]  # fmt: skip
+
+    def gradient(self, builder) -> None:
+        queries, keys = tensor_of(self.q, self.q_floats), tensor_of(self.k, self.k_floats)
+        dq, dq_rounded = builder.product_gradient(queries)
+        found = {"dq": dq, "dq_rounded": dq_rounded, "dq_sum": builder.bias_gradient(queries)}
+        found["dq_clip"] = builder.parameter_gradient(self.q and self.q.clip)
+        if keys is not queries:
+            dkv, dkv_rounded = builder.product_gradient(keys)
+            found |= {"dkv": dkv, "dkv_rounded": dkv_rounded, "dkv_sum": builder.bias_gradient(keys)}
+            found["dkv_clip"] = builder.parameter_gradient(self.k and self.k.clip)
+        read = {field.name: getattr(self, field.name) for field in self.fields if not field.derived}
+        builder.add(
+            AttentionGradient(
+                dcontext=builder.gradient_sum(self.out, self.rounded and self.rounded.codes),
+                **{name: value for name, value in read.items() if name not in ("out", "rounded")}, **found,
+            )
+        )  # fmt: skip
 
 
-def scratch(q, k, v, padding, key, *, causal, dropout, stream):
-    """Probabilities, and the same after dropout."""
-    batch, heads, time, _ = q.shape
-    return [((batch * heads, time, k.shape[2]), torch.float32)] * (2 if dropout else 1)
+class AttentionGradient(Operation):
+    """The gradients of the tensors in which queries, and keys and values, stand.
+
+    Queries fill their tensor alone, and keys and values theirs; or all three fill one, whose gradient is `dq` then.
+    """
+
+    dcontext: In[Activations]
+    """[M, heads * width]"""
+    q: In[Coded] | None
+    """As in Attention, with what straight-through gradients need."""
+    k: In[Coded] | None
+    v: In[Coded] | None
+    q_floats: In[Activations] | None
+    k_floats: In[Activations] | None
+    v_floats: In[Activations] | None
+    q_column: int
+    k_column: int
+    v_column: int
+    starts: In[Offsets]
+    key_starts: In[Offsets]
+    heads: int
+    width: int
+    causal: bool
+    dropout: In[Dropout] | None
+    longest: int
+    log_sum: In[Floats]
+    """[M, heads]"""
+    dq: Out[Activations] | None
+    """Shaped as the tensor of `q`."""
+    dq_rounded: Out[RoundedGradient] | None
+    """The same, rounded."""
+    dq_sum: Out[Floats] | None
+    """Summed over rows: the gradient of the bias in the projection."""
+    dq_clip: Out[Floats] | None
+    """[1]"""
+    dkv: Out[Activations] | None
+    """Shaped as the tensor of `k`; neither this nor the next where `dq` holds everything."""
+    dkv_rounded: Out[RoundedGradient] | None
+    dkv_sum: Out[Floats] | None
+    dkv_clip: Out[Floats] | None
+
+    @size
+    def sentences(self) -> int:
+        return self.starts.shape[0] - 1
+
+    @size
+    def rows(self) -> int:
+        """M"""
+        return tensor_of(self.q, self.q_floats).shape[0]
+
+    @size
+    def key_rows(self) -> int:
+        """S"""
+        return tensor_of(self.k, self.k_floats).shape[0]
+
+    @size
+    def q_columns(self) -> int:
+        return tensor_of(self.q, self.q_floats).shape[1]
+
+    @size
+    def k_columns(self) -> int:
+        return tensor_of(self.k, self.k_floats).shape[1]
+
+    @size
+    def v_columns(self) -> int:
+        return tensor_of(self.v, self.v_floats).shape[1]
+
+    @factor
+    def dq_factor(self) -> float:
+        """Of the sum that is dq_clip."""
+        return self.q.clip_factor if self.q is not None else 1.0
+
+    @factor
+    def dkv_factor(self) -> float:
+        return self.k.clip_factor if self.k is not None else 1.0
+
+    def limits(self):
+        return {"starts": self.rows, "key_starts": self.key_rows}
+
+    @property
+    def _apart(self) -> bool:
+        """Whether keys and values stand in another tensor than queries."""
+        return self.dkv is not None or self.dkv_rounded is not None
+
+    def reference(self):
+        dq = torch.zeros(self.rows, self.q_columns)
+        dkv = torch.zeros(self.key_rows, self.k_columns) if self._apart else dq
+        for one in sentences_of(self):
+            upstream = heads_of(self.dcontext[one.queries], self.heads)
+            probabilities = one.probabilities
+            slope = one.dropped(upstream @ (one.v * one.v_scale).transpose(1, 2))
+            weighted = slope * probabilities
+            dscores = weighted - probabilities * weighted.sum(dim=2, keepdim=True)
+            for place, rows, column, gradient in (
+                (dq, one.queries, self.q_column, dscores @ one.k * one.q_factor),
+                (dkv, one.keys, self.k_column, dscores.transpose(1, 2) @ one.q * one.k_factor),
+                (dkv, one.keys, self.v_column, one.dropped(probabilities).transpose(1, 2) @ upstream),
+            ):
+                place[rows, column : column + self.heads * self.width] = rows_of(gradient)
+        of_q = finished(dq, self.q, self.dq_rounded)
+        return *of_q, *(finished(dkv, self.k, self.dkv_rounded) if self._apart else (None,) * 5)
+
+    def cpu_scratch(self) -> list[Spec]:
+        """Gradients whose rows wait for the other heads before they are rounded."""
+        found = [((self.rows, self.q_columns), torch.float32)] if self.dq_rounded is not None else []
+        return found + [((self.key_rows, self.k_columns), torch.float32)] * (self.dkv_rounded is not None)
+
+    def cpu(self, *scratch):
+        waiting = iter(scratch)
+        dq = next(waiting) if self.dq_rounded is not None else self.dq
+        dkv = next(waiting) if self.dkv_rounded is not None else self.dkv
+        loader.call("lsq_AttentionGradient", self, dq, dkv)
+
+    def cuda_scratch(self) -> list[Spec]:
+        """Sums of each row's weighted probabilities; gradients in float32, and sums over them for each tensor."""
+        found = [((self.rows, self.heads), torch.float32), *self._sums_scratch(self.rows, self.q_columns)]
+        return found + (self._sums_scratch(self.key_rows, self.k_columns) if self._apart else [])
+
+    @staticmethod
+    def _sums_scratch(rows: int, columns: int) -> list[Spec]:
+        return [((rows, columns), torch.float32), kernels.partial_scratch(rows, columns, 1)]
+
+    def cuda(self, sums, dq, partial, *of_keys):
+        dkv, _ = of_keys or (dq, None)
+        defines = _defines(self, self.dcontext, self.dq, self.dkv)
+        entries = [
+            launch(
+                "attention.cu", f"lsq_attention_{side}_gradient", self, sums, gradient, grid=_blocks(self, rows),
+                block=THREADS, **defines,
+            )
+            for side, rows, gradient in (("query", self.rows, dq), ("key", self.key_rows, dkv))
+        ] + self._finish(0, dq, partial, self.dq_rounded, self.dq_sum, self.dq_clip)
+        return entries + (self._finish(1, *of_keys, self.dkv_rounded, self.dkv_sum, self.dkv_clip) if of_keys else [])
+
+    def _finish(self, keys: int, gradient, partial, rounded, total, clip) -> list[Launch]:
+        """From float32 to what was asked for, a row at a time."""
+        columns = gradient.shape[1]
+        return [
+            launch(
+                "attention_rows.cu", "lsq_attention_gradient_rows", self, gradient, partial, grid=len(partial),
+                KEYS=keys, ROUNDED=int(rounded is not None), FLOAT=FLOATS[self.dcontext.dtype], **row_defines(columns),
+            ),
+            kernels.finish_sums(partial, columns, (total,), clip, self.dkv_factor if keys else self.dq_factor),
+        ]  # fmt: skip
 
 
-def _dropped_probabilities(q, k, padding, key, scores, dropped, causal, dropout, stream):
-    """Write the probabilities [B * N, T, S] over `scores`, and after dropout over `dropped`, which may be the same."""
-    batch, heads, time, width = q.shape
-    source = k.shape[2]
-    torch.bmm(q.view(-1, time, width), k.view(-1, source, width).transpose(1, 2), out=scores)
-    loader.call(
-        "lsq_masked_softmax", scores, padding, key, stream, dropout_threshold(dropout), keep_factor(dropout),
-        int(causal), dropped, batch, heads, time, source,
-    )
+def _blocks(operation, rows: int) -> tuple[int, int]:
+    """Blocks of rows (see csrc/kernels/attention.cuh) and heads."""
+    return rows // tile_rows(operation.width) + operation.sentences + 1, operation.heads
 
 
-def cpu(q, k, v, padding, key, context, *scores, causal, dropout, stream):
-    dropped = scores[-1]
-    _dropped_probabilities(q, k, padding, key, scores[0], dropped, causal, dropout, stream)
-    torch.bmm(dropped, v.view(dropped.shape[0], -1, v.shape[-1]), out=context.view(dropped.shape[0], -1, v.shape[-1]))
+def tile_rows(width: int) -> int:
+    """Queries or keys that a block on CUDA takes at a time.
 
-
-def cuda_scratch(q, k, v, padding, key, *, causal, dropout, stream):
-    """Scores, then probabilities after dropout; rows begin at multiples of 16 bytes."""
-    batch, heads, time, _ = q.shape
-    return [((batch * heads, time, -(-k.shape[2] // VECTOR) * VECTOR), q.dtype)]
-
-
-def _row_defines(source: int) -> dict[str, int]:
-    """-D of the threads that hold a row of scores, at 8 keys a thread where that is enough."""
+    Raises:
+        ValueError: kernels have no such heads.
+    """
     check(
-        0 < source <= WIDEST,
-        f"attention over {source} keys cannot run on CUDA: 1 to {WIDEST} are allowed; make the sequences "
-        f"{'shorter' if source else 'longer'}",
+        width % VECTOR == 0 and 0 < width <= WIDEST,
+        f"heads of {width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up to {WIDEST}",
     )
-    lanes, vectors = 1, 1
-    while lanes * vectors * VECTOR < source:
-        if lanes < THREADS:
-            lanes *= 2
-        else:
-            vectors *= 2
-    return {"LANES": lanes, "VECTORS": vectors}
+    return 32 if width <= 64 else 16
 
 
-def _softmax(name: str, matrices: tuple, q, k, padding, key, causal, dropout, stream) -> Launch:
-    """Launch a kernel on rows of scores, and of what else `matrices` holds, both as `cuda_scratch` has them."""
-    batch, heads, time, _ = q.shape
-    rows, source = batch * heads * time, k.shape[2]
-    defines = _row_defines(source)
-    return launch(
-        "attention.cu", name, *matrices, padding, key, stream, dropout_threshold(dropout), keep_factor(dropout),
-        int(causal), rows, heads, time, source, matrices[0].shape[2], grid=-(-rows * defines["LANES"] // THREADS),
-        **defines, **float_define(q, *matrices),
-    )
-
-
-def _matrices(*tensors):
-    """[B, N, ...] -> [B * N, ...]"""
-    return (tensor.view(-1, *tensor.shape[2:]) for tensor in tensors)
-
-
-def cuda(q, k, v, padding, key, context, scores, *, causal, dropout, stream):
-    if not context.numel():
-        return []
-    softmax = _softmax("lsq_masked_softmax", (scores,), q, k, padding, key, causal, dropout, stream)
-    q, k, v, context = _matrices(q, k, v, context)
-    scores = scores[:, :, : k.shape[1]]
-    return [Product(a=q, b=k, out=scores), softmax, Product(a=scores, b=v, out=context, transpose_b=True)]
-
-
-def backward_reference(gradient, q, k, v, padding, key, *, causal, dropout, stream):
-    """gradient of the context [B, N, T, D] -> dq, dk, dv."""
-    probabilities = _probabilities(q, k, padding, causal)
-    dv = drop(probabilities, dropout, key, stream).transpose(-1, -2) @ gradient
-    dprobabilities = drop(gradient @ v.transpose(-1, -2), dropout, key, stream)
-    weighted = dprobabilities * probabilities
-    dscores = weighted - probabilities * weighted.sum(dim=-1, keepdim=True)
-    return dscores @ k, dscores.transpose(-1, -2) @ q, dv
-
-
-def backward_scratch(gradient, q, k, v, padding, key, *, causal, dropout, stream):
-    """The gradient of the scores, and what forward needs."""
-    forward = scratch(q, k, v, padding, key, causal=causal, dropout=dropout, stream=stream)
-    return [forward[0], *forward]
-
-
-def backward_cpu(gradient, q, k, v, padding, key, dq, dk, dv, dscores, *scores, causal, dropout, stream):
-    batch, heads, time, width = q.shape
-    source = k.shape[2]
-    probabilities, dropped = scores[0], scores[-1]
-    _dropped_probabilities(q, k, padding, key, probabilities, dropped, causal, dropout, stream)
-    gradient, q, dq = (tensor.view(-1, time, width) for tensor in (gradient, q, dq))
-    k, v, dk, dv = (tensor.view(-1, source, width) for tensor in (k, v, dk, dv))
-    torch.bmm(dropped.transpose(1, 2), gradient, out=dv)
-    torch.bmm(gradient, v.transpose(1, 2), out=dscores)
-    loader.call(
-        "lsq_softmax_backward", probabilities, key, stream, dropout_threshold(dropout), keep_factor(dropout), dscores,
-        batch * heads * time, source,
-    )
-    torch.bmm(dscores, k, out=dq)
-    torch.bmm(dscores.transpose(1, 2), q, out=dk)
-
-
-def backward_cuda_scratch(gradient, q, k, v, padding, key, *, causal, dropout, stream):
-    """What forward needs, and the gradient of it."""
-    return 2 * cuda_scratch(q, k, v, padding, key, causal=causal, dropout=dropout, stream=stream)
-
-
-def backward_cuda(gradient, q, k, v, padding, key, dq, dk, dv, scores, dscores, *, causal, dropout, stream):
-    if not q.numel() and not k.numel():
-        return []
-    softmax = _softmax(
-        "lsq_masked_softmax_backward", (scores, dscores), q, k, padding, key, causal, dropout, stream
-    )
-    gradient, q, k, v, dq, dk, dv = _matrices(gradient, q, k, v, dq, dk, dv)
-    scores, dscores = (tensor[:, :, : k.shape[1]] for tensor in (scores, dscores))
-    return [
-        Product(a=q, b=k, out=scores),
-        Product(a=gradient, b=v, out=dscores),
-        softmax,
-        Product(a=scores, b=gradient, out=dv, transpose_a=True, transpose_b=True),
-        Product(a=dscores, b=k, out=dq, transpose_b=True),
-        Product(a=dscores, b=q, out=dk, transpose_a=True, transpose_b=True),
-    ]
-
-
-def differentiate(builder, operation):
-    q, k, v, padding, key = operation.inputs
-    gradients = tuple(builder.temporary("d_" + tensor.name, tensor.shape) for tensor in (q, k, v))
-    builder.emit(
-        "attention_backward",
-        (builder.gradient(operation.outputs[0]), builder.saved(q), builder.saved(k), builder.saved(v), padding, key),
-        gradients,
-        **operation.attributes,
-    )
-    for tensor, gradient in zip((q, k, v), gradients, strict=True):
-        builder.accumulate(tensor, gradient)
-
-
-register(
-    OpDefinition(
-        name="attention", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate, scratch=scratch,
-        cuda_scratch=cuda_scratch,
-    )
-)
-register(
-    OpDefinition(
-        name="attention_backward", reference=backward_reference, cpu=backward_cpu, cuda=backward_cuda,
-        scratch=backward_scratch, cuda_scratch=backward_cuda_scratch,
-    )
-)
+def _defines(operation, *floats: torch.Tensor | None) -> dict[str, int]:
+    """-D of a kernel on tiles."""
+    found = [one for one in (operation.q_floats, operation.k_floats, operation.v_floats, *floats) if one is not None]
+    return {"WIDTH": operation.width, "TILE": tile_rows(operation.width), **(float_define(*found) if found else {})}

@@ -6,12 +6,12 @@ from lsq import quant
 from lsq.csrc import loader
 
 
-def calibrate(x: torch.Tensor, method: str, bits: int = 8, per_channel: bool = False, **options) -> torch.Tensor:
+def calibrate(x: torch.Tensor, method: str, bits: int, per_channel: bool = False, **options) -> torch.Tensor:
     """As lsq.quant.calibrate, many times faster for "mse" on float32 tensors of the CPU."""
     return quant.calibrate(x, method, bits, per_channel, least_error=least_error_clip, **options)
 
 
-def least_error_clip(x: torch.Tensor, bits: int = 8, per_channel: bool = False) -> torch.Tensor:
+def least_error_clip(x: torch.Tensor, bits: int, per_channel: bool = False) -> torch.Tensor:
     """As lsq.quant.octav_clip: float32 [1] or, per channel, [R]."""
     if not loader.available() or x.dtype != torch.float32 or x.device.type != "cpu":
         return quant.octav_clip(x, bits, per_channel)

@@ -1,17 +1,18 @@
-"""embedding: dropout(scale * weight[token] + position[place]), time-major.
+"""Rows of words plus rows of positions, and their gradient: x = dropout(scale * weight[token] + table[place]).
 
-V words, P positions, H hidden. The row of the padding token gets no gradient, as in torch.nn.Embedding.
+M tokens, V words, P positions, H hidden. The row of the padding token gets no gradient, as in torch.nn.Embedding.
 """
+
+from __future__ import annotations
 
 import torch
 
-from lsq.csrc import loader
 from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines, rows_at_a_time
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.kernels import zero
-from lsq.ops.random import dropout as drop
-from lsq.ops.random import dropout_threshold, keep_factor
-from lsq.ops.registry import OpDefinition, register
+from lsq.program.declare import Activations, Floats, In, Indices, Out, size
+from lsq.program.operation import Operation
+from lsq.program.values import Dropout, dropped
 
 WINDOW = 16
 """Occurrences of words that embedding.cu sums by themselves: its kWindow."""
@@ -19,141 +20,147 @@ SPLITS = 32
 """Parts in which the occurrences that stand before another are counted."""
 
 
-def reference(tokens, places, weight, table, key, *, scale, padding, dropout, stream, learned):
-    """tokens, places int64 [B, T], weight [V, H], table [P, H] -> x float32 [T * B, H]."""
-    x = weight[tokens] * scale + table[places]
-    return (drop(x.transpose(0, 1).reshape(-1, weight.shape[1]), dropout, key, stream),)
+class Embed(Operation):
+    """x [M, H] of the tokens of a batch."""
+
+    tokens: In[Indices]
+    """[M]"""
+    places: In[Indices]
+    """[M], rows of the table of positions."""
+    weight: In[Floats]
+    """[V, H]"""
+    table: In[Floats]
+    """[P, H]"""
+    scale: float
+    padding: int
+    """The token without gradient."""
+    dropout: In[Dropout] | None
+    learned: bool
+    """Whether the table of positions gets a gradient."""
+    x: Out[Activations]
+    """[M, H]"""
+
+    @size
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @size
+    def columns(self) -> int:
+        return self.weight.shape[1]
+
+    @size
+    def vocabulary(self) -> int:
+        return self.weight.shape[0]
+
+    @size
+    def positions(self) -> int:
+        return self.table.shape[0]
+
+    def limits(self):
+        return {"tokens": self.vocabulary, "places": self.positions}
+
+    def reference(self):
+        x = self.weight[self.tokens] * self.scale + self.table[self.places]
+        return (dropped(x, self.dropout),)
+
+    def cuda(self):
+        return [
+            launch(
+                "embedding.cu", "lsq_embed", self, grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
+                WINDOW=WINDOW, **float_define(self.x), **row_defines(self.columns),
+            )
+        ]  # fmt: skip
+
+    def gradient(self, builder) -> None:
+        builder.add(
+            EmbedGradient(
+                gradient=builder.gradient_of(self.x), tokens=self.tokens, places=self.places, dropout=self.dropout,
+                scale=self.scale, padding=self.padding, dweight=builder.parameter_gradient(self.weight),
+                dtable=builder.parameter_gradient(self.table) if self.learned else None,
+            )
+        )  # fmt: skip
 
 
-def cpu(tokens, places, weight, table, key, x, *, scale, padding, dropout, stream, learned):
-    batch, time = tokens.shape
-    loader.call(
-        "lsq_embedding", tokens, places, weight, table, key, stream, dropout_threshold(dropout),
-        keep_factor(dropout), float(scale), x, batch, time, weight.shape[1],
-    )
+class EmbedGradient(Operation):
+    """The gradients of both tables; on the CPU, the occurrences of a word are added up in the order of rows."""
 
+    gradient: In[Activations]
+    """[M, H], of x."""
+    tokens: In[Indices]
+    """[M]"""
+    places: In[Indices]
+    """[M]"""
+    dropout: In[Dropout] | None
+    scale: float
+    padding: int
+    dweight: Out[Floats]
+    """[V, H]"""
+    dtable: Out[Floats] | None
+    """[P, H]"""
 
-def _is_activation(rows, x, what: str) -> int:
-    """Whether a table has the dtype of the activations instead of float32, for -D."""
-    check(
-        rows.dtype in (torch.float32, x.dtype),
-        f"{what} is {rows.dtype}; with activations in {x.dtype} it may be {torch.float32} or {x.dtype}: convert it",
-    )
-    return int(rows.dtype != torch.float32)
+    @size
+    def rows(self) -> int:
+        return self.tokens.shape[0]
 
+    @size
+    def columns(self) -> int:
+        return self.gradient.shape[1]
 
-def _check_count(count: int) -> None:
-    check(count < 2**31, f"{count} tokens cannot run on CUDA: at most {2**31 - 1} are allowed; use smaller batches")
+    @size
+    def vocabulary(self) -> int:
+        return self.dweight.shape[0]
 
+    @size
+    def positions(self) -> int:
+        return 0 if self.dtable is None else self.dtable.shape[0]
 
-def cuda(tokens, places, weight, table, key, x, *, scale, padding, dropout, stream, learned):
-    batch, time = tokens.shape
-    columns = weight.shape[1]
-    _check_count(batch * time)
-    return [
-        launch(
-            "embedding.cu", "lsq_embedding", tokens, places, weight, table, key, stream, dropout_threshold(dropout),
-            keep_factor(dropout), float(scale), x, batch, time, weight.shape[0], table.shape[0],
-            grid=row_blocks(batch * time, columns, most=MANY_BLOCKS), WEIGHT=_is_activation(weight, x, "weight"),
-            TABLE=_is_activation(table, x, "the table of positions"), **float_define(x), **row_defines(columns),
-        )
-    ]
+    def limits(self):
+        places = {} if self.dtable is None else {"places": self.positions}
+        return {"tokens": self.vocabulary, **places}
 
+    def reference(self):
+        gradient = dropped(self.gradient, self.dropout)
+        kept = self.tokens != self.padding
 
-def backward_reference(
-    gradient, tokens, places, key, *, scale, padding, dropout, stream, learned, vocabulary, positions
-):
-    """gradient float32 [T * B, H] -> dweight [V, H], dtable [P, H] (None unless learned)."""
-    batch, time = tokens.shape
-    gradient = drop(gradient, dropout, key, stream).view(time, batch, gradient.shape[1]).transpose(0, 1).flatten(0, 1)
+        def scatter(indices, rows, factor):
+            return torch.zeros(rows, self.columns).index_add_(0, indices[kept], gradient[kept] * factor)
 
-    def scatter(indices, size, factor):
-        kept = (tokens != padding).flatten()
-        out = torch.zeros(size, gradient.shape[1])
-        return out.index_add_(0, indices.flatten()[kept], gradient[kept] * factor)
+        dtable = None if self.dtable is None else scatter(self.places, self.positions, 1.0)
+        return scatter(self.tokens, self.vocabulary, self.scale), dtable
 
-    return scatter(tokens, vocabulary, scale), scatter(places, positions, 1.0) if learned else None
+    def cuda_scratch(self):
+        """How many stand before each occurrence, by parts; the sorted occurrences; sums of words cut by windows."""
+        count = self.rows
+        return [
+            ((min(SPLITS, _blocks(count)), count), torch.int32), ((2, count), torch.int32),
+            ((2 * -(-count // WINDOW), self.columns), torch.float32),
+        ]  # fmt: skip
 
+    def cuda(self, before, ordered, partial):
+        count, columns = self.rows, self.columns
+        check(count < 2**31, f"{count} tokens cannot run on CUDA: at most {2**31 - 1} are allowed; use smaller batches")
+        tables = [out for out in (self.dweight, self.dtable) if out is not None]
+        entries = [zero(out) for out in tables]
+        if not count:
+            return entries
+        defines = float_define(self.gradient) | row_defines(columns) | {"WINDOW": WINDOW}
+        windows = -(-partial.shape[0] // (2 * rows_at_a_time(columns)))
+        strips = -(-columns // (VECTOR * defines["LANES"]))  # a block's share of the columns
+        splits = before.shape[0]
 
-def backward_cpu(
-    gradient, tokens, places, key, dweight, dtable,
-    *, scale, padding, dropout, stream, learned, vocabulary, positions,
-):
-    batch, time = tokens.shape
-    loader.call(
-        "lsq_embedding_backward", gradient, tokens, places, key, stream, dropout_threshold(dropout),
-        keep_factor(dropout), float(scale), padding, dweight, vocabulary, dtable, positions, batch, time,
-        gradient.shape[1],
-    )
+        def kernel(name, *arguments, grid):
+            return launch("embedding.cu", name, self, *arguments, grid=grid, **defines)
+
+        for of_places in range(len(tables)):
+            entries += [
+                kernel("lsq_rank_occurrences", before, of_places, grid=(_blocks(count), splits)),
+                kernel("lsq_sort_occurrences", before, ordered, splits, of_places, grid=_blocks(count)),
+                kernel("lsq_sum_occurrences", ordered, partial, of_places, grid=(windows, strips)),
+                kernel("lsq_join_occurrences", ordered, partial, of_places, grid=(windows, strips)),
+            ]
+        return entries
 
 
 def _blocks(count: int) -> int:
     """Blocks with a thread for each of `count`."""
     return -(-count // THREADS)
-
-
-def backward_cuda_scratch(gradient, tokens, places, key, **attributes):
-    """For each occurrence how many stand before it, by parts; the sorted occurrences; sums of words cut by windows."""
-    count = tokens.numel()
-    return [
-        ((min(SPLITS, _blocks(count)), count), torch.int32), ((2, count), torch.int32),
-        ((2 * -(-count // WINDOW), gradient.shape[1]), torch.float32),
-    ]  # fmt: skip
-
-
-def backward_cuda(
-    gradient, tokens, places, key, dweight, dtable, before, ordered, partial,
-    *, scale, padding, dropout, stream, learned, vocabulary, positions,
-):
-    batch, time = tokens.shape
-    count, columns = batch * time, gradient.shape[1]
-    defines = float_define(gradient) | row_defines(columns) | {"WINDOW": WINDOW}
-    _check_count(count)
-
-    def kernel(name, *arguments, grid):
-        return launch("embedding.cu", name, *arguments, grid=grid, **defines)
-
-    def scatter(indices, factor, out):
-        rows = out.shape[0]
-        if not count:
-            return [zero(out)]
-        splits, windows = before.shape[0], -(-partial.shape[0] // (2 * rows_at_a_time(columns)))
-        strips = -(-columns // (VECTOR * defines["LANES"]))  # a block's share of the columns
-        dropping = stream, dropout_threshold(dropout), keep_factor(dropout)
-        return [
-            zero(out),
-            kernel(
-                "lsq_rank_occurrences", tokens, indices, before, count, padding, rows, grid=(_blocks(count), splits)
-            ),
-            kernel(
-                "lsq_sort_occurrences", tokens, indices, before, ordered, splits, batch, time, padding, rows,
-                grid=_blocks(count),
-            ),
-            kernel(
-                "lsq_sum_occurrences", gradient, ordered, key, *dropping, float(factor), out, partial, count,
-                grid=(windows, strips),
-            ),
-            kernel("lsq_join_occurrences", ordered, partial, out, count, grid=(windows, strips)),
-        ]
-
-    return scatter(tokens, scale, dweight) + (scatter(places, 1.0, dtable) if dtable is not None else [])
-
-
-def differentiate(builder, operation):
-    tokens, places, weight, table, key = operation.inputs
-    learned = operation.attributes["learned"]
-    builder.emit(
-        "embedding_backward",
-        (builder.gradient(operation.outputs[0]), tokens, places, key),
-        (builder.gradient_output(weight), builder.gradient_output(table) if learned else None),
-        vocabulary=weight.shape[0], positions=table.shape[0], **operation.attributes,
-    )
-
-
-register(OpDefinition(name="embedding", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate))
-register(
-    OpDefinition(
-        name="embedding_backward", reference=backward_reference, cpu=backward_cpu, cuda=backward_cuda,
-        cuda_scratch=backward_cuda_scratch,
-    )
-)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq import quant
+from lsq.quant import GRADIENT, maximum_code
 
 SHARD_MULTIPLE = 32
 """Values to whose multiples the length of a shard is rounded up: the smallest block, and aligned in every dtype."""
@@ -35,7 +35,7 @@ class MessageLayout:
     """L: values of a shard, a multiple of SHARD_MULTIPLE; S * L is at least v."""
     block: int = 128
     """Values that share a scale, one of BLOCKS."""
-    bits: int = 8
+    bits: int = GRADIENT.bits
     """Width of a code, 8 or 4."""
 
     def __post_init__(self):
@@ -59,21 +59,21 @@ class MessageLayout:
             )
 
     @classmethod
-    def for_values(cls, values: int, shards: int, *, block: int = 128, bits: int = 8) -> "MessageLayout":
+    def for_values(cls, values: int, shards: int, *, block: int = 128, bits: int = GRADIENT.bits) -> "MessageLayout":
         """The layout with the shortest shards that hold `values` values."""
         needed = -(-values // max(1, shards))
         length = -(-needed // SHARD_MULTIPLE) * SHARD_MULTIPLE
         return cls(values=values, shards=shards, length=length, block=block, bits=bits)
 
     @classmethod
-    def of_shard(cls, length: int, *, block: int = 128, bits: int = 8) -> "MessageLayout":
+    def of_shard(cls, length: int, *, block: int = 128, bits: int = GRADIENT.bits) -> "MessageLayout":
         """The layout of one message by itself."""
         return cls(values=length, length=length, block=block, bits=bits)
 
     @property
     def largest_code(self) -> int:
-        """Q: 127 or 7."""
-        return quant.maximum_code(self.bits)
+        """Q."""
+        return maximum_code(self.bits)
 
     @property
     def blocks(self) -> int:

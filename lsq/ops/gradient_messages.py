@@ -1,222 +1,270 @@
-"""gradient_pack, gradient_sum, gradient_unpack: gradients as messages of 8 or 4 bits a value, their sums, and back.
+"""Gradients as messages of 8 or 4 bits a value, their sums, and back.
 
 What a quantised all-reduce does between its collectives. MessageLayout (gradient_layout.py) says how a message lies in
-memory. A block's largest magnitude gives its scale, as rounding.gradient_scale has it: 0 where it vanishes, NaN where a
-value is not finite, so that overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the
-bytes of a float32, lose less. Sums are float32 sums in order of the products code * scale,
-each rounded before it is added: all devices and all processes compute the same bits.
+memory. A block's largest magnitude gives its scale, as arithmetic.gradient_scale has it: 0 where it vanishes, NaN where
+a value is not finite, so that overflow reaches everyone. It is rounded up to a bfloat16: blocks half as long, for the
+bytes of a float32, lose less. Sums are float32 sums in order of the products code * scale, each rounded before it is
+added: all devices and all processes compute the same bits.
 
 v values, S shards, L values of a shard, M bytes of a message, N messages, R rows or copies that are added up.
 """
 
+from __future__ import annotations
+
 import torch
 
-from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR
 from lsq.csrc.launch import FLOATS, check, float_define, launch
-from lsq.ops import rounding
 from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.random import uniform
-from lsq.ops.registry import OpDefinition, register
+from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, size
+from lsq.program.operation import Operation
+from lsq.quant import arithmetic
+from lsq.quant.random import uniform
 
 WARP = 32
 LARGEST_GRID = 65535
 """Blocks of threads in the second dimension of a grid."""
 
 
-def pack_reference(x, key, *, shards, length, bits=8, block=128, stochastic=False, stream=0, error=False):
-    """x float [R, v], key int64 [1] or None -> messages uint8 [S, M], error float32 [v] or None.
+class Messages(Value):
+    """Messages of gradients. A layout of several shards tells of the messages of each."""
 
-    Args:
-        shards: S.
-        length: L.
-        bits: width of a code, 8 or 4.
-        block: values that share a scale.
-        stochastic: round up with a probability equal to the fraction, instead of to the nearest code, half to even.
-        stream: of the random numbers; value i draws element i.
-        error: whether value - code * scale is wanted; it is 0 in blocks that are not finite, and may be written over
-            x float32 [1, v].
+    layout: Host[MessageLayout]
+    data: Bytes
+    """[..., M]"""
 
-    Raises:
-        ValueError: the shards do not hold v values, or there is no key to round at random with.
-    """
-    layout = pack_layout(x, shards, length, bits, block)
-    check_key(key, stochastic)
-    values = _sum_in_order(x.unbind(0))
-    values = torch.nn.functional.pad(values, (0, shards * length - layout.values)).view(shards, length)
-    messages, rest = _encode(values, layout, key if stochastic else None, stream)
-    return messages, rest.flatten()[: layout.values].clone() if error else None
+    @size
+    def length(self) -> int:
+        """L."""
+        return self.layout.length
+
+    @size
+    def block(self) -> int:
+        """Values that share a scale."""
+        return self.layout.block
+
+    @size
+    def bits(self) -> int:
+        """Width of a code."""
+        return self.layout.bits
+
+    def encode(self, values: torch.Tensor, key: torch.Tensor | None, subsequence: int):
+        """Reference: values float32 [S, L] -> messages uint8 [S, M], error float32 [S, L]."""
+        layout, (shards, length) = self.layout, values.shape
+        whole = torch.nn.functional.pad(values, (0, layout.blocks * layout.block - length))
+        largest = whole.view(shards, layout.blocks, layout.block).abs().amax(dim=-1)
+        scale, reciprocal = message_scale(largest, layout.largest_code)
+        scaled = values * _per_value(reciprocal, layout)
+        if key is None:
+            rounded = scaled.round()
+        else:
+            rounded = (scaled + uniform(key, subsequence, (shards, length)).to(values.device)).floor()
+        codes = rounded.clamp(-layout.largest_code, layout.largest_code).nan_to_num(nan=0.0).to(torch.int8)
+        scales = _per_value(scale, layout)
+        error = torch.where(scales.isfinite(), values - codes.to(torch.float32) * scales, 0.0)
+        if layout.bits == 4:
+            codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
+        messages = torch.zeros(shards, layout.message_bytes, dtype=torch.uint8, device=values.device)
+        layout.codes(messages).copy_(codes)
+        # Bits, not values: PyTorch has several NaNs in bfloat16.
+        layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+        return messages, error
+
+    def decode(self) -> torch.Tensor:
+        """Reference: the values, float32 [..., L]."""
+        codes = self.layout.codes(self.data)
+        if self.layout.bits == 4:
+            # A shift to the left drops what stands in the high half; one to the right keeps the sign.
+            codes = torch.stack([codes.bitwise_left_shift(4) >> 4, codes >> 4], dim=-1).flatten(-2)
+        return codes.to(torch.float32) * _per_value(self.layout.scales(self.data).to(torch.float32), self.layout)
 
 
-def pack_cpu(
-    x, key, messages, error_out, *, shards, length, bits=8, block=128, stochastic=False, stream=0, error=False
-):
-    layout = pack_layout(x, shards, length, bits, block)
-    check_key(key, stochastic)
-    loader.call(
-        "lsq_gradient_pack", x, FLOATS[x.dtype], key if stochastic else None, messages, error_out, x.shape[0],
-        layout.values, shards, length, block, bits, stream,
-    )
-
-
-def pack_cuda(
-    x, key, messages, error_out, *, shards, length, bits=8, block=128, stochastic=False, stream=0, error=False
-):
-    layout = pack_layout(x, shards, length, bits, block)
-    check_key(key, stochastic)
-    return [
-        launch(
-            "gradient_messages.cu", "lsq_gradient_pack", x, key if stochastic else None, messages, error_out,
-            x.shape[0], layout.values, length, stream, grid=_grid(layout, _vectors(block)), BLOCK=block, OUT_BITS=bits,
-            RANDOM=int(stochastic), MANY=int(x.shape[0] > 1), **float_define(x),
-        )
-    ]
-
-
-def sum_reference(messages, key, *, length, bits=8, out_bits=8, block=128, stochastic=False, stream=0, factor=1.0):
-    """messages uint8 [N, M], key int64 [1] or None -> message uint8 [M']: their sum times `factor`, rounded anew.
-
-    Args:
-        length: L.
-        bits: width of the messages' codes.
-        out_bits: width of the result's codes.
-        block: values that share a scale, before and after.
-        stochastic: see gradient_pack; value i of the shard draws element i.
-        stream: of the random numbers.
-        factor: float32.
+class PackGradients(Operation):
+    """The messages of the sum of R rows of gradients.
 
     Raises:
-        ValueError: the messages have another size, or there is no key to round at random with.
+        ValueError: a tensor has another shape or dtype than the layout of the messages wants.
     """
-    layout, out_layout = sum_layouts(messages, length, bits, out_bits, block)
-    check_key(key, stochastic)
-    values = _sum_in_order(decode(message, layout) for message in messages) * factor
-    return (_encode(values[None], out_layout, key if stochastic else None, stream)[0][0],)
+
+    x: In[AnyFloats]
+    """[R, v], added up in order."""
+    key: In[Key] | None
+    """Values are rounded up with a probability equal to the fraction, drawn for value i at element i; None: to the
+    nearest code, half to even."""
+    subsequence: int = 0
+    messages: Out[Messages]
+    """[S, M]"""
+    error: Out[Floats] | None
+    """[v], value - code * scale; 0 in blocks that are not finite. It may be the memory of x float32 [1, v]."""
+
+    def __post_init__(self):
+        layout = self.messages.layout
+        _require("gradients to pack", self.x, ("at least one row", layout.values), FLOATS)
+        _require("their messages", self.messages.data, (layout.shards, layout.message_bytes), [torch.uint8])
+        if self.error is not None:
+            _require("their error", self.error, (layout.values,), [torch.float32])
+
+    @size
+    def rows(self) -> int:
+        """R."""
+        return self.x.shape[0]
+
+    @size
+    def values(self) -> int:
+        """v."""
+        return self.x.shape[1]
+
+    @size
+    def shards(self) -> int:
+        """S."""
+        return self.messages.layout.shards
+
+    @size
+    def dtype(self) -> int:
+        """Of x, see FLOATS."""
+        return FLOATS[self.x.dtype]
+
+    def reference(self):
+        layout = self.messages.layout
+        total = _sum_in_order(self.x.unbind(0))
+        whole = torch.nn.functional.pad(total, (0, layout.shards * layout.length - layout.values))
+        messages, rest = self.messages.encode(whole.view(layout.shards, layout.length), self.key, self.subsequence)
+        return messages, rest.flatten()[: layout.values].clone() if self.error is not None else None
+
+    def cuda(self):
+        layout = self.messages.layout
+        return [
+            launch(
+                "gradient_messages.cu", "lsq_pack_gradients", self, grid=_grid(layout, _vectors(layout)),
+                BLOCK=layout.block, OUT_BITS=layout.bits, RANDOM=int(self.key is not None), MANY=int(self.rows > 1),
+                **float_define(self.x),
+            )
+        ]  # fmt: skip
 
 
-def sum_cpu(messages, key, out, *, length, bits=8, out_bits=8, block=128, stochastic=False, stream=0, factor=1.0):
-    sum_layouts(messages, length, bits, out_bits, block)
-    check_key(key, stochastic)
-    loader.call(
-        "lsq_gradient_sum", messages, key if stochastic else None, out, messages.shape[0], length, block, bits,
-        out_bits, stream, float(factor),
-    )
-
-
-def sum_cuda(messages, key, out, *, length, bits=8, out_bits=8, block=128, stochastic=False, stream=0, factor=1.0):
-    layout, _ = sum_layouts(messages, length, bits, out_bits, block)
-    check_key(key, stochastic)
-    return [
-        launch(
-            "gradient_messages.cu", "lsq_gradient_sum", messages, key if stochastic else None, out, messages.shape[0],
-            length, stream, float(factor), grid=_grid(layout, _vectors(block)), BLOCK=block, BITS=bits,
-            OUT_BITS=out_bits, RANDOM=int(stochastic),
-        )
-    ]
-
-
-def unpack_reference(messages, *, values, length, bits=8, block=128, factor=1.0, dtype=torch.float32):
-    """messages uint8 [R, S, M] -> x [v]: the sum of the R copies times `factor`, rounded once.
-
-    Args:
-        values: v.
-        length: L.
-        bits: width of the codes.
-        block: values that share a scale.
-        factor: float32.
-        dtype: of x: float32, bfloat16 or float16.
+class SumMessages(Operation):
+    """The sum of N messages of one shard times a factor, rounded anew.
 
     Raises:
-        ValueError: the messages have another size, or do not hold v values.
+        ValueError: a tensor has another shape or dtype than its layout wants, or the layouts differ in more than bits.
     """
-    layout = unpack_layout(messages, values, length, bits, block)
-    x = _sum_in_order(decode(copy, layout) for copy in messages) * factor
-    return (x.flatten()[:values].to(dtype),)
 
+    messages: In[Messages]
+    """[N, M], added up in order."""
+    factor: float = 1.0
+    """E.g. 1 / world size."""
+    key: In[Key] | None
+    """As in PackGradients; value i of the shard draws element i."""
+    subsequence: int = 0
+    sum: Out[Messages]
+    """[M']"""
 
-def unpack_cpu(messages, x, *, values, length, bits=8, block=128, factor=1.0, dtype=torch.float32):
-    layout = unpack_layout(messages, values, length, bits, block)
-    loader.call(
-        "lsq_gradient_unpack", messages, x, FLOATS[x.dtype], messages.shape[0], values, layout.shards, length, block,
-        bits, float(factor),
-    )
-
-
-def unpack_cuda(messages, x, *, values, length, bits=8, block=128, factor=1.0, dtype=torch.float32):
-    layout = unpack_layout(messages, values, length, bits, block)
-    return [
-        launch(
-            "gradient_messages.cu", "lsq_gradient_unpack", messages, x, messages.shape[0], values, length,
-            float(factor), grid=_grid(layout, 1), BLOCK=block, BITS=bits, MANY=int(messages.shape[0] > 1),
-            **float_define(x),
+    def __post_init__(self):
+        given, made = self.messages.layout, self.sum.layout
+        check(
+            (given.length, given.block) == (made.length, made.block),
+            f"messages have shards of {given.length} values in blocks of {given.block}, their sum {made.length} in "
+            f"blocks of {made.block}; only the bits may differ",
         )
-    ]
+        _require("messages to add up", self.messages.data, ("at least one", given.message_bytes), [torch.uint8])
+        _require("their sum", self.sum.data, (made.message_bytes,), [torch.uint8])
+
+    @size
+    def count(self) -> int:
+        """N."""
+        return self.messages.data.shape[0]
+
+    def reference(self):
+        total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
+        return (self.sum.encode(total[None], self.key, self.subsequence)[0][0],)
+
+    def cuda(self):
+        layout = self.messages.layout
+        return [
+            launch(
+                "gradient_messages.cu", "lsq_sum_messages", self, grid=_grid(layout, _vectors(layout))[0],
+                BLOCK=layout.block, BITS=layout.bits, OUT_BITS=self.sum.bits, RANDOM=int(self.key is not None),
+            )
+        ]  # fmt: skip
 
 
-def decode(messages: torch.Tensor, layout: MessageLayout) -> torch.Tensor:
-    """The values float32 [..., L] of messages uint8 [..., M]."""
-    codes = layout.codes(messages)
-    if layout.bits == 4:
-        # A shift to the left drops what stands in the high half; one to the right keeps the sign.
-        codes = torch.stack([codes.bitwise_left_shift(4) >> 4, codes >> 4], dim=-1).flatten(-2)
-    return codes.to(torch.float32) * _per_value(layout.scales(messages).to(torch.float32), layout)
+class UnpackGradients(Operation):
+    """The values of messages: the sum of R copies times a factor, rounded once to the dtype of x.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype than the layout of the messages wants.
+    """
+
+    messages: In[Messages]
+    """[R, S, M], added up in order."""
+    factor: float = 1.0
+    x: Out[AnyFloats]
+    """[v]"""
+
+    def __post_init__(self):
+        layout = self.messages.layout
+        wanted = ("at least one copy", layout.shards, layout.message_bytes)
+        _require("messages to unpack", self.messages.data, wanted, [torch.uint8])
+        _require("their values", self.x, (layout.values,), FLOATS)
+
+    @size
+    def copies(self) -> int:
+        """R."""
+        return self.messages.data.shape[0]
+
+    @size
+    def shards(self) -> int:
+        """S."""
+        return self.messages.layout.shards
+
+    @size
+    def values(self) -> int:
+        """v."""
+        return self.x.shape[0]
+
+    @size
+    def dtype(self) -> int:
+        """Of x, see FLOATS."""
+        return FLOATS[self.x.dtype]
+
+    def reference(self):
+        x = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
+        return (x.flatten()[: self.values].to(self.x.dtype),)
+
+    def cuda(self):
+        layout = self.messages.layout
+        return [
+            launch(
+                "gradient_messages.cu", "lsq_unpack_gradients", self, grid=_grid(layout, 1), BLOCK=layout.block,
+                BITS=layout.bits, MANY=int(self.copies > 1), **float_define(self.x),
+            )
+        ]  # fmt: skip
 
 
 def message_scale(largest: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """rounding.gradient_scale with the scale rounded up to a bfloat16 (in float32), so that no value exceeds `code`."""
-    scale, reciprocal = rounding.gradient_scale(largest, code)
+    """arithmetic.gradient_scale with the scale rounded up to a bfloat16 (float32), so that no value exceeds `code`."""
+    scale, reciprocal = arithmetic.gradient_scale(largest, code)
     upwards = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     plain = reciprocal != 0
     return torch.where(plain, upwards, scale), torch.where(plain, torch.ones_like(scale) / upwards, 0.0)
 
 
-def pack_layout(x, shards: int, length: int, bits: int, block: int) -> MessageLayout:
-    """Of the messages of x [R, v]; raises a ValueError where they do not hold it."""
-    check(
-        x.dim() == 2 and x.shape[0] > 0,
-        f"gradient_pack was given values of shape {list(x.shape)}; it takes [R, v], with at least one row: add a "
-        "dimension with x[None]",
+def _require(what: str, tensor, shape: tuple, dtypes) -> None:
+    """Refuse a tensor of another shape or dtype; a word in `shape` stands for any number above 0."""
+    fits = len(tensor.shape) == len(shape) and all(
+        found > 0 if isinstance(wanted, str) else found == wanted
+        for found, wanted in zip(tensor.shape, shape, strict=True)
     )
-    return MessageLayout(values=x.shape[1], shards=shards, length=length, block=block, bits=bits)
-
-
-def sum_layouts(messages, length: int, bits: int, out_bits: int, block: int) -> tuple[MessageLayout, MessageLayout]:
-    """Of the messages [N, M] and of their sum [M']; raises a ValueError where the messages have another size."""
-    layout = MessageLayout.of_shard(length, block=block, bits=bits)
-    _check_messages("gradient_sum", messages, layout, "[N, M]", 2)
-    return layout, MessageLayout.of_shard(length, block=block, bits=out_bits)
-
-
-def unpack_layout(messages, values: int, length: int, bits: int, block: int) -> MessageLayout:
-    """Of messages [R, S, M]; raises a ValueError where they have another size or do not hold the values."""
-    shards = messages.shape[1] if messages.dim() == 3 else 1
-    layout = MessageLayout(values=values, shards=shards, length=length, block=block, bits=bits)
-    _check_messages("gradient_unpack", messages, layout, "[R, S, M]", 3)
-    return layout
-
-
-def check_key(key: torch.Tensor | None, stochastic: bool) -> None:
-    """Refuse to round at random without a key."""
     check(
-        key is not None or not stochastic,
-        "stochastic rounding was asked for without a random key; give one (lsq.ops.random.draw_key) or round to the "
-        "nearest code",
+        fits and tensor.dtype in dtypes,
+        f"{what} are {tensor.dtype} {list(tensor.shape)}; the layout wants [{', '.join(map(str, shape))}] of "
+        f"{' or '.join(map(str, dtypes))}",
     )
 
 
-def _check_messages(name: str, messages, layout: MessageLayout, shape: str, dimensions: int) -> None:
-    check(
-        messages.dtype == torch.uint8 and messages.dim() == dimensions and messages.shape[0] > 0
-        and messages.shape[-1] == layout.message_bytes,
-        f"{name} was given messages of {messages.dtype} {list(messages.shape)}; for shards of {layout.length} values "
-        f"in {layout.bits} bits and blocks of {layout.block}, it takes torch.uint8 {shape} with M = "
-        f"{layout.message_bytes}, at least one",
-    )
-
-
-def _vectors(block: int) -> int:
+def _vectors(layout: MessageLayout) -> int:
     """Vectors of a thread where up to 32 threads share a block of values."""
-    return max(1, block // (WARP * VECTOR))
+    return max(1, layout.block // (WARP * VECTOR))
 
 
 def _grid(layout: MessageLayout, vectors: int) -> tuple[int, int]:
@@ -238,33 +286,3 @@ def _sum_in_order(terms) -> torch.Tensor:
 def _per_value(of_blocks: torch.Tensor, layout: MessageLayout) -> torch.Tensor:
     """[..., B] -> [..., L]."""
     return of_blocks.repeat_interleave(layout.block, dim=-1)[..., : layout.length]
-
-
-def _encode(values: torch.Tensor, layout: MessageLayout, key: torch.Tensor | None, stream: int):
-    """values float32 [S, L] -> messages uint8 [S, M], error float32 [S, L]; rounded at random where there is a key."""
-    shards, length = values.shape
-    whole = torch.nn.functional.pad(values, (0, layout.blocks * layout.block - length))
-    largest = whole.view(shards, layout.blocks, layout.block).abs().amax(dim=-1)
-    scale, reciprocal = message_scale(largest, layout.largest_code)
-    scaled = values * _per_value(reciprocal, layout)
-    if key is None:
-        rounded = scaled.round()
-    else:
-        rounded = (scaled + uniform(key, stream, (shards, length)).to(values.device)).floor()
-    codes = rounded.clamp(-layout.largest_code, layout.largest_code).nan_to_num(nan=0.0).to(torch.int8)
-    scales = _per_value(scale, layout)
-    error = torch.where(scales.isfinite(), values - codes.to(torch.float32) * scales, 0.0)
-    if layout.bits == 4:
-        codes = (codes[:, 0::2] & 15) | codes[:, 1::2].bitwise_left_shift(4)
-    messages = torch.zeros(shards, layout.message_bytes, dtype=torch.uint8, device=values.device)
-    layout.codes(messages).copy_(codes)
-    # Bits, not values: PyTorch has several NaNs in bfloat16.
-    layout.scales(messages).view(torch.int16).copy_(scale.view(torch.int32) >> 16)
-    return messages, error
-
-
-PACK = register(OpDefinition(name="gradient_pack", reference=pack_reference, cpu=pack_cpu, cuda=pack_cuda))
-SUM = register(OpDefinition(name="gradient_sum", reference=sum_reference, cpu=sum_cpu, cuda=sum_cuda))
-UNPACK = register(
-    OpDefinition(name="gradient_unpack", reference=unpack_reference, cpu=unpack_cpu, cuda=unpack_cuda)
-)

@@ -1,201 +1,182 @@
-"""bias_dropout_residual_layer_norm: what stands between two blocks, in one pass over each row.
+"""What stands between two blocks, in one pass over each row: dropout, residual, LayerNorm, rounding.
 
-    z = residual + dropout(y + bias);   out = (z - mean) * rstd * weight + bias_norm, as float, as codes, or both
+    z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes, or both
 
-y may be missing (a plain LayerNorm of the residual) and so may the norm (z is the result). LayerNorm: Ba et al. 2016,
-biased variance. M rows, H columns; float32 throughout.
+`update` may be missing (a LayerNorm alone) and so may the norm (z is the result). LayerNorm: Ba et al. 2016, biased
+variance. M rows, H columns.
 """
 
-from lsq.csrc import loader
+from __future__ import annotations
+
+import torch
+
 from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
-from lsq.csrc.launch import TICKET, launch
-from lsq.ops import kernels, product_gradient, rounding
-from lsq.ops.random import dropout as drop
-from lsq.ops.random import dropout_threshold, keep_factor
-from lsq.ops.registry import OpDefinition, register
+from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.ops import kernels
+from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.operation import Operation
+from lsq.program.values import Coded, Dropout, RoundedGradient, dropped
 
 
-def _values(y, y_scale, bias, residual, weight, norm_bias, key, dropout, stream, epsilon):
-    z = residual
-    if y is not None:
-        z = z + drop(rounding.read_product(y, y_scale) + bias, dropout, key, stream)
-    if weight is None:
-        return z, None, None, None
-    mean = z.mean(dim=1)
-    centred = z - mean[:, None]
-    rstd = (centred.square().mean(dim=1) + epsilon).rsqrt()
-    return z, mean, rstd, centred * rstd[:, None] * weight + norm_bias
+class ResidualNorm(Operation):
+    """z [M, H] of a residual and what a block adds to it; its LayerNorm and the codes of that."""
 
+    update: In[Activations] | None
+    """[M, H]"""
+    residual: In[Activations]
+    """[M, H]"""
+    dropout: In[Dropout] | None
+    weight: In[Floats] | None
+    """[H]; None: no norm."""
+    bias: In[Floats] | None
+    """[H], of the norm."""
+    epsilon: float = 1e-5
+    z: Out[Activations] | None
+    """[M, H]"""
+    mean: Out[Floats] | None
+    """[M]"""
+    rstd: Out[Floats] | None
+    """[M]"""
+    out: Out[Activations] | None
+    """[M, H]"""
+    rounded: Out[Coded] | None
+    """[M, H]"""
 
-def unquantized(
-    y, y_scale, bias, residual, weight, norm_bias, clip, key, *, dropout, stream, epsilon, bits, error=False
-):
-    """-> out float32 [M, H], which is about to be rounded."""
-    return _values(y, y_scale, bias, residual, weight, norm_bias, key, dropout, stream, epsilon)[3]
+    @size
+    def rows(self) -> int:
+        return self.residual.shape[0]
 
+    @size
+    def columns(self) -> int:
+        return self.residual.shape[1]
 
-def reference(
-    y, y_scale, bias, residual, weight, norm_bias, clip, key, *, dropout, stream, epsilon, bits, error=False
-):
-    """-> z [M, H], mean [M], rstd [M], out [M, H] (None without a norm), codes, scale, clipped, error (with a clip)."""
-    z, mean, rstd, out = _values(y, y_scale, bias, residual, weight, norm_bias, key, dropout, stream, epsilon)
-    rounded = (None,) * 4
-    if clip is not None:
-        rounded = rounding.round_activation(out, clip, bits=bits, error=error)
-    return z, mean, rstd, out, *rounded
+    def _values(self):
+        z = self.residual if self.update is None else self.residual + dropped(self.update, self.dropout)
+        if self.weight is None:
+            return z, None, None, None
+        mean = z.mean(dim=1)
+        centred = z - mean[:, None]
+        rstd = (centred.square().mean(dim=1) + self.epsilon).rsqrt()
+        return z, mean, rstd, centred * rstd[:, None] * self.weight + self.bias
 
+    def same_values(self, result):
+        same = [one for one in (self.out, self.rounded and self.rounded.codes) if one is not None]
+        return tuple(one for one in same if one is not result) if result in same else ()
 
-def cpu(
-    y, y_scale, bias, residual, weight, norm_bias, clip, key, z, mean, rstd, out, codes, scale, clipped, error_out,
-    *, dropout, stream, epsilon, bits, error=False,
-):
-    rows, columns = residual.shape
-    source = (None, 2, None) if y is None else product_gradient.arguments(y, y_scale, None, None, bits)[:3]
-    loader.call(
-        "lsq_residual_norm", *source, bias, residual, weight, norm_bias, clip, key, stream,
-        dropout_threshold(dropout), keep_factor(dropout), float(epsilon),
-        product_gradient.largest_code(clip, bits), z, mean, rstd, out, codes, scale, clipped, error_out, rows, columns,
-    )
+    def unrounded(self) -> torch.Tensor:
+        return self._values()[3]
 
+    def reference(self):
+        z, mean, rstd, out = self._values()
+        return z, mean, rstd, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)
 
-def cuda(
-    y, y_scale, bias, residual, weight, norm_bias, clip, key, z, mean, rstd, out, codes, scale, clipped, error_out,
-    *, dropout, stream, epsilon, bits, error=False,
-):
-    rows, columns = residual.shape
-    largest = float(product_gradient.largest_code(clip, bits))
-    return [
-        launch(
-            "residual_norm.cu", "lsq_residual_norm", y, y_scale, bias, residual, weight, norm_bias,
-            clip if codes is not None else None, key, z, mean, rstd, out, codes, scale, clipped, error_out, TICKET,
-            rows, *kernels.dropout_arguments(dropout, stream), float(epsilon), largest,
-            grid=row_blocks(rows, columns, most=MANY_BLOCKS), **kernels.activation_define(y, residual, z, out),
-            **kernels.product_define(y), **row_defines(columns),
+    def cuda(self):
+        return [
+            launch(
+                "residual_norm.cu", "lsq_residual_norm", self, TICKET,
+                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
+                **float_define(self.update, self.residual, self.z, self.out), **row_defines(self.columns),
+            )
+        ]  # fmt: skip
+
+    def gradient(self, builder) -> None:
+        dout = builder.gradient_sum(self.out, self.rounded and self.rounded.codes) if self.weight is not None else None
+        dz = builder.gradient_of(self.z) if self.update is not None else builder.take_gradient(self.residual)
+        normed = self.weight is not None
+        dresidual = builder.like("d_" + self.residual.name, self.residual) if normed else None
+        dupdate = rounded = None
+        if self.update is not None:
+            dupdate, rounded = builder.product_gradient(self.update)
+        builder.add(
+            ResidualNormGradient(
+                dout=dout, dz=dz, z=(self.residual if self.update is None else self.z) if normed else None,
+                mean=self.mean, rstd=self.rstd, weight=self.weight, dropout=self.dropout, dresidual=dresidual,
+                dweight=builder.parameter_gradient(self.weight), dbias=builder.parameter_gradient(self.bias),
+                dupdate=dupdate, rounded=rounded, dupdate_sum=builder.bias_gradient(self.update),
+            )
         )
-    ]
+        builder.accumulate(self.residual, dresidual if normed else dz)
 
 
-def backward_reference(
-    dout, dz, z, mean, rstd, weight, y, y_scale, clipped, y_error, weight_scale, key,
-    *, product, dropout, stream, bits, gradient_stream=None,
-):
-    """dout [M, H] of the norm's result (None without a norm), dz [M, H] of z itself (or None).
+class ResidualNormGradient(Operation):
+    """The gradients of ResidualNorm. Without a norm, the gradient of the residual is dz itself."""
 
-    -> dresidual [M, H], dweight [H], dnorm_bias [H], dy or its codes [M, H], row scale [M], dclip of y [1], dbias [H]
-    """
-    dweight = dnorm_bias = None
-    dresidual = dz
-    if dout is not None:
-        normalised = (z - mean[:, None]) * rstd[:, None]
-        dweight, dnorm_bias = (dout * normalised).sum(dim=0), dout.sum(dim=0)
-        scaled = dout * weight
-        projected = normalised * (scaled * normalised).mean(dim=1, keepdim=True)
-        dresidual = rstd[:, None] * (scaled - scaled.mean(dim=1, keepdim=True) - projected)
-        if dz is not None:
-            dresidual = dresidual + dz
-    if not product:
-        return dresidual, dweight, dnorm_bias, None, None, None, None
-    gradient = drop(dresidual, dropout, key, stream)
-    dbias = gradient.sum(dim=0)
-    dy, row_scale, dclip = product_gradient.finish(
-        gradient, y, clipped, y_error, weight_scale, key, bits=bits, stream=gradient_stream
-    )
-    return dresidual, dweight, dnorm_bias, dy, row_scale, dclip, dbias
+    dout: In[Activations] | None
+    """[M, H], of the norm's result; None without a norm."""
+    dz: In[Activations] | None
+    """[M, H], of z itself."""
+    z: In[Activations] | None
+    """[M, H]"""
+    mean: In[Floats] | None
+    """[M]"""
+    rstd: In[Floats] | None
+    """[M]"""
+    weight: In[Floats] | None
+    """[H]"""
+    dropout: In[Dropout] | None
+    dresidual: Out[Activations] | None
+    """[M, H]"""
+    dweight: Out[Floats] | None
+    """[H]"""
+    dbias: Out[Floats] | None
+    """[H]"""
+    dupdate: Out[Activations] | None
+    """[M, H]"""
+    rounded: Out[RoundedGradient] | None
+    """dupdate, rounded for the products that go back from there."""
+    dupdate_sum: Out[Floats] | None
+    """[H], dupdate summed over rows: the gradient of the bias that is in `update`."""
 
+    @size
+    def rows(self) -> int:
+        return self._upstream.shape[0]
 
-def backward_cpu(
-    dout, dz, z, mean, rstd, weight, y, y_scale, clipped, y_error, weight_scale, key,
-    dresidual, dweight, dnorm_bias, dy, row_scale, dclip, dbias,
-    *, product, dropout, stream, bits, gradient_stream=None,
-):
-    rows, columns = (dout if dout is not None else dz).shape
-    source = (None, 2, None, None, None, 1.0)
-    if y is not None:
-        source = product_gradient.arguments(y, y_scale, clipped, y_error, bits)
-    loader.call(
-        "lsq_residual_norm_backward", dout, dz, z, mean, rstd, weight, *source, key, stream,
-        dropout_threshold(dropout), keep_factor(dropout), weight_scale, gradient_stream or 0,
-        dresidual, dweight, dnorm_bias, dy, row_scale, dclip, dbias, rows, columns,
-    )
+    @size
+    def columns(self) -> int:
+        return self._upstream.shape[1]
 
+    @property
+    def _upstream(self) -> torch.Tensor:
+        return self.dz if self.dout is None else self.dout
 
-def _backward_sums(dout, product):
-    """Columns' worth of sums that the backward pass takes: two for the norm, one for the bias of the product."""
-    return (2 if dout is not None else 0) + int(product)
+    @property
+    def _updated(self) -> bool:
+        return self.dupdate is not None or self.rounded is not None
 
+    def reference(self):
+        dweight = dbias = dupdate = dupdate_sum = None
+        dresidual, rounded = self.dz, (None, None)
+        if self.dout is not None:
+            normalised = (self.z - self.mean[:, None]) * self.rstd[:, None]
+            dweight, dbias = (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0)
+            scaled = self.dout * self.weight
+            projected = normalised * (scaled * normalised).mean(dim=1, keepdim=True)
+            dresidual = self.rstd[:, None] * (scaled - scaled.mean(dim=1, keepdim=True) - projected)
+            if self.dz is not None:
+                dresidual = dresidual + self.dz
+        if self._updated:
+            dupdate = dropped(dresidual, self.dropout)
+            dupdate_sum = dupdate.sum(dim=0)
+            rounded = self.rounded.encode(dupdate) if self.rounded is not None else rounded
+        return dresidual, dweight, dbias, dupdate, *rounded, dupdate_sum
 
-def backward_cuda(
-    dout, dz, z, mean, rstd, weight, y, y_scale, clipped, y_error, weight_scale, key,
-    dresidual, dweight, dnorm_bias, dy, row_scale, dclip, dbias, partial,
-    *, product, dropout, stream, bits, gradient_stream=None,
-):
-    rows, columns = (dout if dout is not None else dz).shape
-    outs = ((dweight, dnorm_bias) if dout is not None else ()) + ((dbias,) if product else ())
-    if not outs:
-        return []
-    codes = y if clipped is not None else None
-    shared = sums_in_shared_memory(columns, 2) if dout is not None else 0
-    drop_stream, threshold, keep = kernels.dropout_arguments(dropout, stream)
-    return [
-        launch(
-            "residual_norm.cu", "lsq_residual_norm_backward", dout, dz, z, mean, rstd, weight, codes, clipped, y_error,
-            weight_scale, key, dresidual, dy, row_scale, partial, rows, drop_stream, threshold, gradient_stream or 0,
-            keep, grid=len(partial), shared=shared, NORMED=int(dout is not None), PRODUCT=int(product),
-            ROUNDED=int(row_scale is not None), **kernels.activation_define(dout, dz, z, dresidual, dy),
-            **row_defines(columns),
-        ),
-        kernels.finish_sums(partial, columns, outs, dclip, kernels.clip_factor(y_error, bits)),
-    ]
+    def _sums(self):
+        """Where the sums over rows go, in the order in which the kernel leaves them."""
+        return (self.dweight, self.dbias) * (self.dout is not None) + (self.dupdate_sum,) * self._updated
 
+    def cuda_scratch(self):
+        return [kernels.partial_scratch(self.rows, self.columns, len(self._sums()))]
 
-def backward_cuda_scratch(dout, dz, *_, product, **attributes):
-    rows, columns = (dout if dout is not None else dz).shape
-    return [kernels.partial_scratch(rows, columns, _backward_sums(dout, product))]
-
-
-def differentiate(builder, operation):
-    y, _, bias, residual, weight, norm_bias, _, key = operation.inputs
-    z, mean, rstd, out, codes = operation.outputs[:5]
-    dout = builder.gradient_sum(out, codes) if weight is not None else None
-    dz = builder.gradient(z) if z is not None and builder.has_gradient(z) else None
-    names = operation.attributes
-    # Without a norm, the gradient of z is the gradient of the residual.
-    dresidual = builder.temporary("d_" + residual.name, residual.shape) if weight is not None else None
-    product_inputs, product_outputs, attributes = (None,) * 5, (None,) * 4, {}
-    if y is not None:
-        product = builder.product(y)
-        dy, row_scale, attributes = builder.product_gradient_outputs(product)
-        # The sums of an int32 product are not read again: nothing of them is saved.
-        codes_of_y = y if product.clipped is not None else None
-        product_inputs = (
-            codes_of_y, product.scale if codes_of_y else None, product.clipped, product.error,
-            product.weight_scale if row_scale else None,
-        )
-        product_outputs = (dy, row_scale, builder.gradient_output(product.clip), builder.gradient_output(bias))
-    z_saved = z if y is not None else residual
-    builder.emit(
-        "bias_dropout_residual_layer_norm_backward",
-        (dout, dz, z_saved if weight is not None else None, mean, rstd, weight, *product_inputs, key),
-        (
-            dresidual,
-            builder.gradient_output(weight) if weight is not None else None,
-            builder.gradient_output(norm_bias) if weight is not None else None,
-            *product_outputs,
-        ),
-        product=y is not None, dropout=names["dropout"], stream=names["stream"], bits=names["bits"], **attributes,
-    )
-    builder.accumulate(residual, dresidual if dresidual is not None else dz)
-
-
-register(
-    OpDefinition(
-        name="bias_dropout_residual_layer_norm", reference=reference, cpu=cpu, cuda=cuda, differentiate=differentiate,
-        unquantized=unquantized,
-    )
-)
-register(
-    OpDefinition(
-        name="bias_dropout_residual_layer_norm_backward", reference=backward_reference, cpu=backward_cpu,
-        cuda=backward_cuda, cuda_scratch=backward_cuda_scratch,
-    )
-)
+    def cuda(self, partial):
+        if not self._sums():
+            return []
+        normed = self.dout is not None
+        return [
+            launch(
+                "residual_norm.cu", "lsq_residual_norm_gradient", self, partial, grid=len(partial),
+                shared=sums_in_shared_memory(self.columns, 2) if normed else 0, NORMED=int(normed),
+                PRODUCT=int(self._updated), ROUNDED=int(self.rounded is not None), **row_defines(self.columns),
+                **float_define(self.dout, self.dz, self.z, self.dresidual, self.dupdate),
+            ),
+            kernels.finish_sums(partial, self.columns, self._sums(), None, 1.0),
+        ]  # fmt: skip

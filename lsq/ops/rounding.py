@@ -1,94 +1,155 @@
-"""Reference arithmetic that the fused operations share: rounding to codes, reading products, rounding gradients.
+"""Rounding by itself: of activations, of weights, of the gradient of a product; and the sum of two gradients.
 
-Shapes: M rows, N columns. Codes are int8 [M, N]; `clipped` holds one bit an element, packed (lsq.quant.pack_bits);
-`error` = (code - x / scale) / Q is kept only for clip_gradient="lsq".
+The gradient of rounded codes is by convention the one *before* the rounding: whoever reads the codes applies the
+straight-through mask, in the loop that it runs anyway, and adds to the gradient of the clip.
+M rows, N columns; a weight has N rows (output channels) and K columns.
 """
 
-import math
+from __future__ import annotations
 
 import torch
 
 from lsq import quant
-from lsq.ops.random import uniform
+from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
+from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.ops import kernels
+from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.operation import Operation
+from lsq.program.values import Coded, RoundedGradient, Weight
 
-GRADIENT_CODE = 127
-"""Largest code of a rounded gradient; gradients are always 8 bits wide."""
-
-SMALLEST_GRADIENT = 1e-35
-"""A row (or column) of gradients whose largest magnitude lies below this is rounded to zero."""
-
-
-def round_activation(x: torch.Tensor, clip: torch.Tensor, *, bits: int, error: bool):
-    """(codes, scale [1], clipped, error or None) of float x [M, N] under clip [1]; see lsq.quant.quantize."""
-    codes, scale, clipped = quant.quantize(x, clip, bits)
-    return codes, scale, quant.pack_bits(clipped), _error(codes, x / quant.scale_of(clip, bits), clipped, bits, error)
+VECTORS = 4
+"""Of 8 values: what a thread of lsq_round rounds."""
 
 
-def round_scaled(scaled: torch.Tensor, clip: torch.Tensor, *, bits: int, error: bool):
-    """The same for values that are already divided by the scale, as the output of an integer product is."""
-    largest = quant.maximum_code(bits)
-    clipped = scaled.abs() > largest
-    codes = scaled.clamp(-largest, largest).round().nan_to_num(nan=0.0).to(torch.int8)
-    scale = quant.scale_of(clip, bits)
-    scale = torch.where(scaled.isnan().any(), torch.full_like(scale, math.nan), scale)
-    return codes, scale, quant.pack_bits(clipped), _error(codes, scaled, clipped, bits, error)
+class Round(Operation):
+    """An activation as codes under its clip."""
+
+    x: In[Activations]
+    """[M, N]"""
+    rounded: Out[Coded]
+    """[M, N]"""
+
+    @size
+    def count(self) -> int:
+        return self.x.numel()
+
+    def unrounded(self) -> torch.Tensor:
+        return self.x
+
+    def same_values(self, result):
+        return (self.x,)
+
+    def reference(self):
+        return self.rounded.encode(self.x)
+
+    def cuda(self):
+        kernels.check_columns(VECTOR, **{"the width of what is rounded": self.x.shape[1]})
+        return [
+            launch(
+                "rounding.cu", "lsq_round", self, TICKET, grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
+                **float_define(self.x),
+            )
+        ]  # fmt: skip
+
+    def gradient(self, builder) -> None:
+        builder.accumulate(self.x, builder.gradient_of(self.rounded.codes))
 
 
-def _error(codes, scaled, clipped, bits, wanted):
-    if not wanted:
-        return None
-    return torch.where(clipped, 0.0, (codes - scaled) / quant.maximum_code(bits))
+class RoundWeight(Operation):
+    """The codes of a weight from its values and clips. The product of its gradient masks its own result."""
+
+    weight: Out[Weight]
+    """values [N, K], clip [N] or [1] -> codes [P, K], scale [P]; rows from N on have codes 0 and scale 1."""
+
+    @size
+    def rows(self) -> int:
+        """P."""
+        return self.weight.codes.shape[0]
+
+    @size
+    def valid(self) -> int:
+        """N."""
+        return self.weight.values.shape[0]
+
+    @size
+    def columns(self) -> int:
+        """K."""
+        return self.weight.values.shape[1]
+
+    @size
+    def clips(self) -> int:
+        return self.weight.clip.numel()
+
+    def reference(self):
+        weight, padding = self.weight, self.rows - self.valid
+        codes, scale, _ = quant.quantize(weight.values, weight.clip, weight.format.bits)
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
+        return codes, torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
+
+    def cuda(self):
+        kernels.check_columns(16, **{"the width of a weight": self.columns})
+        grid = warp_blocks(self.rows)
+        return [launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)]
 
 
-def read_product(y: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Float values [M, N] of a product: int8 codes with scale [1], int32 sums with scale [N], or float as it is."""
-    return y if scale is None else y.to(torch.float32) * scale
+WIDEST_TOGETHER = 8192
+"""Columns up to which registers hold a row and its sums: wider rows are rounded in one pass and summed in another."""
 
 
-def straight_through(gradient, codes, clipped, error, *, bits: int):
-    """Gradients (before the rounding [M, N], of the clip [1]) for `gradient` after it: STE with PACT or LSQ."""
-    outside = quant.unpack_bits(clipped, gradient.numel()).view(gradient.shape)
-    clip_gradient = torch.where(outside, gradient * codes.sign(), 0.0).sum()
-    if error is not None:
-        clip_gradient = clip_gradient + (gradient * error).sum()
-        clip_gradient = clip_gradient * lsq_factor(gradient.numel(), bits)
-    return torch.where(outside, 0.0, gradient), clip_gradient.reshape(1)
+class RoundGradient(Operation):
+    """The gradient of a product at the end of a program, for what goes back from there."""
+
+    gradient: In[Activations]
+    """[M, N]"""
+    rounded: Out[RoundedGradient] | None
+    """[M, N]; None: the products that go back take floats."""
+    sum: Out[Floats] | None
+    """[N], the gradient summed over rows: that of the product's bias."""
+
+    @size
+    def rows(self) -> int:
+        return self.gradient.shape[0]
+
+    @size
+    def columns(self) -> int:
+        return self.gradient.shape[1]
+
+    def reference(self):
+        codes, scale = self.rounded.encode(self.gradient) if self.rounded is not None else (None, None)
+        return codes, scale, self.gradient.sum(dim=0)
+
+    def cuda_scratch(self):
+        return [kernels.partial_scratch(self.rows, self.columns, 1)]
+
+    def cuda(self, partial):
+        rounds, sums = self.rounded is not None, self.sum is not None
+        apart = rounds and sums and self.columns > WIDEST_TOGETHER
+        passes = [(True, False), (False, True)] if apart else [(rounds, sums)]
+        entries = [self._pass(partial, *each) for each in passes]
+        return [*entries, kernels.finish_sums(partial, self.columns, (self.sum,), None, 1.0)] if sums else entries
+
+    def _pass(self, partial, rounds: bool, sums: bool):
+        return launch(
+            "rounding_gradient.cu", "lsq_round_gradient", self, partial if sums else None, grid=len(partial),
+            ROUNDED=int(rounds), SUMMED=int(sums), **float_define(self.gradient), **row_defines(self.columns),
+        )
 
 
-def lsq_factor(numel: int, bits: int) -> float:
-    """Esser et al. 2020: the gradient of a step size is scaled by 1 / sqrt(numel * Q)."""
-    return 1.0 / math.sqrt(numel * quant.maximum_code(bits))
+class Add(Operation):
+    """a + b: two gradients of one tensor."""
 
+    a: In[Activations]
+    """Any shape."""
+    b: In[Activations]
+    out: Out[Activations]
 
-def round_rows(gradient, factor, key, stream):
-    """Round each row of gradient [M, N] * factor [N] to (codes int8 [M, N], scale float32 [M]) at random, without bias.
+    @size
+    def count(self) -> int:
+        return self.out.numel()
 
-    The scale of a row that holds a NaN or an infinity is NaN, so that overflow stays visible.
-    """
-    scaled = gradient * factor
-    scale, reciprocal = gradient_scale(scaled.abs().amax(dim=1))
-    return _round_at_random(scaled * reciprocal[:, None], key, stream), scale
+    def reference(self):
+        return (self.a + self.b,)
 
-
-def round_columns(x, key, stream):
-    """The same with one scale for each column: (codes int8 [M, N], scale float32 [N])."""
-    scale, reciprocal = gradient_scale(x.abs().amax(dim=0))
-    return _round_at_random(x * reciprocal, key, stream), scale
-
-
-def gradient_scale(largest: torch.Tensor, code: int = GRADIENT_CODE):
-    """(scale, reciprocal) for largest magnitudes, which become `code`: (0, 0) for vanishing ones, (NaN, 0) for
-    non-finite ones."""
-    # Division of or by a number would be rounded twice, as a reciprocal and a product: the former on CUDA, the latter
-    # everywhere.
-    codes = torch.full_like(largest, code)
-    vanishing = largest < SMALLEST_GRADIENT
-    finite = largest.isfinite()
-    scale = torch.where(vanishing, 0.0, torch.where(finite, largest / codes, math.nan))
-    reciprocal = torch.where(vanishing | ~finite, 0.0, codes / largest)
-    return scale, reciprocal
-
-
-def _round_at_random(scaled, key, stream):
-    rounded = (scaled + uniform(key, stream, tuple(scaled.shape))).floor()
-    return rounded.clamp(-GRADIENT_CODE, GRADIENT_CODE).nan_to_num(nan=0.0).to(torch.int8)
+    def cuda(self):
+        grid = max(1, -(-self.count // (VECTOR * THREADS)))
+        return [launch("elementwise.cu", "lsq_add", self, grid=grid, **float_define(self.a, self.b, self.out))]

@@ -1,11 +1,20 @@
 """Builds a program: records the forward operations, then walks them backwards and appends their gradients."""
 
+from collections import defaultdict
+from collections.abc import Callable
+
 import torch
 
 from lsq.config import QuantConfig
-from lsq.ops import registry
+from lsq.program.backend import Backend
+from lsq.program.operation import Operation
+from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program, lifetimes_of
-from lsq.program.tensor import Operation, Product, Rounded, RoundedWeight, VirtualTensor
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded, Dropout, RoundedGradient, Weight
+from lsq.quant import GRADIENT, activation_format, weight_format
+
+Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
 
 
 class Builder:
@@ -16,29 +25,30 @@ class Builder:
         quant: what is rounded and how the backward products run.
         training: dropout is active.
         backward: the program gets a backward pass; without one, weights come in as codes.
+        backend: where it will run, which decides how much scratch memory operations take and how wide activations are.
+        add: makes the operation that adds two tensors into a third.
     """
 
-    def __init__(self, name: str, quant: QuantConfig, *, training: bool, backward: bool):
-        self.name = name
-        self.quant = quant
-        self.training = training
-        self.backward = backward
+    def __init__(
+        self, name: str, quant: QuantConfig, *, training: bool, backward: bool, backend: Backend, add: Add
+    ):
+        self.name, self.quant = name, quant
+        self.training, self.backward = training, backward
+        self._backend, self._make_add = backend, add
         self._operations: list[Operation] = []
         self._inputs: list[VirtualTensor] = []
         self._parameters: dict[str, VirtualTensor] = {}
         self._outputs: list[VirtualTensor] = []
         self._producers: dict[VirtualTensor, Operation] = {}
         self._gradients: dict[VirtualTensor, VirtualTensor] = {}
-        self._groups: dict[VirtualTensor, Rounded | RoundedWeight | Product] = {}
-        self._recomputed: dict[VirtualTensor, VirtualTensor] = {}
-        self._row_scales: dict[VirtualTensor, VirtualTensor] = {}
+        self._product_gradients: dict[VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]] = {}
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._names: set[str] = set()
-        self._streams = 0
-        self._forward_length: int | None = None
+        self._subsequences = 0
+        self._weights: dict[str, Weight] = {}
         self.key = self.input("random_key", (1,), torch.int64)
 
-    # Making tensors and operations
+    # Tensors and operations
 
     def tensor(self, name: str, shape, dtype=torch.float32, role: str = "temporary") -> VirtualTensor:
         """A new virtual tensor; a number is appended to a name that is taken."""
@@ -48,8 +58,9 @@ class Builder:
         self._names.add(unique)
         return VirtualTensor(name=unique, shape=tuple(shape), dtype=dtype, role=role)
 
-    def temporary(self, name: str, shape, dtype=torch.float32) -> VirtualTensor:
-        return self.tensor(name, shape, dtype)
+    def like(self, name: str, tensor: VirtualTensor) -> VirtualTensor:
+        """A new tensor with the shape and dtype of another."""
+        return self.tensor(name, tensor.shape, tensor.dtype)
 
     def input(self, name: str, shape, dtype=torch.float32) -> VirtualTensor:
         """A tensor that each run brings along."""
@@ -57,10 +68,12 @@ class Builder:
         self._inputs.append(tensor)
         return tensor
 
-    def parameter(self, name: str, shape) -> VirtualTensor:
-        """A float32 parameter, the same virtual tensor for each call with the same name."""
+    def parameter(self, name: str, shape, kind: Kind, **start) -> VirtualTensor:
+        """A float32 parameter, the same virtual tensor for each call with the same name; start: see Parameter."""
         if name not in self._parameters:
-            self._parameters[name] = self.tensor(name, shape, role="parameter")
+            tensor = self.tensor(name, shape, role="parameter")
+            tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
+            self._parameters[name] = tensor
         return self._parameters[name]
 
     def output(self, tensor: VirtualTensor) -> None:
@@ -68,68 +81,114 @@ class Builder:
         tensor.role = "output"
         self._outputs.append(tensor)
 
-    def emit(self, name: str, inputs, outputs, **attributes) -> Operation:
-        """Append an operation, with the scratch memory that its definition asks for."""
-        definition, inputs, outputs = registry.definition(name), tuple(inputs), tuple(outputs)
-        result = next(tensor for tensor in outputs if tensor is not None)
-        wanted = definition.scratch(*inputs, **attributes) if definition.scratch else ()
-        operation = Operation(
-            definition=definition, inputs=inputs, outputs=outputs, attributes=attributes,
-            scratch=tuple(self.temporary(f"{result.name}.scratch", shape, dtype) for shape, dtype in wanted),
-        )
+    def add(self, operation: Operation) -> Operation:
+        """Append an operation."""
         self._operations.append(operation)
-        if self._forward_length is None:
-            self._producers.update((tensor, operation) for tensor in outputs if tensor is not None)
+        for leaf in operation.leaves():
+            tensor = leaf.of(operation)
+            if leaf.written and tensor is not None:
+                self._producers.setdefault(tensor, operation)
         return operation
 
-    def next_stream(self) -> int:
-        """A stream of random numbers that no other operation of this program uses."""
-        self._streams += 1
-        return self._streams
+    def producer(self, tensor: VirtualTensor) -> Operation | None:
+        """The operation that wrote `tensor`, if one did."""
+        return self._producers.get(tensor)
 
-    def group(self, tensor: VirtualTensor, group) -> None:
-        """File what travels with `tensor`, for the backward pass."""
-        self._groups[tensor] = group
+    def next_subsequence(self) -> int:
+        """Random numbers that no other operation of this program uses."""
+        self._subsequences += 1
+        return self._subsequences
 
-    def rounded(self, codes: VirtualTensor) -> Rounded:
-        return self._groups[codes]
+    # Values
 
-    def rounded_weight(self, codes: VirtualTensor) -> RoundedWeight:
-        return self._groups[codes]
+    def dropout(self, probability: float) -> Dropout | None:
+        """A new mask, or None where nothing is dropped."""
+        if not (self.training and probability):
+            return None
+        return Dropout(key=self.key, subsequence=self.next_subsequence(), probability=probability)
 
-    def product(self, value: VirtualTensor) -> Product:
-        return self._groups[value]
+    def coded(self, name: str, shape, clip: str) -> Coded:
+        """An activation that is rounded under the clip of that name."""
+        rows, columns = shape
+        keeps_error = self.backward and self.quant.clip_gradient == "lsq"
+        parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
+        return Coded(
+            format=activation_format(self.quant), codes=self.tensor(name + ".codes", shape, torch.int8),
+            scale=self.tensor(name + ".scale", (1,)), clip=parameter,
+            clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if self.backward else None,
+            error=self.tensor(name + ".error", shape) if keeps_error else None,
+        )
+
+    def weight(self, name: str, shape: tuple[int, int], *, rows: int | None = None, **start) -> Weight:
+        """A weight [N, K], the same for each call with the same name: rounded, or as it is in float mode.
+
+        `start`: see Parameter. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come in
+        from outside; whoever runs the program has rounded them.
+        """
+        if name in self._weights:
+            return self._weights[name]
+        form = weight_format(self.quant)
+        clip = name + "_clip" if self.quant.quantized else None
+        parameter = self.parameter(name, shape, Kind.WEIGHT, clip=clip, **start)
+        weight = Weight(format=form, values=parameter)
+        if self.quant.quantized:
+            padded = (rows or shape[0], shape[1])
+            weight.clip = self.parameter(
+                clip, (form.scales(shape[0]),), Kind.WEIGHT_CLIP, start=self.quant.weight_clip
+            )
+            weight.codes = self.input(name + ".codes", padded, form.storage)
+            weight.scale = self.input(name + ".scale", padded[:1])
+        self._weights[name] = weight
+        return weight
+
+    def rounded_gradient(self, name: str, shape, weight_scale: VirtualTensor) -> RoundedGradient:
+        """The gradient [M, N] of a product, to be rounded per row."""
+        return RoundedGradient(
+            format=GRADIENT, codes=self.tensor(name, shape, GRADIENT.storage),
+            scale=self.tensor(name + ".scale", shape[:1]), weight_scale=weight_scale, key=self.key,
+            subsequence=self.next_subsequence(),
+        )
 
     # Gradients
 
-    def has_gradient(self, tensor: VirtualTensor) -> bool:
-        return tensor in self._gradients
-
-    def gradient(self, tensor: VirtualTensor) -> VirtualTensor:
-        """The gradient of `tensor`, complete once every reader of the tensor has been differentiated."""
-        return self._gradients[tensor]
+    def gradient_of(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
+        """The gradient of `tensor`, complete once all readers of the tensor were differentiated; None: no reader."""
+        return self._gradients.get(tensor)
 
     def gradient_sum(self, *tensors: VirtualTensor | None) -> VirtualTensor | None:
         """The sum of those gradients that exist, of tensors that hold the same values; None if there is none."""
         total = None
         for tensor in tensors:
-            if tensor is not None and tensor in self._gradients:
-                total = self._add(total, self._gradients[tensor]) if total is not None else self._gradients[tensor]
+            gradient = self._gradients.get(tensor)
+            if gradient is not None:
+                total = gradient if total is None else self._sum(total, gradient)
         return total
 
     def accumulate(self, tensor: VirtualTensor, gradient: VirtualTensor) -> None:
         """Add a contribution to the gradient of `tensor`."""
-        if tensor in self._gradients:
-            gradient = self._add(self._gradients[tensor], gradient)
-        self._gradients[tensor] = gradient
+        before = self._gradients.get(tensor)
+        self._gradients[tensor] = gradient if before is None else self._sum(before, gradient)
 
-    def _add(self, a: VirtualTensor, b: VirtualTensor) -> VirtualTensor:
-        total = self.temporary(a.name, a.shape)
-        self.emit("add", (a, b), (total,))
+    def take_gradient(self, tensor: VirtualTensor) -> VirtualTensor | None:
+        """The gradient so far of `tensor` and its copies, for who adds it to a contribution and accumulates the sum."""
+        producer = self._producers.get(tensor)
+        same = (tensor, *(producer.same_values(tensor) if producer is not None else ()))
+        total = self.gradient_sum(*same)
+        for one in same:
+            self._gradients.pop(one, None)
         return total
 
-    def gradient_output(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
-        """Where an operation writes the gradient of a parameter; each parameter has one reader."""
+    def _sum(self, a: VirtualTensor, b: VirtualTensor) -> VirtualTensor:
+        total = self.like(a.name, a)
+        self.add(self._make_add(a, b, total))
+        return total
+
+    def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
+        """Where an operation writes the gradient of a parameter; each parameter has one reader.
+
+        Raises:
+            ValueError: it has two.
+        """
         if parameter is None:
             return None
         if parameter in self._leaf_gradients:
@@ -138,46 +197,38 @@ class Builder:
         self._leaf_gradients[parameter] = gradient
         return gradient
 
-    def product_gradient(self, value: VirtualTensor):
-        """(gradient, None) as float, or (codes, row scale), as the reader of the product has left it."""
-        return self._gradients[value], self._row_scales.get(value)
+    def product_gradient(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, RoundedGradient | None]:
+        """Where the gradient of a product's result goes: floats, or rounded, whichever the products behind it want.
 
-    def product_gradient_outputs(self, product: Product):
-        """(gradient, row scale or None, attributes) for the operation that writes the gradient of a product."""
-        name, shape = "d_" + product.value.name, product.value.shape
-        if product.weight_scale is None or self.quant.backward == "float":
-            gradient = self.temporary(name, shape)
-            self._gradients[product.value] = gradient
-            return gradient, None, {}
-        codes = self.temporary(name, shape, torch.int8)
-        row_scale = self.temporary(name + ".row_scale", shape[:1])
-        self._gradients[product.value] = codes
-        self._row_scales[product.value] = row_scale
-        return codes, row_scale, {"gradient_stream": self.next_stream()}
-
-    def saved(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
-        """`tensor` for use in the backward pass: itself, or computed again where that is cheaper than saving it."""
-        if tensor is None:
-            return None
+        Raises:
+            ValueError: the result has two readers.
+        """
+        if tensor in self._product_gradients:
+            raise ValueError(f"the product {tensor.name} has two readers in program {self.name}")
         producer = self._producers.get(tensor)
-        if producer is None or not producer.definition.recompute:
-            return tensor
-        if tensor not in self._recomputed:
-            copies = tuple(
-                None if output is None else self.temporary(output.name + ".again", output.shape, output.dtype)
-                for output in producer.outputs
-            )
-            self.emit(producer.name, map(self.saved, producer.inputs), copies, **producer.attributes)
-            self._recomputed.update(
-                (output, copy) for output, copy in zip(producer.outputs, copies, strict=True) if output is not None
-            )
-        return self._recomputed[tensor]
+        weight = None if producer is None else producer.product_weight
+        if weight is not None and weight.codes is not None and self.quant.backward == "int8":
+            found = None, self.rounded_gradient("d_" + tensor.name, tensor.shape, weight.scale)
+        else:
+            found = self.tensor("d_" + tensor.name, tensor.shape), None
+        if weight is None:
+            self.accumulate(tensor, found[0])
+        else:
+            self._product_gradients[tensor] = found
+        return found
+
+    def product_gradient_of(self, tensor: VirtualTensor) -> tuple[VirtualTensor | None, RoundedGradient | None]:
+        """What the reader of a product's result wrote; the gradient as it came in, for a result of the program."""
+        return self._product_gradients.get(tensor, (self._gradients.get(tensor), None))
+
+    def bias_gradient(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
+        """Where the gradient of the bias of the product that made `tensor` goes; None where there is no bias."""
+        producer = self._producers.get(tensor)
+        return self.parameter_gradient(None if producer is None else producer.product_bias)
 
     def build(self) -> Program:
         """Append the backward pass, if there is to be one, and close the program."""
         forward = tuple(self._operations)
-        self._forward_length = len(forward)
-        inputs = tuple(self._inputs)
         output_gradients, differentiable, gradients = (), (), ()
         if self.backward:
             output_gradients = tuple(
@@ -185,22 +236,36 @@ class Builder:
             )
             self._gradients.update(zip(self._outputs, output_gradients, strict=True))
             for operation in reversed(forward):
-                operation.definition.differentiate(self, operation)
+                operation.gradient(self)
             differentiable, gradients = self._leaves()
         operations = tuple(self._operations)
+        self._narrow()
+        scratch = tuple(self._scratch(operation) for operation in operations)
         return Program(
-            name=self.name,
-            operations=operations,
-            forward_length=len(forward),
-            inputs=inputs,
-            parameters=tuple(self._parameters.values()),
-            outputs=tuple(self._outputs),
-            output_gradients=output_gradients,
-            differentiable=differentiable,
+            name=self.name, operations=operations, scratch=scratch, forward_length=len(forward),
+            inputs=tuple(self._inputs), parameters=tuple(self._parameters.values()), outputs=tuple(self._outputs),
+            weights=dict(self._weights), output_gradients=output_gradients, differentiable=differentiable,
             gradients=gradients,
             lifetimes=lifetimes_of(
-                operations, len(forward), (*inputs, *self._parameters.values()), tuple(self._outputs), gradients
+                [(*one.inputs, *one.outputs, *extra) for one, extra in zip(operations, scratch, strict=True)],
+                len(forward), (*self._inputs, *self._parameters.values()), tuple(self._outputs), gradients,
             ),
+        )  # fmt: skip
+
+    def _narrow(self) -> None:
+        """Give the backend's dtype to what every operation takes as an activation."""
+        kinds = defaultdict(set)
+        for operation in self._operations:
+            for leaf in operation.leaves():
+                kinds[leaf.of(operation)].add(leaf.kind)
+        for tensor, found in kinds.items():
+            if found == {"Activations"} and tensor is not None and tensor.role != "parameter":
+                tensor.dtype = self._backend.activations
+
+    def _scratch(self, operation: Operation) -> tuple[VirtualTensor, ...]:
+        return tuple(
+            self.tensor(f"{operation.outputs[0].name}.scratch", shape, dtype)
+            for shape, dtype in self._backend.scratch(operation)
         )
 
     def _leaves(self):
@@ -208,6 +273,6 @@ class Builder:
         leaves = {tensor: self._gradients[tensor] for tensor in self._inputs if tensor in self._gradients}
         leaves.update((parameter, self._leaf_gradients.get(parameter)) for parameter in self._parameters.values())
         for gradient in leaves.values():
-            if gradient is not None and gradient.role == "temporary":
+            if gradient is not None:
                 gradient.role = "gradient"
         return tuple(leaves), tuple(leaves.values())

@@ -6,38 +6,20 @@ frame: fresh memory, or the places that a plan of the whole step has for them.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from lsq.ops.registry import fused_available
+from lsq.program.backend import Backend
 from lsq.program.frames import Frame, FreshFrame, StepMemory
+from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.program.tensor import Operation, VirtualTensor
+from lsq.program.tensor import VirtualTensor
 
-BACKENDS = ("cpu", "reference")
-_backend: str | None = None
 _seconds: defaultdict[str, float] | None = None
-
-
-@contextmanager
-def backend(name: str):
-    """Run every program inside with the operations' "cpu" implementations or with their references.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    global _backend
-    if name not in BACKENDS:
-        raise ValueError(f"backend is {name!r}; allowed: {', '.join(BACKENDS)}")
-    previous, _backend = _backend, name
-    try:
-        yield
-    finally:
-        _backend = previous
 
 
 @contextmanager
@@ -53,26 +35,28 @@ def profile():
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What a module wants to see of its forward pass; both get the operation and the tensors alive."""
+    """What a module wants to see of its forward pass; both get the operation as declared, and on real tensors."""
 
-    before: Callable[[Operation, dict], None] | None = None
-    after: Callable[[Operation, dict], None] | None = None
+    before: Callable[[Operation, Operation], None] | None = None
+    after: Callable[[Operation, Operation], None] | None = None
 
 
 class Execution:
-    """A program with the tensors of one call: `Execution(program, hooks)(tensors by name) -> outputs`.
+    """A program with the tensors of one call: `Execution(program, backend)(tensors by name) -> outputs`.
 
     Args:
         program: what to run.
+        backend: where.
         hooks: called around each operation of the forward pass.
         memory: planned memory for runs with a backward pass; without, all tensors get fresh memory.
         owner: who runs, for the memory.
     """
 
     def __init__(
-        self, program: Program, hooks: Hooks | None = None, *, memory: StepMemory | None = None, owner: object = None
+        self, program: Program, backend: Backend, *, hooks: Hooks | None = None, memory: StepMemory | None = None,
+        owner: object = None,
     ):
-        self.program = program
+        self.program, self.backend = program, backend
         self.hooks = hooks or Hooks()
         self.memory = memory
         self.owner = owner
@@ -80,44 +64,83 @@ class Execution:
     def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run forward. Gradients flow to the inputs and parameters of a program that has a backward pass.
 
+        Activations may come as float32, whatever dtype the program was built for; outputs have that dtype.
+
         Raises:
             ValueError: a tensor is missing, or its shape or dtype is not the program's.
         """
         program = self.program
-        arguments = []
-        for virtual in (*program.inputs, *program.parameters):
-            tensor = tensors.get(virtual.name)
-            if tensor is None:
-                raise ValueError(f"program {program.name} needs a tensor called {virtual.name!r}")
-            if tuple(tensor.shape) != virtual.shape or tensor.dtype != virtual.dtype:
-                raise ValueError(
-                    f"{virtual.name} is {tensor.dtype} {tuple(tensor.shape)}; program {program.name} was built for "
-                    f"{virtual.dtype} {virtual.shape}"
-                )
-            arguments.append(tensor)
+        arguments = [_checked(virtual, tensors, program) for virtual in (*program.inputs, *program.parameters)]
         if program.output_gradients:
-            frame = FreshFrame() if self.memory is None else self.memory.open(self.owner, program)
-            return _Node.apply(program, self.hooks, frame, *arguments)
+            frame = self._fresh() if self.memory is None else self.memory.open(self.owner, program)
+            return _Node.apply(self, frame, *arguments)
         with torch.no_grad():
-            values = dict(zip((*program.inputs, *program.parameters), map(_contiguous, arguments), strict=True))
-            run(program, 0, program.forward_length, values, self.hooks, FreshFrame())
+            values = _placed((*program.inputs, *program.parameters), arguments)
+            self.run(range(program.forward_length), values, self._fresh())
             return tuple(values[output] for output in program.outputs)
 
+    def _fresh(self) -> FreshFrame:
+        return FreshFrame(lambda tensor: self.backend.allocate(tensor.shape, tensor.dtype))
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
+    def run(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:
+        """Run the operations `indices` on `values`, which gains their outputs and loses what has no reader left."""
+        program = self.program
+        hooks = self.hooks if indices.start == 0 else Hooks()
+        for index in indices:
+            operation = program.operations[index]
+            began = time.perf_counter()
+            written = frame.tensors_for(program, index)
+            outputs = program.outputs_of[index]
+            values.update(zip(outputs, written, strict=False))
+            bound = operation.bind(values.__getitem__)
+            if hooks.before:
+                hooks.before(operation, bound)
+            self.backend.prepare([(bound, written[len(outputs) :])])()
+            if hooks.after:
+                hooks.after(operation, bound)
+            frame.done(program, index)
+            for tensor in program.dying[index]:
+                values.pop(tensor, None)
+            if _seconds is not None:
+                _seconds[operation.name] += time.perf_counter() - began
+
+
+def _checked(virtual: VirtualTensor, tensors: dict[str, torch.Tensor], program: Program) -> torch.Tensor:
+    tensor = tensors.get(virtual.name)
+    if tensor is None:
+        raise ValueError(f"program {program.name} needs a tensor called {virtual.name!r}")
+    if tuple(tensor.shape) != virtual.shape or tensor.dtype not in (virtual.dtype, _wide(virtual.dtype)):
+        raise ValueError(
+            f"{virtual.name} is {tensor.dtype} {tuple(tensor.shape)}; program {program.name} was built for "
+            f"{virtual.dtype} {virtual.shape}"
+        )
+    return tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What is converted to `dtype` at the border of a program: float32 to narrower floats."""
+    return torch.float32 if dtype.is_floating_point else dtype
+
+
+def _placed(borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]) -> dict[VirtualTensor, torch.Tensor]:
+    """What crosses a border, as the program reads it."""
+    return {
+        virtual: tensor.detach().to(virtual.dtype).contiguous()
+        for virtual, tensor in zip(borders, tensors, strict=True)
+    }
 
 
 class _Node(torch.autograd.Function):
     """One program as one node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx, program: Program, hooks: Hooks, frame: Frame, *arguments):
+    def forward(ctx, execution: Execution, frame: Frame, *arguments):
+        program = execution.program
         borders = (*program.inputs, *program.parameters)
-        values = dict(zip(borders, map(_contiguous, arguments), strict=True))
+        values = _placed(borders, arguments)
         with frame.running(backward=False):
-            run(program, 0, program.forward_length, values, hooks, frame)
-        ctx.program, ctx.frame = program, frame
+            execution.run(range(program.forward_length), values, frame)
+        ctx.execution, ctx.frame = execution, frame
         ctx.saved = tuple(
             tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
         )
@@ -127,42 +150,11 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        program = ctx.program
+        program = ctx.execution.program
         values = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        values.update(zip(program.output_gradients, map(_contiguous, gradients), strict=True))
+        values |= _placed(program.output_gradients, gradients)
         with ctx.frame.running(backward=True):
-            run(program, program.forward_length, len(program.operations), values, Hooks(), ctx.frame)
+            ctx.execution.run(program.backward_range, values, ctx.frame)
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
-        return None, None, None, *(None if gradient is None else values[gradient] for gradient in found)
-
-
-def run(
-    program: Program, start: int, stop: int, values: dict[VirtualTensor, torch.Tensor], hooks: Hooks, frame: Frame
-) -> None:
-    """Run operations `start` to `stop` - 1 on `values`, which gains their outputs and loses what has no reader left."""
-    fused = _backend == "cpu" or (_backend is None and fused_available())
-    for index in range(start, stop):
-        operation = program.operations[index]
-        began = time.perf_counter()
-        inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        if hooks.before:
-            hooks.before(operation, values)
-        if fused:
-            written = frame.tensors_for(index, operation)
-            operation.definition.cpu(*inputs, *written, **operation.attributes)
-            outputs = written[: len(operation.outputs)]
-        else:
-            outputs = operation.definition.reference(*inputs, **operation.attributes)
-        for tensor, output in zip(operation.outputs, outputs, strict=True):
-            if tensor is not None:
-                values[tensor] = output
-        if hooks.after:
-            hooks.after(operation, values)
-        frame.done(index, operation)
-        for tensor in (*operation.inputs, *operation.outputs):
-            if tensor is not None and program.lifetimes.get(tensor, (0, stop))[1] == index:
-                if tensor.role not in ("output", "gradient"):
-                    values.pop(tensor, None)
-        if _seconds is not None:
-            _seconds[operation.name] += time.perf_counter() - began
+        return None, None, *(None if gradient is None else values[gradient] for gradient in found)

@@ -5,7 +5,7 @@ A *frame* is the memory of one run of a program, forward and backward. It hands 
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from lsq.memory.arena import Arena
 from lsq.program.program import Program
 from lsq.program.step import Place, StepPlan, signature
-from lsq.program.tensor import Operation, VirtualTensor
+from lsq.program.tensor import VirtualTensor
 
 ADVICE = (
     "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan (release_memory; "
@@ -21,19 +21,22 @@ ADVICE = (
 )
 
 
+Allocate = Callable[[VirtualTensor], torch.Tensor]
+
+
 def allocate(tensor: VirtualTensor) -> torch.Tensor:
-    """Fresh memory for a virtual tensor."""
+    """Fresh memory for a virtual tensor on the CPU."""
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 class Frame:
     """The memory of one run of a program."""
 
-    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+    def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
         """Tensors for operation `index` to write into: its outputs, then its scratch memory."""
         raise NotImplementedError
 
-    def done(self, index: int, operation: Operation) -> None:
+    def done(self, program: Program, index: int) -> None:
         """Operation `index` has run."""
 
     @contextmanager
@@ -43,10 +46,17 @@ class Frame:
 
 
 class FreshFrame(Frame):
-    """Every tensor in memory of its own."""
+    """Every tensor in memory of its own.
 
-    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
-        return [None if tensor is None else allocate(tensor) for tensor in operation.written]
+    Args:
+        allocate: where it comes from; memory of the CPU without.
+    """
+
+    def __init__(self, allocate: Allocate = allocate):
+        self._allocate = allocate
+
+    def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
+        return [self._allocate(tensor) for tensor in program.written(index)]
 
 
 class PlannedFrame(Frame):
@@ -64,10 +74,10 @@ class PlannedFrame(Frame):
         """Number of the step in which the forward pass ran."""
         self._places = memory.step.places[node]
 
-    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+    def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
         return [
-            None if tensor is None else self._tensor(tensor, place)
-            for tensor, place in zip(operation.written, self._places[index], strict=True)
+            self._tensor(tensor, place)
+            for tensor, place in zip(program.written(index), self._places[index], strict=True)
         ]
 
     def _tensor(self, tensor: VirtualTensor, place: Place | None) -> torch.Tensor:
@@ -134,9 +144,9 @@ class StepMemory:
         planned = self._programs[node]
         if signature(program) != signature(planned):
             raise RuntimeError(f"{self.names[node]} runs other operations than memory was planned for; {ADVICE}")
-        for operation, largest in zip(program.operations, planned.operations, strict=True):
-            for tensor, bound in zip(operation.written, largest.written, strict=True):
-                if tensor is not None and tensor.size > bound.size:
+        for index in range(len(program.operations)):
+            for tensor, bound in zip(program.written(index), planned.written(index), strict=True):
+                if tensor.size > bound.size:
                     raise ValueError(
                         f"the batch is too large for the planned memory: {self.names[node]} needs {tensor.size} bytes "
                         f"for {tensor!r}; planned were {bound.size} bytes for {bound!r}. Plan for larger batches "

@@ -12,9 +12,10 @@ import torch
 
 from lsq.memory.buffer import Buffer
 from lsq.program.frames import PlannedFrame, StepMemory
+from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.step import is_placed, operations_of
-from lsq.program.tensor import Operation, VirtualTensor
+from lsq.program.tensor import VirtualTensor
 
 MARGIN = 256
 """Bytes of red zone behind every tensor."""
@@ -58,28 +59,29 @@ class GuardedFrame(PlannedFrame):
         self._length = program.forward_length
         self._writers: dict[VirtualTensor, tuple[int, int]] = {
             tensor: (index, number)
-            for index, operation in enumerate(program.operations)
-            for number, tensor in enumerate(operation.written)
+            for index in range(len(program.operations))
+            for number, tensor in enumerate(program.written(index))
             if is_placed(tensor)
         }
 
-    def tensors_for(self, index: int, operation: Operation) -> list[torch.Tensor | None]:
+    def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
+        operation = program.operations[index]
         what = self._label(index, operation)
         now = self.memory.moment(self.node, index >= self._length, index)
         self.memory.pass_by(now - 1, "a pass that was left out")
         for tensor in operation.inputs:
             if tensor in self._writers:
                 self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
-        made = super().tensors_for(index, operation)
+        made = super().tensors_for(program, index)
         for number, (tensor, place) in enumerate(zip(made, self._places[index], strict=True)):
             if place is not None:
                 key = (self.node, index, number)
                 self.memory.write(key, tensor, self.memory.step.buffers[key], place, what)
         return made
 
-    def done(self, index: int, operation: Operation) -> None:
+    def done(self, program: Program, index: int) -> None:
         moment = self.memory.moment(self.node, index >= self._length, index)
-        self.memory.pass_by(moment, self._label(index, operation))
+        self.memory.pass_by(moment, self._label(index, program.operations[index]))
 
     def _label(self, index: int, operation: Operation) -> str:
         direction = "backward" if index >= self._length else "forward"

@@ -1,8 +1,12 @@
 """A program: the straight-line list of fused operations of one layer, forward then backward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from lsq.program.tensor import Operation, VirtualTensor
+from lsq.program.operation import Operation
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Weight
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -15,15 +19,49 @@ class Program:
 
     name: str
     operations: tuple[Operation, ...]
+    scratch: tuple[tuple[VirtualTensor, ...], ...]
+    """What each operation needs for itself while it runs."""
     forward_length: int
     inputs: tuple[VirtualTensor, ...]
     parameters: tuple[VirtualTensor, ...]
+    weights: dict[str, Weight]
+    """By the name of the parameter; codes and scales of those that are rounded are among the inputs."""
     outputs: tuple[VirtualTensor, ...]
     output_gradients: tuple[VirtualTensor, ...]
     differentiable: tuple[VirtualTensor, ...]
     gradients: tuple[VirtualTensor | None, ...]
     lifetimes: dict[VirtualTensor, tuple[int, int]]
     """First and last operation (both inclusive) that needs the tensor's bytes."""
+
+    @property
+    def backward_range(self) -> range:
+        """The operations of the backward pass."""
+        return range(self.forward_length, len(self.operations))
+
+    @cached_property
+    def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
+        """What each operation writes, scratch left out."""
+        return tuple(operation.outputs for operation in self.operations)
+
+    @cached_property
+    def dying(self) -> tuple[tuple[VirtualTensor, ...], ...]:
+        """What no later operation of the program reads, for each operation; results stay."""
+        used = ((*one.inputs, *written) for one, written in zip(self.operations, self.outputs_of, strict=True))
+        return tuple(
+            tuple(
+                tensor for tensor in dict.fromkeys(tensors)
+                if self.lifetimes[tensor][1] == index and tensor.role not in ("output", "gradient")
+            )
+            for index, tensors in enumerate(used)
+        )  # fmt: skip
+
+    @cached_property
+    def _written(self) -> tuple[tuple[VirtualTensor, ...], ...]:
+        return tuple((*written, *scratch) for written, scratch in zip(self.outputs_of, self.scratch, strict=True))
+
+    def written(self, index: int) -> tuple[VirtualTensor, ...]:
+        """What operation `index` needs memory for when it runs: its outputs, then its scratch."""
+        return self._written[index]
 
     @property
     def saved(self) -> tuple[VirtualTensor, ...]:
@@ -47,23 +85,25 @@ class Program:
 
 
 def lifetimes_of(
-    operations: tuple[Operation, ...],
+    used: Sequence[Sequence[VirtualTensor]],
     forward_length: int,
     inputs: tuple[VirtualTensor, ...],
     outputs: tuple[VirtualTensor, ...],
     gradients: tuple[VirtualTensor | None, ...],
 ) -> dict[VirtualTensor, tuple[int, int]]:
-    """First and last use of every tensor; outputs live to the end of their pass, inputs from its beginning."""
+    """First and last use of every tensor; outputs live to the end of their pass, inputs from its beginning.
+
+    `used` holds, for each operation, every tensor that it reads or writes.
+    """
     lifetimes = {tensor: (0, 0) for tensor in inputs}
-    for index, operation in enumerate(operations):
-        for tensor in (*operation.inputs, *operation.written):
-            if tensor is not None:
-                first, _ = lifetimes.get(tensor, (index, index))
-                lifetimes[tensor] = (first, index)
+    for index, tensors in enumerate(used):
+        for tensor in tensors:
+            first, _ = lifetimes.get(tensor, (index, index))
+            lifetimes[tensor] = (first, index)
     for tensor in outputs:
         first, last = lifetimes[tensor]
         lifetimes[tensor] = (first, max(last, forward_length - 1))
     for tensor in gradients:
         if tensor is not None:
-            lifetimes[tensor] = (lifetimes[tensor][0], len(operations) - 1)
+            lifetimes[tensor] = (lifetimes[tensor][0], len(used) - 1)
     return lifetimes

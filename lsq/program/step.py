@@ -34,15 +34,16 @@ class StepPlan:
     """For each node, operation of its program and tensor that it writes: its place, None for what is not placed."""
 
 
-def is_placed(tensor: VirtualTensor | None) -> bool:
+def is_placed(tensor: VirtualTensor) -> bool:
     """Whether the plan has a place for a tensor that an operation writes: it does not cross a border of its program."""
-    return tensor is not None and tensor.role == "temporary"
+    return tensor.role == "temporary"
 
 
 def signature(program: Program) -> tuple:
     """What programs of one layer have in common whatever their shapes: operations, and which tensors are placed."""
     return program.forward_length, *(
-        (operation.name, tuple(map(is_placed, operation.written))) for operation in program.operations
+        (operation.name, tuple(map(is_placed, program.written(index))))
+        for index, operation in enumerate(program.operations)
     )
 
 
@@ -72,7 +73,7 @@ def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0)
     found = {}
     for one in passes:
         for index in operations_of(one):
-            for number, tensor in enumerate(one.program.operations[index].written):
+            for number, tensor in enumerate(one.program.written(index)):
                 if is_placed(tensor):
                     first, last = one.program.lifetimes[tensor]
                     found[one.node, index, number] = Buffer(
@@ -116,8 +117,8 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
         plan=made,
         places=tuple(
             tuple(
-                tuple(place(node, index, number) for number in range(len(operation.written)))
-                for index, operation in enumerate(programs[node].operations)
+                tuple(place(node, index, number) for number in range(len(programs[node].written(index))))
+                for index in range(len(programs[node].operations))
             )
             for node in range(len(names))
         ),

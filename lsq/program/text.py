@@ -15,11 +15,9 @@ def describe(program: Program) -> str:
     for index, operation in enumerate(program.operations):
         if index == program.forward_length:
             lines.append("  backward")
-        outputs = [_with_lifetime(program, tensor) for tensor in operation.outputs if tensor is not None]
-        inputs = [tensor.name for tensor in operation.inputs if tensor is not None]
-        lines.append(f"  {index:3d}  {operation.name}({', '.join(inputs)})")
-        lines.extend(f"         -> {output}" for output in outputs)
-        lines.extend(f"         uses {tensor!r}" for tensor in operation.scratch)
+        lines.append(f"  {index:3d}  {operation.name}({', '.join(tensor.name for tensor in operation.inputs)})")
+        lines.extend(f"         -> {_with_lifetime(program, tensor)}" for tensor in operation.outputs)
+        lines.extend(f"         uses {tensor!r}" for tensor in program.scratch[index])
     lines.append(f"  saved for the backward pass: {program.saved_bytes:,} bytes")
     lines.extend(f"         {tensor!r}: {tensor.size:,} bytes" for tensor in program.saved)
     return "\n".join(lines)

@@ -14,11 +14,15 @@ from pathlib import Path
 
 import torch
 
+from lsq.config import QuantConfig
 from lsq.csrc import loader
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import carve, configured_blocks, multiply, scratch_bytes
 from lsq.gemm.product_key import ProductKey
-from lsq.tune.operands import RowChecksums, laid, whole_numbers
+from lsq.ops.project import Project
+from lsq.program.values import Coded, Weight
+from lsq.quant import activation_format, weight_format
+from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
 """Rows of sums at a time that are tried."""
@@ -80,22 +84,20 @@ class CpuTrial:
     """One product on the CPU, with what reads its sums.
 
     An operation that is not in place reads its sums at once, block by block, so that the best number of rows depends on
-    the caches that both share. Here lsq_round_sums, the reader of linear_int8, stands for all readers.
+    the caches that both share. Here the end of Project stands for all readers.
     """
 
     def __init__(self, key: ProductKey, cache: int) -> None:
         self.key, self._cache = key, cache
         self._reads = not key.request.in_place and loader.available()
         generator = torch.Generator().manual_seed(0)
-        a, b = (laid(whole_numbers(key, name, 127, generator), key, name)[0] for name in ("a", "b"))
+        a, b = (laid(whole_numbers(key, name, LARGEST, generator), key, name)[0] for name in ("a", "b"))
         a, b = a.t() if key.layout[0] == "t" else a, b if key.layout[1] == "t" else b.t()
         result = torch.zeros(key.m, key.n, dtype=torch.int32 if key.request.in_place else torch.int8)
         self._sets = _copies((a, b, result), cache)
         self._checksums = RowChecksums(a, b)
         self._memory = torch.zeros(0, dtype=torch.int8)
-        self._alpha = torch.full((key.n,), 1e-3)
-        self._scale = torch.ones(1)
-        self._clipped = torch.empty(-(-key.m * key.n // 8), dtype=torch.uint8)
+        self._readers = [_reader(result) for _, _, result in self._sets] if self._reads else []
         self._floats: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
 
@@ -110,14 +112,11 @@ class CpuTrial:
         memory = self._scratch(configuration)
         start = time.perf_counter()
         for _ in range(repeats):
-            a, b, result = self._sets[self._next]
-            self._next = (self._next + 1) % len(self._sets)
+            number, self._next = self._next, (self._next + 1) % len(self._sets)
+            a, b, result = self._sets[number]
             for first, sums in self._blocks(a, b, result, configuration, memory):
                 if self._reads:
-                    loader.call(
-                        "lsq_round_sums", sums, self._alpha, result, self._scale, self._clipped, None, first,
-                        sums.shape[0], sums.shape[1], 127,
-                    )
+                    loader.call("lsq_end_sums", self._readers[number], sums, first, sums.shape[0])
         return (time.perf_counter() - start) / repeats
 
     def float_seconds(self, repeats: int) -> float:
@@ -148,6 +147,20 @@ class CpuTrial:
         if len(self._memory) < needed:
             self._memory = torch.zeros(needed, dtype=torch.int8)
         return carve(self._memory, self.key, configuration)
+
+
+def _reader(result: torch.Tensor) -> Project:
+    """What rounds the sums of a product to `result` int8 [M, N]; of the operands it knows the numbers of rows alone."""
+    rows, columns = result.shape
+    config, one = QuantConfig(), torch.ones(1)
+    x = Coded(format=activation_format(config), codes=torch.empty(rows, 0, dtype=torch.int8), scale=one)
+    weight = Weight(
+        format=weight_format(config), codes=torch.empty(columns, 0, dtype=torch.int8),
+        scale=torch.full((columns,), 1e-3),
+    )  # fmt: skip
+    clipped = torch.empty(-(-result.numel() // 8), dtype=torch.uint8)
+    rounded = Coded(format=x.format, codes=result, scale=one.clone(), clipped=clipped, clip=one)
+    return Project(x=x, weight=weight, rounded=rounded)
 
 
 def _copies(tensors: tuple[torch.Tensor, ...], cache: int) -> list[tuple[torch.Tensor, ...]]:

@@ -19,7 +19,7 @@ from lsq.csrc.products import Matmul, ProductError, ProductLibrary
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products, algorithm_fault
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, ProductKey
-from lsq.tune.operands import RowChecksums, laid, whole_numbers
+from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
 """Numbers of parts of K that are tried."""
@@ -147,14 +147,14 @@ class _Operands:
         place = backend.products.device
         generator = torch.Generator().manual_seed(0)
         count = max(1, min(2 * backend.cache // key.bytes + 1, MOST_SETS, MOST_BYTES // key.bytes))
-        largest = 127 if key.dtype == "int8" else LARGEST_FACTOR
+        largest = LARGEST if key.dtype == "int8" else LARGEST_FACTOR
         flat = {name: whole_numbers(key, name, largest, generator) for name in ("a", "b")}
         flat["out"] = torch.zeros(key.lengths["out"], dtype=torch.int8)
         flat = {name: elements.to(place, key.dtypes[name]) for name, elements in flat.items()}
         self.sets = [
             {name: laid(elements.clone(), key, name) for name, elements in flat.items()} for _ in range(count)
         ]
-        typical = 40 / (key.k**0.5 * 127**2 / 3)  # of codes: results fill the range of int8, and some leave it
+        typical = 40 / (key.k**0.5 * LARGEST**2 / 3)  # of codes: results fill the range of int8, and some leave it
         self.vector = typical * (0.5 + 2 * torch.rand(key.n, generator=generator)).to(place)
         self.alpha = {"one": None, "scalar": typical, "vector": self.vector.data_ptr()}[key.alpha]
         self.native: Matmul = backend.products.describe(key)
@@ -243,6 +243,6 @@ class CublasTrial:
         for block in a.split(max(1, REFERENCE_ELEMENTS // (key.n * key.batch)), dim=1):
             scaled = (block.double() @ wide).float() * alpha
             if key.out == "int8":
-                scaled = scaled.round().clamp(-128, 127)
+                scaled = scaled.round().clamp(-LARGEST - 1, LARGEST)
             parts.append(scaled.to(getattr(torch, key.out)))
         return torch.cat(parts, dim=1)

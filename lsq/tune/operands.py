@@ -13,6 +13,10 @@ _ELEMENTS = 2**18
 """Numbers that are widened to int64 at a time: they stay in the cache."""
 
 
+LARGEST = torch.iinfo(torch.int8).max
+"""Largest code that products are tried with."""
+
+
 def whole_numbers(key: ProductKey, name: str, largest: int, generator: torch.Generator) -> torch.Tensor:
     """int8 [length] of operand "a" or "b": all values up to `largest`, which fills the first row and column.
 

@@ -1,5 +1,7 @@
 """The benchmarks for a GPU, run in the emulator on tiny shapes, and what they count, leave out and keep."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import bench_operations
 import gpu
 import gpu_operations
 import operations
@@ -16,17 +19,18 @@ import pytest
 import torch
 
 from lsq.csrc.launch import Product, launch
+from lsq.program.declare import Activations, Codes, Floats, In, Indices, Out
+from lsq.program.operation import Operation
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py") if "import operations\n" in path.read_text())
 EMULATE = ["--device", "emulator", "--quick", "--rounds", "1", "--threads", "1"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_operations_in_the_emulator(name, tmp_path):
-    wanted = import_module(name).OPERATIONS
+def test_operations_in_the_emulator(tmp_path):
+    """Kernels alone, products with kernels, and operations outside programs."""
+    wanted = ["ResidualNormGradient", "ProjectWeightGradient", "Adam"]
     written = tmp_path / "figures.json"
-    assert operations.main(name, "", wanted, [*EMULATE, "--json", str(written)]) == 0
+    assert bench_operations.main([*EMULATE, "--json", str(written), "--operations", *wanted]) == 0
     figures = json.loads(written.read_text())
     assert not figures["failed"] and not figures["left_out"]
     assert {row["operation"] for row in figures["rows"]} == set(wanted)
@@ -36,6 +40,12 @@ def test_operations_in_the_emulator(name, tmp_path):
         assert row["ratio"] is None or row["megabytes"] > 0
 
 
+def test_an_operation_that_nothing_runs_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_operations.main([*EMULATE, "--operations", "Adam", "Eve"])
+    assert "nothing runs Eve; operations are Adam," in capsys.readouterr().err
+
+
 def test_gradient_messages_in_the_emulator(tmp_path):
     benchmark = import_module("bench_gradient_codec")
     written = tmp_path / "figures.json"
@@ -43,74 +53,57 @@ def test_gradient_messages_in_the_emulator(tmp_path):
     figures = json.loads(written.read_text())
     assert not figures["failed"] and not figures["left_out"]
     assert {row["operation"] for row in figures["rows"]} == set(benchmark.OPERATIONS)
-    packed = [row["megabytes"] for row in figures["rows"] if row["operation"] == "gradient_pack"]
+    packed = [row["megabytes"] for row in figures["rows"] if row["operation"] == "PackGradients"]
     values, message = 64 * 48, 8 * 400
-    wanted = [4 * values + message, 8 * values + message, 2 * values + message]
+    wanted = [4 * values + message, 8 * values + message, 2 * values + message, 6 * values + message]
     assert packed == pytest.approx([1e-6 * count for count in wanted])
 
 
-def test_every_copy_of_an_operand_is_drawn_in_its_range():
-    size, place = gpu_operations.QUICK, torch.device("cpu")
+class Something(Operation):
+    """Whose kernels read a product's sums."""
 
-    def drawn(name, shape, dtype):
-        found = gpu_operations.drawn(name, torch.empty(shape, dtype=dtype, device="meta"), size, place)
-        assert found.shape == shape and found.dtype == dtype and found.is_contiguous()
-        return found
+    x: In[Activations] | None
+    bias: In[Floats] | None
+    codes: In[Codes] | None
+    tokens: In[Indices] | None
+    y: Out[Activations]
 
-    assert drawn("codes", (40, 50), torch.int8).abs().max() == 127
-    assert drawn("sums", (40, 50), torch.int32).abs().max() > 10000
-    assert drawn("x.clipped", (4000,), torch.uint8).unique().numel() > 50
-    assert drawn("messages", (3, 64), torch.uint8).view(torch.float32).isfinite().all()
-    assert drawn("tokens", (40, 50), torch.int64).max() == size.vocabulary - 1
-    assert drawn("places", (2, 5), torch.int64)[1].tolist() == [2, 3, 4, 5, 6]
-    assert drawn("padding", (2, 20), torch.bool).sum(1).tolist() == [2, 2]
-    assert drawn("x", (40, 50), torch.bfloat16).float().std() > 0.5
-    assert 0.5 <= drawn("input_clip", (9,), torch.float32).min()
-    assert 0 < drawn("input.scale", (9,), torch.float32).max() < 0.01
+    def limits(self):
+        return {"tokens": 99} if self.tokens is not None else {}
 
 
 def test_moved_bytes_count_what_crosses_the_border_once():
     x, bias, y = torch.ones(4, 16), torch.ones(16), torch.empty(4, 16, dtype=torch.bfloat16)
-    unread, sums, partial = torch.ones(99), torch.ones(4, 16, dtype=torch.int32), torch.ones(7)
-    codes = torch.ones(4, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)
+    sums, partial = torch.ones(4, 16, dtype=torch.int32), torch.ones(7)
+    codes, weight = torch.ones(4, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)
+    operation = Something(x=x, bias=bias, codes=codes, y=y)
     entries = [
-        Product(a=codes[0], b=codes[1], out=sums),
-        launch("a.cu", "first", x, sums, y, partial, 4, grid=1),
-        launch("a.cu", "second", x, bias, y, partial, grid=1),
-        launch("sums.cu", "lsq_finish_sums", partial, unread, grid=1),
+        Product(a=codes, b=weight, out=sums),
+        launch("a.cu", "first", operation, sums, partial, grid=1),
+        launch("a.cu", "second", operation, partial, grid=1),
+        launch("sums.cu", "lsq_finish_sums", partial, torch.ones(99), grid=1),
     ]
-    moved = gpu_operations.moved_bytes("any", [x, bias, None, unread], [y], entries)
-    assert moved == 4 * 16 * 4 + 16 * 4 + 4 * 16 * 2 + 4 * 16 * 4
+    moved = 4 * 16 * 4 + 16 * 4 + 4 * 16 * 2 + 4 * 16 * 4
+    assert gpu_operations.moved_bytes(operation, entries) == moved
+    entries[1] = launch("a.cu", "first", operation, codes, sums, grid=1)  # a kernel that reads an operand as well
+    assert gpu_operations.moved_bytes(operation, entries) == moved + 4 * 16
+    entries[2] = launch("a.cu", "turn", weight, grid=1)  # one that makes an operand
+    assert gpu_operations.moved_bytes(operation, entries) == moved + 4 * 16 + 16 * 16
     assert list(gpu_operations.parts(entries)) == ["operation", "kernels", "products", "finish"]
     assert list(gpu_operations.parts(entries[1:2])) == ["operation", "kernels"]
-    held = gpu_operations.tensors([x, bias, None, unread], [y], entries)
-    assert len(held) == 8
-
-
-def test_moved_bytes_of_what_stands_between_products():
-    """Scores are read and written in place; a block of memory that several products share is read for each."""
-    q, context, scores = torch.ones(2, 8, 16), torch.ones(2, 8, 16), torch.ones(2, 8, 8)
-    attention = [
-        Product(a=q, b=q, out=scores),
-        launch("attention.cu", "softmax", scores, grid=1),
-        Product(a=scores, b=q, out=context, transpose_b=True),
-    ]
-    assert gpu_operations.moved_bytes("any", [q], [context], attention) == 2 * (2 * 8 * 8 * 4)
-    x, weight, losses, block = torch.ones(6, 16), torch.ones(8, 16), torch.ones(6), torch.ones(4, 8)
-    blocks = []
-    for first in (0, 4):
-        rows = x[first : first + 4]
-        blocks.append(Product(a=rows, b=weight, out=block[: len(rows)]))
-        blocks.append(launch("loss.cu", "loss", block, losses, grid=1))
-    assert gpu_operations.moved_bytes("any", [x, weight], [losses], blocks) == 6 * 8 * 4 + 6 * 4
 
 
 def test_of_a_table_only_the_rows_that_are_read_count():
-    tokens, table, out = torch.ones(2, 2, dtype=torch.int64), torch.ones(99, 8), torch.empty(4, 8)
-    entry = launch("embedding.cu", "any", tokens, tokens, table, out, grid=1)
-    unused = torch.ones(99, 8)
-    moved = gpu_operations.moved_bytes("embedding", [tokens, tokens, table, unused], [out], [entry])
-    assert moved == 2 * 2 * 8 + 2 * 4 * 8 * 4
+    tokens, table, out = torch.ones(4, dtype=torch.int64), torch.ones(99, 8), torch.empty(4, 8)
+    operation = Something(x=table, tokens=tokens, y=out)
+    entry = launch("embedding.cu", "any", operation, grid=1)
+    assert gpu_operations.moved_bytes(operation, [entry]) == 4 * 8 + 2 * 4 * 8 * 4
+
+
+def test_calls_that_do_the_same_work_are_measured_once():
+    found = list(operations.calls(("ResidualNorm",), operations.QUICK, 0.1))
+    assert len(found) > 1 and len({call.signature for call in found}) == len(found)
+    assert {type(tensor).__name__ for call in found for tensor in call.operation.inputs} == {"VirtualTensor"}
 
 
 class FakeGpu:

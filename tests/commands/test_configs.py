@@ -52,7 +52,7 @@ def test_show(machine, capsys):
     assert lines[1] == "2 entries; times in microseconds"
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
-    expected = "linear_int8 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 96 rows"
+    expected = "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 96 rows"
     assert lines[4].split() == expected.split() and len(lines) == 5
     assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
 
@@ -84,7 +84,7 @@ def test_verify(machine, monkeypatch, capsys):
     monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: faults[entry.key.m])
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
     wrong, total = capsys.readouterr().out.splitlines()
-    assert wrong == "linear_int8 9 x 128 x 256 (int8 to int32, nt): its sums are wrong"
+    assert wrong == "project 9 x 128 x 256 (int8 to int32, nt): its sums are wrong"
     assert total == "2 entries checked; 1 wrong."
     monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: None)
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0

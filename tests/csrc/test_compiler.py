@@ -10,7 +10,7 @@ import pytest
 from lsq.csrc import cache, compiler
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-DEFINES = (("COLUMNS", 48), ("FLOAT", 1), ("LANES", 32))
+DEFINES = (("FLOAT", 1),)
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +22,10 @@ def own_cache(monkeypatch, tmp_path, request):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_machine_code_and_its_report(target):
-    compiled = compiler.compile_kernels("quantize.cu", DEFINES, target)
+    compiled = compiler.compile_kernels("rounding.cu", DEFINES, target)
     assert compiled.image.startswith(b"\x7fELF")
-    assert set(compiled.resources) == {"lsq_quantize"}
-    taken = compiled.resources["lsq_quantize"]
+    assert set(compiled.resources) == {"lsq_round"}
+    taken = compiled.resources["lsq_round"]
     assert 8 < taken.registers < 256
     assert taken.spill_bytes == 0
 
@@ -43,16 +43,16 @@ def test_what_spills_is_reported(tmp_path):
 
 
 def test_kept_machine_code_is_taken_and_damage_is_found(caplog):
-    first = compiler.compile_kernels("quantize.cu", DEFINES, "sm_80")
+    first = compiler.compile_kernels("rounding.cu", DEFINES, "sm_80")
     (kept,) = cache.folder("kernels").iterdir()
     changed = kept.stat().st_mtime_ns
-    assert compiler.compile_kernels("quantize.cu", DEFINES, "sm_80") == first
+    assert compiler.compile_kernels("rounding.cu", DEFINES, "sm_80") == first
     assert kept.stat().st_mtime_ns == changed
     content = bytearray(kept.read_bytes())
     content[len(content) // 2] ^= 1
     kept.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert compiler.compile_kernels("quantize.cu", DEFINES, "sm_80") == first
+        assert compiler.compile_kernels("rounding.cu", DEFINES, "sm_80") == first
     assert "is damaged; it is made again" in caplog.text
     assert kept.read_bytes() != content
 
@@ -62,15 +62,15 @@ def test_a_folder_that_cannot_be_written_is_named_once(monkeypatch, tmp_path, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert compiler.compile_kernels("quantize.cu", DEFINES, "sm_80").image
+            assert compiler.compile_kernels("rounding.cu", DEFINES, "sm_80").image
     assert caplog.text.count("cannot be kept in") == 1
     assert "XDG_CACHE_HOME" in caplog.text
 
 
 def test_a_changed_header_makes_new_code(monkeypatch):
-    compiler.compile_kernels("quantize.cu", DEFINES, "sm_80")
+    compiler.compile_kernels("rounding.cu", DEFINES, "sm_80")
     monkeypatch.setattr(compiler, "device_headers", lambda: "other")
-    compiler.compile_kernels("quantize.cu", DEFINES, "sm_80")
+    compiler.compile_kernels("rounding.cu", DEFINES, "sm_80")
     assert len(list(cache.folder("kernels").iterdir())) == 2
 
 
@@ -85,7 +85,7 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     compiler._nvrtc.cache_clear()
     with pytest.raises(RuntimeError, match=r"NVRTC.*cannot be used.*pip install 'lsq\[cuda13\]'"):
-        compiler.compile_kernels("quantize.cu", DEFINES, "sm_80")
+        compiler.compile_kernels("rounding.cu", DEFINES, "sm_80")
     compiler._nvrtc.cache_clear()
 
 
@@ -116,7 +116,7 @@ def test_every_kernel_of_base_and_big_compiles_without_spills(monkeypatch, whole
     monkeypatch.syspath_prepend(BENCHMARKS)
     compile_kernels = import_module("compile_kernels")
     wanted = compile_kernels.needed(dtypes=[compile_kernels.torch.bfloat16])
-    assert {kernel.source for kernel in wanted} >= {"residual_norm.cu", "attention.cu", "cross_entropy.cu"}
+    assert {kernel.source for kernel in wanted} >= {"residual_norm.cu", "attention.cu", "vocabulary_loss.cu"}
     if whole:
         found = compile_kernels.report(wanted)
     else:

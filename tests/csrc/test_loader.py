@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from lsq.csrc import loader, sources
-from lsq.layers import TransformerDecoderLayer
-from lsq.ops.registry import fused_available
-from lsq.program import layers
+from lsq.layers import TransformerDecoderLayer, programs
+from lsq.layers.programs import Vocabulary
+from lsq.program.samples import Sampler
+from tests.layers.examples import SENTENCES, SOURCE, mode_on
 from tests.layers.oracle import assert_same_codes, recorded
 from tests.layers.shapes import config_of, gradients, padding_mask
-from tests.ops.compare import compare_program
+from tests.ops.compare import compare
 
 LEVELS = ("v4", "v3", "v1")
+WORDS = Vocabulary(words=91, hidden=48, padded=96)
 
 
 def path_of(level):
@@ -69,8 +71,13 @@ def test_every_level_computes_what_the_references_do(use, level):
     use(ctypes.CDLL(str(path_of(level))))
     for options in ({"backward": "int8", "dropout": 0.2}, {"clip_gradient": "lsq", "activation": "gelu"}):
         config = config_of(**options)
-        compare_program(layers.decoder_layer(config, 3, 7, 9, True, True, True, True))
-    compare_program(layers.vocabulary_loss(config.quant, 41, 48, 91, 96, 1, 0.1, True, True))
+        for program in (
+            programs.decoder_layer(config, SENTENCES, SOURCE, mode_on("cpu")),
+            programs.vocabulary_loss(config.quant, 41, WORDS, mode_on("cpu"), padding=1, smoothing=0.1),
+        ):
+            drawn = Sampler()
+            for operation in program.operations:
+                compare(drawn.operation(operation))
 
 
 def run_layer(options):
@@ -86,7 +93,7 @@ def run_layer(options):
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_without_a_library_the_references_run(use, caplog, backward):
-    options = {"dropout": 0.1, "backward": backward, "weight_init": "absmax", "activation_init": "absmax"}
+    options = {"dropout": 0.1, "backward": backward, "weight_init": "absmax", "activation_init": "fixed"}
     codes, found = run_layer(options)
     use(None)
     with caplog.at_level(logging.WARNING):
@@ -94,7 +101,7 @@ def test_without_a_library_the_references_run(use, caplog, backward):
         run_layer(options)
     warnings = [record.getMessage() for record in caplog.records if record.name == loader.__name__]
     assert len(warnings) == 1 and "g++" in warnings[0]
-    assert not fused_available() and "plain PyTorch" in loader.description()
+    assert not loader.available() and "plain PyTorch" in loader.description()
     assert_same_codes(other_codes, codes)
     for name, gradient in found.items():
         assert (other[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lsq.backends import cuda
 from lsq.csrc import runtime, sources
 from lsq.csrc.launch import TICKET, launch
 from lsq.csrc.runtime import Driver
-from lsq.ops import device
 
 FAULTY = str(Path(__file__).parent / "kernels" / "faulty.cu")
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 @pytest.fixture
 def emulated():
-    return device.emulated()
+    return cuda.emulated_device()
 
 
 @pytest.fixture

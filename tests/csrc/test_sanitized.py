@@ -12,11 +12,12 @@ from lsq.csrc import emulator
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KERNEL = (
-    "tests/program/test_kernels_cuda.py",
+    "tests/layers/test_programs_cuda.py",
+    "tests/ops/test_rounding_cuda.py",
     "tests/ops/test_adam_cuda.py",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256-8-False]",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024-4-True]",
-    "tests/ops/test_quantize_transpose.py",
+    "tests/ops/test_two_layouts.py",
 )
 """Together these launch every kernel: whole programs, and the operations that no program has."""
 
@@ -46,7 +47,7 @@ def test_on_cuda():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [
     pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.slow),
-    pytest.param(("tests/ops", "tests/program"), id="every test", marks=pytest.mark.slow),
+    pytest.param(("tests/ops", "tests/layers/test_programs_cuda.py"), id="every test", marks=pytest.mark.slow),
 ])
 def test_kernels_touch_no_memory_but_their_own(files):
     done = repeated(files)

@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from lsq.csrc import loader
 from lsq.ops.calibration import least_error_clip
-from lsq.program import layers
-from lsq.program.frames import FreshFrame
-from tests.layers.shapes import config_of
-from tests.ops.compare import KEY, border_tensors
-
-FLOAT_PRODUCTS = {"attention", "attention_backward"}
-"""Operations with float products inside, whose sums may be split differently by PyTorch."""
+from tests.ops.compare import on_cpu, written
+from tests.ops.test_embedding import embed, embed_gradient
+from tests.ops.test_residual_norm import norm, norm_gradient
+from tests.ops.test_vocabulary_loss import gradient_of, of_codes
 
 
 @pytest.fixture
@@ -24,49 +20,35 @@ def threads():
 
 def same_bits(a, b):
     """Equality in which NaN equals NaN."""
-    return torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("build", [
-    lambda: layers.decoder_layer(config_of(dropout=0.2, backward="int8"), 11, 31, 9, True, True, True, True),
-    lambda: layers.encoder_layer(
-        config_of(dropout=0.2, backward="int8", clip_gradient="lsq", pre_norm=True, activation="gelu"),
-        1, 67, False, True, True,
-    ),
-    lambda: layers.vocabulary_loss(config_of(backward="int8").quant, 341, 48, 91, 96, 1, 0.1, True, True),
-    lambda: layers.embedding(config_of(mode="float").quant, 7, 11, 13, 200, 20, 1, 7.0, 0.1, True, True, True),
-])
-def test_operations(build, threads):
-    program = build()
-    values = border_tensors(program)
-    for operation in program.operations:
-        inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        results = []
-        for count in (1, 2, 5):
-            threads(count)
-            written = FreshFrame().tensors_for(0, operation)
-            operation.definition.cpu(*inputs, *written, **operation.attributes)
-            results.append(written[: len(operation.outputs)])
-        for tensor, *found in zip(operation.outputs, *results, strict=True):
-            if tensor is not None:
-                if operation.name not in FLOAT_PRODUCTS:
-                    assert all(same_bits(found[0], other) for other in found[1:]), f"{operation.name} -> {tensor!r}"
-                values[tensor] = found[0]
+def normed():
+    return on_cpu(norm(torch.randn(341, 48), torch.randn(341, 48), rounds=True, error=True, dropout=0.2))
 
 
-@pytest.mark.parametrize("threshold", [0, 2**30])
-def test_softmax(threads, threshold):
-    scores = torch.randn(6, 41, 67)
-    results = []
+OPERATIONS = {
+    "norm": normed,
+    "norm of nothing finite": lambda: norm(torch.full((7, 48), torch.inf), rounds=True),
+    "gradient of a norm": lambda: norm_gradient(normed()),
+    "rounded gradient of a norm": lambda: norm_gradient(normed(), rounds=True),
+    "embedding": lambda: embed(341, 200, 0.1),
+    "gradient of an embedding": lambda: embed_gradient(torch.randn(341, 200), torch.randint(0, 11, (341,))),
+    "loss": lambda: of_codes(341, 91, 96),
+    "gradient of a loss": lambda: gradient_of(on_cpu(of_codes(341, 91, 96))),
+}
+"""One that exercises each loop."""
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_operations(operation, threads):
+    declared, results = operation(), []
     for count in (1, 2, 5):
         threads(count)
-        probabilities, dropped = scores.clone(), torch.empty_like(scores)
-        out = dropped if threshold else probabilities
-        loader.call("lsq_masked_softmax", probabilities, None, KEY, 3, threshold, 1.25, 0, out, 3, 2, 41, 67)
-        gradient = scores.flip(0).clone()
-        loader.call("lsq_softmax_backward", probabilities, KEY, 3, threshold, 1.25, gradient, 6 * 41, 67)
-        results.append((probabilities, out, gradient))
-    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+        results.append(written(on_cpu(declared)))
+    for name, tensor in results[0].items():
+        if tensor is not None:
+            assert all(same_bits(tensor, other[name]) for other in results[1:]), name
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (341, 48), (41, 4100)])

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from fairseq import checkpoint_utils
 
 from lsq.fairseq import checkpoint
 from lsq.layers import quantized_tensors
+from lsq.layers.module import _warn_of_older_version
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
 
@@ -132,8 +134,8 @@ def test_start_from_nan(build, train, tmp_path):
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 3e38])
 def test_unusable_clip_in_a_checkpoint_is_named(model, value):
     state = model.state_dict()
-    state["encoder.layers.1.feed_forward.hidden_clip"] = torch.tensor([value])
-    with pytest.raises(ValueError, match="encoder.layers.1.feed_forward.hidden_clip in the checkpoint is"):
+    state["encoder.layers.1.feed_forward.activation_clip"] = torch.tensor([value])
+    with pytest.raises(ValueError, match="encoder.layers.1.feed_forward.activation_clip in the checkpoint is"):
         model.load_state_dict(state)
 
 
@@ -152,19 +154,73 @@ def test_calibrated_is_a_truth_value(model):
         model.load_state_dict(state)
 
 
+@pytest.fixture
+def aged():
+    """aged(state): as versions before 0.2 wrote it, with clips before biases and counts of inner modules."""
+
+    def aged(state: dict) -> dict:
+        for name in [name for name in state if name.endswith("self_attn.out_weight")]:
+            layer = name.removesuffix("self_attn.out_weight")
+            blocks = [block for block in BLOCKS if layer + block + ".input_clip" in state]
+            for block in blocks:
+                more = {"calibrated": torch.tensor(False), "passes": torch.tensor(0), BLOCKS[block]: torch.ones(1)}
+                state.update((f"{layer}{block}.{name}", value) for name, value in more.items())
+        return state
+
+    _warn_of_older_version.cache_clear()
+    yield aged
+    _warn_of_older_version.cache_clear()
+
+
+BLOCKS = {"self_attn": "out_clip", "encoder_attn": "out_clip", "feed_forward": "hidden_clip"}
+"""Blocks of layers -> the clip that each had more."""
+
+
+def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(build, batch, aged, caplog):
+    task, before = build("")
+    sample = batch(task)["net_input"]
+    before.train()(**sample)
+    state = aged(before.state_dict())
+    assert len([name for name in state if name.endswith("_clip")]) == 64
+    measured = [name for name in state if name.endswith("_clip") and not name.endswith("weight_clip")]
+    for name in measured:
+        state[name] = state[name] * 1000.0
+    _, after = build("")
+    after.load_state_dict(state)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ["a checkpoint of an older version; clips of activations are measured again"]
+    layers = [*after.encoder.layers, *after.decoder.layers]
+    assert not any(layer.calibrated for layer in layers) and all(layer.passes == 1 for layer in layers)
+    after.eval()(**sample)
+    assert all(layer.calibrated for layer in layers)
+    clips = {name: clip for name, clip in quantized_tensors(after) if ".layers." in name}
+    assert all(0 < clip.max() < 100 for clip in clips.values()) and len(clips) == 52
+
+
+def test_an_older_checkpoint_is_translated_with_but_not_trained_on_with_its_optimizer(train, tmp_path, aged):
+    path = tmp_path / "checkpoint_last.pt"
+    state = train(tmp_path, "--max-update 2")
+    aged(state["model"])
+    number = len(state["last_optimizer_state"]["state"])
+    state["last_optimizer_state"]["param_groups"][0]["params"].append(number)
+    torch.save(state, path)
+    checkpoint_utils.load_model_ensemble_and_task([str(path)])
+    with pytest.raises(ValueError, match="optimizer is of other parameters .*older version.* add --reset-optimizer"):
+        train(tmp_path, "--max-update 3")
+    assert train(tmp_path, "--max-update 1 --reset-optimizer")
+
+
 def test_checkpoint_without_clips(build, model):
     with pytest.raises(ValueError, match="holds no clips.*--lsq-from"):
         model.load_state_dict(build("--lsq-mode float")[1].state_dict())
 
 
 def test_checkpoint_with_clips_for_a_float_model(build, model):
-    with pytest.raises(ValueError, match="holds 64 clips.*--lsq-mode int8"):
+    with pytest.raises(ValueError, match="holds 54 clips.*--lsq-mode int8"):
         build("--lsq-mode float")[1].load_state_dict(model.state_dict())
 
 
 def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
-    from fairseq import checkpoint_utils
-
     state = train(tmp_path, "--max-update 1")
     state["model"]["decoder.output_projection.input_clip"].fill_(float("nan"))
     torch.save(state, tmp_path / "broken.pt")

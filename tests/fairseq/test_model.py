@@ -8,6 +8,7 @@ from fairseq.models.transformer import TransformerModel
 
 from lsq.fairseq import checkpoint
 from lsq.layers import quantized_tensors
+from lsq.program import rehearsal
 
 VARIANTS = {
     "post-norm": "",
@@ -32,16 +33,22 @@ def pair(build):
     return pair
 
 
+def words_of(task, sample):
+    """Where the batch has words, bool [B, T] of the target."""
+    return sample["net_input"]["prev_output_tokens"].ne(task.target_dictionary.pad())
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_float_mode_equals_fairseq(pair, batch, name):
     task, theirs, ours = pair(VARIANTS[name])
     sample = batch(task)
     expected, actual = theirs(**sample["net_input"])[0], ours(**sample["net_input"])[0]
     assert actual.shape == expected.shape
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    words = words_of(task, sample)
+    torch.testing.assert_close(actual[words], expected[words], rtol=1e-5, atol=1e-5)
     for output, model in ((expected, theirs), (actual, ours)):
         model.zero_grad()
-        model.get_normalized_probs((output, None), log_probs=True).square().mean().backward()
+        model.get_normalized_probs((output, None), log_probs=True)[words].square().mean().backward()
     gradient = theirs.encoder.embed_tokens.weight.grad
     bound = 1e-4 * gradient.abs().max().item()
     torch.testing.assert_close(ours.encoder.embed_tokens.weight.grad, gradient, rtol=0, atol=bound)
@@ -52,7 +59,8 @@ def test_int8_is_close_to_float(pair, build, batch):
     _, ours = build("")
     checkpoint.load_float(ours, theirs.state_dict())
     sample = batch(task)
-    expected, actual = theirs(**sample["net_input"])[0], ours.eval()(**sample["net_input"])[0]
+    words = words_of(task, sample)
+    expected, actual = (model.eval()(**sample["net_input"])[0][words] for model in (theirs, ours))
     error = (actual - expected).square().mean() / expected.square().mean()
     assert 0 < error < 1e-2
 
@@ -81,6 +89,58 @@ def test_interface_of_encoder_and_decoder(build, batch):
     assert logits.shape == (*net_input["prev_output_tokens"].shape, len(task.target_dictionary))
     torch.testing.assert_close(model.decoder.output_layer(features), logits, rtol=0, atol=0)
     assert model.max_positions() == (1024, 1024) and model.max_decoder_positions() == 1024
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_results_are_zero_where_there_is_padding(build, batch, mode):
+    task, model = build(f"--lsq-mode {mode} --encoder-normalize-before --decoder-normalize-before")
+    sample = batch(task)
+    net_input, words = sample["net_input"], words_of(task, sample)
+    model.eval()
+    out = model.encoder(net_input["src_tokens"], net_input["src_lengths"], return_all_hiddens=True)
+    padding = out["encoder_padding_mask"][0].t()
+    features, extra = model.extract_features(**net_input)
+    assert padding.any() and not words.all()
+    for state in (*out["encoder_out"], *out["encoder_states"]):
+        assert not state[padding].any() and state[~padding].abs().sum(1).all()
+    for state in (features, *(state.transpose(0, 1) for state in extra["inner_states"])):
+        assert not state[~words].any() and state[words].abs().sum(1).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_batch_with_padding_equals_its_sentences_one_by_one(build, batch, name):
+    task, model = build(f"--lsq-mode float --dropout 0 {VARIANTS[name]}")
+    found = []
+    for samples in ([batch(task)], sentences_of(task, 7)):
+        model.zero_grad()
+        loss = sum(model(**one["net_input"], target=one["target"], label_smoothing=0.1)[0] for one in samples)
+        loss.backward()
+        found.append((loss.detach(), *(parameter.grad for parameter in model.parameters())))
+    for together, alone in zip(*found, strict=True):
+        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5 * max(1.0, alone.abs().max().item()))
+
+
+def sentences_of(task, count):
+    """Batches of one sentence each."""
+    dataset = task.dataset("valid")
+    return [dataset.collater([dataset[number]]) for number in range(count)]
+
+
+@pytest.mark.parametrize("options", ["--lsq-backward int8", "--lsq-backward float", "--lsq-mode float"])
+def test_no_operation_of_a_training_step_has_more_rows_than_words(build, options):
+    task, model = build(f"{options} --encoder-normalize-before --layernorm-embedding")
+    lengths = torch.tensor([150, *[5] * 30])
+    tokens = torch.full((31, 150), task.source_dictionary.pad())
+    for sentence, length in zip(tokens, lengths, strict=True):
+        sentence[:length] = torch.randint(4, 16, (length,))
+    widest = max(max(parameter.shape) for parameter in model.parameters())
+    assert widest < lengths.sum() < tokens.numel() / 10
+    step = rehearsal.rehearse(lambda: model.train()(tokens, lengths, tokens, target=tokens)[0], model.parameters())
+    for program in dict.fromkeys(step.programs):
+        for operation in program.operations:
+            rows = [tensor.shape[0] for tensor in operation.outputs if len(tensor.shape) == 2]
+            assert max(rows, default=0) <= lengths.sum(), operation.name
+    assert step.programs[0].outputs[0].shape[0] == lengths.sum()
 
 
 def test_torch_compile_changes_nothing(build, batch, caplog):
@@ -154,7 +214,7 @@ def test_loss_equals_that_of_the_logits(build, batch):
         logits[words], sample["target"][words], reduction="sum", label_smoothing=0.1 * 16 / 15
     )
     torch.testing.assert_close(loss, expected)
-    assert features.shape == (*sample["target"].shape, 32)
+    assert features.shape == (int(words.sum()), 32)
 
 
 def test_attention_weights_are_refused(build, batch):

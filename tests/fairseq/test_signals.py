@@ -66,7 +66,7 @@ def test_every_quantised_tensor_has_a_signal(step):
     assert signals.last.keys() == {name for name, _ in quantized_tensors(signals.model)}
     kinds = {signal.statistics.kind for signal in signals.last.values()}
     assert kinds == {"weight", "activation"}
-    name = "encoder.layers.0.feed_forward.hidden"
+    name = "encoder.layers.0.feed_forward.activation"
     assert signals.last[name].clip_gradient == signals.clips[name].grad.item()
     assert signals.last[name].statistics.clip == pytest.approx(signals.clips[name].item())
 
@@ -89,7 +89,7 @@ def test_warned_once_for_each_tensor(step, caplog):
     assert len(warned) == len(activations) > 0
     assert {message.split(",")[0] for message in warned} == activations
     assert all("update 1: " in message and "try --lsq-activation-init absmax" in message for message in warned)
-    assert signals.summary().endswith(f"{len(activations)} of 64 tensors were warned of")
+    assert signals.summary().endswith(f"{len(activations)} of 54 tensors were warned of")
 
 
 def test_wide_clips_are_warned_of(step, caplog):
@@ -116,12 +116,14 @@ def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
     signals = TrainingSignals(build("")[1], bits=8, interval=1)
     for layer, (clip, share) in enumerate([(1.5, 0.02), (2.5, 0.04)]):
         statistics = replace(HEALTHY, clip=clip, clipped_share=share, largest_code=100 + layer)
-        signals.last[f"encoder.layers.{layer}.self_attn.out"] = Signal(statistics=statistics, clip_gradient=None)
+        signals.last[f"encoder.layers.{layer}.self_attn.context"] = Signal(statistics=statistics, clip_gradient=None)
     signals.last_update = 40
     title, heading, row, warned = signals.summary().splitlines()
     assert "update 40" in title
-    assert row.split() == ["encoder.layers.*.self_attn.out", "activation", "1.5..2.5", "4.000%", "10.00%", "100..101"]
-    assert [*heading.split()[:3], warned] == ["tensor", "kind", "clip", "0 of 64 tensors were warned of"]
+    name, *figures = row.split()
+    assert name == "encoder.layers.*.self_attn.context"
+    assert figures == ["activation", "1.5..2.5", "4.000%", "10.00%", "100..101"]
+    assert [*heading.split()[:3], warned] == ["tensor", "kind", "clip", "0 of 54 tensors were warned of"]
 
 
 def test_training_logs_signals_and_summary(train, tmp_path, caplog):

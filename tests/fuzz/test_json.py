@@ -23,7 +23,7 @@ from tests.gemm.tuned import GPU, cublas_entry, entry, file, key
 CPU_FILE = file(
     entry(8),
     entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
-    entry(op="linear_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
+    entry(op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 LINES = tuple(Line(key=key(rows), calls=rows, seconds=0.5, served=served) for rows, served in ((64, None), (8, key(8))))

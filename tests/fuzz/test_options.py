@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch):
     given.mkdir()
     write_pairs(given, "text", 60, seed=1)
     (given / "b.csv").write_bytes(CSV)
-    (given / "p.csv").write_text("op,m,n,k\nlinear_int8,64,128,256\n")
+    (given / "p.csv").write_text("op,m,n,k\nproject,64,128,256\n")
     monkeypatch.setattr(doctor, "run", lambda as_json: 0)
     monkeypatch.setattr("lsq.commands.doctor.emulate", lambda: 0)
     monkeypatch.setattr(numbers, "compare", lambda given: {})

@@ -27,7 +27,7 @@ def test_no_such_cpu_configuration(changes, message):
     [
         (CpuConfiguration(a_layout="mk"), {}, 'a_layout is "mk"; a lies so already: use "as_is"'),
         (CpuConfiguration(b_layout="nk"), {}, "b_layout is 'nk'; b lies so already: use \"as_is\""),
-        (CpuConfiguration(b_layout="kn"), {"op": "linear_weight_gradient"}, "b_layout is 'kn'; b lies so already"),
+        (CpuConfiguration(b_layout="kn"), {"op": "project_weight_gradient"}, "b_layout is 'kn'; b lies so already"),
     ],
 )
 def test_an_entry_whose_configuration_cannot_run(configuration, changes, message):
@@ -57,7 +57,7 @@ def test_cublaslt_multiplies_int8_in_one_layout():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"key": key(1000)}, "key is linear_int8 1000 x .* only multiples of 32 have entries: use linear_int8 1024 x"),
+        ({"key": key(1000)}, "key is project 1000 x .* only multiples of 32 have entries: use project 1024 x"),
         ({"spread": float("nan")}, "spread is nan; it must be a finite number"),
         ({"spread": -0.1}, "spread is -0.1; it must"),
         ({"date": "2026-02-30T00:00:00Z"}, "date is '2026-02-30T00:00:00Z'; it must be a time in UTC like"),
@@ -86,7 +86,7 @@ def test_gain_and_text():
 
 
 def test_the_default_is_what_runs_untuned():
-    assert CpuConfiguration.default("linear_int8") == CpuConfiguration(rows=512)
+    assert CpuConfiguration.default("project") == CpuConfiguration(rows=512)
     with pytest.raises(ValueError, match="op is 'softmax'; allowed"):
         CpuConfiguration.default("softmax")
 

@@ -19,7 +19,7 @@ from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file
 CPU_FILE = file(
     entry(8),
     entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
-    entry(op="linear_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
+    entry(op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 
@@ -101,10 +101,10 @@ def contents(wanted: ConfigurationFile):
         (changed(None, "entries", 1), "entries[1] is None; it must be an object with key, configuration, times"),
         (changed(0, "entries", 1, "key", "m"), "entries[1].key.m is 0; it must be a whole number from 1 to"),
         (changed(1e3, "entries", 1, "key", "m"), "entries[1].key.m is 1000.0; it must be a whole number"),
-        (changed(1000, "entries", 1, "key", "m"), "entries[1].key is linear_int8 1000 x 128 x 256"),
-        (changed("gelu", "entries", 0, "key", "op"), "entries[0].key.op is 'gelu'; allowed: 'linear_int8'"),
+        (changed(1000, "entries", 1, "key", "m"), "entries[1].key is project 1000 x 128 x 256"),
+        (changed("gelu", "entries", 0, "key", "op"), "entries[0].key.op is 'gelu'; allowed: 'project'"),
         (changed(DELETE, "entries", 0, "key", "n"), "entries[0].key has no field 'n'; needed: m, n, k"),
-        (changed("nn", "entries", 0, "key", "layout"), "entries[0].key.layout is 'nn'; linear_int8 says that itself"),
+        (changed("nn", "entries", 0, "key", "layout"), "entries[0].key.layout is 'nn'; project says that itself"),
         (changed("x", "entries", 0, "configuration", "a_layout"), "entries[0].configuration.a_layout is 'x'; allowed"),
         (changed(True, "entries", 0, "configuration", "rows"), "entries[0].configuration.rows is True; it must be"),
         (changed("kn", "entries", 2, "configuration", "b_layout"), "entries[2].configuration.b_layout is 'kn'; b lies"),
@@ -195,7 +195,7 @@ def test_a_file_sorts_its_entries():
 
 
 def test_a_file_refuses_duplicates_and_other_kinds():
-    with pytest.raises(ValueError, match=r"^entries\[2\].key is linear_int8 8 x .*, which entries\[0\] has already"):
+    with pytest.raises(ValueError, match=r"^entries\[2\].key is project 8 x .*, which entries\[0\] has already"):
         file(entry(8), entry(9), entry(8))
     with pytest.raises(ValueError, match=r"^entries\[1\].configuration is of kind 'cuda'; the file is of kind 'cpu'"):
         file(entry(), cublas_entry())

@@ -45,29 +45,29 @@ def test_products_are_exact_counted_and_timed(op):
 
 
 def test_requests_are_noted_where_somebody_listens():
-    gemm.scratch_for("linear_int8", 8, 16, 32)
+    gemm.scratch_for("project", 8, 16, 32)
     with gemm.requested() as found:
-        gemm.scratch_for("linear_int8", 8, 16, 32)
+        gemm.scratch_for("project", 8, 16, 32)
         with gemm.requested() as inner:
-            gemm.scratch_for("linear_int32", 8, 16, 32)
-        other = threading.Thread(target=gemm.scratch_for, args=("linear_int8", 9, 16, 32))
+            gemm.scratch_for("matmul", 8, 16, 32)
+        other = threading.Thread(target=gemm.scratch_for, args=("project", 9, 16, 32))
         other.start()
         other.join()
-        gemm.scratch_for("linear_weight_gradient", 16, 32, 8)
-    gemm.scratch_for("linear_int8", 8, 16, 32)
-    assert found == [asked("linear_int8", 8, 16, 32), asked("linear_weight_gradient", 16, 32, 8)]
-    assert inner == [asked("linear_int32", 8, 16, 32)]
+        gemm.scratch_for("project_weight_gradient", 16, 32, 8)
+    gemm.scratch_for("project", 8, 16, 32)
+    assert found == [asked("project", 8, 16, 32), asked("project_weight_gradient", 16, 32, 8)]
+    assert inner == [asked("matmul", 8, 16, 32)]
 
 
 def test_nothing_is_asked_for_without_tokens():
     with gemm.requested() as found:
-        assert gemm.scratch_for("linear_int8", 0, 16, 32) == ((64,), torch.uint8)
+        assert gemm.scratch_for("project", 0, 16, 32) == ((64,), torch.uint8)
     assert not found
 
 
 def test_mistakes():
     with pytest.raises(ValueError, match="op is 'conv'; allowed"):
         gemm.scratch_for("conv", 8, 16, 32)
-    a, b = operands("linear_int8")
+    a, b = operands("project")
     with pytest.raises(ValueError, match=r"needs 5120 bytes of scratch memory .*, and has 64; choose"):
-        next(gemm.row_blocks("linear_int8", a, b, torch.empty(64, dtype=torch.uint8)))
+        next(gemm.row_blocks("project", a, b, torch.empty(64, dtype=torch.uint8)))

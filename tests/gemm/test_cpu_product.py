@@ -93,7 +93,7 @@ def test_products_are_exact_however_configured(m, n, k, layout):
 
 
 @pytest.mark.parametrize("m, n, k", SIZES)
-@pytest.mark.parametrize("op", ["linear_int8", "linear_input_gradient", "linear_weight_gradient"])
+@pytest.mark.parametrize("op", ["project", "project_input_gradient", "project_weight_gradient"])
 def test_blocks_are_exact_however_configured(m, n, k, op):
     key = asked(op, m, n, k)
     a, b = operands(key)
@@ -109,9 +109,9 @@ def test_blocks_are_exact_however_configured(m, n, k, op):
 @pytest.mark.parametrize(
     ("op", "size", "served"),
     [
-        ("linear_int8", (513, 48, 64), (544, 48, 64)),
-        ("linear_input_gradient", (513, 48, 64), (544, 48, 64)),
-        ("linear_weight_gradient", (48, 32, 513), (48, 32, 544)),
+        ("project", (513, 48, 64), (544, 48, 64)),
+        ("project_input_gradient", (513, 48, 64), (544, 48, 64)),
+        ("project_weight_gradient", (48, 32, 513), (48, 32, 544)),
     ],
 )
 def test_scratch_of_a_larger_batch_will_do(op, size, served):
@@ -127,7 +127,7 @@ def test_scratch_of_a_larger_batch_will_do(op, size, served):
 
 
 def test_blocks_are_as_equal_as_can_be():
-    key = asked("linear_int8", 100, 16, 16)
+    key = asked("project", 100, 16, 16)
     configuration = CpuConfiguration(rows=48)
     firsts = [first for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))]
     assert firsts == [0, 34, 68]
@@ -191,6 +191,6 @@ def test_untuned_products_need_what_they_did():
 
 
 def test_too_little_memory():
-    key = asked("linear_int8", 100, 24, 40)
+    key = asked("project", 100, 24, 40)
     with pytest.raises(ValueError, match=r"needs 9600 bytes of scratch memory .*, and has 9599; choose"):
         carve(torch.zeros(9599, dtype=torch.int8), key, CpuConfiguration())

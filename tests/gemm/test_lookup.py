@@ -19,7 +19,7 @@ from lsq.tune import coverage
 from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
 
-DEFAULT = CpuConfiguration.default("linear_int8")
+DEFAULT = CpuConfiguration.default("project")
 SMALL = CpuConfiguration(rows=32)
 
 
@@ -41,17 +41,17 @@ def test_exact_up_to_512_then_the_next_multiple_of_32():
     assert served[993] is served[1000] is served[1024] and served[41].key == key(41)
 
 
-@pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"op": "linear_input_gradient"}, {"op": "linear_int32"}])
+@pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"op": "project_input_gradient"}, {"op": "matmul"}])
 def test_all_else_must_be_the_same(changes):
     assert table(entry(41)).use(key(41, **changes)).entry is None
 
 
 def test_configuration():
-    made = table(entry(41), entry(op="linear_weight_gradient", m=128, k=1024, configuration=SMALL))
+    made = table(entry(41), entry(op="project_weight_gradient", m=128, k=1024, configuration=SMALL))
     assert made.use(key(41)).configuration == CpuConfiguration(rows=96)
-    assert made.use(asked("linear_int8", 42, 128, 272)).configuration == DEFAULT
-    assert made.use(asked("linear_weight_gradient", 128, 128, 1001)).configuration == SMALL
-    assert made.use(asked("linear_weight_gradient", 144, 128, 1001)).configuration == CpuConfiguration(rows=4096)
+    assert made.use(asked("project", 42, 128, 272)).configuration == DEFAULT
+    assert made.use(asked("project_weight_gradient", 128, 128, 1001)).configuration == SMALL
+    assert made.use(asked("project_weight_gradient", 144, 128, 1001)).configuration == CpuConfiguration(rows=4096)
 
 
 def test_counts():
@@ -70,7 +70,7 @@ def test_the_nearest_batch_size_serves_on_the_cpu():
     sizes = (1, 8, 9, 13, 600, 516, 5000)
     found = [made.use(key(m)).configuration.rows for m in sizes]
     assert found == [8, 8, 16, 16, 1024, 1024, 1024]
-    assert made.use(asked("linear_int8", 8, 64, 256)).configuration == DEFAULT
+    assert made.use(asked("project", 8, 64, 256)).configuration == DEFAULT
     assert {line.key.m: line.served.m for line in coverage.of(made).lines if line.served} == {
         1: 8, 8: 8, 9: 16, 13: 16, 608: 1024, 544: 1024, 5024: 1024
     }
@@ -81,7 +81,7 @@ def test_largest_scratch():
     made = table(entry(64, configuration=hungry), entry(1024, configuration=hungry), entry(2048, configuration=SMALL))
     for m, rows in {10: 10, 63: 63, 64: 64, 512: 512, 992: 992, 993: 993, 1024: 1024, 4096: 1024}.items():
         assert made.largest_scratch(key(m)) == rows * 128 * 4
-    assert made.largest_scratch(key(4096, op="linear_int32")) == 0
+    assert made.largest_scratch(key(4096, op="matmul")) == 0
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

@@ -10,6 +10,8 @@ from lsq.gemm.product_key import LARGEST_INNER, OPERATIONS, ProductKey, key_of, 
 from tests.gemm.operands import asked, codes, matmul, product
 from tests.gemm.tuned import key
 
+PROJECT = {"op": "project"}
+
 
 @pytest.mark.parametrize(
     ("tokens", "rounded"), [(1, 1), (511, 511), (512, 512), (513, 544), (544, 544), (545, 576), (4096, 4096)]
@@ -21,11 +23,11 @@ def test_rounded_tokens(tokens, rounded):
 
 
 def test_the_tokens_of_a_weight_gradient_are_its_inner_dimension():
-    gradient = asked("linear_weight_gradient", 1000, 520, 4001)
+    gradient = asked("project_weight_gradient", 1000, 520, 4001)
     assert gradient.tokens == 4001
-    assert gradient.rounded() == asked("linear_weight_gradient", 1000, 520, 4032)
+    assert gradient.rounded() == asked("project_weight_gradient", 1000, 520, 4032)
     assert gradient.family == gradient.with_tokens(7).family != key().family
-    longest = asked("linear_weight_gradient", 64, 64, LARGEST_INNER)
+    longest = asked("project_weight_gradient", 64, 64, LARGEST_INNER)
     assert longest.rounded() == longest
 
 
@@ -35,14 +37,14 @@ def test_a_product_by_itself_stands_for_itself_alone():
 
 def test_a_family_is_all_but_the_tokens():
     assert key(7).family == key(4096).family
-    for changes in (dict(n=64), dict(k=64), dict(op="linear_input_gradient"), dict(op="linear_int32")):
+    for changes in (dict(n=64), dict(k=64), dict(op="project_input_gradient"), dict(op="matmul")):
         assert key(**changes).family != key().family
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"op": "conv"}, "op is 'conv'; allowed: 'linear_int8', "),
+        ({"op": "conv"}, "op is 'conv'; allowed: 'project', "),
         ({"m": 0}, "m is 0; it must be a whole number from 1 to 2147483647"),
         ({"m": 2**31}, "m is 2147483648; it must"),
         ({"m": True}, "m is True; it must"),
@@ -50,10 +52,10 @@ def test_a_family_is_all_but_the_tokens():
         ({"n": "64"}, "n is '64'; it must"),
         ({"k": LARGEST_INNER + 1}, f"k is {LARGEST_INNER + 1}; it must be a whole number from 1 to {LARGEST_INNER}"),
         ({"dtype": "float64"}, "dtype is 'float64'; allowed: 'int8', 'bfloat16'"),
-        ({"dtype": "bfloat16", "out": "float32"}, "dtype is 'bfloat16'; linear_int32 says that itself: leave it out"),
-        ({"layout": "nn"}, "layout is 'nn'; linear_int32 says that itself"),
-        ({"batch": 2}, "batch is 2; linear_int32 says that itself"),
-        ({"leading_a": 64}, "leading_a is 64; linear_int32 says that itself"),
+        (PROJECT | {"dtype": "bfloat16", "out": "float32"}, "dtype is 'bfloat16'; project says that itself: leave it"),
+        (PROJECT | {"layout": "nn"}, "layout is 'nn'; project says that itself"),
+        (PROJECT | {"batch": 2}, "batch is 2; project says that itself"),
+        (PROJECT | {"leading_a": 64}, "leading_a is 64; project says that itself"),
         ({"op": "matmul", "dtype": "float32", "out": "int32"}, "out is 'int32'; allowed: 'float32'"),
         ({"dtype": "float16", "out": "bfloat16"}, "out is 'bfloat16'; allowed: 'float16', 'float32'"),
         ({"alpha": "scalar"}, "alpha is 'scalar'; allowed: 'one'"),
@@ -70,7 +72,7 @@ def test_a_family_is_all_but_the_tokens():
 )
 def test_no_such_product(changes, message):
     with pytest.raises(ValueError) as raised:
-        ProductKey(**{"op": "linear_int32", "m": 8, "n": 16, "k": 32} | changes)
+        ProductKey(**{"op": "matmul", "m": 8, "n": 16, "k": 32} | changes)
     assert str(raised.value).startswith(message)
 
 
@@ -81,7 +83,7 @@ def test_an_operation_says_all_but_the_size():
 
 
 def test_text():
-    assert str(key()) == "linear_int8 64 x 128 x 256 (int8 to int32, nt)"
+    assert str(key()) == "project 64 x 128 x 256 (int8 to int32, nt)"
     scaled = matmul(out="int8", alpha="vector", batch=3, leading_out=64)
     assert str(scaled) == "matmul 3 times 41 x 48 x 64 (int8 to int8, nt, alpha vector, leading_out 64)"
     assert key().operations == 2 * 64 * 128 * 256 and matmul(batch=3).operations == 3 * matmul().operations

@@ -16,8 +16,8 @@ TIMES = Times(chosen=80.0, default=100.0, float=250.0)
 
 
 def key(m=64, **changes):
-    """The key of linear_int8 [64, 256] times [128, 256] transposed, or with changes."""
-    return ProductKey(**{"op": "linear_int8", "m": m, "n": 128, "k": 256} | changes)
+    """The key of project [64, 256] times [128, 256] transposed, or with changes."""
+    return ProductKey(**{"op": "project", "m": m, "n": 128, "k": 256} | changes)
 
 
 def entry(m=64, configuration=None, times=TIMES, **changes):

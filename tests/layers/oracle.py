@@ -10,13 +10,15 @@ from types import SimpleNamespace
 
 import torch
 
-from lsq.layers.reference import ReferenceLayer
-from lsq.ops.random import draw_key
-from lsq.ops.random import dropout as drop
+from lsq.layers.reference import ReferenceLayer, gelu_slope
+from lsq.ops.project import SLOPE_UNIT
 from lsq.quant import maximum_code, scale_of
+from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox
 
 MARGIN = 3e-5
 """Smallest distance of x / scale from a border between two codes; its float32 error is below this."""
+SLOPE_MARGIN = 2e-4
+"""The same of a slope of GELU, in steps; it is computed from a float32 polynomial."""
 FLOOR = 1e-6
 """Allowed beside twice the error of the float32 reference, relative to the largest magnitude (at least 1)."""
 
@@ -24,18 +26,33 @@ FLOOR = 1e-6
 class Recorder(ReferenceLayer):
     """The reference, noting the codes of everything it rounds and how near a border the nearest value was."""
 
-    def __init__(self, config, parameters, dropout=None):
+    def __init__(self, config, parameters, dropout=None, masks=()):
         super().__init__(config, parameters, dropout)
+        self.masks = [mask for mask in masks if mask is not None]
         self.codes: dict[str, torch.Tensor] = {}
         self.margin = float("inf")
 
     def round(self, x, clip):
+        for mask in self.masks:
+            if x.dim() == 3 and mask.shape == x.shape[:2]:
+                return torch.zeros_like(x).masked_scatter(~mask[..., None], self.round_rows(x[~mask], clip))
+        return self.round_rows(x, clip)
+
+    def round_rows(self, x, clip):
         rounded = super().round(x, clip)
         if self.config.quant.quantized:
             scale = row_scale(self.parameters[clip], x, self.config.quant.bits)
             self.codes[clip] = (rounded.detach() / scale).round().to(torch.int8)
             self.margin = min(self.margin, border_distance(x, scale, self.config.quant.bits).min().item())
         return rounded
+
+
+    def activate(self, x):
+        if self.config.activation == "gelu" and self.config.quant.quantized:
+            scaled = gelu_slope(x.detach()) * SLOPE_UNIT
+            nearest = (scaled - scaled.floor() - 0.5).abs().min().item()
+            self.margin = min(self.margin, nearest * MARGIN / SLOPE_MARGIN)
+        return super().activate(x)
 
 
 @dataclass
@@ -46,8 +63,8 @@ class Outcome:
     """"output", "gradient of input 0" and so on, "gradient of <parameter>"."""
     codes: dict[str, torch.Tensor] = field(default_factory=dict)
     """int8 codes by the name of their clip."""
-    streams: list[int] = field(default_factory=list)
-    """Streams of random numbers of the dropouts, in order."""
+    subsequences: list[int] = field(default_factory=list)
+    """Of the random numbers of the dropouts, in order."""
 
 
 def only(quant):
@@ -67,21 +84,31 @@ def border_distance(x, scale, bits):
     return torch.minimum(torch.where(scaled < largest, half, 1.0), (scaled - largest).abs())
 
 
+class Observer:
+    """Fills an Outcome while a module runs."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def __call__(self, declared, operation):
+        rounding = operation.rounding()
+        if rounding is not None:
+            self.outcome.codes[declared.rounding().clip.name] = rounding.codes.clone()
+        if getattr(operation, "dropout", None) is not None:
+            self.outcome.subsequences.append(operation.dropout.subsequence)
+
+    def weights(self, module, tensors):
+        for name, declared in module.declared.items():
+            if declared.clip is not None and name + ".codes" in tensors:
+                self.outcome.codes[declared.clip] = tensors[name + ".codes"].clone()
+
+
 @contextmanager
 def recorded(module):
-    """Yields an Outcome whose codes and streams the module's forward passes inside fill in."""
+    """Yields an Outcome whose codes and subsequences the module's forward passes inside fill in."""
     outcome = Outcome({})
 
-    def after(operation, values):
-        clip = next((t for t in operation.inputs if t is not None and t.name.endswith("_clip")), None)
-        codes = next((t for t in operation.outputs if t is not None and t.dtype == torch.int8), None)
-        if clip is not None and codes is not None:
-            outcome.codes[clip.name] = values[codes].clone()
-        norm_alone = operation.name == "bias_dropout_residual_layer_norm" and operation.inputs[0] is None
-        if "dropout" in operation.attributes and not norm_alone:
-            outcome.streams.append(operation.attributes["stream"])
-
-    previous, module._observer = module._observer, after
+    previous, module._observer = module._observer, Observer(outcome)
     try:
         yield outcome
     finally:
@@ -91,7 +118,7 @@ def recorded(module):
 def prepare(module, run, inputs, tighten=0.7):
     """Random biases and norms, calibrated clips made so narrow that much is clipped, no weight near a border.
 
-    Returns the streams of the module's dropouts.
+    Returns the subsequences of the module's dropouts.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -100,7 +127,7 @@ def prepare(module, run, inputs, tighten=0.7):
     with recorded(module) as outcome:
         run(module, *inputs)
     narrow_clips(module, tighten)
-    return outcome.streams
+    return outcome.subsequences
 
 
 def narrow_clips(module, factor):
@@ -132,11 +159,30 @@ def collect(run, target, inputs, parameters, dtype) -> dict[str, torch.Tensor]:
     return values
 
 
-def reference_of(config, module, key, streams, dtype) -> Recorder:
+def reference_of(config, module, key, subsequences, dtype, masks=()) -> Recorder:
     """The reference with the module's parameters in `dtype`, drawing the masks of `key`."""
-    remaining = iter(streams)
+    remaining = iter(subsequences)
     parameters = {name: p.detach().to(dtype).requires_grad_() for name, p in module.named_parameters()}
-    return Recorder(config, parameters, lambda x, probability: drop(x, probability, key, next(remaining)))
+
+    def dropout(x, probability):
+        return drop(x, probability, key, next(remaining), masks[0] if masks else None) if probability else x
+
+    return Recorder(config, parameters, dropout, masks)
+
+
+def drop(x, probability, key, subsequence, padding):
+    """x [B, T, F], or probabilities [B, N, T, S], after the dropout that packed rows have: padding stands nowhere."""
+    batch, time = x.shape[0], x.shape[-2]
+    present = torch.ones(batch, time, dtype=torch.bool) if padding is None else ~padding
+    row = (present.flatten().cumsum(0) - 1).clamp(min=0).view(batch, time)
+    if x.dim() == 3:
+        element = row[..., None] * x.shape[2] + torch.arange(x.shape[2])
+    else:
+        heads, longest = x.shape[1], -(-x.shape[3] // 8) * 8
+        head = torch.arange(heads)[:, None]
+        element = ((row[:, None] * heads + head)[..., None]) * longest + torch.arange(x.shape[3])
+    words = philox(int(key), subsequence, int(element.max()) + 1)[element]
+    return torch.where(words >= dropout_threshold(probability), x * keep_factor(probability), torch.zeros_like(x))
 
 
 def reference_outcome(reference, run, inputs, dtype) -> Outcome:
@@ -151,24 +197,26 @@ def margin_of(reference, run, inputs) -> float:
     return reference.margin
 
 
-def find_inputs(module, config, run, run_reference, draw, tighten):
-    """(seed, key, inputs, streams of dropout) for which no value is near a border.
+def find_inputs(module, config, run, run_reference, draw, tighten, masks):
+    """(seed, key, inputs, subsequences of dropout) for which no value is near a border.
 
     With few bits the sums of a product take few values, all of which may be near one: then other clips are tried.
     """
-    streams = prepare(module, run, draw(), tighten)
+    subsequences = prepare(module, run, draw(), tighten)
     for _ in range(5):
         for seed in range(30):
             torch.manual_seed(seed)
             key, inputs = draw_key(), draw()
-            reference = reference_of(config, module, key, streams, torch.float64)
+            reference = reference_of(config, module, key, subsequences, torch.float64, masks)
             if margin_of(reference, run_reference, inputs) > MARGIN:
-                return seed, key, inputs, streams
+                return seed, key, inputs, subsequences
         narrow_clips(module, 0.97)
     raise AssertionError("no inputs without a value near a border between codes were found")
 
 
-def compare_with_reference(module, config, run, run_reference, draw, tighten=0.7) -> Outcome:
+def compare_with_reference(
+    module, config, run, run_reference, draw, tighten=0.7, padding=None, memory_padding=None
+) -> Outcome:
     """Check everything; returns the module's outcome.
 
     Args:
@@ -178,27 +226,38 @@ def compare_with_reference(module, config, run, run_reference, draw, tighten=0.7
         run_reference: (reference, *inputs) -> output.
         draw: () -> float inputs at random.
         tighten: factor of the measured clips.
+        padding: bool [B, T] of the rows that the module packs; results there are zero.
+        memory_padding: bool [B, S] of the memory, S other than T.
     """
-    seed, key, inputs, streams = find_inputs(module, config, run, run_reference, draw, tighten)
+    run_reference = masked(run_reference, padding)
+    masks = padding, memory_padding
+    seed, key, inputs, subsequences = find_inputs(module, config, run, run_reference, draw, tighten, masks)
     exact, single = (
-        reference_outcome(reference_of(config, module, key, streams, dtype), run_reference, inputs, dtype)
+        reference_outcome(reference_of(config, module, key, subsequences, dtype, masks), run_reference, inputs, dtype)
         for dtype in (torch.float64, torch.float32)
     )
     torch.manual_seed(seed)  # the module draws the same key
     with recorded(module) as outcome:
         outcome.values = collect(run, module, inputs, dict(module.named_parameters()), torch.float32)
-    assert outcome.streams == streams
+    assert outcome.subsequences == subsequences
     assert_same_codes(outcome.codes, exact.codes)
     assert_accurate(outcome.values, exact.values, single.values)
     return outcome
 
 
+def masked(run_reference, padding):
+    """`run_reference` with zeros where there is padding in its result [T, B, H]."""
+    if padding is None:
+        return run_reference
+    return lambda *arguments: run_reference(*arguments).masked_fill(padding.t()[..., None], 0.0)
+
+
 def assert_same_codes(codes, expected):
-    """Every rounded tensor is there and its integers are equal; padded rows hold zeros."""
+    """Every rounded tensor is there and its integers are equal; rows beyond a vocabulary hold zeros."""
     assert codes.keys() == expected.keys()
     for name, wanted in expected.items():
-        found = codes[name].view(-1, wanted.shape[-1])
-        wanted = wanted.view(-1, wanted.shape[-1])
+        found = codes[name].reshape(-1, wanted.shape[-1])
+        wanted = wanted.reshape(-1, wanted.shape[-1])
         assert torch.equal(found[: len(wanted)], wanted), f"{name}: {(found[: len(wanted)] != wanted).sum()} differ"
         assert not found[len(wanted) :].any(), f"{name}: the padding holds codes"
 

@@ -15,8 +15,7 @@ def check_self(config, *, time=TIME, batch=BATCH, causal=False, padded=False):
     mask = padding_mask(batch, time) if padded else None
 
     def reference(layer, x):
-        layer.batch = batch
-        return layer.self_attention(x.reshape(-1, HIDDEN), "", mask, causal).view(x.shape)
+        return layer.self_attention(x.transpose(0, 1), "", mask, causal).transpose(0, 1)
 
     return compare_with_reference(
         MultiheadAttention(config),
@@ -24,6 +23,7 @@ def check_self(config, *, time=TIME, batch=BATCH, causal=False, padded=False):
         lambda layer, x: layer(x, key_padding_mask=mask, causal=causal),
         reference,
         lambda: (torch.randn(time, batch, HIDDEN),),
+        padding=mask,
     )
 
 
@@ -31,9 +31,7 @@ def check_cross(config, *, time=TIME, source=SOURCE, batch=BATCH, padded=False):
     mask = padding_mask(batch, source) if padded else None
 
     def reference(layer, x, memory):
-        layer.batch = batch
-        rows = layer.cross_attention(x.reshape(-1, HIDDEN), memory.reshape(-1, HIDDEN), "", mask)
-        return rows.view(x.shape)
+        return layer.cross_attention(x.transpose(0, 1), memory.transpose(0, 1), "", mask).transpose(0, 1)
 
     return compare_with_reference(
         MultiheadAttention(config, cross=True),
@@ -41,6 +39,7 @@ def check_cross(config, *, time=TIME, source=SOURCE, batch=BATCH, padded=False):
         lambda layer, x, memory: layer(x, memory, mask),
         reference,
         lambda: (torch.randn(time, batch, HIDDEN), torch.randn(source, batch, HIDDEN)),
+        memory_padding=mask,
     )
 
 
@@ -96,6 +95,8 @@ def test_float_mode_equals_fairseq(cross):
     memory = torch.randn(SOURCE, BATCH, HIDDEN, requires_grad=True) if cross else x
     mask = padding_mask(BATCH, len(memory))
     expected, _ = theirs(x, memory, memory, key_padding_mask=mask, need_weights=False)
+    if not cross:
+        expected = expected.masked_fill(mask.t()[..., None], 0.0)  # where x is padding
     found = ours(x, memory if cross else None, mask)
     assert (found - expected).abs().max() < 2e-6
     inputs = (x, memory) if cross else (x,)

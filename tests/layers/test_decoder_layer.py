@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lsq.layers import TransformerDecoderLayer
+from lsq.layers.decoder_layer import reorder
 from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import assert_same_codes, compare_with_reference, recorded
-from tests.layers.shapes import HEADS, HIDDEN, config_of, decibels, gradients, padding_mask
+from tests.layers.shapes import HIDDEN, config_of, decibels, gradients, padding_mask
 
 TIME, SOURCE, BATCH = 7, 9, 3
 
@@ -25,6 +26,7 @@ def check(config, *, batch=BATCH, time=TIME, source=SOURCE, padded=False):
         lambda layer, x, memory: layer(x, memory, mask),
         lambda reference, x, memory: reference.decoder_layer(x, memory, mask),
         lambda: draw(time, source, batch),
+        memory_padding=mask,
     )
 
 
@@ -53,14 +55,13 @@ def test_padded_targets_equal_the_reference():
     mask, own_mask = padding_mask(BATCH, SOURCE), padding_mask(BATCH, TIME)
 
     def reference(layer, x, memory):
-        layer.batch = BATCH
-        rows, memory = x.reshape(-1, HIDDEN), memory.reshape(-1, HIDDEN)
+        rows, memory = x.transpose(0, 1), memory.transpose(0, 1)
         own = lambda x: layer.self_attention(x, "self_attn.", own_mask, causal=True)  # noqa: E731
         cross = lambda x: layer.cross_attention(x, memory, "encoder_attn.", mask)  # noqa: E731
         rows = layer.block(rows, "self_attn_layer_norm", own)
         rows = layer.block(rows, "encoder_attn_layer_norm", cross)
         rows = layer.block(rows, "final_layer_norm", lambda x: layer.feed_forward(x, "feed_forward."))
-        return rows.view(x.shape)
+        return rows.transpose(0, 1)
 
     compare_with_reference(
         TransformerDecoderLayer(config),
@@ -68,6 +69,8 @@ def test_padded_targets_equal_the_reference():
         lambda layer, x, memory: layer(x, memory, mask, self_padding_mask=own_mask),
         reference,
         draw,
+        padding=own_mask,
+        memory_padding=mask,
     )
 
 
@@ -137,8 +140,16 @@ def step_by_step(layer, x, memory, mask):
             outputs.append(layer(x[t : t + 1], memory, mask, state=state))
         for name, found in step.codes.items():
             codes.setdefault(name, []).append(found)
-    assert state["key"].shape == (x.shape[1], HEADS, len(x), HIDDEN // HEADS)
-    return torch.cat(outputs), {name: torch.cat(found) for name, found in codes.items()}
+    assert state["history"].shape == (x.shape[1], len(x), 3 * HIDDEN)
+    return torch.cat(outputs), {name: in_rows(found, x, mask) for name, found in codes.items()}
+
+
+def in_rows(found, x, mask):
+    """Codes of all steps as the whole target has them: targets sentence by sentence, a memory without padding."""
+    if len(found) == len(x) and len(found[0]) == x.shape[1]:
+        return torch.stack(found, 1)
+    sources = mask is not None and len(found) == 1 and len(found[0]) == mask.numel()
+    return found[0][~mask.flatten()] if sources else found[0]
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
@@ -172,7 +183,7 @@ def test_the_state_may_be_reordered():
     state = {}
     for t in range(3):
         layer(x[t : t + 1], memory, state=state)
-    state = {name: tensor.index_select(0, order) for name, tensor in state.items()}
+    reorder(state, order)
     found = layer(x[3:4], memory[:, order], state=state)
     with torch.no_grad():
         target = torch.cat([x[:3, order], x[3:4]])

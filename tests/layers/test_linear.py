@@ -13,8 +13,8 @@ INPUTS, OUTPUTS = 48, 32
 
 def check(quant, *, shape=(7, 3), bias=True, inputs=INPUTS, outputs=OUTPUTS):
     def reference(layer, x):
-        y = layer.linear(layer.round(x, "input_clip"), "weight", None)
-        return y + layer.parameters["bias"] if bias else y
+        weight = layer.round(layer.parameters["weight"], "weight_clip")
+        return torch.nn.functional.linear(layer.round(x, "input_clip"), weight, layer.parameters.get("bias"))
 
     return compare_with_reference(
         QuantizedLinear(inputs, outputs, bias=bias, quant=quant),

@@ -7,9 +7,11 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer
+from lsq.layers.module import _warn_of_older_version
 from lsq.ops.calibration import calibrate
+from lsq.ops.rounding import RoundWeight
 from tests.layers.oracle import recorded
-from tests.layers.shapes import HIDDEN, config_of
+from tests.layers.shapes import HEADS, HIDDEN, config_of
 
 
 def clips_of(module, kind="activation"):
@@ -38,7 +40,7 @@ def test_the_first_batch_is_measured(method, training, grad):
     with torch.set_grad_enabled(grad):
         layer(x)
     assert layer.calibrated
-    assert torch.equal(layer.input_clip, calibrate(x, method, percentile=90.0))
+    assert torch.equal(layer.input_clip, calibrate(x, method, 8, percentile=90.0))
 
 
 def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
@@ -49,7 +51,7 @@ def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
     assert all(clip != 16.0 for clip in clips_of(layer).values())
     for name in clips_of(layer):
         assert outcome.codes[name].abs().max() == 127, name  # the largest value is the clip
-    assert all(module.calibrated for module in (layer, layer.self_attn, layer.feed_forward))
+    assert layer.calibrated
 
 
 def test_the_second_batch_is_not_measured():
@@ -132,11 +134,11 @@ def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
     layer = linear(weight_granularity=granularity)
     per_channel = granularity == "channel"
     assert layer.weight_clip.shape == (clips,)
-    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", per_channel=per_channel))
+    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", 8, per_channel=per_channel))
     with torch.no_grad():
         layer.weight.mul_(3)
     layer.calibrate_weights()
-    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", per_channel=per_channel))
+    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", 8, per_channel=per_channel))
 
 
 # Clips and optimizers
@@ -165,8 +167,8 @@ def test_no_step_takes_a_clip_far_or_below_zero(leave):
 def test_clips_that_cannot_work_are_named(value):
     layer = TransformerEncoderLayer(config_of())
     layer.check_clips()
-    layer.feed_forward.hidden_clip.data.fill_(value)
-    with pytest.raises(ValueError, match=f"feed_forward.hidden_clip is {value}"):
+    layer.feed_forward.activation_clip.data.fill_(value)
+    with pytest.raises(ValueError, match=f"feed_forward.activation_clip is {value}"):
         layer.check_clips()
 
 
@@ -216,7 +218,7 @@ def widen_clips(layer):
 @torch.no_grad()
 def measure_a_part(layer):
     layer.feed_forward.fc1_weight.data.mul_(3)
-    layer.feed_forward.calibrate_weights()
+    layer.calibrate_weights()
 
 
 def replace_a_weight(layer):
@@ -239,8 +241,8 @@ def test_codes_are_kept_while_nothing_changes(monkeypatch):
     layer = linear().eval()
     x = torch.randn(3, 16)
     made = []
-    original = layer.round_weight
-    monkeypatch.setattr(layer, "round_weight", lambda *pair: made.append(1) or original(*pair))
+    original = RoundWeight.pack
+    monkeypatch.setattr(RoundWeight, "pack", lambda *given: made.append(1) or original(*given))
     with torch.no_grad():
         for _ in range(3):
             layer(x)
@@ -267,6 +269,22 @@ def test_a_state_dict_brings_everything(tmp_path):
             outputs.append(layer(x))
         assert torch.equal(*outputs)
     assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [TransformerEncoderLayer, FeedForward])
+def test_a_checkpoint_of_an_older_version_is_measured_again(build, caplog):
+    """Products were rounded before their bias, under clips that are gone, and blocks counted for themselves."""
+    layer = build(config_of())
+    prefix = "feed_forward." if build is TransformerEncoderLayer else ""
+    state = layer.state_dict() | {"calibrated": torch.tensor(True), prefix + "hidden_clip": torch.ones(1)}
+    if prefix:
+        state |= {"feed_forward.calibrated": torch.tensor(True), "feed_forward.passes": torch.tensor(3)}
+    _warn_of_older_version.cache_clear()
+    for _ in range(2):
+        layer.load_state_dict(state)
+        assert not layer.calibrated and caplog.text.count("of an older version") == 1
+    layer.load_state_dict(layer.state_dict() | {"calibrated": torch.tensor(True)})
+    assert layer.calibrated
 
 
 def test_float_mode_has_no_trace_of_quantisation():
@@ -319,7 +337,7 @@ def test_a_restored_generator_repeats_a_run():
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_what_autograd_saves_is_int8(backward):
-    """Beside parameters, inputs and one row of statistics, only the sums before a LayerNorm are float [M, N]."""
+    """Beside parameters, inputs and numbers for each row, only the sums before a LayerNorm are float [M, N]."""
     layer = TransformerEncoderLayer(config_of(backward=backward, dropout=0.1))
     x = torch.randn(41, 3, HIDDEN)
     borders = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
@@ -333,6 +351,6 @@ def test_what_autograd_saves_is_int8(backward):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
     rows = [tensor for tensor in saved if tensor.dim() == 2 and tensor.is_floating_point()]
-    assert [tuple(tensor.shape) for tensor in rows] == [(123, HIDDEN)] * 2
+    assert [tuple(tensor.shape) for tensor in rows] == [(123, HEADS), *[(123, HIDDEN)] * 2]
     assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 8
-    assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int64}
+    assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int32, torch.int64}

@@ -69,7 +69,7 @@ def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
         model(torch.randint(2, 33, (3, 7)))
     names = dict(quantized_tensors(model))
     assert found.keys() == names.keys()
-    assert len(names) == 11 + 20 + 2
+    assert len(names) == 9 + 17 + 2
     assert {"layers.0.self_attn.qkv_weight", "layers.1.encoder_attn.memory", "output.input"} <= names.keys()
     for name, clip in names.items():
         assert clip is model.get_parameter(name + "_clip")

@@ -1,11 +1,14 @@
-"""What holds of adam on every device: cases for `compare`, a function like tests.ops.compare.compare."""
+"""What holds of Adam on every device: cases for `compare`, a function like tests.ops.compare.compare."""
 
 import math
 
 import torch
 
 from lsq.ops import adam
-from lsq.quant import quantize
+from lsq.ops.adam import Adam
+from lsq.program.values import Weight
+from lsq.quant import Format, Grain, quantize
+from tests.ops.compare import empty
 
 RATE, BETAS, EPSILON = 3e-3, (0.9, 0.999), 1e-3
 SHAPES = [((16, 48), None), ((48, 144), None), ((33, 144), 48)]
@@ -21,40 +24,65 @@ def numbers(**changes):
     return adam.scalars(RATE, BETAS, EPSILON, **{"step": 3, "weight_decay": 0.1, "factor": 0.5, **changes})
 
 
+def step(before, now, rounded: Weight | None = None, transposed: bool = False) -> Adam:
+    """A step from `before`, see `state`, under the numbers `now`."""
+    weight, gradient, first, second = before
+    turned = empty(*rounded.codes.shape[::-1], dtype=torch.int8) if transposed else None
+    return Adam(
+        weight=weight, gradient=gradient, first=first, second=second, numbers=now, new_weight=empty(*weight.shape),
+        new_first=empty(*weight.shape), new_second=empty(*weight.shape), rounded=rounded, transposed=turned,
+    )
+
+
+def codes_of(clip: torch.Tensor, shape: tuple[int, int], rows: int | None = None, bits: int = 8) -> Weight:
+    """Codes of a weight that the step is to write."""
+    rows = rows or shape[0]
+    return Weight(
+        format=Format(name="weight", bits=bits, grain=Grain.ROW if len(clip) > 1 else Grain.TENSOR), clip=clip,
+        codes=empty(rows, shape[1], dtype=torch.int8), scale=empty(rows),
+    )
+
+
 def check_codes(compare, bits: int, per_channel: bool, shape: tuple[int, int], rows: int | None) -> None:
     """Codes, transposed codes and scales are those of the new weight."""
     clip = 0.5 + torch.rand(shape[0] if per_channel else 1)
-    weight, _, _, codes, transposed, scale = compare("adam", *state(*shape), numbers(), clip, bits=bits, rows=rows)
-    wanted = quantize(weight, clip, bits)
-    assert torch.equal(codes[: shape[0]], wanted.codes) and torch.equal(transposed, codes.t())
+    done = compare(step(state(*shape), numbers(), codes_of(clip, shape, rows, bits), transposed=True))
+    wanted = quantize(done.new_weight, clip, bits)
+    codes, scale = done.rounded.codes, done.rounded.scale
+    assert torch.equal(codes[: shape[0]], wanted.codes) and torch.equal(done.transposed, codes.t())
     assert torch.equal(scale[: shape[0]], wanted.scale.expand(shape[0]))
     assert not codes[shape[0] :].any() and (scale[shape[0] :] == 1).all()
 
 
 def check_no_transposed_codes(compare) -> None:
-    *_, transposed, _ = compare("adam", *state(33, 48), numbers(), torch.ones(33), transposed=False)
-    assert transposed is None
+    done = compare(step(state(33, 48), numbers(), codes_of(torch.ones(33), (33, 48))))
+    assert done.transposed is None and done.rounded.codes.any()
 
 
 def check_gradient_that_is_not_finite(compare, clips: int) -> None:
     """It shows in the weight and in the scales."""
-    weight, gradient, first, second = state(48, 144)
-    gradient[3, 2], gradient[40, 143], gradient[41, 0] = math.nan, math.inf, -math.inf
-    weight, *_, scale = compare("adam", weight, gradient, first, second, numbers(), torch.ones(clips))
-    assert weight.isnan().nonzero().tolist() == [[3, 2], [40, 143], [41, 0]]
-    assert scale.isnan().nonzero().flatten().tolist() == ([3, 40, 41] if clips == 48 else list(range(48)))
+    before = state(48, 144)
+    before[1][3, 2], before[1][40, 143], before[1][41, 0] = math.nan, math.inf, -math.inf
+    done = compare(step(before, numbers(), codes_of(torch.ones(clips), (48, 144))))
+    assert done.new_weight.isnan().nonzero().tolist() == [[3, 2], [40, 143], [41, 0]]
+    assert done.rounded.scale.isnan().nonzero().flatten().tolist() == ([3, 40, 41] if clips == 48 else list(range(48)))
 
 
 def check_factor_that_is_not_finite(compare, factor: float) -> None:
-    weight, *_, scale = compare("adam", *state(16, 48), numbers(factor=factor), torch.ones(16))
-    assert weight.isnan().all() and scale.isnan().all()
-    weight, *_ = compare("adam", *state(7), numbers(factor=factor), None)
-    assert weight.isnan().all()
+    done = compare(step(state(16, 48), numbers(factor=factor), codes_of(torch.ones(16), (16, 48))))
+    assert done.new_weight.isnan().all() and done.rounded.scale.isnan().all()
+    assert compare(step(state(7), numbers(factor=factor))).new_weight.isnan().all()
 
 
 def check_infinity_times_zero(compare) -> None:
     """An infinite gradient is not hidden by a factor of zero."""
-    weight, gradient, first, second = state(7)
-    gradient[3] = math.inf
-    weight, *_ = compare("adam", weight, gradient, first, second, numbers(factor=0.0), None)
-    assert weight.isnan().nonzero().tolist() == [[3]]
+    before = state(7)
+    before[1][3] = math.inf
+    assert compare(step(before, numbers(factor=0.0))).new_weight.isnan().nonzero().tolist() == [[3]]
+
+
+def in_place(operation: Adam) -> Adam:
+    """The same, where the new weight and moments take the place of the old ones."""
+    changed = operation.bind(lambda tensor: tensor)
+    changed.new_weight, changed.new_first, changed.new_second = changed.weight, changed.first, changed.second
+    return changed

@@ -1,71 +1,128 @@
-"""Compares each operation's CPU implementation with its reference on equal inputs, alone or along a whole program."""
+"""Runs one operation on a backend and compares it with its reference on equal inputs.
+
+Tests declare an operation with real tensors where it reads and `empty` ones where it writes; what comes back is the
+same operation with real tensors everywhere.
+"""
 
 import torch
 
-from lsq.ops import registry
-from lsq.program.frames import FreshFrame
-from lsq.program.program import Program
-from lsq.program.samples import KEY, border_tensors
+from lsq.backends import backend
+from lsq.program.operation import Operation
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded, Dropout, RoundedGradient
+from lsq.quant import GRADIENT, Format, Grain, pack_bits
 
-__all__ = ["KEY", "assert_accurate", "assert_close", "assert_equal", "compare", "compare_program", "fused"]
-
+KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
+"""A random key whose both halves are used."""
+ROWS = (1, 7, 41, 341)
 TOLERANCE = 2e-5
 """Largest difference of float outputs, relative to the largest magnitude of the reference."""
 FLOOR = 2e-6
 """Added to it; torch's GELU in float32 is off by up to 1.2e-6."""
 
 
-def compare_program(program: Program, seed: int = 0) -> set[str]:
-    """Compare every operation of `program`; returns the names of those that ran."""
-    values = border_tensors(program, seed)
-    for index, operation in enumerate(program.operations):
-        inputs = [None if tensor is None else values[tensor] for tensor in operation.inputs]
-        written = FreshFrame().tensors_for(index, operation)
-        outputs = written[: len(operation.outputs)]
-        expected = operation.definition.reference(*inputs, **operation.attributes)
-        operation.definition.cpu(*inputs, *written, **operation.attributes)
-        assert_equal(outputs, expected, f"{program.name}: {operation.name} -> {operation.outputs}")
-        values.update((t, wanted) for t, wanted in zip(operation.outputs, expected, strict=True) if t is not None)
-    return {operation.name for operation in program.operations}
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> VirtualTensor:
+    """A tensor that the operation is to write."""
+    return VirtualTensor(name="output", shape=shape, dtype=dtype)
 
 
-def compare(name: str, *inputs, unwanted=(), **attributes) -> tuple:
-    """Compare one operation on `inputs`; returns the outputs of the CPU implementation.
-
-    The numbers in `unwanted` are outputs that the caller does without, as some programs do.
-    """
-    outputs = fused(name, *inputs, unwanted=unwanted, **attributes)
-    expected = registry.definition(name).reference(*inputs, **attributes)
-    assert_equal(outputs, expected, name)
-    return outputs
+def format_of(bits: int = 8) -> Format:
+    """Of an activation."""
+    return Format(name="activation", bits=bits, grain=Grain.TENSOR)
 
 
-def fused(name: str, *inputs, unwanted=(), **attributes) -> tuple:
-    """Outputs of the CPU implementation alone; memory that it does not write holds rubbish."""
-    definition = registry.definition(name)
-    expected = definition.reference(*inputs, **attributes)
-    outputs = tuple(
-        None if wanted is None or number in unwanted else torch.full_like(wanted, 85)
-        for number, wanted in enumerate(expected)
+def to_round(
+    rows: int, columns: int, clip: float, *, bits: int = 8, error: bool = False, clipped: bool = True
+) -> Coded:
+    """Codes [M, N] that the operation is to write, under a clip."""
+    packed = -(-rows * columns // 8)
+    return Coded(
+        format=format_of(bits), codes=empty(rows, columns, dtype=torch.int8), scale=empty(1),
+        clipped=empty(packed, dtype=torch.uint8) if clipped else None,
+        error=empty(rows, columns) if error else None, clip=torch.tensor([clip]),
     )
-    wanted = definition.scratch(*inputs, **attributes) if definition.scratch else ()
-    scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
-    definition.cpu(*inputs, *outputs, *scratch, **attributes)
-    return outputs
 
 
-def assert_equal(outputs, expected, where: str) -> None:
+def rounded(rows: int, columns: int, *, bits: int = 8, error: bool = False, share: float = 0.1) -> Coded:
+    """Codes [M, N] that the operation is to read, of which about `share` were clipped."""
+    form = format_of(bits)
+    codes = torch.randint(-form.largest, form.largest + 1, (rows, columns), dtype=torch.int8)
+    return Coded(
+        format=form, codes=codes, scale=torch.tensor([1.9 / form.largest]),
+        clipped=pack_bits((torch.rand(codes.shape) < share) & (codes != 0)),
+        error=torch.rand(rows, columns) - 0.5 if error else None, clip=torch.tensor([1.9]),
+    )
+
+
+def gradient_to_round(rows: int, columns: int) -> RoundedGradient:
+    """The gradient [M, N] of a product that the operation is to write."""
+    return RoundedGradient(
+        format=GRADIENT, codes=empty(rows, columns, dtype=torch.int8), scale=empty(rows),
+        weight_scale=0.5 + torch.rand(columns), key=KEY, subsequence=7,
+    )
+
+
+def dropout_of(probability: float, subsequence: int = 2) -> Dropout | None:
+    """A mask; None for no dropout at all."""
+    return Dropout(key=KEY, subsequence=subsequence, probability=probability) if probability else None
+
+
+def allocated(operation: Operation, make) -> Operation:
+    """`operation` with make(shape, dtype) in the place of every tensor that it is to write."""
+    return operation.bind(lambda one: make(one.shape, one.dtype) if isinstance(one, VirtualTensor) else one)
+
+
+def rubbish(shape, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that nobody has written: 85 in every element."""
+    return torch.full(shape, 85, dtype=dtype)
+
+
+def on_reference(operation: Operation) -> Operation:
+    """Run the reference."""
+    found = allocated(operation, rubbish)
+    backend("reference").run(found)
+    return found
+
+
+def on_cpu(operation: Operation) -> Operation:
+    """Run the CPU's implementation; scratch memory holds NaN, or 85 in every element of integers."""
+    found = allocated(operation, rubbish)
+    place = backend("cpu")
+    scratch = [scratch_rubbish(torch.empty(shape, dtype=dtype)) for shape, dtype in place.scratch(found)]
+    place.prepare([(found, scratch)])()
+    return found
+
+
+def scratch_rubbish(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill scratch memory with NaN, or 85 in every element of integers."""
+    return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 85)
+
+
+def compare(operation: Operation) -> Operation:
+    """Run an operation on the CPU and by its reference, and compare; what the CPU made."""
+    found = on_cpu(operation)
+    assert_same(found, on_reference(operation), operation.name)
+    return found
+
+
+def written(operation: Operation) -> dict[str, torch.Tensor | None]:
+    """What an operation wrote, by the names of its fields."""
+    return {leaf.name: leaf.of(operation) for leaf in operation.leaves() if leaf.written}
+
+
+def assert_same(found: Operation, expected: Operation, where: str) -> None:
     """Floats to TOLERANCE, NaN and infinity in the same places; sums exactly; codes and bits up to one in a thousand.
 
     Codes may differ by 1 where float sums before the rounding differ in their last bits; so may the error of
     that rounding, which is an output of the same shape.
     """
     moved = torch.zeros((), dtype=torch.bool)
-    for number, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+    wanted_of = written(expected)
+    for name, output in written(found).items():
         if output is None:
             continue
-        what = f"{where}: output {number}"
-        assert wanted is not None and output.shape == wanted.shape and output.dtype == wanted.dtype, what
+        wanted, what = wanted_of[name], f"{where}: {name}"
+        assert wanted is not None and output.shape == wanted.shape, what
         if wanted.dtype.is_floating_point:
             assert_close(output, wanted, moved if moved.shape == wanted.shape else None, what)
         elif wanted.dtype == torch.int32:

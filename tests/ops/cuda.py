@@ -10,13 +10,16 @@ import os
 
 import torch
 
+from lsq.backends import cuda
 from lsq.csrc import emulator
 from lsq.csrc.launch import Launch, Product
-from lsq.ops import device, registry
-from tests.ops.compare import assert_close, assert_equal, fused
+from lsq.program.operation import Operation
+from lsq.program.tensor import VirtualTensor
+from tests.ops.compare import assert_close, assert_same, on_cpu, on_reference, scratch_rubbish, written
 
 place = "emulator"
 SANITIZE = os.environ.get("TEST_SANITIZE") == "1"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPSILON = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 """Largest relative error of rounding to a dtype, with room for a value that rounds the other way."""
 ORDERS = (1,) if SANITIZE else (0, 1)
@@ -26,7 +29,7 @@ FENCE = 0 if SANITIZE else 2**15
 
 def current_device():
     """Where tests of kernels run."""
-    return device.gpu() if place == "gpu" else device.emulated(SANITIZE)
+    return cuda.gpu() if place == "gpu" else cuda.emulated_device(SANITIZE)
 
 
 def set_order(order: int) -> None:
@@ -35,66 +38,71 @@ def set_order(order: int) -> None:
         ctypes.CDLL(str(emulator.build_driver(SANITIZE))).lsq_emulator_order(order)
 
 
-def compare_cuda(
-    name: str, *inputs, dtype: torch.dtype = torch.float32, floats=(), unwanted=(), exact: bool = False, **attributes
-) -> tuple:
-    """Compare one operation; returns the outputs of the CUDA implementation, on the CPU.
+def in_dtype(operation: Operation, dtype: torch.dtype) -> Operation:
+    """`operation` with its activations, read or written, in `dtype`."""
+    kinds = {id(leaf.of(operation)): leaf.kind for leaf in operation.leaves() if leaf.of(operation) is not None}
+
+    def convert(tensor):
+        if kinds[id(tensor)] != "Activations":
+            return tensor
+        if isinstance(tensor, VirtualTensor):
+            return VirtualTensor(name=tensor.name, shape=tensor.shape, dtype=dtype)
+        return tensor.to(dtype)
+
+    return operation.bind(convert)
+
+
+def compare_cuda(operation: Operation, dtype: torch.dtype = torch.float32, exact: bool = False) -> Operation:
+    """Compare one operation; what the CUDA implementation made, on the CPU.
 
     Args:
-        inputs: as the reference takes them; activations in `dtype`.
-        dtype: of the activations.
-        floats: numbers of the outputs that have `dtype`; other float outputs are float32.
-        unwanted: numbers of the outputs that the caller does without.
+        operation: with activations in float32, and `empty` tensors where it writes.
+        dtype: of the activations on the device; the reference takes them as they are after that rounding.
         exact: integers must equal those of the CPU implementation bit by bit (float32 only).
     """
-    definition = registry.definition(name)
-    wide = [widened(tensor) for tensor in inputs]
-    expected = definition.reference(*wide, **attributes)
-    results = [
-        run(definition, inputs, expected, dtype, floats, unwanted, attributes, order=order, slots=order > 0)
-        for order in ORDERS
-    ]
-    for first, second in zip(results[0], results[-1], strict=True):
-        assert first is None or same_bits(first, second), f"{name}: the order of threads changes a result"
-    outputs = results[0]
-    where = f"{name} on CUDA, {dtype}"
-    assert_equal_in(dtype, outputs, expected, floats, where)
+    narrow = in_dtype(operation, dtype)
+    wide = in_dtype(narrow, torch.float32)
+    results = [run(narrow, order=order, slots=order > 0) for order in ORDERS]
+    first, second = (written(results[0]), written(results[-1]))
+    for name, tensor in first.items():
+        same = tensor is None or same_bits(tensor, second[name])
+        assert same, f"{operation.name}: the order of threads changes {name}"
+    where = f"{operation.name} on CUDA, {dtype}"
+    assert_same_in(dtype, results[0], on_reference(wide), where)
     if exact and dtype == torch.float32:
-        on_cpu = fused(name, *wide, unwanted=unwanted, **attributes)
-        for number, (found, wanted) in enumerate(zip(outputs, on_cpu, strict=True)):
+        on_host = written(on_cpu(wide))
+        for name, found in first.items():
             if found is not None and not found.dtype.is_floating_point:
-                assert torch.equal(found, wanted), f"{where}: output {number} is not the CPU's"
-    return outputs
+                assert torch.equal(found, on_host[name]), f"{where}: {name} is not the CPU's"
+    return results[0]
 
 
-def run(
-    definition, inputs, expected, dtype, floats, unwanted, attributes, *, order: int = 0, slots: bool = False
-) -> tuple:
-    """Outputs of the CUDA implementation, on the CPU; memory that it does not write holds rubbish."""
+def run(operation: Operation, *, order: int = 0, slots: bool = False) -> Operation:
+    """Run the CUDA implementation; the operation with everything on the CPU.
+
+    Memory that it does not write holds rubbish.
+    """
     target = current_device()
     set_order(order)
-    fences = Fences(definition.name, target.place)
-    outputs = [
-        None if wanted is None or number in unwanted
-        else fences.around(wanted.shape, dtype if number in floats else wanted.dtype).fill_(85)
-        for number, wanted in enumerate(expected)
-    ]
-    given = [
-        None if tensor is None else fences.around(tensor.shape, tensor.dtype, Fences.READ).copy_(tensor)
-        for tensor in inputs
-    ]
+    fences = Fences(operation.name, target.place)
+
+    def placed(tensor):
+        if isinstance(tensor, VirtualTensor):
+            return fences.around(torch.Size(tensor.shape), tensor.dtype).fill_(85)
+        return fences.around(tensor.shape, tensor.dtype, Fences.READ).copy_(tensor)
+
+    bound = operation.bind(placed)
     scratch = [
-        rubbish(fences.around(tensor.shape, tensor.dtype))
-        for tensor in device.scratch_for(definition, given, attributes, target.place)
+        scratch_rubbish(fences.around(torch.Size(shape), dtype)) for shape, dtype in bound.cuda_scratch()
     ]
-    entries = definition.cuda(*given, *outputs, *scratch, **attributes)
+    entries = bound.cuda(*scratch)
     if slots:
         named = slot_tensors(entries)
-        target.list(entries, slots=named, title=definition.name).run(**named)
+        target.list(entries, slots=named, title=operation.name).run(**named)
     else:
-        target.list(entries, title=definition.name).run()
+        target.list(entries, title=operation.name).run()
     fences.check()
-    return tuple(None if output is None else output.cpu() for output in outputs)
+    return bound.bind(torch.Tensor.cpu)
 
 
 class Fences:
@@ -133,37 +141,30 @@ def slot_tensors(entries) -> dict[str, torch.Tensor]:
     found = {
         tensor.data_ptr(): tensor
         for entry in entries if isinstance(entry, Launch)
-        for tensor in entry.arguments if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in {0, *fixed}
+        for argument in entry.arguments
+        for tensor in ((*argument.inputs, *argument.outputs) if isinstance(argument, Operation) else (argument,))
+        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in {0, *fixed}
     }  # fmt: skip
     return {f"tensor_{number}": tensor for number, tensor in enumerate(found.values())}
-
-
-def rubbish(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill scratch memory with NaN, or 85 in every byte of an integer tensor."""
-    return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 85)
-
-
-def widened(tensor):
-    """Half-precision floats as float32; anything else as it is."""
-    return tensor.float() if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def assert_equal_in(dtype, outputs, expected, floats, where: str) -> None:
-    """compare.assert_equal, with room for one rounding to `dtype` in the outputs `floats`."""
+def assert_same_in(dtype, found: Operation, expected: Operation, where: str) -> None:
+    """compare.assert_same, with room for one rounding to `dtype` in activations."""
     if dtype == torch.float32:
-        assert_equal(outputs, expected, where)
+        assert_same(found, expected, where)
         return
-    others = [None if number in floats else output for number, output in enumerate(outputs)]
-    assert_equal(others, expected, where)
-    for number in floats:
-        if outputs[number] is None:
+    kinds = {leaf.name: leaf.kind for leaf in found.leaves()}
+    others = {id(tensor) for name, tensor in written(found).items() if kinds[name] != "Activations"}
+    assert_same(found.bind(lambda tensor: tensor if id(tensor) in others else None), expected, where)
+    for name, output in written(found).items():
+        if output is None or kinds[name] != "Activations":
             continue
-        found, wanted = outputs[number].float(), expected[number]
+        wide, wanted = output.float(), written(expected)[name]
         # Elementwise: what the rounding alone may change is taken off before the rest is compared.
         slack = wanted.abs().nan_to_num(posinf=0.0) * EPSILON[dtype] + 2.0**-24
-        near = (found - wanted).abs() <= slack
-        assert_close(torch.where(near, wanted, found), wanted, None, f"{where}: output {number}")
+        near = (wide - wanted).abs() <= slack
+        assert_close(torch.where(near, wanted, wide), wanted, None, f"{where}: {name}")

@@ -1,11 +1,13 @@
-"""Gradients, their messages and what compares them bit by bit, for the tests of every implementation."""
+"""Gradients, operations on their messages and what compares these bit by bit, for the tests of every implementation."""
 
 import math
 
 import torch
 
 from lsq.ops.gradient_layout import MessageLayout
-from lsq.ops.registry import definition
+from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.program.operation import Operation
+from tests.ops.compare import KEY, empty, on_reference, written
 
 WORST = [math.nan, math.inf, -math.inf]
 
@@ -16,38 +18,62 @@ def gradients(rows: int, values: int, dtype=torch.float32) -> torch.Tensor:
     return (torch.randn(rows, values) * magnitudes).to(dtype)
 
 
+def pack(
+    x: torch.Tensor, layout: MessageLayout, *, stochastic: bool = False, error: bool = False, subsequence: int = 0
+) -> PackGradients:
+    """The packing of x [R, v]."""
+    return PackGradients(
+        x=x, key=KEY if stochastic else None, subsequence=subsequence, messages=to_write(layout, layout.shards),
+        error=empty(layout.values) if error else None,
+    )  # fmt: skip
+
+
+def add_up(
+    data: torch.Tensor, layout: MessageLayout, *, out_bits: int = 8, factor: float = 1.0, stochastic: bool = False,
+    subsequence: int = 0,
+) -> SumMessages:
+    """The sum of messages [N, M] of one shard."""
+    out = MessageLayout.of_shard(layout.length, block=layout.block, bits=out_bits)
+    return SumMessages(
+        messages=Messages(layout=layout, data=data), factor=factor, key=KEY if stochastic else None,
+        subsequence=subsequence, sum=to_write(out),
+    )  # fmt: skip
+
+
+def unpack(data: torch.Tensor, layout: MessageLayout, *, factor: float = 1.0, dtype=torch.float32) -> UnpackGradients:
+    """The values of messages [R, S, M]."""
+    return UnpackGradients(
+        messages=Messages(layout=layout, data=data), factor=factor, x=empty(layout.values, dtype=dtype)
+    )
+
+
+def to_write(layout: MessageLayout, *copies: int) -> Messages:
+    """Messages that an operation is to write."""
+    return Messages(layout=layout, data=empty(*copies, layout.message_bytes, dtype=torch.uint8))
+
+
 def packed(values: int, copies: int = 1, *, shards: int = 1, block: int = 128, bits: int = 8, rows: int = 1):
     """(layout, messages uint8 [copies, S, M])."""
     layout = MessageLayout.for_values(values, shards, block=block, bits=bits)
-    pack = definition("gradient_pack").reference
-    made = [pack(gradients(rows, values), None, **of_pack(layout))[0] for _ in range(copies)]
+    made = [on_reference(pack(gradients(rows, values), layout)).messages.data for _ in range(copies)]
     return layout, torch.stack(made)
 
 
-def of_pack(layout: MessageLayout, **more) -> dict:
-    """Attributes of gradient_pack."""
-    return {
-        "shards": layout.shards, "length": layout.length, "bits": layout.bits, "block": layout.block, **more,
-    }  # fmt: skip
+def assert_same_bits(found: Operation, expected: Operation) -> None:
+    """Equal bits in what was written; any NaN for NaN."""
+    wanted_of = written(expected)
+    for name, output in written(found).items():
+        if output is not None:
+            assert_same_tensor(output, wanted_of[name], f"{found.name}: {name}")
 
 
-def of_unpack(layout: MessageLayout, **more) -> dict:
-    """Attributes of gradient_unpack."""
-    return {"values": layout.values, "length": layout.length, "bits": layout.bits, "block": layout.block, **more}
-
-
-def assert_same(found, expected) -> None:
-    """Equal bits; any NaN for NaN."""
-    for number, (output, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert (output is None) == (wanted is None), number
-        if wanted is None:
-            continue
-        assert output.dtype == wanted.dtype and output.shape == wanted.shape, number
-        if wanted.dtype.is_floating_point:
-            assert torch.equal(output.isnan(), wanted.isnan()), number
-            output, wanted = output.nan_to_num(nan=0.0), wanted.nan_to_num(nan=0.0)
-        differs = (output.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()
-        assert not differs.numel(), (number, differs[:5].tolist())
+def assert_same_tensor(output: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
+    assert output.dtype == wanted.dtype and output.shape == wanted.shape, what
+    if wanted.dtype.is_floating_point:
+        assert torch.equal(output.isnan(), wanted.isnan()), what
+        output, wanted = output.nan_to_num(nan=0.0), wanted.nan_to_num(nan=0.0)
+    differs = (output.view(torch.uint8) != wanted.view(torch.uint8)).nonzero()
+    assert not differs.numel(), (what, differs[:5].tolist())
 
 
 def every_half(dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""adam against torch.optim and fairseq over several steps, and its codes against the quantiser."""
+"""Adam against torch.optim and fairseq over several steps, and its codes against the quantiser."""
 
 import math
 
@@ -8,8 +8,8 @@ from fairseq.optim.adam import Adam as FairseqAdam
 
 from lsq.ops import adam
 from tests.ops import adam_checks
-from tests.ops.adam_checks import BETAS, EPSILON, RATE, numbers, state
-from tests.ops.compare import compare, fused
+from tests.ops.adam_checks import BETAS, EPSILON, RATE, codes_of, in_place, numbers, state, step
+from tests.ops.compare import compare, empty, on_cpu, written
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -23,21 +23,21 @@ def test_steps_equal_those_of_other_libraries(like, decay):
     else:
         optimizer = (torch.optim.AdamW if decay else torch.optim.Adam)([theirs], **options)
     first = second = torch.zeros_like(weight)
-    for step in range(1, 21):
+    for number in range(1, 21):
         gradient = torch.randn(33, 16)
         theirs.grad = gradient.clone()
         optimizer.step()
         now = adam.scalars(
-            RATE, BETAS, EPSILON, step, weight_decay=decay, factor=2.0**-7, torch_epsilon=like == "torch"
+            RATE, BETAS, EPSILON, number, weight_decay=decay, factor=2.0**-7, torch_epsilon=like == "torch"
         )
-        weight, first, second, *_ = fused("adam", weight, gradient * 2**7, first, second, now, None)
+        done = on_cpu(step((weight, gradient * 2**7, first, second), now))
+        weight, first, second = done.new_weight, done.new_first, done.new_second
     torch.testing.assert_close(weight, theirs.detach(), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("shape", [(1,), (3,), (4,), (1023,), (1025,), (2049,), (7, 5), (0,)])
+@pytest.mark.parametrize("shape", [(1,), (3,), (4,), (1023,), (4099,), (7, 5), (0,)])
 def test_parameters_without_codes(shape):
-    *_, codes, transposed, scale = compare("adam", *state(*shape), numbers(), None)
-    assert codes is transposed is scale is None
+    assert compare(step(state(*shape), numbers())).rounded is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -67,10 +67,15 @@ def test_an_infinite_gradient_is_not_hidden_by_a_factor_of_zero():
 
 @pytest.mark.parametrize("shape", [(5,), (48, 48)])
 def test_in_place(shape):
-    inputs = *state(*shape), numbers(), torch.ones(48) if len(shape) > 1 else None
-    expected = fused("adam", *inputs)
-    codes = [None if wanted is None else torch.empty_like(wanted) for wanted in expected[3:]]
-    outputs = [inputs[0], *inputs[2:4], *codes]
-    adam.cpu(*inputs, *outputs, *(torch.empty(shape) for _ in range(2)))
-    for found, wanted in zip(outputs, expected, strict=True):
-        assert found is wanted is None or torch.equal(found, wanted)
+    operation = step(state(*shape), numbers(), codes_of(torch.ones(48), shape) if len(shape) > 1 else None)
+    expected = written(on_cpu(operation))
+    for name, found in written(on_cpu(in_place(operation))).items():
+        assert found is expected[name] is None or torch.equal(found, expected[name])
+
+
+def test_transposed_codes_without_codes_are_refused():
+    with pytest.raises(ValueError, match="not for codes; give it both"):
+        adam.Adam(
+            weight=None, gradient=None, first=None, second=None, numbers=None, new_weight=None, new_first=None,
+            new_second=None, transposed=empty(48, 48, dtype=torch.int8),
+        )

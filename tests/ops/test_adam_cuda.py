@@ -1,21 +1,19 @@
-"""adam on CUDA: tails, tiles, NaN, and memory that is its own result."""
+"""Adam on CUDA: tails, tiles, NaN, and memory that is its own result."""
 
 import math
 
 import pytest
 import torch
 
-from lsq.ops import adam
 from tests.ops import adam_checks, cuda
-from tests.ops.adam_checks import numbers, state
-from tests.ops.compare import fused
+from tests.ops.adam_checks import codes_of, in_place, numbers, state, step
+from tests.ops.compare import on_cpu, written
 from tests.ops.cuda import compare_cuda
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (3,), (4,), (1023,), (1025,), (2049,), (7, 5)])
 def test_parameters_without_codes(shape):
-    *_, codes, transposed, scale = compare_cuda("adam", *state(*shape), numbers(), None)
-    assert codes is transposed is scale is None
+    assert compare_cuda(step(state(*shape), numbers())).rounded is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -45,20 +43,21 @@ def test_an_infinite_gradient_is_not_hidden_by_a_factor_of_zero():
 
 @pytest.mark.parametrize("shape", [(5,), (48, 48)])
 def test_in_place(shape):
-    inputs = *state(*shape), numbers(), torch.ones(48) if len(shape) > 1 else None
-    expected = fused("adam", *inputs)
+    operation = step(state(*shape), numbers(), codes_of(torch.ones(48), shape) if len(shape) > 1 else None)
+    expected = written(on_cpu(operation))
     target = cuda.current_device()
-    placed = [None if tensor is None else tensor.to(target.place) for tensor in inputs]
-    codes = [None if wanted is None else torch.empty_like(wanted, device=target.place) for wanted in expected[3:]]
-    outputs = [placed[0], *placed[2:4], *codes]
-    target.run(adam.cuda(*placed, *outputs))
-    for found, wanted in zip(outputs, expected, strict=True):
-        if wanted is not None:
+    placed = in_place(operation).bind(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=target.place))
+    for ours, given in zip(placed.inputs, operation.inputs, strict=True):
+        ours.copy_(given)
+    target.run(in_place(placed).cuda())
+    for name, found in written(in_place(placed)).items():
+        if found is not None:
+            wanted = expected[name]
             torch.testing.assert_close(found.cpu(), wanted, rtol=1e-6, atol=1e-6 if wanted.is_floating_point() else 1)
 
 
 def test_sizes_that_no_product_takes_are_refused():
     with pytest.raises(ValueError, match="rows of a weight whose codes are transposed is 33.*multiple of 16"):
-        compare_cuda("adam", *state(33, 48), numbers(), torch.ones(33))
+        compare_cuda(step(state(33, 48), numbers(), codes_of(torch.ones(33), (33, 48)), transposed=True))
     with pytest.raises(ValueError, match="width of a weight is 40"):
-        compare_cuda("adam", *state(16, 40), numbers(), torch.ones(16))
+        compare_cuda(step(state(16, 40), numbers(), codes_of(torch.ones(16), (16, 40))))

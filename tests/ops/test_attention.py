@@ -1,131 +1,274 @@
-"""attention against PyTorch's in float64, forward and backward, with masks and extreme scores."""
+"""Attention over packed rows against padded dense attention in float64, forward and backward."""
 
 import math
+import resource
 
 import pytest
 import torch
 
-from lsq.ops import random as philox_random
-from lsq.program import layers
-from tests.layers.shapes import config_of
-from tests.ops.compare import KEY, assert_accurate, compare, compare_program, fused
+from lsq.ops.attention import Attention, AttentionGradient
+from lsq.ops.attention_reference import tensor_of
+from lsq.program.values import RoundedGradient
+from lsq.quant import random
+from tests.ops.compare import KEY, assert_accurate, compare, dropout_of, empty, on_cpu, on_reference, to_round
+from tests.ops.compare import gradient_to_round as to_round_by_row
+from tests.ops.compare import rounded as codes_of
 
-BATCH, HEADS, WIDTH = 3, 2, 16
-PLAIN = {"causal": False, "dropout": 0.0, "stream": 4}
-
-
-def heads(time, source=None, scale=1.0):
-    """q, k, v with about unit scores."""
-    source = source or time
-    return tuple(scale * torch.randn(BATCH, HEADS, length, WIDTH) for length in (time, source, source))
-
-
-def padding(source):
-    """The first sentence is whole, the others end early."""
-    return torch.arange(source) >= torch.tensor([source, max(1, source - 2), max(1, source // 2)])[:, None]
+LENGTHS = (1, 7, 0, 33, 64, 5)
+OTHERS = (3, 40, 2, 0, 70, 1)
+"""Keys of the same sentences in cross-attention."""
+HEADS = 2
 
 
-def plain_attention(q, k, v, mask, causal):
-    """By torch; mask True where a key is padding."""
-    allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
-    allowed = allowed.tril(k.shape[-2] - q.shape[-2]) if causal else allowed
-    if mask is not None:
-        allowed = allowed & ~mask[:, None, None, :]
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=1.0)
+def offsets(lengths) -> torch.Tensor:
+    """Where sentences of those lengths begin."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-@pytest.mark.parametrize("time", [1, 7, 41])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_in_programs(time, dropout):
-    config = config_of(dropout=dropout, activation="gelu")
-    for program in (
-        layers.self_attention(config, BATCH, time, time > 1, False, True, True),
-        layers.self_attention(config, BATCH, time, False, True, True, True),
-        layers.cross_attention(config, BATCH, time, 9, True, True, True),
-    ):
-        assert {"attention", "attention_backward"} <= compare_program(program)
+def values(rows: int, columns: int, coded: bool):
+    """(codes, floats) of about unit size, one of them None; floats that bfloat16 has, too."""
+    return (codes_of(rows, columns), None) if coded else (None, torch.randn(rows, columns).bfloat16().float())
 
 
-@pytest.mark.parametrize("time, source", [(1, 1), (7, 7), (7, 9), (41, 41), (1, 341), (67, 5)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_as_accurate_as_torch(time, source, causal, masked):
-    if causal and time != source:
-        source = time
-    tensors = heads(time, source)
-    mask = padding(source) if masked else None
-    upstream = torch.randn(BATCH, HEADS, time, WIDTH)
+def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, to=None):
+    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats."""
+    hidden, rows = heads * width, sum(lengths)
+    if others is None:
+        together, floats = values(rows, 3 * hidden, coded)
+        q, k, q_floats, k_floats = together, together, floats, floats
+    else:
+        (q, q_floats), (k, k_floats) = values(rows, hidden, coded), values(sum(others), 2 * hidden, coded)
+    keys = lengths if others is None else others
+    return Attention(
+        q=q, k=k, v=k, q_floats=q_floats, k_floats=k_floats, v_floats=k_floats, q_column=0,
+        k_column=hidden if others is None else 0, v_column=2 * hidden if others is None else hidden,
+        starts=offsets(lengths), key_starts=offsets(keys), heads=heads, width=width, causal=causal,
+        dropout=dropout_of(dropout), longest=-(-max(keys, default=0) // 8) * 8, log_sum=empty(rows, heads),
+        out=empty(rows, hidden) if to is None else None, rounded=to,
+    )  # fmt: skip
 
-    def by_torch(dtype):
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-        output = plain_attention(*leaves, mask, causal)
-        return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(dtype))]
 
-    options = PLAIN | {"causal": causal}
-    found = [
-        *compare("attention", *tensors, mask, KEY, **options),
-        *compare("attention_backward", upstream, *tensors, mask, KEY, **options),
-    ]
-    exact, single = by_torch(torch.float64), by_torch(torch.float32)
-    for name, *values in zip(("output", "dq", "dk", "dv"), found, exact, single, strict=True):
+def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
+    """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its log_sum."""
+    read = {field.name: getattr(forward, field.name) for field in forward.fields if not field.derived}
+    del read["out"], read["rounded"]
+    read["log_sum"] = on_reference(forward).log_sum
+    asked = {}
+    apart = tensor_of(forward.q, forward.q_floats) is not tensor_of(forward.k, forward.k_floats)
+    for name, coded, floats in (("dq", forward.q, forward.q_floats), ("dkv", forward.k, forward.k_floats))[: 1 + apart]:
+        shape = tensor_of(coded, floats).shape
+        asked[f"{name}_rounded" if to_rounded else name] = to_round_by_row(*shape) if to_rounded else empty(*shape)
+        asked[f"{name}_sum"] = empty(shape[1])
+        asked[f"{name}_clip"] = empty(1) if coded is not None else None
+    hidden = forward.heads * forward.width
+    return AttentionGradient(dcontext=torch.randn(forward.rows, hidden), **read, **asked)
+
+
+def dense(operation, dtype):
+    """Padded [B, N, T, S] attention on the decoded values: leaves (of q and of k), context."""
+    tensors = [tensor_of(operation.q, operation.q_floats), tensor_of(operation.k, operation.k_floats)]
+    scales = [1.0 if one is None else one.scale.item() for one in (operation.q, operation.k)]
+    leaves = [(tensor.to(dtype) * scale).requires_grad_() for tensor, scale in zip(tensors, scales, strict=True)]
+    if tensors[0] is tensors[1]:
+        leaves[1] = leaves[0]
+    of_q, of_k = (one.diff().tolist() for one in (operation.starts, operation.key_starts))
+    width, hidden = operation.width, operation.heads * operation.width
+
+    def padded(rows, lengths, column):
+        sentences = rows[:, column : column + hidden].split(lengths)
+        whole = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
+        return whole.unflatten(2, (-1, width)).transpose(1, 2)
+
+    q = padded(leaves[0], of_q, operation.q_column)
+    k, v = (padded(leaves[1], of_k, column) for column in (operation.k_column, operation.v_column))
+    scores = q @ k.transpose(2, 3) * width**-0.5
+    query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    seen = torch.stack([
+        (key < keys) & ((key <= query + (keys - queries)) | torch.tensor(not operation.causal))
+        for queries, keys in zip(of_q, of_k, strict=True)
+    ])[:, None]  # fmt: skip
+    scores = scores.masked_fill(~seen, -math.inf)
+    blind = ~seen.any(dim=3, keepdim=True)
+    probabilities = scores.masked_fill(blind, 0.0).softmax(dim=3) * ~blind
+    if operation.dropout is not None:
+        mask = random.dropout(
+            torch.ones(sum(of_q), operation.heads, operation.longest), operation.dropout.probability, KEY,
+            operation.dropout.subsequence,
+        )
+        whole = torch.nn.utils.rnn.pad_sequence(mask.split(of_q), batch_first=True).transpose(1, 2)
+        probabilities = probabilities * whole[:, :, :, : k.shape[2]]
+    context = (probabilities @ v).transpose(1, 2).flatten(2)
+    return leaves, torch.cat([one[:length] for one, length in zip(context, of_q, strict=True)])
+
+
+CASES = [
+    {}, {"coded": False}, {"causal": True}, {"dropout": 0.3}, {"causal": True, "dropout": 0.2, "coded": False},
+    {"width": 24}, {"width": 64}, {"width": 5, "heads": 3, "dropout": 0.1}, {"others": OTHERS},
+    {"others": OTHERS, "causal": True}, {"others": OTHERS, "coded": False, "dropout": 0.2},
+    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_as_accurate_as_dense_attention(options):
+    forward = attention(**options)
+    found = compare(forward)
+    leaves, exact = dense(forward, torch.float64)
+    assert_accurate(found.out, exact.detach(), dense(forward, torch.float32)[1].detach())
+    backward = gradient_of(forward)
+    for operation in (forward.q, forward.k):
+        if operation is not None:
+            operation.clipped.zero_()
+    found = compare(backward)
+    single, context = dense(forward, torch.float32)
+    wanted, near = (
+        torch.autograd.grad((result * backward.dcontext).sum(), {id(one): one for one in of}.values())
+        for of, result in ((leaves, exact), (single, context))
+    )
+    gradients = [one for one in (found.dq, found.dkv) if one is not None]
+    for name, *values in zip(("dq", "dkv"), gradients, wanted, near, strict=False):
         assert_accurate(*values, name)
+    assert len(gradients) == len(wanted)
 
 
-@pytest.mark.parametrize("time, source", [(5, 7), (41, 67)])
-def test_dropout_drops_probabilities(time, source):
-    q, k, v = heads(time, source)
-    options = PLAIN | {"dropout": 0.3}
-    (found,) = compare("attention", q, k, v, None, KEY, **options)
-    probabilities = (q @ k.transpose(-1, -2)).softmax(-1)
-    expected = philox_random.dropout(probabilities, 0.3, KEY, 4) @ v
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
-    assert (fused("attention", q, k, v, None, KEY, **(options | {"stream": 5}))[0] - found).abs().max() > 0.01
+@pytest.mark.parametrize("width, heads", [(8, 2), (5, 3), (24, 1)])
+def test_the_context_is_rounded(width, heads):
+    rounding = to_round(sum(LENGTHS), heads * width, 0.8, error=True)
+    forward = attention(width=width, heads=heads, dropout=0.1, to=rounding)
+    found = compare(forward).rounded
+    forward.out, forward.rounded = empty(sum(LENGTHS), heads * width), None
+    wanted = rounding.encode(on_cpu(forward).out)
+    assert all(map(torch.equal, (found.codes, found.scale, found.clipped, found.error), wanted))
 
 
-def test_gradients_with_dropout_equal_autograd():
-    tensors = heads(7, 9)
-    leaves = [tensor.double().requires_grad_() for tensor in tensors]
-    q, k, v = leaves
-    upstream = torch.randn(BATCH, HEADS, 7, WIDTH)
-    output = philox_random.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.3, KEY, 4) @ v
-    expected = torch.autograd.grad(output, leaves, upstream.double())
-    found = compare("attention_backward", upstream, *tensors, None, KEY, **(PLAIN | {"dropout": 0.3}))
-    for gradient, wanted in zip(found, expected, strict=True):
-        assert (gradient - wanted).abs().max() < 1e-5
+@pytest.mark.parametrize("options", [{}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}])
+@pytest.mark.parametrize("to_rounded", [False, True])
+def test_ends_of_gradients(options, to_rounded):
+    """Straight-through masks, clips, sums, rounding."""
+    compare(gradient_of(attention(**options, dropout=0.1), to_rounded=to_rounded))
 
 
-def test_masked_keys_do_not_matter():
-    q, k, v = heads(7)
-    mask = padding(7)
-    (found,) = fused("attention", q, k, v, mask, KEY, **PLAIN)
-    for tensor in (k, v):
-        tensor.masked_fill_(mask[:, None, :, None], 1e3)
-    assert torch.equal(fused("attention", q, k, v, mask, KEY, **PLAIN)[0], found)
+def test_clips_that_learn_by_lsq():
+    forward = attention()
+    forward.q = forward.k = forward.v = codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True)
+    assert compare(gradient_of(forward)).dq_clip.item() != 0.0
 
 
-def test_a_query_without_keys_gets_nan():
-    q, k, v = heads(7)
-    mask = torch.zeros(BATCH, 7, dtype=torch.bool)
-    mask[1] = True
-    (found,) = compare("attention", q, k, v, mask, KEY, **PLAIN)
-    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
-
-
-def test_extreme_scores_do_not_overflow():
-    q, k, v = heads(7, scale=100.0)
-    (found,) = compare("attention", q, k, v, None, KEY, **PLAIN)
-    assert found.isfinite().all()
-    exact = plain_attention(q.double(), k.double(), v.double(), None, False)
-    assert_accurate(found, exact, plain_attention(q, k, v, None, False))
+def test_both_passes_drop_the_same():
+    """The context is linear in the values, and its gradient uses the same probabilities."""
+    forward = attention(coded=False, dropout=0.5)
+    backward = gradient_of(forward)
+    hidden = HEADS * 8
+    dv, values = on_cpu(backward).dq[:, 2 * hidden :], forward.v_floats[:, 2 * hidden :]
+    torch.testing.assert_close(
+        (on_cpu(forward).out * backward.dcontext).sum(), (dv * values).sum(), atol=1e-4, rtol=1e-5
+    )
+    forward.dropout = dropout_of(0.5, subsequence=3)
+    assert (on_cpu(forward).out - on_reference(forward).out).abs().max() < 1e-5
+    assert ((on_cpu(forward).out * backward.dcontext).sum() - (dv * values).sum()).abs() > 0.1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_rows(value):
-    q, k, v = heads(7)
-    q[1, 0, 3, 2] = value
-    (found,) = fused("attention", q, k, v, None, KEY, **PLAIN)
-    bad = found.isnan().any(-1)
-    assert bad[1, 0, 3] and bad.sum() == 1
-    v[2, 1, 5, 0] = value
-    (found,) = fused("attention", *heads(7)[:2], v, None, KEY, **PLAIN)
-    assert not found[2, 1, :, 0].isfinite().any() and found[2, 0].isfinite().all()
+def test_what_is_not_finite_in_a_query_stays_in_its_row(value):
+    forward = attention(coded=False)
+    forward.q_floats[20, 3] = value
+    bad = compare(forward).out.isnan()
+    assert bad[20, :8].all() and bad.sum() == 8
+
+
+def test_nan_in_a_key_stays_in_its_sentence():
+    forward = attention(coded=False)
+    forward.k_floats[20, 2 * 8 + 3] = math.nan
+    bad = compare(forward).out.isnan()
+    assert bad[8:41, :8].all() and bad.sum() == 33 * 8
+
+
+def test_a_poisoned_scale_poisons_everything():
+    forward = attention(to=to_round(sum(LENGTHS), 16, 1.0))
+    forward.q.scale.fill_(math.nan)
+    found = on_cpu(forward)
+    assert found.rounded.scale.isnan() and not found.rounded.codes.any()
+
+
+def test_extreme_scores_do_not_overflow():
+    forward = attention(coded=False)
+    forward.q_floats.mul_(1000.0)
+    assert compare(forward).out.isfinite().all()
+
+
+def test_no_keys_at_all():
+    forward = attention((3, 2), (0, 0))
+    assert not compare(forward).out.any()
+    assert not compare(gradient_of(forward)).dkv_sum.any()
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 0)])
+def test_an_empty_batch(lengths):
+    forward = attention(lengths, to=to_round(0, 16, 1.0))
+    assert compare(forward).rounded.scale.item() == pytest.approx(1 / 127)
+    found = compare(gradient_of(forward))
+    assert not found.dq_sum.any() and not found.dq_clip.any()
+
+
+def test_results_do_not_depend_on_threads():
+    forward = attention(dropout=0.1)
+    backward = gradient_of(forward, to_rounded=True)
+    results, threads = [], torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append((on_cpu(forward), on_cpu(backward)))
+    torch.set_num_threads(threads)
+    for one, other in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
+
+
+class Asked:
+    """A builder that hands out a new tensor for whatever is asked for."""
+
+    def __init__(self):
+        self.added = []
+
+    def add(self, operation):
+        self.added.append(operation)
+        return operation
+
+    def gradient_sum(self, *tensors):
+        return empty(*next(one for one in tensors if one is not None).shape)
+
+    def product_gradient(self, tensor):
+        rounded = RoundedGradient(**vars(to_round_by_row(*tensor.shape)))
+        return (empty(*tensor.shape), None) if tensor.dtype == torch.float32 else (None, rounded)
+
+    def bias_gradient(self, tensor):
+        return empty(tensor.shape[1])
+
+    def parameter_gradient(self, parameter):
+        return None if parameter is None else empty(*parameter.shape)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("others", [None, OTHERS])
+def test_the_gradient_in_a_program(coded, others):
+    builder, forward = Asked(), attention(others=others, coded=coded)
+    forward.gradient(builder)
+    (backward,) = builder.added
+    assert backward.q is forward.q and backward.dropout is forward.dropout and backward.log_sum is forward.log_sum
+    assert (backward.dq_rounded is not None) == coded == (backward.dq is None) == (backward.dq_clip is not None)
+    assert (backward.dkv_sum is not None) == (others is not None)
+    assert (backward.dkv_rounded is not None) == (others is not None and coded) == (backward.dkv_clip is not None)
+
+
+def test_long_sentences_take_little_memory():
+    """4,096 tokens: a matrix of queries times keys would take 64 MiB."""
+    forward = attention((4096,), width=8, heads=1, causal=True)
+    on_cpu(attention((64,), width=8, heads=1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    on_cpu(forward)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
+
+
+@pytest.mark.parametrize("others", [None, OTHERS])
+def test_limits_of_offsets(others):
+    forward = attention(others=others)
+    limits = {"starts": forward.starts[-1].item(), "key_starts": forward.key_starts[-1].item()}
+    assert forward.limits() == gradient_of(forward).limits() == limits

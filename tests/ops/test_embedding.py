@@ -1,70 +1,102 @@
-"""embedding and its scatter of gradients against autograd, at widths around a strip of 64 columns."""
+"""Embed and its scatter of gradients against autograd, at widths around a strip of 64 columns."""
 
 import pytest
 import torch
 
-from lsq.config import QuantConfig
-from lsq.ops import random as philox_random
-from lsq.program import layers
-from tests.ops.compare import KEY, compare, compare_program
+from lsq.ops.embedding import Embed, EmbedGradient
+from lsq.program.parameters import Kind
+from lsq.quant import random
+from tests.ops.compare import KEY, compare, dropout_of, empty, on_cpu
+from tests.ops.programs import builder, run
 
-PADDING, VOCABULARY, POSITIONS = 1, 11, 20
-FORWARD = {"scale": 7.0, "padding": PADDING, "stream": 5}
-BACKWARD = {"vocabulary": VOCABULARY, "positions": POSITIONS}
-
-
-def case(batch, time, columns):
-    """tokens (some of them padding), places, weight, table."""
-    tokens = torch.randint(0, VOCABULARY, (batch, time))
-    places = torch.randint(0, POSITIONS, (batch, time))
-    return tokens, places, torch.randn(VOCABULARY, columns), torch.randn(POSITIONS, columns)
+PADDING, VOCABULARY, POSITIONS, SCALE = 1, 11, 20, 7.0
 
 
-@pytest.mark.parametrize("batch, time", [(1, 1), (7, 1), (1, 41), (11, 31)])
-@pytest.mark.parametrize("learned", [False, True])
-def test_in_a_program(batch, time, learned):
-    program = layers.embedding(
-        QuantConfig(mode="float"), batch, time, VOCABULARY, 48, POSITIONS, PADDING, 7.0, 0.1, learned, True, True
-    )
-    assert compare_program(program) == {"embedding", "embedding_backward"}
+def embed(rows: int, columns: int, dropout: float = 0.0, learned: bool = True) -> Embed:
+    """Some of the tokens are padding."""
+    return Embed(
+        tokens=torch.randint(0, VOCABULARY, (rows,)), places=torch.randint(0, POSITIONS, (rows,)),
+        weight=torch.randn(VOCABULARY, columns), table=torch.randn(POSITIONS, columns), scale=SCALE, padding=PADDING,
+        dropout=dropout_of(dropout, 5), learned=learned, x=empty(rows, columns),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("columns", [1, 7, 63, 64, 65, 200])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("learned", [False, True])
-def test_against_autograd(columns, dropout, learned):
-    tokens, places, weight, table = case(3, 7, columns)
-    options = FORWARD | {"dropout": dropout, "learned": learned}
-    (found,) = compare("embedding", tokens, places, weight, table, KEY, **options)
-    leaves = [weight.requires_grad_(), table.requires_grad_()]
-    x = (torch.nn.functional.embedding(tokens, weight, PADDING) * 7.0 + table[places]).transpose(0, 1).reshape(21, -1)
-    expected = philox_random.dropout(x, dropout, KEY, 5)
+def embed_gradient(gradient, tokens, places=None, dropout: float = 0.0, learned: bool = True, **sizes) -> EmbedGradient:
+    """Of tokens that stand at `places`, or at places of the same numbers."""
+    columns, sizes = gradient.shape[1], {"vocabulary": VOCABULARY, "positions": POSITIONS} | sizes
+    return EmbedGradient(
+        gradient=gradient, tokens=tokens, places=tokens if places is None else places, dropout=dropout_of(dropout, 5),
+        scale=SCALE, padding=PADDING, dweight=empty(sizes["vocabulary"], columns),
+        dtable=empty(sizes["positions"], columns) if learned else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, columns", [(0, 48), (1, 1), (7, 63), (21, 64), (341, 65), (41, 200)])
+@pytest.mark.parametrize("dropout, learned", [(0.0, True), (0.3, True), (0.3, False)])
+def test_against_autograd(rows, columns, dropout, learned):
+    forward = embed(rows, columns, dropout, learned)
+    found, tokens, upstream = compare(forward).x, forward.tokens, torch.randn(rows, columns)
+    leaves = [forward.weight.requires_grad_(), forward.table.requires_grad_()]
+    x = torch.nn.functional.embedding(tokens, leaves[0], PADDING) * SCALE + leaves[1][forward.places]
+    expected = random.dropout(x, dropout, KEY, 5)
     torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-6)
-    upstream = torch.randn(21, columns)
-    dweight, dtable = compare("embedding_backward", upstream, tokens, places, KEY, **options, **BACKWARD)
-    upstream = torch.where(tokens.t().reshape(-1, 1) == PADDING, 0.0, upstream)
-    wanted = torch.autograd.grad(expected, leaves, upstream)
-    torch.testing.assert_close(dweight, wanted[0], atol=1e-5, rtol=1e-5)
+    made = compare(embed_gradient(upstream, tokens, forward.places, dropout, learned))
+    kept = torch.where(tokens[:, None] == PADDING, 0.0, upstream)
+    dweight, dtable = torch.autograd.grad(expected, leaves, kept)
+    torch.testing.assert_close(made.dweight, dweight, atol=1e-5, rtol=1e-5)
     if learned:
-        torch.testing.assert_close(dtable, wanted[1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(made.dtable, dtable, atol=1e-5, rtol=1e-5)
     else:
-        assert dtable is None
+        assert made.dtable is None
 
 
 def test_padding_and_absent_words_get_nothing():
-    tokens = torch.tensor([[PADDING, 4, 4, PADDING]])
-    dweight, dtable = compare(
-        "embedding_backward", torch.ones(4, 16), tokens, tokens, KEY, dropout=0.0, learned=True, **FORWARD, **BACKWARD
-    )
-    assert dweight.sum(1).tolist() == [0, 0, 0, 0, 2 * 7 * 16, *[0] * 6]
-    assert dtable.sum(1).tolist() == [0, 0, 0, 0, 2 * 16, *[0] * 15]
+    made = compare(embed_gradient(torch.ones(4, 16), torch.tensor([PADDING, 4, 4, PADDING])))
+    assert made.dweight.sum(1).tolist() == [0, 0, 0, 0, 2 * 7 * 16, *[0] * 6]
+    assert made.dtable.sum(1).tolist() == [0, 0, 0, 0, 2 * 16, *[0] * 15]
 
 
 def test_nan_reaches_its_word_alone():
     gradient = torch.ones(2, 16)
     gradient[1, 3] = float("nan")
-    dweight, _ = compare(
-        "embedding_backward", gradient, torch.tensor([[4, 6]]), torch.tensor([[2, 3]]), KEY,
-        dropout=0.0, learned=False, **FORWARD, **BACKWARD,
+    made = compare(embed_gradient(gradient, torch.tensor([4, 6]), torch.tensor([2, 3]), learned=False))
+    assert made.dweight.isnan().nonzero().tolist() == [[6, 3]]
+
+
+def test_a_word_is_summed_in_the_order_of_rows():
+    """Times the scale: 7e8 + 7 - 7e8 is 0 in float32, and 7 where the large ones come first."""
+    gradient = torch.tensor([[1e8], [1.0], [-1e8]])
+    made = compare(embed_gradient(gradient, torch.tensor([4, 4, 4]), learned=False))
+    assert made.dweight[4].item() == 0.0
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_gradients_of_a_program_are_those_of_the_operation(learned):
+    made, one = builder("embedding", mode="float"), embed(21, 48, learned=learned)
+    weight, table = (made.parameter(name, (rows, 48), Kind.TABLE) for name, rows in
+                     (("weight", VOCABULARY), ("table", POSITIONS)))  # fmt: skip
+    tokens, places, x = made.input("tokens", (21,)), made.input("places", (21,)), made.tensor("x", (21, 48))
+    made.add(
+        Embed(
+            tokens=tokens, places=places, weight=weight, table=table, scale=SCALE, padding=PADDING, learned=learned, x=x
+        )
     )
-    assert dweight.isnan().nonzero().tolist() == [[6, 3]]
+    made.output(x)
+    program, upstream = made.build(), torch.randn(21, 48)
+    given = {tokens: one.tokens, places: one.places, weight: one.weight, table: one.table}
+    found = run(program, given | {program.output_gradients[0]: upstream})
+    wanted = on_cpu(embed_gradient(upstream, one.tokens, one.places, learned=learned))
+    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
+    assert torch.equal(found[x], on_cpu(one).x) and torch.equal(found[gradients[weight]], wanted.dweight)
+    if learned:
+        assert torch.equal(found[gradients[table]], wanted.dtable)
+    else:
+        assert gradients.get(table) is None
+
+
+def test_limits_of_indices():
+    forward = embed(21, 48)
+    assert forward.limits() == {"tokens": VOCABULARY, "places": POSITIONS}
+    gradient = torch.randn(21, 48)
+    assert embed_gradient(gradient, forward.tokens).limits() == forward.limits()
+    assert embed_gradient(gradient, forward.tokens, learned=False).limits() == {"tokens": VOCABULARY}

@@ -1,5 +1,5 @@
-"""gradient_pack, gradient_sum and gradient_unpack: the references against numpy, value by value, and every fused
-implementation against the references, bit by bit."""
+"""PackGradients, SumMessages and UnpackGradients: the references against numpy, value by value, and the CPU's loops
+against the references, bit by bit."""
 
 import math
 
@@ -7,27 +7,30 @@ import numpy
 import pytest
 import torch
 
-from lsq.ops import random
 from lsq.ops.gradient_layout import BLOCKS, MessageLayout
-from lsq.ops.registry import definition
-from tests.ops.compare import KEY, fused
+from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.quant import random
+from tests.ops.compare import KEY, empty, on_cpu, on_reference
+from tests.ops.cuda import DTYPES
 from tests.ops.gradient_checks import (
     WORST,
+    add_up,
     any_scale,
-    assert_same,
+    assert_same_bits,
+    assert_same_tensor,
     every_half,
     gradients,
-    of_pack,
-    of_unpack,
+    pack,
     packed,
+    to_write,
+    unpack,
 )
-from tests.ops.operands import DTYPES
 
 
-def check(name: str, *inputs, **attributes) -> tuple:
-    """Compare the CPU implementation with the reference; returns the reference's outputs."""
-    expected = definition(name).reference(*inputs, **attributes)
-    assert_same(fused(name, *inputs, **attributes), expected)
+def check(operation):
+    """Compare the CPU implementation with the reference; what the reference made."""
+    expected = on_reference(operation)
+    assert_same_bits(on_cpu(operation), expected)
     return expected
 
 
@@ -80,17 +83,17 @@ def test_references_against_numpy(values, shards, block, bits, stochastic):
     x = gradients(2, values)
     if values > 500:
         x[1, 300], x[:, 352:608] = math.inf, 1e-36
-    options = of_pack(layout, stochastic=stochastic, stream=3, error=True)
-    messages, error = definition("gradient_pack").reference(x, KEY, **options)
+    found = on_reference(pack(x, layout, stochastic=stochastic, subsequence=3, error=True))
     whole = numpy.zeros(shards * layout.length, numpy.float32)
     whole[:values] = (x[0] + x[1]).numpy()
     uniform = random.uniform(KEY, 3, (shards, layout.length)).numpy() if stochastic else [None] * shards
     made = [numpy_message(part, layout, u) for part, u in zip(whole.reshape(shards, -1), uniform, strict=True)]
-    assert_same([messages], [torch.from_numpy(numpy.stack([message for message, _ in made]))])
-    assert_same([error], [torch.from_numpy(numpy.concatenate([rest for _, rest in made])[:values])])
-    (back,) = definition("gradient_unpack").reference(messages[None], **of_unpack(layout, factor=0.3))
+    messages = found.messages.data
+    assert_same_tensor(messages, torch.from_numpy(numpy.stack([message for message, _ in made])))
+    assert_same_tensor(found.error, torch.from_numpy(numpy.concatenate([rest for _, rest in made])[:values]))
+    back = on_reference(unpack(messages[None], layout, factor=0.3)).x
     expected = numpy.concatenate([numpy_values(message, layout) for message, _ in made])[:values] * numpy.float32(0.3)
-    assert_same([back], [torch.from_numpy(expected)])
+    assert_same_tensor(back, torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("bits, out_bits", [(8, 8), (4, 8), (4, 4)])
@@ -102,10 +105,8 @@ def test_a_sum_against_numpy(bits, out_bits):
         total = total + numpy_values(message.numpy(), layout)
     out_layout = MessageLayout.of_shard(layout.length, bits=out_bits)
     expected, _ = numpy_message(total * numpy.float32(0.2), out_layout, None)
-    (found,) = definition("gradient_sum").reference(
-        messages, None, length=layout.length, bits=bits, out_bits=out_bits, factor=0.2
-    )
-    assert_same([found], [torch.from_numpy(expected)])
+    found = on_reference(add_up(messages, layout, out_bits=out_bits, factor=0.2)).sum.data
+    assert_same_tensor(found, torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8])
@@ -115,10 +116,10 @@ def test_a_sum_against_numpy(bits, out_bits):
 def test_pack(values, shards, bits, dtype, rows):
     layout = MessageLayout.for_values(values, shards, bits=bits)
     x = gradients(rows, values, dtype)
-    _, error = check("gradient_pack", x, None, **of_pack(layout, error=True))
-    check("gradient_pack", x, KEY, **of_pack(layout, error=True, stochastic=True, stream=5))
-    _, none = check("gradient_pack", x, KEY, **of_pack(layout))
-    assert none is None and error.abs().max() <= x.float().sum(0).abs().max() / layout.largest_code
+    error = check(pack(x, layout, error=True)).error
+    check(pack(x, layout, error=True, stochastic=True, subsequence=5))
+    check(pack(x, layout))
+    assert error.abs().max() <= x.float().sum(0).abs().max() / layout.largest_code
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -126,21 +127,19 @@ def test_pack(values, shards, bits, dtype, rows):
 def test_blocks(block, bits):
     layout = MessageLayout.for_values(5000, 2, block=block, bits=bits)
     for stochastic in (False, True):
-        options = of_pack(layout, error=True, stochastic=stochastic)
-        messages, _ = check("gradient_pack", gradients(1, 5000), KEY, **options)
-        sums = {"length": layout.length, "bits": bits, "block": block, "stochastic": stochastic}
-        check("gradient_sum", messages, KEY, **sums)
-        check("gradient_sum", messages, KEY, **sums, out_bits=4)
-        check("gradient_unpack", messages[None], **of_unpack(layout))
+        made = check(pack(gradients(1, 5000), layout, error=True, stochastic=stochastic)).messages.data
+        for out_bits in (8, 4):
+            check(add_up(made, layout, out_bits=out_bits, stochastic=stochastic))
+        check(unpack(made[None], layout))
 
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_sum(count):
     for bits in (8, 4):
         layout, messages = packed(1000, count, bits=bits)
-        options = {"length": layout.length, "bits": bits, "factor": 1 / count}
-        check("gradient_sum", messages[:, 0], None, **options)
-        check("gradient_sum", messages[:, 0], KEY, **options, stochastic=True, stream=2)
+        of_one = messages[:, 0].contiguous()
+        check(add_up(of_one, layout, factor=1 / count))
+        check(add_up(of_one, layout, factor=1 / count, stochastic=True, subsequence=2))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
@@ -149,22 +148,21 @@ def test_sum(count):
 def test_unpack(values, shards, dtype, copies):
     for bits in (8, 4):
         layout, messages = packed(values, copies, shards=shards, bits=bits)
-        check("gradient_unpack", messages, **of_unpack(layout, factor=0.7, dtype=dtype))
-        check("gradient_unpack", messages, **of_unpack(layout, factor=1e6, dtype=dtype))
+        check(unpack(messages, layout, factor=0.7, dtype=dtype))
+        check(unpack(messages, layout, factor=1e6, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_every_half_is_widened(dtype):
-    layout = MessageLayout.for_values(2**16, 1, block=32)
-    check("gradient_pack", every_half(dtype), None, **of_pack(layout, error=True))
+    check(pack(every_half(dtype), MessageLayout.for_values(2**16, 1, block=32), error=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_magnitude_is_narrowed(dtype):
     layout, messages = any_scale(2**16)
     for copies in (messages, messages.expand(2, -1, -1).contiguous()):
-        check("gradient_unpack", copies, **of_unpack(layout, dtype=dtype))
-        check("gradient_unpack", copies, **of_unpack(layout, dtype=dtype, factor=1e-30))
+        check(unpack(copies, layout, dtype=dtype))
+        check(unpack(copies, layout, dtype=dtype, factor=1e-30))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -175,13 +173,13 @@ def test_what_is_not_finite_poisons_its_block(value, dtype, bits):
     x = gradients(1, 1000, dtype)
     x[0, 700] = value
     for stochastic in (False, True):
-        messages, error = check("gradient_pack", x, KEY, **of_pack(layout, error=True, stochastic=stochastic))
+        made = check(pack(x, layout, error=True, stochastic=stochastic))
+        messages, error = made.messages.data, made.error
         assert layout.scales(messages).isnan().nonzero().tolist() == [[1, 2]]  # 700 = 512 + 188
         assert error.isfinite().all() and not error[640:704].any()
-    (found,) = check("gradient_unpack", messages[None], **of_unpack(layout, dtype=dtype))
+    found = check(unpack(messages[None], layout, dtype=dtype)).x
     assert found.isnan().nonzero().flatten().tolist() == list(range(640, 704))
-    sums = {"length": layout.length, "bits": bits, "block": 64, "stochastic": True}
-    (total,) = check("gradient_sum", messages, KEY, **sums)
+    total = check(add_up(messages, layout, stochastic=True)).sum.data
     assert MessageLayout.of_shard(512, block=64).scales(total).isnan().nonzero().tolist() == [[2]]
 
 
@@ -189,11 +187,11 @@ def test_a_sum_that_overflows_is_not_finite():
     layout = MessageLayout.for_values(64, 1, block=32)
     x = torch.full((1, 64), 3e38)
     x[0, 32:] = 1.0
-    messages, _ = check("gradient_pack", x, None, **of_pack(layout))
-    (total,) = check("gradient_sum", messages.expand(2, -1).contiguous(), None, length=64, block=32)
+    messages = check(pack(x, layout)).messages.data
+    total = check(add_up(messages.expand(2, -1).contiguous(), layout)).sum.data
     assert layout.scales(total).isnan().tolist() == [True, False]
-    messages, error = check("gradient_pack", x.expand(2, -1).contiguous(), None, **of_pack(layout, error=True))
-    assert layout.scales(messages).isnan().tolist() == [[True, False]] and not error[:32].any()
+    made = check(pack(x.expand(2, -1).contiguous(), layout, error=True))
+    assert layout.scales(made.messages.data).isnan().tolist() == [[True, False]] and not made.error[:32].any()
 
 
 @pytest.mark.parametrize("largest", [0.0, -0.0, 1e-40, 9e-36])
@@ -202,26 +200,26 @@ def test_vanishing_blocks_become_zero(largest):
     x = torch.randn(1, 96)
     x[0, 32:64] = largest * torch.linspace(-1, 1, 32)
     for stochastic in (False, True):
-        messages, error = check("gradient_pack", x, KEY, **of_pack(layout, error=True, stochastic=stochastic))
+        made = check(pack(x, layout, error=True, stochastic=stochastic))
+        messages = made.messages.data
         assert not layout.codes(messages)[0, 32:64].any() and layout.scales(messages)[0, 1] == 0
-        assert torch.equal(error[32:64], x[0, 32:64])
-        check("gradient_sum", messages, KEY, length=96, block=32, stochastic=stochastic)
+        assert torch.equal(made.error[32:64], x[0, 32:64])
+        check(add_up(messages, layout, stochastic=stochastic))
 
 
 @pytest.mark.parametrize("largest", [1.1e-35, 3.4e38])
 def test_the_ends_of_the_range(largest):
     for bits in (8, 4):
         layout = MessageLayout.for_values(64, 1, bits=bits)
-        x = largest * torch.linspace(-1, 1, 64)[None]
-        messages, _ = check("gradient_pack", x, None, **of_pack(layout, error=True))
+        messages = check(pack(largest * torch.linspace(-1, 1, 64)[None], layout, error=True)).messages.data
         assert layout.scales(messages).isfinite().all()
-        check("gradient_sum", messages, None, length=64, bits=bits)
+        check(add_up(messages, layout))
 
 
 def test_ties_go_to_even_codes():
     layout = MessageLayout.for_values(256, 1, block=256)
     x = torch.cat([torch.arange(-126.5, 127.0), torch.tensor([127.0, 0.0])])[None]
-    messages, _ = check("gradient_pack", x, None, **of_pack(layout))
+    messages = check(pack(x, layout)).messages.data
     assert layout.codes(messages)[0, :5].tolist() == [-126, -126, -124, -124, -122]
 
 
@@ -229,22 +227,66 @@ def test_rounding_at_random_has_no_bias():
     layout = MessageLayout.for_values(4096, 1, bits=4)
     x = torch.full((1, 4096), 0.3)
     x[0, ::128] = 7.0
-    messages, _ = check("gradient_pack", x, KEY, **of_pack(layout, stochastic=True))
-    (found,) = check("gradient_unpack", messages[None], **of_unpack(layout))
-    up = found.view(32, 128)[:, 1:]
+    messages = check(pack(x, layout, stochastic=True)).messages.data
+    up = check(unpack(messages[None], layout)).x.view(32, 128)[:, 1:]
     assert set(up.unique().tolist()) == {0.0, 1.0} and abs(up.mean() - 0.3) < 5 * (0.21 / up.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("name, inputs, attributes, said", [
-    ("gradient_pack", (torch.zeros(9), None), {"shards": 1, "length": 32}, r"shape \[9\]; it takes \[R, v\]"),
-    ("gradient_pack", (torch.zeros(1, 33), None), {"shards": 1, "length": 32}, "do not hold 33 values"),
-    ("gradient_pack", (torch.zeros(1, 9), None), {"shards": 1, "length": 32, "stochastic": True}, "random key"),
-    ("gradient_sum", (torch.zeros(2, 48, dtype=torch.uint8), None), {"length": 64}, r"\[2, 48\]; for shards of 64"),
-    ("gradient_sum", (torch.zeros(2, 80), None), {"length": 64}, "torch.float32"),
-    ("gradient_sum", (torch.zeros(2, 80, dtype=torch.uint8), None), {"length": 64, "stochastic": True}, "random key"),
-    ("gradient_unpack", (torch.zeros(1, 1, 80, dtype=torch.uint8),), {"length": 64, "values": 65}, "do not hold 65"),
-    ("gradient_unpack", (torch.zeros(1, 80, dtype=torch.uint8),), {"length": 64, "values": 64}, r"\[R, S, M\]"),
+@pytest.mark.parametrize("run", [on_cpu, on_reference])
+@pytest.mark.parametrize("values", [1000, 1001])
+def test_the_error_may_take_the_place_of_the_values(values, run):
+    """As error feedback wants it: what one step leaves, the next one adds its gradients to."""
+    operation = pack(torch.randn(1, values), MessageLayout.for_values(values, 3), error=True)
+    wanted = on_reference(operation)
+    operation.error = operation.x.view(-1)
+    found = run(operation)
+    assert torch.equal(found.messages.data, wanted.messages.data) and torch.equal(operation.x[0], wanted.error)
+
+
+def test_two_hops_are_close_to_the_mean():
+    """What eight processes do: pack, exchange shards, sum, exchange sums, unpack."""
+    world = 8
+    layout = MessageLayout.for_values(5003, world)
+    x = torch.randn(world, 5003)
+    sent = torch.stack([on_cpu(pack(row[None], layout)).messages.data for row in x])
+    shards = [sent[:, shard].contiguous() for shard in range(world)]
+    sums = torch.stack([on_cpu(add_up(one, layout, factor=1 / world)).sum.data for one in shards])
+    found, mean = on_cpu(unpack(sums[None], layout)).x, x.mean(0)
+    assert (found - mean).norm() / mean.norm() < 0.015
+
+
+def test_rows_and_copies_are_added_up():
+    layout = MessageLayout.for_values(1000, 2)
+    x = torch.randn(3, 1000)
+    messages = on_cpu(pack(x, layout)).messages.data
+    assert torch.equal(messages, on_cpu(pack((x[0] + x[1] + x[2])[None], layout)).messages.data)
+    once, twice = (on_cpu(unpack(torch.stack([messages] * count), layout)).x for count in (1, 2))
+    assert torch.equal(twice, 2 * once)
+
+
+LAYOUT = MessageLayout.for_values(1000, 2)
+MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("made, said", [
+    (lambda: pack(torch.zeros(1000), LAYOUT), r"\[1000\]; the layout wants \[at least one row, 1000\]"),
+    (lambda: pack(torch.zeros(1, 999), LAYOUT), r"pack are torch.float32 \[1, 999\]"),
+    (lambda: pack(torch.zeros(0, 1000), LAYOUT), r"\[0, 1000\]; the layout wants \[at least one"),
+    (lambda: pack(torch.zeros(1, 1000).double(), LAYOUT), "pack are torch.float64"),
+    (lambda: PackGradients(x=torch.zeros(1, 1000), messages=to_write(LAYOUT)), r"messages are torch.uint8 \[528\]"),
+    (lambda: PackGradients(
+        x=torch.zeros(1, 1000), messages=to_write(LAYOUT, 2), error=empty(1000, dtype=torch.float16)),
+     "error are torch.float16"),
+    (lambda: add_up(torch.zeros(2, 48, dtype=torch.uint8), LAYOUT), r"\[2, 48\]; the layout wants"),
+    (lambda: add_up(MESSAGES.float(), LAYOUT), "add up are torch.float32"),
+    (lambda: SumMessages(
+        messages=Messages(layout=LAYOUT, data=MESSAGES), sum=to_write(MessageLayout.of_shard(512, block=32))),
+     "only the bits may differ"),
+    (lambda: unpack(MESSAGES, LAYOUT), r"\[2, 528\]; the layout wants \[at least one copy, 2"),
+    (lambda: UnpackGradients(messages=Messages(layout=LAYOUT, data=MESSAGES[None]), x=empty(999)), r"\[999\]"),
+    (lambda: unpack(MESSAGES[None], LAYOUT, dtype=torch.int32), "values are torch.int32"),
+    (lambda: on_cpu(pack(torch.zeros(1000, 1).t().expand(2, -1), LAYOUT)), "must be a contiguous tensor"),
 ])
-def test_what_is_refused(name, inputs, attributes, said):
+def test_what_is_refused(made, said):
     with pytest.raises(ValueError, match=said):
-        definition(name).reference(*inputs, **attributes)
+        made()

@@ -1,34 +1,32 @@
-"""gradient_pack, gradient_sum and gradient_unpack on CUDA: the bits of the references."""
+"""PackGradients, SumMessages and UnpackGradients on CUDA: the bits of the references."""
 
 import pytest
 import torch
 
 from lsq.csrc.launch import Launch
 from lsq.ops.gradient_layout import BLOCKS, MessageLayout
-from lsq.ops.registry import definition
+from lsq.ops.gradient_messages import Messages, PackGradients
 from tests.ops import cuda
-from tests.ops.compare import KEY
+from tests.ops.compare import on_reference
+from tests.ops.cuda import DTYPES
 from tests.ops.gradient_checks import (
     WORST,
+    add_up,
     any_scale,
-    assert_same,
+    assert_same_bits,
     every_half,
     gradients,
-    of_pack,
-    of_unpack,
+    pack,
     packed,
+    unpack,
 )
-from tests.ops.operands import DTYPES
 
 
-def check(name: str, *inputs, **attributes) -> tuple:
-    """Compare the CUDA implementation with the reference, forwards and backwards; returns the reference's outputs."""
-    expected = definition(name).reference(*inputs, **attributes)
+def check(operation):
+    """Compare the CUDA implementation with the reference, forwards and backwards; what the reference made."""
+    expected = on_reference(operation)
     for order in cuda.ORDERS:
-        found = cuda.run(
-            definition(name), inputs, expected, None, (), (), attributes, order=order, slots=order > 0
-        )
-        assert_same(found, expected)
+        assert_same_bits(cuda.run(operation, order=order, slots=order > 0), expected)
     return expected
 
 
@@ -38,10 +36,10 @@ def check(name: str, *inputs, **attributes) -> tuple:
 def test_pack(values, shards, dtype, rows):
     x = gradients(rows, values, dtype)
     layout = MessageLayout.for_values(values, shards)
-    check("gradient_pack", x, None, **of_pack(layout, error=True))
-    check("gradient_pack", x, KEY, **of_pack(layout))
+    check(pack(x, layout, error=True))
+    check(pack(x, layout))
     layout = MessageLayout.for_values(values, shards, bits=4)
-    check("gradient_pack", x, KEY, **of_pack(layout, error=True, stochastic=True, stream=5))
+    check(pack(x, layout, error=True, stochastic=True, subsequence=5))
 
 
 @pytest.mark.parametrize("bits, stochastic", [(8, False), (4, True)])
@@ -49,20 +47,18 @@ def test_pack(values, shards, dtype, rows):
 def test_blocks(block, bits, stochastic):
     layout = MessageLayout.for_values(5000, 2, block=block, bits=bits)
     for rows in (1, 3):
-        options = of_pack(layout, error=True, stochastic=stochastic)
-        messages, _ = check("gradient_pack", gradients(rows, 5000), KEY, **options)
-    sums = {"length": layout.length, "bits": bits, "block": block, "stochastic": stochastic}
-    check("gradient_sum", messages, KEY, **sums, out_bits=12 - bits)
-    check("gradient_unpack", messages[None], **of_unpack(layout))
+        messages = check(pack(gradients(rows, 5000), layout, error=True, stochastic=stochastic)).messages.data
+    check(add_up(messages, layout, stochastic=stochastic, out_bits=12 - bits))
+    check(unpack(messages[None], layout))
 
 
 @pytest.mark.parametrize("count", range(1, 10))
 def test_sum(count):
     for bits in (8, 4):
         layout, messages = packed(1000, count, bits=bits)
-        options = {"length": layout.length, "bits": bits, "factor": 1 / count}
-        check("gradient_sum", messages[:, 0].contiguous(), None, **options)
-        check("gradient_sum", messages[:, 0].contiguous(), KEY, **options, stochastic=True, stream=2)
+        of_one = messages[:, 0].contiguous()
+        check(add_up(of_one, layout, factor=1 / count))
+        check(add_up(of_one, layout, factor=1 / count, stochastic=True, subsequence=2))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 8])
@@ -71,19 +67,18 @@ def test_sum(count):
 def test_unpack(values, shards, dtype, copies):
     for bits in (8, 4):
         layout, messages = packed(values, copies, shards=shards, bits=bits)
-        check("gradient_unpack", messages, **of_unpack(layout, factor=0.7, dtype=dtype))
+        check(unpack(messages, layout, factor=0.7, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_every_half_is_widened(dtype):
-    layout = MessageLayout.for_values(2**16, 1, block=32)
-    check("gradient_pack", every_half(dtype), None, **of_pack(layout, error=True))
+    check(pack(every_half(dtype), MessageLayout.for_values(2**16, 1, block=32), error=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_magnitude_is_narrowed(dtype):
     layout, messages = any_scale(2**14)
-    check("gradient_unpack", messages, **of_unpack(layout, dtype=dtype))
+    check(unpack(messages, layout, dtype=dtype))
 
 
 @pytest.mark.parametrize("block", [32, 1024])
@@ -93,11 +88,10 @@ def test_what_is_not_finite_poisons_its_block(value, block):
         layout = MessageLayout.for_values(3000, 2, block=block, bits=bits)
         x = gradients(1, 3000)
         x[0, 700] = value
-        messages, _ = check("gradient_pack", x, KEY, **of_pack(layout, error=True, stochastic=stochastic))
+        messages = check(pack(x, layout, error=True, stochastic=stochastic)).messages.data
         assert layout.scales(messages).isnan().nonzero().tolist() == [[0, 700 // block]]
-        sums = {"length": layout.length, "bits": bits, "block": block, "stochastic": stochastic}
-        check("gradient_sum", messages, KEY, **sums, out_bits=12 - bits)
-        check("gradient_unpack", messages[None], **of_unpack(layout))
+        check(add_up(messages, layout, stochastic=stochastic, out_bits=12 - bits))
+        check(unpack(messages[None], layout))
 
 
 @pytest.mark.parametrize("largest", [0.0, 9e-36, 1.1e-35, 3.4e38])
@@ -106,22 +100,37 @@ def test_the_ends_of_the_range(largest):
     x = torch.randn(1, 96)
     x[0, 32:64] = largest * torch.linspace(-1, 1, 32)
     for stochastic in (False, True):
-        messages, _ = check("gradient_pack", x, KEY, **of_pack(layout, error=True, stochastic=stochastic))
-        check("gradient_sum", messages, KEY, length=96, block=32, factor=2.0, stochastic=stochastic)
+        messages = check(pack(x, layout, error=True, stochastic=stochastic)).messages.data
+        check(add_up(messages, layout, factor=2.0, stochastic=stochastic))
+
+
+def test_the_error_may_take_the_place_of_the_values():
+    for values in (1000, 1001):
+        layout = MessageLayout.for_values(values, 3)
+        operation = pack(torch.randn(1, values), layout, error=True)
+        wanted, target = on_reference(operation), cuda.current_device()
+        x = operation.x.to(target.place)
+        messages = torch.empty(3, layout.message_bytes, dtype=torch.uint8, device=target.place)
+        placed = PackGradients(x=x, messages=Messages(layout=layout, data=messages), error=x.view(-1))
+        target.run(placed.cuda())
+        assert torch.equal(messages.cpu(), wanted.messages.data) and torch.equal(x[0].cpu(), wanted.error)
+
+
+def on_meta(values: int, layout: MessageLayout) -> PackGradients:
+    messages = torch.empty(layout.shards, layout.message_bytes, dtype=torch.uint8, device="meta")
+    return PackGradients(x=torch.empty(1, values, device="meta"), messages=Messages(layout=layout, data=messages))
 
 
 def test_a_shard_for_each_block_of_threads_in_the_second_dimension():
     layout = MessageLayout(values=65536 * 32, shards=65536, length=32)
-    x, messages = (torch.empty(shape, device="meta") for shape in ((1, 65536 * 32), (65536, 48)))
     with pytest.raises(ValueError, match="65536 shards cannot be launched at once on CUDA"):
-        definition("gradient_pack").cuda(x, None, messages, None, **of_pack(layout))
+        on_meta(65536 * 32, layout).cuda()
 
 
 def test_threads_cover_the_values():
     """No block of threads is idle, and none is missing."""
     for block in BLOCKS:
         layout = MessageLayout.for_values(100_000, 3, block=block)
-        x, messages = torch.empty(1, 100_000, device="meta"), torch.empty(3, layout.message_bytes, device="meta")
-        (entry,) = definition("gradient_pack").cuda(x, None, messages, None, **of_pack(layout))
+        (entry,) = on_meta(100_000, layout).cuda()
         covered = 256 * 8 * max(1, block // 256)
         assert isinstance(entry, Launch) and entry.grid == (-(-layout.length // covered), 3, 1)

@@ -1,21 +1,25 @@
-"""bias_dropout_residual_layer_norm against torch's LayerNorm in float64, with every part left out in turn."""
+"""ResidualNorm against torch's LayerNorm in float64, with every part left out in turn."""
 
 import math
 
 import pytest
 import torch
 
-from lsq.ops import random as philox_random
-from lsq.ops.rounding import round_activation
-from lsq.program import layers
-from tests.layers.shapes import config_of
-from tests.ops.compare import KEY, assert_accurate, compare, compare_program, fused
-from tests.ops.operands import KINDS, ROWS, clipped_bits, product_of
+from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
+from lsq.quant import random
+from tests.ops.compare import (
+    KEY,
+    ROWS,
+    assert_accurate,
+    compare,
+    dropout_of,
+    empty,
+    gradient_to_round,
+    on_cpu,
+    to_round,
+)  # fmt: skip
 
-NAME = "bias_dropout_residual_layer_norm"
-OPTIONS = {"dropout": 0.0, "stream": 2, "epsilon": 1e-5, "bits": 8}
-BACKWARD = {"product": False, "dropout": 0.0, "stream": 2, "bits": 8}
-COLUMNS = 48
+COLUMNS, CLIP = 48, 1.6
 
 
 def affine(columns=COLUMNS):
@@ -23,113 +27,137 @@ def affine(columns=COLUMNS):
     return 1 + 0.2 * torch.randn(columns), 0.2 * torch.randn(columns)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("pre_norm", [False, True])
-@pytest.mark.parametrize("options", [
-    {}, {"clip_gradient": "lsq", "bits": 4}, {"backward": "int8"}, {"mode": "float"}
-])
-def test_in_a_program(rows, pre_norm, options):
-    config = config_of(dropout=0.2, pre_norm=pre_norm, **options)
-    seen = compare_program(layers.encoder_layer(config, 1, rows, False, True, True))
-    assert {NAME, NAME + "_backward"} <= seen
+def norm(residual, update=None, *, normed=True, rounds=False, dropout=0.0, **rounding) -> ResidualNorm:
+    """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
+    rows, columns = residual.shape
+    made = ResidualNorm(update=update, residual=residual, dropout=dropout_of(dropout), z=empty(rows, columns))
+    if normed:
+        made.weight, made.bias = affine(columns)
+        made.mean, made.rstd, made.out = empty(rows), empty(rows), empty(rows, columns)
+        made.rounded = to_round(rows, columns, CLIP, **rounding) if rounds else None
+    return made
+
+
+def norm_gradient(forward: ResidualNorm, *, rounds=False, direct=True) -> ResidualNormGradient:
+    """Of a norm that was computed, for random gradients of its results; `direct`: z has one of its own."""
+    rows, columns = forward.residual.shape
+    normed, updated = forward.weight is not None, forward.update is not None
+    return ResidualNormGradient(
+        dout=torch.randn(rows, columns) if normed else None,
+        dz=torch.randn(rows, columns) if direct or not normed else None, z=forward.z if normed else None,
+        mean=forward.mean, rstd=forward.rstd, weight=forward.weight, dropout=forward.dropout,
+        dresidual=empty(rows, columns) if normed else None, dweight=empty(columns) if normed else None,
+        dbias=empty(columns) if normed else None, dupdate=empty(rows, columns) if updated and not rounds else None,
+        rounded=gradient_to_round(rows, columns) if updated and rounds else None,
+        dupdate_sum=empty(columns) if updated else None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 3), (41, 48), (341, 1040)])
 @pytest.mark.parametrize("offset", [0.0, 10.0])
 def test_the_norm_is_as_accurate_as_torchs(rows, columns, offset):
-    x, (weight, bias) = offset + torch.randn(rows, columns), affine(columns)
-    z, mean, rstd, out, *_ = fused(NAME, None, None, None, x, weight, bias, None, KEY, **OPTIONS)
-    assert torch.equal(z, x)
+    x = offset + torch.randn(rows, columns)
+    operation = norm(x)
+    found = on_cpu(operation)
+    assert torch.equal(found.z, x)
 
     def by_torch(dtype):
-        return torch.nn.functional.layer_norm(x.to(dtype), (columns,), weight.to(dtype), bias.to(dtype))
+        return torch.nn.functional.layer_norm(
+            x.to(dtype), (columns,), operation.weight.to(dtype), operation.bias.to(dtype)
+        )
 
     if columns > 1:
-        assert_accurate(out, by_torch(torch.float64), by_torch(torch.float32))
-    torch.testing.assert_close(mean, x.mean(1), atol=1e-6 * (1 + offset), rtol=1e-5)
-    torch.testing.assert_close(rstd, (x.double().var(1, unbiased=False) + 1e-5).rsqrt().float(), atol=1e-5, rtol=1e-5)
+        assert_accurate(found.out, by_torch(torch.float64), by_torch(torch.float32))
+    rstd = (x.double().var(1, unbiased=False) + 1e-5).rsqrt().float()
+    torch.testing.assert_close(found.mean, x.mean(1), atol=1e-6 * (1 + offset), rtol=1e-5)
+    torch.testing.assert_close(found.rstd, rstd, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 5), (7, 3), (41, 48), (341, 1040)])
-def test_gradients_of_the_norm_are_as_accurate_as_torchs(rows, columns):
-    x, (weight, bias) = torch.randn(rows, columns), affine(columns)
-    upstream, direct = torch.randn(rows, columns), torch.randn(rows, columns)
-    _, mean, rstd, *_ = fused(NAME, None, None, None, x, weight, bias, None, KEY, **OPTIONS)
-    for dz in (None, direct):
-        found = compare(
-            NAME + "_backward", upstream, dz, x, mean, rstd, weight, *(None,) * 5, KEY, **BACKWARD
-        )[:3]
+@pytest.mark.parametrize("direct", [False, True])
+def test_gradients_of_the_norm_are_as_accurate_as_torchs(rows, columns, direct):
+    forward = norm(torch.randn(rows, columns))
+    operation = norm_gradient(on_cpu(forward), direct=direct)
+    found = compare(operation)
 
-        def by_autograd(dtype, dz=dz):
-            leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, weight, bias)]
-            out = torch.nn.functional.layer_norm(leaves[0], (columns,), *leaves[1:])
-            total = (out * upstream.to(dtype)).sum() + (0.0 if dz is None else (leaves[0] * dz.to(dtype)).sum())
-            return torch.autograd.grad(total, leaves)
+    def by_autograd(dtype):
+        leaves = [one.to(dtype).requires_grad_() for one in (forward.residual, forward.weight, forward.bias)]
+        total = (torch.nn.functional.layer_norm(leaves[0], (columns,), *leaves[1:]) * operation.dout.to(dtype)).sum()
+        if direct:
+            total = total + (leaves[0] * operation.dz.to(dtype)).sum()
+        return torch.autograd.grad(total, leaves)
 
-        exact, single = by_autograd(torch.float64), by_autograd(torch.float32)
-        for name, *values in zip(("dx", "dweight", "dbias"), found, exact, single, strict=True):
-            assert_accurate(*values, name)
+    exact, single = by_autograd(torch.float64), by_autograd(torch.float32)
+    for name, *values in zip(("dresidual", "dweight", "dbias"), exact, single, strict=True):
+        assert_accurate(getattr(found, name), *values, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bits, error", [(8, False), (4, True)])
+def test_what_is_added_and_what_is_rounded(rows, bits, error):
+    update, residual = torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS)
+    operation = norm(residual, update, rounds=True, dropout=0.3, bits=bits, error=error)
+    found = compare(operation)
+    assert torch.equal(found.z, residual + random.dropout(update, 0.3, KEY, 2))
+    rounded = found.rounded
+    made = rounded.codes, rounded.scale, rounded.clipped, rounded.error
+    for one, wanted in zip(made, rounded.encode(found.out), strict=True):
+        assert wanted is None or torch.equal(one, wanted)
+    torch.testing.assert_close(operation.unrounded(), found.out, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sum_without_norm():
+    found = compare(norm(torch.randn(7, COLUMNS), torch.randn(7, COLUMNS), normed=False))
+    assert found.out is None and torch.equal(found.z, found.residual + found.update)
+
+
+def test_only_what_is_wanted_is_written():
+    whole = norm(torch.randn(7, COLUMNS), rounds=True)
+    wanted = on_cpu(whole).rounded.codes
+    whole.z = whole.out = whole.rounded.clipped = None
+    assert torch.equal(compare(whole).rounded.codes, wanted)
+
+
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("clip", [None, torch.tensor([1.6])])
-def test_every_kind_of_product(kind, normed, clip):
-    if clip is not None and not normed:
-        return  # only a norm's result is rounded
-    y, scale = product_of(kind, 41, COLUMNS)
-    bias, residual = torch.randn(COLUMNS), torch.randn(41, COLUMNS)
-    norm = affine() if normed else (None, None)
-    options = OPTIONS | {"dropout": 0.3, "error": clip is not None}
-    z, _, _, out, *rounded = compare(NAME, y, scale, bias, residual, *norm, clip, KEY, **options)
-    added = philox_random.dropout((y if scale is None else y * scale) + bias, 0.3, KEY, 2)
-    assert torch.equal(z, residual + added)
-    assert (out is not None) == normed
-    if clip is not None:
-        for found, wanted in zip(rounded, round_activation(out, clip, bits=8, error=True), strict=True):
-            assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("kind", ["int8", None])
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("rows", [7, 341])
-def test_gradients_with_a_product(kind, normed, rounded, rows):
-    """An int32 product (kind None) leaves nothing to read again: its gradient is only dropped out."""
-    y, scale = product_of("int8", rows, COLUMNS) if kind else (None, None)
-    clipped, error = (clipped_bits(y), torch.rand(rows, COLUMNS)) if kind else (None, None)
-    x, dz = torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS)
-    weight, bias = affine()
-    _, mean, rstd, *_ = fused(NAME, None, None, None, x, weight, bias, None, KEY, **OPTIONS)
-    norm = (torch.randn(rows, COLUMNS), dz, x, mean, rstd, weight) if normed else (None, dz, None, None, None, None)
-    options = BACKWARD | {"product": True, "dropout": 0.3} | ({"gradient_stream": 7} if rounded else {})
-    dresidual, _, _, dy, row_scale, dclip, _ = compare(
-        NAME + "_backward", *norm, y, scale, clipped, error, torch.rand(COLUMNS) if rounded else None, KEY,
-        unwanted=() if normed else (0,), **options,
-    )
-    if not rounded and not kind:
-        dz = dresidual if normed else dz  # without a norm the gradient of the sum is that of the residual
-        assert torch.equal(dy, philox_random.dropout(dz, 0.3, KEY, 2))
-    assert (row_scale is not None) == rounded and (dclip is not None) == bool(kind)
+def test_gradients_with_an_update(normed, rounds, rows):
+    forward = on_cpu(norm(torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS), normed=normed, dropout=0.3))
+    found = compare(norm_gradient(forward, rounds=rounds))
+    dupdate = random.dropout(found.dresidual if normed else found.dz, 0.3, KEY, 2)
+    torch.testing.assert_close(found.dupdate_sum, dupdate.sum(0), atol=1e-4, rtol=1e-4)
+    if rounds:
+        codes, scale = found.rounded.encode(dupdate)
+        assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
+    else:
+        assert torch.equal(found.dupdate, dupdate)
 
 
 @pytest.mark.parametrize("row", [0, 3, 6])
 def test_nan_stays_in_its_row_and_poisons_the_scale(row):
-    x, (weight, bias) = torch.randn(7, COLUMNS), affine()
+    x = torch.randn(7, COLUMNS)
     x[row, 5] = math.nan
-    _, _, _, out, codes, scale, *_ = compare(NAME, None, None, None, x, weight, bias, torch.ones(1), KEY, **OPTIONS)
-    assert out.isnan().any(1).nonzero().flatten().tolist() == [row]
-    assert scale.isnan() and not codes[row].any() and codes.any(1).sum() == 6
+    found = compare(norm(x, rounds=True))
+    assert found.out.isnan().any(1).nonzero().flatten().tolist() == [row]
+    codes = found.rounded.codes
+    assert found.rounded.scale.isnan() and not codes[row].any() and codes.any(1).sum() == 6
 
 
 def test_a_constant_row():
     """Its variance is 0: epsilon keeps the result finite."""
-    weight, bias = affine()
-    out = fused(NAME, None, None, None, torch.full((3, COLUMNS), 7.0), weight, bias, None, KEY, **OPTIONS)[3]
-    torch.testing.assert_close(out, bias.expand(3, -1))
+    found = on_cpu(norm(torch.full((3, COLUMNS), 7.0)))
+    torch.testing.assert_close(found.out, found.bias.expand(3, -1))
 
 
 def test_epsilon():
-    x, (weight, bias) = 0.01 * torch.randn(7, COLUMNS), affine()
-    out = fused(NAME, None, None, None, x, weight, bias, None, KEY, **(OPTIONS | {"epsilon": 0.1}))[3]
-    torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (COLUMNS,), weight, bias, 0.1))
+    operation = norm(0.01 * torch.randn(7, COLUMNS))
+    operation.epsilon = 0.1
+    wanted = torch.nn.functional.layer_norm(operation.residual, (COLUMNS,), operation.weight, operation.bias, 0.1)
+    torch.testing.assert_close(on_cpu(operation).out, wanted)
+
+
+def test_an_empty_batch():
+    forward = compare(norm(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1))
+    assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
+    found = compare(norm_gradient(forward))
+    assert not found.dweight.any() and not found.dbias.any() and not found.dupdate_sum.any()

@@ -1,4 +1,4 @@
-"""Rounding of gradients at random, and the straight-through gradients, against their definitions."""
+"""Round, RoundWeight, RoundGradient and Add: codes, packed bits, NaN, and every odd length."""
 
 import math
 
@@ -6,132 +6,113 @@ import pytest
 import torch
 
 from lsq import quant
-from lsq.ops import rounding
-from lsq.ops.random import uniform
-from tests.ops.compare import KEY, fused
+from lsq.ops.rounding import Add, Round, RoundGradient, RoundWeight
+from lsq.program.values import Weight
+from lsq.quant import Format, Grain, arithmetic
+from tests.ops.compare import KEY, compare, empty, gradient_to_round, to_round
 
-INFINITIES = [math.nan, math.inf, -math.inf]
-
-
-def mean_of_many(round_once, draws=400):
-    """(mean, standard error) of the values after rounding with many keys."""
-    drawn = torch.stack([round_once(torch.tensor([key])) for key in range(draws)]).double()
-    return drawn.mean(0), drawn.std(0) / draws**0.5
+CLIP = 1.5
 
 
-def assert_unbiased(mean, error, expected):
-    assert ((mean - expected).abs() <= 5.5 * error + 1e-5 * expected.abs().max()).all()
+def round_of(x, clip=CLIP, **options):
+    """x [M, N], to be rounded."""
+    return Round(x=x, rounded=to_round(*x.shape, clip, **options))
 
 
-def test_rows_are_rounded_without_bias():
-    gradient, factor = torch.randn(7, 41), 0.5 + torch.rand(41)
-
-    def once(key):
-        codes, scale = rounding.round_rows(gradient, factor, key, 3)
-        assert codes.dtype == torch.int8 and codes.abs().amax(1).eq(127).all()
-        return codes * scale[:, None]
-
-    assert_unbiased(*mean_of_many(once), gradient * factor)
+def weight_of(values, clip, rows, bits=8):
+    """A weight to be rounded, padded to `rows` rows."""
+    grain = Grain.ROW if clip.numel() > 1 else Grain.TENSOR
+    codes = empty(rows, values.shape[1], dtype=torch.int8)
+    form = Format(name="weight", bits=bits, grain=grain)
+    return RoundWeight(weight=Weight(format=form, codes=codes, scale=empty(rows), values=values, clip=clip))
 
 
-def test_columns_are_rounded_without_bias():
-    x = torch.randn(41, 7)
-
-    def once(key):
-        codes, scale = rounding.round_columns(x, key, 3)
-        assert codes.abs().amax(0).eq(127).all()
-        return codes * scale
-
-    assert_unbiased(*mean_of_many(once), x)
-
-
-def test_one_value_goes_up_as_often_as_its_fraction():
-    gradient = torch.full((1, 100_001), 0.3)
-    gradient[0, 0] = 127.0
-    codes, scale = rounding.round_rows(gradient, torch.ones(100_001), KEY, 1)
-    assert scale == 1.0
-    up = codes[0, 1:].float()
-    assert set(up.tolist()) == {0.0, 1.0}
-    assert abs(up.mean() - 0.3) < 5 * (0.21 / 100_000) ** 0.5
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 2047, 2048, 2049, 6151])
+def test_codes_are_exact_at_every_length(bits, numel):
+    x = torch.randn(1, numel)
+    found = compare(round_of(x, bits=bits, error=True)).rounded
+    wanted = quant.quantize(x, torch.tensor([CLIP]), bits)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scale, wanted.scale)
+    assert torch.equal(found.clipped, quant.pack_bits(wanted.clipped))
+    expected = torch.where(wanted.clipped, 0.0, (found.codes - x / found.scale) / quant.maximum_code(bits))
+    assert torch.equal(found.error, expected)
 
 
-def test_whole_codes_stay():
-    gradient = torch.cat([torch.arange(-127.0, 128.0), torch.tensor([-0.0])])[None]
-    codes, scale = rounding.round_rows(gradient, torch.ones(256), KEY, 1)
-    assert scale == 1.0 and torch.equal(codes[0], gradient[0].to(torch.int8))
+def test_without_bits_for_a_backward_pass():
+    found = compare(round_of(torch.randn(7, 5), clipped=False)).rounded
+    assert found.clipped is None and found.error is None
 
 
-@pytest.mark.parametrize("value", INFINITIES)
-def test_rows_that_are_not_finite_become_nan(value):
-    gradient = torch.randn(5, 9)
-    gradient[2, 4] = value
-    codes, scale = rounding.round_rows(gradient, torch.ones(9), KEY, 1)
-    assert scale.isnan().tolist() == [False, False, True, False, False]
-    assert not codes[2].any()
-    codes, scale = rounding.round_columns(gradient, KEY, 1)
-    assert scale.isnan().nonzero().item() == 4 and not codes[:, 4].any()
+def test_borders_between_codes():
+    """Halves go to the even neighbour, and the clip itself is inside."""
+    scale = 2.0**-6
+    clip = torch.tensor([127 * scale])
+    halves = (torch.arange(-128, 128) + 0.5) * scale
+    inside = torch.tensor([127.0, -127.0, 0.0, -0.0, 1e-42, -1e-42]) * scale
+    beyond = torch.nextafter(clip, torch.tensor([math.inf]))
+    x = torch.cat([halves, inside, beyond, -beyond, torch.tensor([math.inf, -math.inf])])[None]
+    found = compare(round_of(x, clip.item())).rounded
+    expected = torch.cat([torch.arange(-128, 128).add(0.5).round().clamp(-127, 127), torch.tensor(
+        [127, -127, 0, 0, 0, 0, 127, -127, 127, -127]
+    )])
+    assert torch.equal(found.codes[0], expected.to(torch.int8))
+    outside = quant.unpack_bits(found.clipped, x.numel())
+    assert outside.nonzero().flatten().tolist() == [0, 255, 262, 263, 264, 265]
 
 
-@pytest.mark.parametrize("largest", [0.0, 1e-40, 9e-36])
-def test_vanishing_rows_become_zero(largest):
-    gradient = torch.randn(3, 9)
-    gradient[1] = largest * torch.linspace(-1, 1, 9)
-    codes, scale = rounding.round_rows(gradient, torch.ones(9), KEY, 1)
-    assert not codes[1].any() and scale[1] == 0
-    assert scale[[0, 2]].gt(0).all()
+@pytest.mark.parametrize("place", [0, 5, 2048, 4099])
+def test_nan_poisons_the_scale(place):
+    x = torch.randn(1, 4100)
+    x[0, place] = math.nan
+    found = compare(round_of(x)).rounded
+    assert found.codes[0, place] == 0 and found.scale.isnan()
+    assert not quant.unpack_bits(found.clipped, 4100)[place]
+    assert found.codes.count_nonzero() > 4000
 
 
-def test_the_smallest_gradient_that_counts():
-    scale, reciprocal = rounding.gradient_scale(torch.tensor([1.1e-35, 3e38]))
-    assert scale.isfinite().all() and reciprocal.isfinite().all()
-    torch.testing.assert_close(scale * 127, torch.tensor([1.1e-35, 3e38]))
+@pytest.mark.parametrize("bits", [2, 5, 8])
+@pytest.mark.parametrize("clips", [1, 33])
+@pytest.mark.parametrize("rows", [33, 48])
+@pytest.mark.parametrize("columns", [1, 17, 48])
+def test_weights(bits, clips, rows, columns):
+    values, clip = torch.randn(33, columns), 0.5 + torch.rand(clips)
+    found = compare(weight_of(values, clip, rows, bits)).weight
+    wanted = quant.quantize(values, clip, bits)
+    assert torch.equal(found.codes[:33], wanted.codes)
+    assert torch.equal(found.scale[:33], wanted.scale.expand(33))
+    assert not found.codes[33:].any() and (found.scale[33:] == 1).all()
 
 
-@pytest.mark.parametrize("rows, columns", [(1, 1), (7, 3), (41, 17), (341, 48)])
-def test_the_fused_loops_draw_the_same_codes(rows, columns):
-    gradient, factor = torch.randn(rows, columns), 0.5 + torch.rand(columns)
-    gradient[0, 0] = math.inf
-    codes, scale, _, _ = fused(
-        "read_product_backward", gradient, None, None, None, factor, KEY, bits=8, bias=False, gradient_stream=9
-    )
-    expected, expected_scale = rounding.round_rows(gradient, factor, KEY, 9)
-    assert torch.equal(codes, expected)
-    assert torch.equal(scale[1:], expected_scale[1:]) and scale[0].isnan()
+@pytest.mark.parametrize("clips", [1, 7])
+def test_nan_in_a_weight_poisons_what_shares_its_clip(clips):
+    values = torch.randn(7, 16)
+    values[3, 2] = math.nan
+    found = compare(weight_of(values, torch.ones(clips), 16)).weight
+    assert found.codes[3, 2] == 0
+    assert found.scale.isnan().nonzero().flatten().tolist() == ([3] if clips == 7 else list(range(7)))
 
 
-def test_straight_through_follows_the_bits():
-    gradient, x = torch.randn(7, 5), 2 * torch.randn(7, 5)
-    for bits, with_error in ((8, False), (4, True)):
-        codes, scale, clipped, error = rounding.round_activation(x, torch.tensor([1.5]), bits=bits, error=with_error)
-        outside = x.abs() > 1.5
-        dx, dclip = rounding.straight_through(gradient, codes, clipped, error, bits=bits)
-        assert torch.equal(dx, torch.where(outside, 0.0, gradient))
-        expected = (gradient * x.sign())[outside].sum()
-        if with_error:
-            expected += (gradient * (codes * scale - x) / 1.5)[~outside].sum()
-            expected *= 1 / math.sqrt(35 * 7)
-        torch.testing.assert_close(dclip, expected.reshape(1))
+@pytest.mark.parametrize("rows, columns", [(0, 3), (1, 1), (7, 3), (41, 17), (341, 48)])
+def test_gradients_are_rounded_and_summed(rows, columns):
+    gradient = torch.randn(rows, columns)
+    if rows > 1:
+        gradient[1, 0] = math.inf
+    found = compare(RoundGradient(gradient=gradient, rounded=gradient_to_round(rows, columns), sum=empty(columns)))
+    codes, scale = arithmetic.round_rows(gradient, found.rounded.weight_scale, KEY, 7)
+    assert torch.equal(found.rounded.codes, codes)
+    assert torch.equal(found.rounded.scale.nan_to_num(-1.0), scale.nan_to_num(-1.0))
+    assert scale.isnan().sum() == (rows > 1)
 
 
-def test_products_round_like_values():
-    """round_scaled(x / scale) is round_activation(x), with clipping decided on the scaled value."""
-    x, clip = torch.randn(7, 5), torch.tensor([1.0])
-    wanted = rounding.round_activation(x, clip, bits=8, error=True)
-    found = rounding.round_scaled(x / quant.scale_of(clip), clip, bits=8, error=True)
-    for output, expected in zip(found, wanted, strict=True):
-        assert torch.equal(output, expected)
+def test_gradients_that_are_rounded_alone_or_summed_alone():
+    gradient = torch.randn(41, 17)
+    assert compare(RoundGradient(gradient=gradient, rounded=gradient_to_round(41, 17))).sum is None
+    found = compare(RoundGradient(gradient=gradient, sum=empty(17)))
+    torch.testing.assert_close(found.sum, gradient.sum(dim=0))
 
 
-def test_nan_in_a_product_poisons_its_scale():
-    scaled = torch.tensor([[1.0, math.nan, math.inf]])
-    codes, scale, clipped, _ = rounding.round_scaled(scaled, torch.tensor([1.0]), bits=8, error=False)
-    assert codes.tolist() == [[1, 0, 127]] and scale.isnan()
-    assert quant.unpack_bits(clipped, 3).tolist() == [False, False, True]
-
-
-def test_random_rounding_uses_its_stream():
-    gradient = torch.randn(3, 8)
-    codes, scale = rounding.round_rows(gradient, torch.ones(8), KEY, 7)
-    expected = (gradient * (127 / gradient.abs().amax(1))[:, None] + uniform(KEY, 7, (3, 8))).floor()
-    assert torch.equal(codes, expected.clamp(-127, 127).to(torch.int8))
-    assert not torch.equal(codes, rounding.round_rows(gradient, torch.ones(8), KEY, 8)[0])
+def test_add():
+    a, b = torch.randn(7, 5), torch.randn(7, 5)
+    assert torch.equal(compare(Add(a=a, b=b, out=empty(7, 5))).out, a + b)

@@ -1,19 +1,18 @@
-"""The Builder: names, parameters, gradients that are added up, and what is computed again instead of saved."""
+"""The Builder: names, declared parameters, weights, gradients that are added up, and what is refused."""
 
 import pytest
 import torch
 
+from lsq.backends import backend
+from lsq.backends.cuda import CUDA, emulated_device
 from lsq.config import QuantConfig
-from lsq.program import blocks
-from lsq.program.builder import Builder
+from lsq.ops.project import Project
+from lsq.ops.residual_norm import ResidualNorm
 from lsq.program.executor import Execution
-from tests.layers.shapes import config_of
+from lsq.program.parameters import Kind
+from tests.program.tiny import FLOAT, builder, project, rounded
 
-FLOAT = QuantConfig(mode="float")
-
-
-def builder(quant=FLOAT, *, training=True, backward=True):
-    return Builder("tiny", quant, training=training, backward=backward)
+INT8 = QuantConfig(backward="int8")
 
 
 def names(program):
@@ -22,160 +21,287 @@ def names(program):
     return listed[: program.forward_length], listed[program.forward_length :]
 
 
+def run(program, tensors):
+    """Outputs, and the gradients of what is differentiable by name, for upstream gradients of ones."""
+    given = {"random_key": torch.zeros(1, dtype=torch.int64), **tensors}
+    wanted = [virtual.name for virtual in program.differentiable]
+    outputs = Execution(program, backend("cpu"))(
+        {name: tensor.requires_grad_(name in wanted) for name, tensor in given.items()}
+    )
+    gradients = torch.autograd.grad(outputs, [given[name] for name in wanted], list(map(torch.ones_like, outputs)))
+    return outputs, dict(zip(wanted, gradients, strict=True))
+
+
 def test_taken_names_are_numbered():
     b = builder()
-    assert [b.temporary("x", (1,)).name for _ in range(3)] == ["x", "x.2", "x.3"]
+    assert [b.tensor("x", (1,)).name for _ in range(3)] == ["x", "x.2", "x.3"]
     assert b.input("x", (1,)).name == "x.4"
 
 
-def test_a_parameter_is_one_tensor():
+def test_a_tensor_like_another():
     b = builder()
-    weight = b.parameter("weight", (3, 4))
-    assert b.parameter("weight", (3, 4)) is weight
-    assert weight.role == "parameter"
+    like = b.like("twin", b.tensor("codes", (3, 4), torch.int8))
+    assert (like.name, like.shape, like.dtype, like.role) == ("twin", (3, 4), torch.int8, "temporary")
 
 
-def test_streams_are_never_used_twice():
+def test_subsequences_are_never_used_twice():
     b = builder()
-    assert len({b.next_stream() for _ in range(5)}) == 5
+    assert len({b.next_subsequence() for _ in range(5)} | {b.dropout(0.1).subsequence for _ in range(5)}) == 10
 
 
-def test_a_linear_layer():
+def test_dropout_is_off_outside_training():
+    assert builder(training=False).dropout(0.3) is None and builder().dropout(0.0) is None
+    assert builder().dropout(0.3).probability == 0.3
+
+
+# Parameters and weights
+
+
+def test_a_parameter_is_one_tensor_and_says_what_it_is():
     b = builder()
-    x = b.input("x", (5, 4))
-    b.output(blocks.linear(b, x, "weight", (3, 4), clip=None, output="y").value)
+    table = b.parameter("table", (3, 4), Kind.TABLE, deviation=0.5)
+    assert b.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table and table.role == "parameter"
+    assert (table.declared.name, table.declared.shape, table.declared.kind) == ("table", (3, 4), Kind.TABLE)
+    assert (table.declared.deviation, table.declared.start, table.declared.bound) == (0.5, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("granularity, clips", [("channel", (3,)), ("tensor", (1,))])
+def test_a_rounded_weight_declares_its_clip_and_brings_its_codes(granularity, clips):
+    b = builder(QuantConfig(weight_granularity=granularity, weight_clip=0.7))
+    weight = b.weight("weight", (3, 16), rows=16, bound=0.2)
+    assert b.weight("weight", (3, 16)) is weight
+    values, clip = weight.values.declared, weight.clip.declared
+    assert (values.kind, values.shape, values.bound, values.clip) == (Kind.WEIGHT, (3, 16), 0.2, "weight_clip")
+    assert (clip.name, clip.kind, clip.shape, clip.start) == ("weight_clip", Kind.WEIGHT_CLIP, clips, 0.7)
+    assert (weight.codes.shape, weight.codes.dtype, weight.codes.role) == ((16, 16), torch.int8, "input")
+    assert (weight.scale.shape, weight.scale.role) == ((16,), "input")
     program = b.build()
-    assert names(program) == (["linear"], ["linear_input_gradient_float", "linear_weight_gradient_float"])
+    assert program.weights == {"weight": weight} and {weight.codes, weight.scale} <= {*program.inputs}
+
+
+def test_a_weight_in_float_mode_has_values_alone():
+    weight = builder().weight("weight", (3, 4))
+    assert weight.codes is weight.scale is weight.clip is None and weight.values.declared.clip is None
+
+
+@pytest.mark.parametrize("options, kept", [({}, "clipped"), ({"clip_gradient": "lsq"}, "clipped error"), (None, "")])
+def test_an_activation_keeps_what_its_gradient_needs(options, kept):
+    b = builder(QuantConfig(activation_clip=3.0, **options or {}), backward=options is not None)
+    coded = b.coded("x", (5, 3), "x_clip")
+    assert (coded.codes.dtype, coded.scale.shape, coded.clip.declared.start) == (torch.int8, (1,), 3.0)
+    assert coded.clip.declared.kind is Kind.ACTIVATION_CLIP
+    assert [name for name in ("clipped", "error") if getattr(coded, name) is not None] == kept.split()
+    if kept:
+        assert (coded.clipped.shape, coded.clipped.dtype) == ((2,), torch.uint8)
+
+
+# Gradients
+
+
+def test_borders_of_a_program():
+    b = builder()
+    b.output(project(b, b.input("x", (5, 4)), "weight", (3, 4)))
+    program = b.build()
+    assert names(program) == (["Project"], ["ProjectInputGradient", "ProjectWeightGradient"])
     assert [t.name for t in program.inputs] == ["random_key", "x"]
     assert [t.name for t in program.parameters] == ["weight"]
     assert [t.name for t in program.output_gradients] == ["d_y"]
-    assert [(t.name, g.name) for t, g in zip(program.differentiable, program.gradients, strict=True)] == [
-        ("x", "d_x"), ("weight", "d_weight")
-    ]
+    pairs = zip(program.differentiable, program.gradients, strict=True)
+    assert [(t.name, g.name) for t, g in pairs] == [("x", "d_x"), ("weight", "d_weight")]
 
 
 def test_without_a_backward_pass():
     b = builder(backward=False)
-    x = b.input("x", (5, 4))
-    b.output(blocks.linear(b, x, "weight", (3, 4), clip=None, output="y").value)
+    b.output(project(b, b.input("x", (5, 4)), "weight", (3, 4)))
     program = b.build()
-    assert names(program) == (["linear"], [])
+    assert names(program) == (["Project"], [])
     assert program.output_gradients == program.differentiable == program.gradients == ()
 
 
-def test_gradients_of_two_readers_are_added():
-    b = builder()
+def test_gradients_of_several_readers_are_added_by_who_makes_them():
+    b, weights = builder(), ("first", "second", "third")
     x = b.input("x", (5, 4))
-    for name in ("first", "second", "third"):
-        b.output(blocks.linear(b, x, name, (3, 4), clip=None, output="y").value)
+    for name in weights:
+        b.output(project(b, x, name, (3, 4)))
+    program = b.build()
+    added = [op.added and op.added.name for op in program.operations if op.name == "ProjectInputGradient"]
+    assert added == [None, "d_x", "d_x.2"] and "Add" not in names(program)[1]
+    tensors = {name: torch.randn(3, 4) for name in weights} | {"x": torch.randn(5, 4)}
+    _, found = run(program, tensors)
+    torch.testing.assert_close(found["x"], sum(tensors[name].sum(0) for name in weights).expand(5, 4))
+    torch.testing.assert_close(found["second"], tensors["x"].sum(0).expand(3, 4))
+
+
+def norm(b, residual, update=None, name="norm", **fields):
+    """A LayerNorm that others may read as floats."""
+    columns = residual.shape[1:]
+    return b.add(
+        ResidualNorm(
+            update=update, residual=residual, epsilon=1e-5, weight=b.parameter(name, columns, Kind.NORM_WEIGHT),
+            bias=b.parameter(name + "_bias", columns, Kind.NORM_BIAS), mean=b.tensor("mean", residual.shape[:1]),
+            rstd=b.tensor("rstd", residual.shape[:1]), z=None if update is None else b.like("z", residual), **fields,
+        )
+    )  # fmt: skip
+
+
+def test_gradients_that_nobody_adds_up_get_a_sum():
+    """x is the residual of one norm, and of another before it."""
+    b = builder()
+    x = b.input("x", (5, 8))
+    first = norm(b, x, project(b, x, "a", (8, 8)), out=b.like("first", x), name="one").out
+    second = norm(b, x, project(b, first, "b", (8, 8)), out=b.like("second", x), name="two").out
+    b.output(second)
+    program = b.build()
+    assert names(program)[1].count("Add") == 1
+    weights = {"one": torch.ones(8), "two": torch.randn(8), "one_bias": torch.zeros(8), "two_bias": torch.zeros(8)}
+    tensors = {"x": torch.randn(5, 8), "a": torch.randn(8, 8), "b": torch.randn(8, 8), **weights}
+    (found,), gradients = run(program, tensors)
+
+    def layer_norm(z, name):
+        return torch.nn.functional.layer_norm(z, (8,), tensors[name], tensors[name + "_bias"], 1e-5)
+
+    x, a, b = (tensors[name] for name in ("x", "a", "b"))
+    expected = layer_norm(x + layer_norm(x + x @ a.t(), "one") @ b.t(), "two")
+    torch.testing.assert_close(found, expected)
+    leaves = list(gradients)
+    for name, wanted in zip(leaves, torch.autograd.grad(expected.sum(), [tensors[n] for n in leaves]), strict=True):
+        torch.testing.assert_close(gradients[name], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_gradient_may_pass_through():
+    """Without a norm, the gradient of the residual is that of the result."""
+    b = builder()
+    x, other = b.input("x", (5, 8)), b.input("other", (5, 8))
+    update = project(b, other, "weight", (8, 8))
+    b.output(b.add(ResidualNorm(update=update, residual=x, epsilon=1e-5, z=b.like("z", x))).z)
+    tensors = {"x": torch.randn(5, 8), "other": torch.randn(5, 8), "weight": torch.randn(8, 8)}
+    _, found = run(b.build(), tensors)
+    assert torch.equal(found["x"], torch.ones(5, 8))
+    torch.testing.assert_close(found["other"], tensors["weight"].sum(0).expand(5, 8))
+
+
+def test_a_tensor_and_its_rounded_copy_share_a_gradient():
+    b = builder(INT8)
+    x = b.input("x", (5, 16))
+    made = norm(b, x, out=b.like("out", x), rounded=b.coded("codes", x.shape, "codes_clip"))
+    b.output(project(b, made.rounded, "first", (16, 16)))
+    b.output(project(b, rounded(b, made.out, "again"), "second", (16, 16)))
     program = b.build()
     _, backward = names(program)
-    assert backward.count("add") == 2
-    tensors = {name: torch.randn(3, 4, requires_grad=True) for name in ("first", "second", "third")}
-    x = torch.randn(5, 4, requires_grad=True)
-    outputs = Execution(program)({**tensors, "x": x, "random_key": torch.zeros(1, dtype=torch.int64)})
-    upstream = [torch.randn(5, 3) for _ in outputs]
-    found = torch.autograd.grad(outputs, [x, *tensors.values()], upstream)
-    expected = torch.autograd.grad([x @ t.t() for t in tensors.values()], [x, *tensors.values()], upstream)
-    for gradient, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted)
+    assert "Add" not in backward
+    assert [op.added and op.added.name for op in program.operations if op.name == "ProjectInputGradient"] == [
+        None, "d_again.codes"
+    ]  # fmt: skip
 
 
-def test_a_chain_of_two_linears():
+def test_a_gradient_is_taken_once():
     b = builder()
-    x = b.input("x", (5, 4))
-    hidden = blocks.linear(b, x, "first", (6, 4), clip=None, output="h")
-    b.output(blocks.linear(b, hidden.value, "second", (3, 6), clip=None, output="y").value)
-    program = b.build()
-    tensors = {"first": torch.randn(6, 4), "second": torch.randn(3, 6), "x": torch.randn(5, 4)}
-    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
-    (y,) = Execution(program)({**tensors, "random_key": torch.zeros(1, dtype=torch.int64)})
-    expected = tensors["x"] @ tensors["first"].t() @ tensors["second"].t()
-    torch.testing.assert_close(y, expected)
-    for gradient, wanted in zip(
-        torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True
-    ):
-        torch.testing.assert_close(gradient, wanted)
-    assert [tensor.name for tensor in program.saved] == ["h"]
+    x, first, second = b.input("x", (5, 4)), b.tensor("first", (5, 4)), b.tensor("second", (5, 4))
+    assert b.take_gradient(x) is b.gradient_of(x) is b.gradient_of(None) is b.gradient_sum(x, None) is None
+    b.accumulate(x, first)
+    assert b.take_gradient(x) is first and b.gradient_of(x) is None
+    b.accumulate(x, first)
+    b.accumulate(x, second)
+    total = b.gradient_of(x)
+    assert total not in (first, second) and b.gradient_sum(x) is total
+    (add,) = b._operations
+    assert (add.a, add.b, add.out) == (first, second, total)
+
+
+@pytest.mark.parametrize("backward", ["int8", "float"])
+def test_the_gradient_of_a_product_is_rounded_or_floats(backward):
+    b = builder(QuantConfig(backward=backward))
+    y = project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16))
+    floats, codes = b.product_gradient(y)
+    assert (floats is None) == (backward == "int8") and (codes is None) == (backward == "float")
+    found = floats if codes is None else codes.codes
+    assert (found.name, found.shape) == ("d_y", (5, 16))
+    if codes is not None:
+        assert codes.scale.shape == (5,) and codes.weight_scale is b.weight("weight", (16, 16)).scale
+        assert codes.key is b.key
+    assert b.product_gradient_of(y) == (floats, codes) and b.gradient_of(y) is None
+
+
+def test_what_is_no_product_gets_floats():
+    b = builder(INT8)
+    x = b.input("x", (5, 16))
+    floats, codes = b.product_gradient(x)
+    assert codes is None and b.gradient_of(x) is floats
+    assert b.product_gradient_of(b.input("other", (1,))) == (None, None)
+
+
+def test_the_gradient_of_a_bias_belongs_to_its_product():
+    b = builder()
+    bias = b.parameter("bias", (3,), Kind.BIAS)
+    with_bias = project(b, b.input("x", (5, 4)), "weight", (3, 4), bias=bias)
+    without = project(b, b.input("x", (5, 4)), "other", (3, 4))
+    assert b.bias_gradient(with_bias).name == "d_bias"
+    assert b.bias_gradient(without) is b.bias_gradient(None) is b.bias_gradient(b.input("z", (1,))) is None
 
 
 def test_a_parameter_has_one_reader():
     b = builder()
     x = b.input("x", (5, 4))
-    for output in ("a", "b"):
-        b.output(blocks.linear(b, x, "weight", (3, 4), clip=None, output=output).value)
+    for _ in range(2):
+        b.output(project(b, x, "weight", (3, 4)))
     with pytest.raises(ValueError, match="parameter weight has two readers in program tiny"):
         b.build()
 
 
-def test_an_unknown_operation():
-    with pytest.raises(KeyError, match="fold"):
-        builder().emit("fold", (), ())
+def test_a_product_has_one_reader():
+    b = builder()
+    hidden = project(b, b.input("x", (5, 4)), "weight", (4, 4), result="hidden")
+    for name in ("first", "second"):
+        b.output(project(b, hidden, name, (3, 4)))
+    with pytest.raises(ValueError, match="the product hidden has two readers in program tiny"):
+        b.build()
 
 
-def feed_forward(**options):
-    """activation between two rounded products, which asks for its result in the backward pass."""
-    config = config_of(**options)
-    b = builder(config.quant)
-    x = b.input("x", (5, 48))
-    product = blocks.linear(
-        b, blocks.quantize(b, x, "input_clip"), "first", (112, 48), clip="hidden_clip", output="hidden"
-    )
-    activated = blocks.activation(b, config, product, "bias", prefix="")
-    b.output(blocks.read(b, blocks.linear(b, activated, "second", (48, 112), clip=None, output="out"), None))
-    return b.build()
-
-
-@pytest.mark.parametrize("options", [{}, {"clip_gradient": "lsq"}, {"backward": "int8"}])
-def test_activations_are_computed_again_once(options):
-    program = feed_forward(dropout=0.1, **options)
-    forward, backward = names(program)
-    assert forward.count("bias_activation_dropout") == backward.count("bias_activation_dropout") == 1
-    saved = {tensor.name for tensor in program.saved}
-    assert "hidden.codes" in saved and not any(name.startswith("activation") for name in saved)
-    first, again = (op for op in program.operations if op.name == "bias_activation_dropout")
-    assert first.inputs == again.inputs and first.attributes == again.attributes
-    copies = [tensor.name for tensor in again.outputs if tensor is not None]
-    assert all(name.endswith(".again") for name in copies)
-    last = max(i for i, op in enumerate(program.operations) if any(t in op.inputs for t in again.outputs if t))
-    assert program.lifetimes[again.outputs[0]][1] == last
-
-
-def test_weights_come_as_codes_without_a_backward_pass():
-    b = builder(QuantConfig(), backward=False)
-    x = b.input("x", (5, 48))
-    product = blocks.linear(b, blocks.quantize(b, x, "input_clip"), "weight", (33, 48), clip=None, output="y", rows=48)
-    b.output(blocks.read(b, product, None))
+def test_a_chain_of_products_keeps_what_is_between_them():
+    b = builder()
+    hidden = project(b, b.input("x", (5, 4)), "first", (6, 4), result="hidden")
+    b.output(project(b, hidden, "second", (3, 6)))
     program = b.build()
-    assert names(program)[0] == ["quantize", "linear_int32", "read_product"]
-    assert {(t.name, t.shape, t.dtype) for t in program.inputs} >= {
-        ("weight.codes", (48, 48), torch.int8), ("weight.scale", (48,), torch.float32)
-    }
-    assert [t.name for t in program.parameters] == ["input_clip"]
+    tensors = {"first": torch.randn(6, 4), "second": torch.randn(3, 6), "x": torch.randn(5, 4)}
+    (y,), found = run(program, tensors)
+    expected = tensors["x"] @ tensors["first"].t() @ tensors["second"].t()
+    torch.testing.assert_close(y, expected)
+    leaves = list(found)
+    for name, wanted in zip(leaves, torch.autograd.grad(expected.sum(), [tensors[n] for n in leaves]), strict=True):
+        torch.testing.assert_close(found[name], wanted)
+    assert [tensor.name for tensor in program.saved] == ["hidden"]
 
 
-def test_dropout_is_off_outside_training():
-    config = config_of(dropout=0.3)
-    for training, expected in ((True, 0.3), (False, 0.0)):
-        b = builder(config.quant, training=training)
-        x = b.input("x", (5, 48))
-        product = blocks.linear(b, blocks.quantize(b, x, "x_clip"), "first", (112, 48), clip="y_clip", output="y")
-        blocks.activation(b, config, product, "bias", prefix="")
-        assert b._operations[-1].attributes["dropout"] == expected
+# Where it will run
 
 
-def test_the_int8_gradient_has_codes_and_a_row_scale():
-    program = feed_forward(backward="int8")
-    written = {t.name: t for operation in program.operations for t in operation.outputs if t is not None}
-    for product, columns in (("out", 48), ("hidden.codes", 112)):
-        gradient = written[f"d_{product}"]
-        assert gradient.dtype == torch.int8 and gradient.shape == (5, columns)
-        assert written[f"d_{product}.row_scale"].shape == (5,)
+def test_scratch_memory_is_what_the_backend_asks_for():
+    programs = {}
+    for name in ("cpu", "emulated", "reference"):
+        where = backend(name)
+        b = builder(INT8, where=where)
+        b.output(project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16)))
+        programs[name] = b.build()
+        for operation, scratch in zip(programs[name].operations, programs[name].scratch, strict=True):
+            assert [(one.shape, one.dtype) for one in scratch] == [
+                (tuple(shape), dtype) for shape, dtype in where.scratch(operation)
+            ]
+    assert any(programs["cpu"].scratch) and not any(programs["reference"].scratch)
 
 
-def test_every_rounding_at_random_has_its_own_stream():
-    program = feed_forward(backward="int8", dropout=0.1)
-    streams = [op.attributes["gradient_stream"] for op in program.operations if "gradient_stream" in op.attributes]
-    streams += [op.attributes["stream"] for op in program.operations if op.name == "linear_weight_gradient"]
-    streams += {op.attributes["stream"] for op in program.operations if op.name == "bias_activation_dropout"}
-    assert len(streams) == len(set(streams)) == 5
+def test_activations_are_as_wide_as_the_backend_has_them():
+    b = builder(INT8, where=CUDA(emulated_device(), activations=torch.bfloat16))
+    y = project(b, rounded(b, b.input("x", (5, 16))), "weight", (16, 16), bias=b.parameter("bias", (16,), Kind.BIAS))
+    b.output(y)
+    program = b.build()
+    dtypes = {tensor.name: tensor.dtype for tensor in program.lifetimes}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"x", "y", "d_x.codes", "d_y"}
+    assert y.size == 2 * 5 * 16 and dtypes["d_bias"] == dtypes["d_weight"] == torch.float32
+    assert builder(FLOAT).tensor("x", (1,)).dtype == torch.float32
+
+
+def test_operations_know_who_wrote_a_tensor():
+    b = builder()
+    x = b.input("x", (5, 4))
+    y = project(b, x, "weight", (3, 4))
+    assert isinstance(b.producer(y), Project) and b.producer(x) is None

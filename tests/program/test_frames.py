@@ -1,13 +1,16 @@
+"""Where tensors of a run come from: fresh memory, or planned places, for any batch up to the planned one."""
+
 import pickle
 
 import pytest
 import torch
 
-from lsq.layers import TransformerEncoderLayer
+from lsq.layers import TransformerEncoderLayer, programs
+from lsq.layers.blocks import Sentences
 from lsq.layers.memory import plan_memory
-from lsq.program import layers
 from lsq.program.frames import FreshFrame
 from lsq.program.step import is_placed
+from tests.layers.examples import mode_on
 from tests.layers.shapes import config_of
 
 
@@ -20,7 +23,7 @@ def planned():
 
 
 def program_of(layer, batch, time):
-    return layers.encoder_layer(layer.config, batch, time, False, True, True)
+    return programs.encoder_layer(layer.config, Sentences.of(batch * time, batch, time), mode_on("cpu"))
 
 
 def inside(memory, tensor):
@@ -29,11 +32,17 @@ def inside(memory, tensor):
 
 
 def test_fresh_tensors_have_the_shapes_of_what_is_written():
-    program = layers.feed_forward(config_of(), 5, True, True)
-    for index, operation in enumerate(program.operations):
-        for virtual, tensor in zip(operation.written, FreshFrame().tensors_for(index, operation), strict=True):
-            assert (virtual is None) == (tensor is None)
-            assert tensor is None or (tuple(tensor.shape), tensor.dtype) == (virtual.shape, virtual.dtype)
+    program = programs.feed_forward(config_of(), 5, mode_on("cpu"))
+    for index in range(len(program.operations)):
+        for virtual, tensor in zip(program.written(index), FreshFrame().tensors_for(program, index), strict=True):
+            assert (tuple(tensor.shape), tensor.dtype) == (virtual.shape, virtual.dtype)
+
+
+def test_fresh_tensors_come_from_where_they_should():
+    program, asked = programs.feed_forward(config_of(), 5, mode_on("cpu")), []
+    frame = FreshFrame(lambda virtual: asked.append(virtual) or torch.empty(virtual.shape, dtype=virtual.dtype))
+    frame.tensors_for(program, 1)
+    assert asked == [*program.operations[1].outputs, *program.scratch[1]] and program.scratch[1]
 
 
 @pytest.mark.parametrize("batch, time", [(2, 5), (1, 3), (2, 1)])
@@ -42,13 +51,13 @@ def test_tensors_of_any_batch_lie_at_the_planned_places(planned, batch, time):
     program = program_of(layer, batch, time)
     frame = memory.open(layer, program)
     base = memory.arena.tensor(0, 0, (1,), torch.uint8).data_ptr()
-    for index, operation in enumerate(program.operations):
-        tensors = frame.tensors_for(index, operation)
-        for number, (virtual, tensor) in enumerate(zip(operation.written, tensors, strict=True)):
-            if is_placed(virtual):
+    for index in range(len(program.operations)):
+        tensors = frame.tensors_for(program, index)
+        for number, (virtual, tensor) in enumerate(zip(program.written(index), tensors, strict=True)):
+            if is_placed(virtual) and virtual.size:
                 assert tensor.data_ptr() == base + memory.step.places[0][index][number][1]
                 assert tuple(tensor.shape) == virtual.shape and tensor.is_contiguous()
-            elif virtual is not None:
+            elif virtual.size:
                 assert not inside(memory, tensor)
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show of launch lists: bits that never change, graphs, streams, memory that runs out."""
+"""What only a GPU can show of whole programs: bits that never change, graphs, streams, memory that runs out."""
 
 import gc
 import shutil
@@ -9,22 +9,44 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.ops import device
-from lsq.program import layers
+from lsq.backends.cuda import CUDA, gpu
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.program.samples import border_tensors
+from lsq.program.tensor import VirtualTensor
+from tests.layers.examples import mode_on
 from tests.layers.shapes import config_of
-from tests.program.replay import replay_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
+LONG, SOURCE = Sentences.of(350, 9, 41), Sentences.of(300, 9, 37)
 
 
-def layer(**options):
-    config = config_of(**{"backward": "int8", "dropout": 0.1} | options)
-    return layers.decoder_layer(config, 9, 41, 37, True, True, True, True)
+class Prepared:
+    """Both passes of a program as one list of launches, on random inputs; every tensor has memory of its own."""
+
+    def __init__(self, build, dtype: torch.dtype = torch.float32, seed: int = 0):
+        where = CUDA(gpu(), activations=dtype)
+        self.program = build(mode_on(where))
+        self.placed = {tensor: one.to(where.place) for tensor, one in border_tensors(self.program, seed).items()}
+
+        def place(tensor: VirtualTensor) -> torch.Tensor:
+            if tensor not in self.placed:
+                self.placed[tensor] = where.allocate(tensor.shape, tensor.dtype)
+            return self.placed[tensor]
+
+        calls = zip(self.program.operations, self.program.scratch, strict=True)
+        self.run = where.prepare([(one.bind(place), [*map(place, scratch)]) for one, scratch in calls])
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Copies of outputs and gradients by name, once all is done."""
+        torch.cuda.synchronize()
+        wanted = (*self.program.outputs, *self.program.gradients)
+        return {tensor.name: self.placed[tensor].clone() for tensor in wanted}
 
 
-def snapshot(replayed):
-    return {name: tensor.clone() for name, tensor in replayed.results().items()}
+def decoder(mode):
+    return programs.decoder_layer(config_of(backward="int8", dropout=0.1), LONG, SOURCE, mode)
 
 
 def same(first, second):
@@ -33,72 +55,61 @@ def same(first, second):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_hundred_runs_give_the_same_bits(dtype):
-    replayed = replay_of(layer(), device.gpu(), dtype)
-    replayed.work.run()
-    torch.cuda.synchronize()
-    first = snapshot(replayed)
+    prepared = Prepared(decoder, dtype)
+    prepared.run()
+    first = prepared.results()
     for _ in range(99):
-        for tensor in replayed.program.gradients:
-            if tensor is not None:
-                replayed.placed[tensor].fill_(85)
-        replayed.work.run()
-        torch.cuda.synchronize()
-        assert same(first, snapshot(replayed))
+        for tensor in prepared.program.gradients:
+            prepared.placed[tensor].fill_(85)
+        prepared.run()
+        assert same(first, prepared.results())
 
 
 def test_a_captured_list_replays_on_other_inputs():
-    program = layers.encoder_layer(config_of(backward="int8", dropout=0.1), 9, 41, True, True, True)
-    key = next(tensor for tensor in program.inputs if tensor.name == "random_key")
-    gradient = program.output_gradients[0]
-    target = device.gpu()
-    placed = replay_of(program, target).placed
-    replayed = replay_of(program, target)
-    slots = {"gradient": replayed.placed[gradient], "key": replayed.placed[key]}
-    work = target.list(replayed.work.entries, slots=slots)
-    work.run(**slots)  # compiles, loads and warms up before the capture
+    prepared = Prepared(decoder)
+    changing = [
+        prepared.placed[tensor]
+        for tensor in (*prepared.program.inputs, *prepared.program.output_gradients)
+        if tensor.name in ("x", "random_key", "d_" + prepared.program.outputs[0].name)
+    ]
+    prepared.run()  # compiles, loads and warms up before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        work.run()
+        prepared.run()
     for seed in (1, 2):
-        other = {"gradient": torch.randn_like(placed[gradient]), "key": torch.tensor([seed], device=target.place)}
-        other = {name: tensor.clone() for name, tensor in other.items()}
-        work.run(**other)
-        torch.cuda.synchronize()
-        eager = snapshot(replayed)
-        work.store(**slots)
+        for tensor in changing:
+            tensor.copy_(torch.randn_like(tensor) if tensor.is_floating_point() else torch.full_like(tensor, seed))
+        prepared.run()
+        eager = prepared.results()
+        for tensor in prepared.program.gradients:
+            prepared.placed[tensor].fill_(85)
         graph.replay()
-        work.store(**other)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert same(eager, snapshot(replayed))
+        assert same(eager, prepared.results())
 
 
 def test_two_streams_at_once():
-    lists = [replay_of(layer(), device.gpu(), torch.bfloat16, seed) for seed in (0, 1)]
+    both = [Prepared(decoder, torch.bfloat16, seed) for seed in (0, 1)]
     expected = []
-    for replayed in lists:
-        replayed.work.run()
-        torch.cuda.synchronize()
-        expected.append(snapshot(replayed))
+    for prepared in both:
+        prepared.run()
+        expected.append(prepared.results())
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for _ in range(50):
-        for stream, replayed in zip(streams, lists, strict=True):
+        for stream, prepared in zip(streams, both, strict=True):
             with torch.cuda.stream(stream):
-                replayed.work.run()
-    torch.cuda.synchronize()
-    assert all(same(wanted, snapshot(replayed)) for wanted, replayed in zip(expected, lists, strict=True))
+                prepared.run()
+    assert all(same(wanted, prepared.results()) for wanted, prepared in zip(expected, both, strict=True))
 
 
 def test_memory_that_runs_out_is_said_and_nothing_leaks():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     config = config_of(hidden=1024, inner=4096, heads=16)
-    program = layers.feed_forward(config, 2**20, True, True)
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
         with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
-            replay_of(program, device.gpu(), torch.bfloat16)
+            Prepared(lambda mode: programs.feed_forward(config, 2**20, mode), torch.bfloat16)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()  # the exception kept what was made before it

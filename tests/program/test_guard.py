@@ -77,11 +77,11 @@ def test_a_write_behind_the_end(guarded, monkeypatch):
     model, memory = guarded
     original = guard.GuardedFrame.done
 
-    def spill(frame, index, operation):
-        if operation.name == "linear_int8":
+    def spill(frame, program, index):
+        if program.operations[index].name == "Attention":
             key = (frame.node, index, 0)
             frame.memory.red_zone(frame.memory.alive[key])[MARGIN - 1] = 0
-        original(frame, index, operation)
+        original(frame, program, index)
 
     monkeypatch.setattr(guard.GuardedFrame, "done", spill)
     with pytest.raises(MemoryGuardError, match="wrote behind the end of .*codes"):

@@ -1,3 +1,5 @@
+"""Rehearsal: modules note their programs and compute nothing."""
+
 import pytest
 import torch
 

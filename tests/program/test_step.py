@@ -21,9 +21,8 @@ def replay(passes):
     seen, moment = {}, 0
     for one in passes:
         for index in operations_of(one):
-            operation = one.program.operations[index]
-            for tensor in (*operation.inputs, *operation.written):
-                if tensor is not None and tensor.role == "temporary":
+            for tensor in (*one.program.operations[index].inputs, *one.program.written(index)):
+                if tensor.role == "temporary":
                     seen.setdefault((one.node, tensor.name), [moment, moment])[1] = moment
             moment += 1
     return seen
@@ -63,7 +62,7 @@ def test_what_crosses_a_border_is_not_placed():
     _, rehearsal = rehearsed()
     for (node, index, number), buffer in buffers_of(rehearsal.passes, range(len(rehearsal.owners))).items():
         program = next(one.program for one in rehearsal.passes if one.node == node)
-        tensor = program.operations[index].written[number]
+        tensor = program.written(index)[number]
         borders = {*program.outputs, *program.gradients, *program.inputs, *program.parameters}
         assert tensor not in borders and is_placed(tensor) and buffer.size == tensor.size
 

@@ -1,10 +1,9 @@
-"""Virtual tensors and operations."""
+"""Virtual tensors: sizes, text, identity."""
 
 import pytest
 import torch
 
-from lsq.ops import registry
-from lsq.program.tensor import Operation, VirtualTensor
+from lsq.program.tensor import VirtualTensor
 
 
 @pytest.mark.parametrize("shape, dtype, size", [
@@ -22,7 +21,3 @@ def test_text():
 def test_tensors_equal_only_themselves():
     a, b = (VirtualTensor(name="x", shape=(1,)) for _ in range(2))
     assert a != b and len({a, b}) == 2
-
-
-def test_an_operation_has_its_definitions_name():
-    assert Operation(definition=registry.definition("add"), inputs=(), outputs=()).name == "add"

@@ -43,8 +43,8 @@ def test_text():
         "  operations: 54.5% tuned, 9.1% as the nearest batch size, 36.4% not",
         "  time: 50.0% tuned, 25.0% as the nearest batch size, 25.0% not",
         "  from /a.json",
-        "  missed linear_int8 32 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran untuned",
-        "  missed linear_int8 8 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran as 16 tokens",
+        "  missed project 32 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran untuned",
+        "  missed project 8 x 128 x 256 (int8 to int32, nt): 1 calls, 0.250 s; ran as 16 tokens",
     ]
     assert report(line(8, 8), files=()).text().splitlines() == [
         "tuned products on Example CPU: 1 calls of 1 products",

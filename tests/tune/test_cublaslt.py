@@ -121,7 +121,7 @@ def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
 
 @pytest.mark.parametrize(
     "key",
-    [matmul(k=60), matmul(layout="nn"), asked("linear_int8", 41, 48, 64)],
+    [matmul(k=60), matmul(layout="nn"), asked("project", 41, 48, 64)],
 )
 def test_products_that_cublaslt_has_not(products, key):
     backend = CublasBackend(products)

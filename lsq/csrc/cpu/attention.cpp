@@ -1,84 +1,100 @@
-// Softmax over keys with padding and future masks and dropout, forward and backward, in place.
-#include "loops.h"
+// Attention over packed rows; lsq/ops/attention.py is the reference.
+#include "attention.h"
 
 using namespace lsq;
 
 namespace {
 
-// Dropout of a whole matrix [numel] that begins at element `first` of its tensor, from `in` to `out`.
-void drop_matrix(const Dropout& dropout, int64_t first, int64_t numel, const float* in, float* out) {
-    constexpr int64_t kChunk = 1024;
-    uint32_t words[kChunk + 8];
-    for (int64_t done = 0; done < numel; done += kChunk) {
-        const int64_t n = std::min(kChunk, numel - done);
-        if (in != out) std::memcpy(out + done, in + done, n * sizeof(float));
-        dropout.apply(first + done, n, out + done, words);
+class ForwardWorker : Worker<Attention> {
+public:
+    explicit ForwardWorker(const Case<Attention>& given, float* rows)
+        : Worker(given), rows_(rows), context_(kBlock * stride_), scaled_(op_.width), flags_(op_.width + 8) {}
+
+    // -> whether a value that was rounded was NaN
+    bool run(const Pair& pair) {
+        read_keys(pair);
+        transpose(pair, k_.get(), k_panels_.get());
+        bool missing = false;
+        for (int64_t begin = 0; begin < pair.queries; begin += kBlock) {
+            const int64_t rows = std::min(kBlock, pair.queries - begin), seen = pair.seen(begin + rows - 1);
+            given_.q.read(pair.first + begin, rows, pair.head * op_.width, op_.width, queries_.get(), stride_);
+            multiply_keys(queries_.get(), k_panels_.get(), rows, seen, scores_.get());
+            float shares[kBlock];
+            for (int64_t i = 0; i < rows; ++i) {
+                shares[i] = softmax(pair, begin + i, seen, scores_.get() + i * given_.wide);
+            }
+            multiply(Left<false>{scores_.get(), given_.wide}, rows_of(v_.get(), stride_), rows, op_.width, seen, false,
+                     context_.get(), stride_);
+            for (int64_t i = 0; i < rows; ++i) {
+                missing |= write(pair, begin + i, shares[i], context_.get() + i * stride_);
+            }
+        }
+        return missing;
     }
+
+private:
+    // Products x [keys] -> exp(score - largest) after dropout, 0 for keys that are not seen; -> what the context is to
+    // be multiplied by.
+    float softmax(const Pair& pair, int64_t query, int64_t keys, float* x) {
+        const int64_t n = pair.seen(query), row = pair.first + query;
+        const float factor = given_.factor;
+        float largest = -infinity();
+#pragma omp simd reduction(max : largest)
+        for (int64_t j = 0; j < n; ++j) {
+            x[j] *= factor;
+            largest = x[j] > largest ? x[j] : largest;
+        }
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < n; ++j) {
+            x[j] = bounded_exponential(x[j] - largest);
+            sum += x[j];
+        }
+        std::fill(x + n, x + std::max(n, keys), 0.0f);
+        if (op_.log_sum) op_.log_sum[row * op_.heads + pair.head] = n ? largest + std::log(sum) : -infinity();
+        if (op_.dropout.threshold) draw(row, pair.head, n);
+        drop(n, x);
+        return n ? given_.v.scale() / sum : 0.0f;
+    }
+
+    bool write(const Pair& pair, int64_t query, float share, float* x) {
+        const int64_t width = op_.width, element = ((pair.first + query) * op_.heads + pair.head) * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) x[i] *= share;
+        if (rows_) std::memcpy(rows_ + element, x, width * sizeof(float));
+        if (!op_.rounded.codes || width % 8) return false;
+        return round_row(op_.rounded, element, width, x, scaled_.data(), flags_.data());
+    }
+
+    float* rows_;  // where the context goes as floats, if anywhere
+    AlignedFloats context_;
+    std::vector<float> scaled_;
+    std::vector<uint8_t> flags_;
+};
+
+// Rounds n numbers, whichever rows they make.
+bool round_all(const Coded& coded, int64_t n, const float* x) {
+    constexpr int64_t kChunk = 1024;
+    return for_rows((n + kChunk - 1) / kChunk, kChunk, [&](int64_t chunk, Scratch& scratch) {
+        const int64_t first = chunk * kChunk, count = std::min(kChunk, n - first);
+        return static_cast<int>(round_row(coded, first, count, x + first, scratch.a.data(), scratch.flags.data()));
+    });
 }
 
 }  // namespace
 
-// scores [B * N, T, S] -> probabilities, in place; padding bool [B, S] or null; `dropped` gets them after dropout
-// (it is `scores` itself where nothing is dropped).
-LSQ_EXPORT void lsq_masked_softmax(float* scores, const uint8_t* padding, const int64_t* key, int64_t stream,
-                                   int64_t threshold, float keep, int64_t causal, float* dropped, int64_t batch,
-                                   int64_t heads, int64_t time, int64_t source) {
-    const Dropout dropout{key, stream, threshold, keep};
-    const float minus_infinity = -std::numeric_limits<float>::infinity();
-#pragma omp parallel for schedule(static)
-    for (int64_t matrix = 0; matrix < batch * heads; ++matrix) {
-        const uint8_t* masked = padding ? padding + matrix / heads * source : nullptr;
-        float* first_row = scores + matrix * time * source;
-        for (int64_t t = 0; t < time; ++t) {
-            float* x = first_row + t * source;
-            const int64_t visible = causal ? t + 1 + source - time : source;
-#pragma omp simd
-            for (int64_t s = visible; s < source; ++s) x[s] = minus_infinity;
-            if (masked) {
-                for (int64_t s = 0; s < source; ++s) x[s] = masked[s] ? minus_infinity : x[s];
-            }
-            float largest = minus_infinity;
-#pragma omp simd reduction(max : largest)
-            for (int64_t s = 0; s < source; ++s) largest = x[s] > largest ? x[s] : largest;
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t s = 0; s < source; ++s) {
-                x[s] = exponential(x[s] - largest);
-                sum += x[s];
-            }
-#pragma omp simd
-            for (int64_t s = 0; s < source; ++s) x[s] /= sum;
-        }
-        if (threshold) {
-            const int64_t first = matrix * time * source;
-            drop_matrix(dropout, first, time * source, first_row, dropped + first);
-        }
+LSQ_OPERATION(Attention, op) {
+    const Case<Attention> given(op);
+    const bool afterwards = op.rounded.codes && op.width % 8;  // heads do not begin at bytes of the clipped bits
+    std::vector<float> waiting(afterwards && !op.out ? op.rows * op.heads * op.width : 0);
+    float* rows = afterwards && !op.out ? waiting.data() : op.out;
+    int missing = 0;
+#pragma omp parallel reduction(| : missing)
+    {
+        ForwardWorker worker(given, rows);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op, given.order[i]));
     }
-}
-
-// probabilities [rows, S]; gradient [rows, S] of the dropped probabilities -> gradient of the scores, in place.
-LSQ_EXPORT void lsq_softmax_backward(const float* probabilities, const int64_t* key, int64_t stream, int64_t threshold,
-                                     float keep, float* gradient, int64_t rows, int64_t source) {
-    const Dropout dropout{key, stream, threshold, keep};
-    const Blocks blocks(rows);
-#pragma omp parallel for schedule(static)
-    for (int64_t block = 0; block < blocks.count; ++block) {
-        const int64_t begin = blocks.begin(block), end = blocks.end(block);
-        if (threshold && begin < end) {
-            float* g = gradient + begin * source;
-            drop_matrix(dropout, begin * source, (end - begin) * source, g, g);
-        }
-        for (int64_t row = begin; row < end; ++row) {
-            const float* p = probabilities + row * source;
-            float* g = gradient + row * source;
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t s = 0; s < source; ++s) {
-                g[s] *= p[s];
-                sum += g[s];
-            }
-#pragma omp simd
-            for (int64_t s = 0; s < source; ++s) g[s] -= p[s] * sum;
-        }
-    }
+    if (afterwards) missing |= round_all(op.rounded, op.rows * op.heads * op.width, rows);
+    finish(op.rounded, missing);
 }

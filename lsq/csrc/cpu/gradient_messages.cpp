@@ -24,12 +24,13 @@ void load_ahead(const T* x, int64_t n) {
 struct Shard {
     int64_t length, block, bits;
 
+    explicit Shard(const Messages& messages) : length(messages.length), block(messages.block), bits(messages.bits) {}
     int64_t blocks() const { return (length + block - 1) / block; }
     int64_t code_bytes() const { return length * bits / 8; }
     int64_t scale_place(int64_t number) const { return code_bytes() + kScaleBytes * number; }
     int64_t scales_end() const { return scale_place(blocks()); }
     int64_t bytes() const { return (scales_end() + 15) / 16 * 16; }
-    float largest_code() const { return bits == 8 ? 127.0f : 7.0f; }
+    float largest_code() const { return static_cast<float>((1 << (bits - 1)) - 1); }
     int64_t size_of(int64_t number) const { return std::min(block, length - number * block); }
     const uint8_t* codes(const uint8_t* message, int64_t number) const { return message + number * block * bits / 8; }
     float scale(const uint8_t* message, int64_t number) const {
@@ -42,9 +43,9 @@ struct Shard {
 // How values become codes: to the nearest, or at random where there is a key.
 struct Rounder {
     const int64_t* key;
-    int64_t stream;
+    int64_t subsequence;
 
-    // x [n] becomes codes [n]; x[0] is that element of the stream.
+    // x [n] becomes codes [n]; x[0] is that element of the subsequence.
     template <class T>
     void round(const T* x, int64_t n, float reciprocal, float q, int64_t element, int8_t* codes) const {
         if (!key) {
@@ -53,7 +54,7 @@ struct Rounder {
             return;
         }
         uint32_t words[kLargestBlock];
-        philox(key[0], stream, element, n, words);
+        philox(key[0], subsequence, element, n, words);
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) codes[i] = round_at_random(widen(x[i]) * reciprocal, words[i], q);
     }
@@ -168,22 +169,23 @@ void add_up(const Shard& shard, int64_t number, const uint8_t* messages, int64_t
 }
 
 template <class T>
-void pack(const T* x, const Rounder& rounder, uint8_t* messages, float* error, int64_t rows, int64_t values,
-          int64_t shards, const Shard& shard) {
+void pack(const PackGradients& op, const T* x) {
+    const Shard shard(op.messages);
+    const Rounder rounder{op.key, op.subsequence};
     const int64_t blocks = shard.blocks();
 #pragma omp parallel for schedule(static)
-    for (int64_t block = 0; block < shards * blocks; ++block) {
+    for (int64_t block = 0; block < op.shards * blocks; ++block) {
         const int64_t number = block % blocks, first = block / blocks * shard.length + number * shard.block;
-        const int64_t n = shard.size_of(number), valid = std::min(std::max<int64_t>(values - first, 0), n);
-        uint8_t* message = messages + block / blocks * shard.bytes();
-        if (rows == 1 && valid == n) {
+        const int64_t n = shard.size_of(number), valid = std::min(std::max<int64_t>(op.values - first, 0), n);
+        uint8_t* message = op.messages.data + block / blocks * shard.bytes();
+        if (op.rows == 1 && valid == n) {
             load_ahead(x + first, n);
-            encode(shard, number, x + first, rounder, first, message, error ? error + first : nullptr);
+            encode(shard, number, x + first, rounder, first, message, op.error ? op.error + first : nullptr);
             continue;
         }
         float sum[kLargestBlock], rest[kLargestBlock];
-        for (int64_t row = 0; row < rows; ++row) {
-            const T* from = x + row * values + first;
+        for (int64_t row = 0; row < op.rows; ++row) {
+            const T* from = x + row * op.values + first;
             load_ahead(from, valid);
             if (row == 0) {
 #pragma omp simd
@@ -194,68 +196,60 @@ void pack(const T* x, const Rounder& rounder, uint8_t* messages, float* error, i
             }
         }
         std::fill(sum + valid, sum + n, 0.0f);
-        encode(shard, number, sum, rounder, first, message, error ? rest : nullptr);
-        if (error && valid) std::memcpy(error + first, rest, valid * sizeof(float));
+        encode(shard, number, sum, rounder, first, message, op.error ? rest : nullptr);
+        if (op.error && valid) std::memcpy(op.error + first, rest, valid * sizeof(float));
+    }
+}
+
+template <class T>
+void unpack(const UnpackGradients& op, T* x) {
+    const Shard shard(op.messages);
+    const int64_t blocks = shard.blocks();
+    const float factor = op.factor;
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < op.shards * blocks; ++at) {
+        const int64_t number = at % blocks, first = at / blocks * shard.length + number * shard.block;
+        const int64_t valid = std::min(op.values - first, shard.size_of(number));
+        if (valid <= 0) continue;
+        const uint8_t* message = op.messages.data + at / blocks * shard.bytes();
+        T* out = x + first;
+        if (op.copies == 1) {
+            Terms terms;
+            terms.load(shard, number, message, 1, 0);
+            const int8_t* codes = terms.codes[0];
+            const float scale = terms.scale[0];
+#pragma omp simd
+            for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
+            continue;
+        }
+        float sum[kLargestBlock];
+        add_up(shard, number, message, op.copies, op.shards * shard.bytes(), sum);
+#pragma omp simd
+        for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(sum[i] * factor);
     }
 }
 
 }  // namespace
 
-// x float [R, v] of dtype `kind` -> messages uint8 [S, M], error float32 [v] or null. Rounds at random under a key.
-LSQ_EXPORT void lsq_gradient_pack(const void* x, int64_t kind, const int64_t* key, uint8_t* messages, float* error,
-                                  int64_t rows, int64_t values, int64_t shards, int64_t length, int64_t block,
-                                  int64_t bits, int64_t stream) {
-    for_dtype(kind, [&](auto* dtype) {
-        const auto* from = static_cast<decltype(dtype)>(const_cast<void*>(x));
-        pack(from, {key, stream}, messages, error, rows, values, shards, {length, block, bits});
-    });
+LSQ_OPERATION(PackGradients, op) {
+    for_dtype(op.dtype, [&](auto* dtype) { pack(op, static_cast<const std::remove_pointer_t<decltype(dtype)>*>(op.x)); });
 }
 
-// messages uint8 [N, M] -> message uint8 [M']: the sum times `factor`, with codes of `out_bits` bits.
-LSQ_EXPORT void lsq_gradient_sum(const uint8_t* messages, const int64_t* key, uint8_t* out, int64_t count,
-                                 int64_t length, int64_t block, int64_t bits, int64_t out_bits, int64_t stream,
-                                 float factor) {
-    const Shard from{length, block, bits}, to{length, block, out_bits};
-    const Rounder rounder{key, stream};
+LSQ_OPERATION(SumMessages, op) {
+    const Shard from(op.messages), to(op.sum);
+    const Rounder rounder{op.key, op.subsequence};
+    const float factor = op.factor;
 #pragma omp parallel for schedule(static)
     for (int64_t number = 0; number < from.blocks(); ++number) {
         float sum[kLargestBlock];
-        add_up(from, number, messages, count, from.bytes(), sum);
+        add_up(from, number, op.messages.data, op.count, from.bytes(), sum);
         const int64_t n = from.size_of(number);
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) sum[i] *= factor;
-        encode(to, number, sum, rounder, number * block, out, nullptr);
+        encode(to, number, sum, rounder, number * from.block, op.sum.data, nullptr);
     }
 }
 
-// messages uint8 [R, S, M] -> x float [v] of dtype `kind`: the sum of the copies times `factor`.
-LSQ_EXPORT void lsq_gradient_unpack(const uint8_t* messages, void* x, int64_t kind, int64_t copies, int64_t values,
-                                    int64_t shards, int64_t length, int64_t block, int64_t bits, float factor) {
-    const Shard shard{length, block, bits};
-    const int64_t blocks = shard.blocks();
-    for_dtype(kind, [&](auto* dtype) {
-        auto* to = static_cast<decltype(dtype)>(x);
-        using T = std::remove_pointer_t<decltype(dtype)>;
-#pragma omp parallel for schedule(static)
-        for (int64_t at = 0; at < shards * blocks; ++at) {
-            const int64_t number = at % blocks, first = at / blocks * length + number * block;
-            const int64_t valid = std::min(values - first, shard.size_of(number));
-            if (valid <= 0) continue;
-            const uint8_t* message = messages + at / blocks * shard.bytes();
-            T* out = to + first;
-            if (copies == 1) {
-                Terms terms;
-                terms.load(shard, number, message, 1, 0);
-                const int8_t* codes = terms.codes[0];
-                const float scale = terms.scale[0];
-#pragma omp simd
-                for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(static_cast<float>(codes[i]) * scale * factor);
-                continue;
-            }
-            float sum[kLargestBlock];
-            add_up(shard, number, message, copies, shards * shard.bytes(), sum);
-#pragma omp simd
-            for (int64_t i = 0; i < valid; ++i) out[i] = narrow<T>(sum[i] * factor);
-        }
-    });
+LSQ_OPERATION(UnpackGradients, op) {
+    for_dtype(op.dtype, [&](auto* dtype) { unpack(op, static_cast<decltype(dtype)>(op.x)); });
 }

@@ -22,7 +22,7 @@ struct Blocks {
 class ColumnSums {
 public:
     ColumnSums(int64_t blocks, int64_t n, bool wanted)
-        : blocks_(blocks), n_(n), partial_(wanted ? blocks * n : 0, 0.0f) {}
+        : blocks_(wanted ? blocks : 0), n_(n), partial_(blocks_ * n, 0.0f) {}
 
     void add(int64_t block, const float* x) {
         if (partial_.empty()) return;
@@ -39,8 +39,9 @@ public:
     }
 
     void write(float* out) const {
-        if (!out || partial_.empty()) return;
+        if (!out) return;
         std::fill(out, out + n_, 0.0f);
+        if (partial_.empty()) return;
         for (int64_t b = 0; b < blocks_; ++b) {
 #pragma omp simd
             for (int64_t i = 0; i < n_; ++i) out[i] += partial_[b * n_ + i];
@@ -99,55 +100,28 @@ void for_blocks(const Blocks& blocks, int64_t n, const Body& body) {
     }
 }
 
-// Where the rows of a result go: as codes under clip [1], or, if `largest` is 0, as they are.
-struct RowSink {
-    void* out;  // int8 codes [M, N], or float [M, N]
-    const float* clip;
-    int64_t largest;
-    float* scale;  // [1]
-    uint8_t* clipped;
-    float* error;
-
-    // Whether a value was NaN; x is scratch.a, or any row other than scratch.b.
-    int write(int64_t row, int64_t n, const float* x, Scratch& scratch) const {
-        if (!largest) {
-            std::memcpy(static_cast<float*>(out) + row * n, x, n * sizeof(float));
-            return 0;
-        }
-        const Rounding rounding{static_cast<int8_t*>(out), clipped, error};
-        const float q = static_cast<float>(largest);
-        return rounding.round(row * n, n, x, clip[0], q, scratch.b.data(), scratch.flags.data());
-    }
-
-    void finish(int missing) const {
-        if (largest) scale[0] = poisoned(clip[0] / static_cast<float>(largest), missing);
-    }
-};
-
-// The end of every backward loop that has read a product: sums for the bias and the clip, then the product's gradient.
-class ProductGradient {
+// The end of every backward loop that makes the gradient of a product [M, N]: sums for its bias, then the gradient as it is
+// (`floats`) or rounded (`rounded`); null what is not wanted.
+class GradientSink {
 public:
-    ProductGradient(const Blocks& blocks, int64_t n, const StraightThrough& straight, const GradientSink& sink, bool bias)
-        : n_(n), straight_(straight), sink_(sink), bias_sums_(blocks.count, n, bias), clip_sums_(blocks.count, 0.0) {}
+    GradientSink(const Blocks& blocks, int64_t n, float* floats, const RoundedGradient& rounded, float* bias)
+        : n_(n), floats_(floats), rounded_(rounded), bias_(bias), bias_sums_(blocks.count, n, bias) {}
 
-    // g [n] is the gradient of the values read. Changes it.
+    // g [n] is row `row` of the gradient. Changes it.
     void add(int64_t block, int64_t row, float* g, Scratch& scratch) {
         bias_sums_.add(block, g);
-        clip_sums_[block] += straight_.apply(row * n_, n_, g);
-        sink_.write(row, n_, g, scratch.words.data());
+        if (floats_) std::memcpy(floats_ + row * n_, g, n_ * sizeof(float));
+        if (rounded_.codes) round_row(rounded_, row, n_, g, scratch.words.data());
     }
 
-    void finish(float factor, float* dclip, float* dbias) const {
-        bias_sums_.write(dbias);
-        write_sum(clip_sums_, factor, dclip);
-    }
+    void finish() const { bias_sums_.write(bias_); }
 
 private:
     int64_t n_;
-    StraightThrough straight_;
-    GradientSink sink_;
+    float* floats_;
+    const RoundedGradient& rounded_;
+    float* bias_;
     ColumnSums bias_sums_;
-    std::vector<double> clip_sums_;
 };
 
 }  // namespace lsq

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al. 2011), many counters at a time; see lsq/ops/random.py for keys and counters.
+// Philox4x32-10 (Salmon et al. 2011), many counters at a time; see lsq/quant/random.py for keys and counters.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch mak
 
 // Counters group .. group + 15. The 32-bit words stand in 64-bit lanes, whose upper halves may hold anything:
 // the multiplication reads the lower ones alone.
-inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t group, uint32_t* out) {
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint32_t* out) {
     const __m512i multiplier0 = _mm512_set1_epi64(kPhiloxMultiplier0);
     const __m512i multiplier1 = _mm512_set1_epi64(kPhiloxMultiplier1);
     const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
@@ -27,7 +27,7 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t
     for (int half = 0; half < 2; ++half) {
         c0[half] = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(group + 8 * half)), lanes);
         c1[half] = _mm512_srli_epi64(c0[half], 32);
-        c2[half] = _mm512_set1_epi64(stream);
+        c2[half] = _mm512_set1_epi64(subsequence);
         c3[half] = _mm512_setzero_si512();
     }
     for (int round = 0; round < 10; ++round) {
@@ -53,13 +53,13 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t
 
 #else
 
-inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t group, uint32_t* out) {
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint32_t* out) {
     constexpr int kLanes = kPhiloxWords / 4;
     uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
     for (int i = 0; i < kLanes; ++i) {
         c0[i] = static_cast<uint32_t>(group + i);
         c1[i] = static_cast<uint32_t>((group + i) >> 32);
-        c2[i] = stream;
+        c2[i] = subsequence;
         c3[i] = 0;
     }
     for (int round = 0; round < 10; ++round) {
@@ -84,18 +84,18 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t stream, uint64_t
 
 #endif
 
-// Words [first, first + n) of a stream; `first` must be a multiple of 4.
-inline void philox(int64_t key, int64_t stream, int64_t first, int64_t n, uint32_t* out) {
+// Words [first, first + n) of a subsequence; `first` must be a multiple of 4.
+inline void philox(int64_t key, int64_t subsequence, int64_t first, int64_t n, uint32_t* out) {
     const uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32);
     int64_t done = 0;
     for (; done < n; done += kPhiloxWords) {
         const uint64_t group = static_cast<uint64_t>(first + done) / 4;
         if (n - done >= kPhiloxWords) {
-            philox_batch(key0, key1, static_cast<uint32_t>(stream), group, out + done);
+            philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, out + done);
             continue;
         }
         uint32_t words[kPhiloxWords];
-        philox_batch(key0, key1, static_cast<uint32_t>(stream), group, words);
+        philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, words);
         std::memcpy(out + done, words, sizeof(uint32_t) * (n - done));
     }
 }

@@ -182,7 +182,7 @@ struct Call {
 
 template <typename... T>
 inline void call(void (*kernel)(T...), void** arguments) {
-    static_assert(((sizeof(T) == 8 || sizeof(T) == 4) && ...), "kernels take Pointer, int64_t and float alone");
+    static_assert((__is_trivially_copyable(T) && ...), "arguments are copied byte by byte");
     [[maybe_unused]] Arguments left{arguments};
     Call{kernel, left.read<T>()...};
 }

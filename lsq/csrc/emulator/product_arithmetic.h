@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #pragma GCC optimize("O3")  // the emulator is built for quick compiling; these loops must be vectorised
@@ -102,7 +103,8 @@ inline void multiply_integers(const Job& job, const int8_t* a, const int8_t* b, 
                 reinterpret_cast<int32_t*>(d)[at] = sum * static_cast<int32_t>(job.scalar);
             } else {
                 const float scaled = static_cast<float>(sum) * (job.alpha ? job.alpha[row] : job.scalar);
-                const float code = std::isnan(scaled) ? 0 : std::min(127.0f, std::max(-128.0f, std::nearbyint(scaled)));
+                constexpr float kLow = std::numeric_limits<int8_t>::min(), kHigh = std::numeric_limits<int8_t>::max();
+                const float code = std::isnan(scaled) ? 0 : std::clamp(std::nearbyint(scaled), kLow, kHigh);
                 reinterpret_cast<int8_t*>(d)[at] = static_cast<int8_t>(code);
             }
         }

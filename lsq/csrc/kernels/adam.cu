@@ -44,14 +44,12 @@ constexpr int kTileRows = 4 * kWarps, kTileColumns = 4 * kWarp;  // of a block; 
 
 }  // namespace
 
-// weight, gradient, first and second moment float32 [numel], scalars float32 [6] -> the new weight and moments, which
-// may be the same memory.
-LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(
-    In<float> weight, In<float> gradient, In<float> first, In<float> second, In<float> scalars, Out<float> new_weight,
-    Out<float> new_first, Out<float> new_second, int64_t numel) {
+LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(const Adam op) {
     const int64_t element = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
-    const Step step(scalars);
-    if (element + 4 <= numel) {
+    const float *weight = op.weight, *gradient = op.gradient, *first = op.first, *second = op.second;
+    float *new_weight = op.new_weight, *new_first = op.new_first, *new_second = op.new_second;
+    const Step step(op.numbers);
+    if (element + 4 <= op.numel) {
         Moments values{load_words<float4>(weight + element), load_words<float4>(gradient + element),
                        load_words<float4>(first + element), load_words<float4>(second + element)};
         values.apply(step);
@@ -60,7 +58,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(
         store_words(new_second + element, values.v);
         return;
     }
-    for (int64_t i = element; i < numel; ++i) {
+    for (int64_t i = element; i < op.numel; ++i) {
         float w = weight[i], m = first[i], v = second[i];
         step.apply(w, gradient[i], m, v);
         new_weight[i] = w, new_first[i] = m, new_second[i] = v;
@@ -68,21 +66,19 @@ LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(
 }
 LSQ_EXPORT(lsq_adam)
 
-// The same for [valid, K] with clip [valid] or [1] -> also codes int8 [rows, K], transposed int8 [K, rows] or null, and
-// scale [rows]; rows from `valid` on are padding with codes 0 and scale 1. Scales are written anew where a weight is
-// NaN.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(
-    In<float> weight, In<float> gradient, In<float> first, In<float> second, In<float> scalars, In<float> clip,
-    Out<float> new_weight, Out<float> new_first, Out<float> new_second, Out<int8_t> codes, Out<int8_t> transposed,
-    Out<float> scale, Out<uint32_t> ticket, int64_t clips, int64_t valid, int64_t rows, int64_t columns,
-    float largest) {
+// The same for [valid, K], and its codes; rows from `valid` on are padding with codes 0 and scale 1. Scales are written
+// anew where a weight is NaN.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(const Adam op, Out<uint32_t> ticket) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * kTileRows + 4 * warp;
     const int64_t column = static_cast<int64_t>(blockIdx.y) * kTileColumns + 4 * lane;
-    const float *weights = weight, *gradients = gradient, *ms = first, *vs = second, *limits = clip;
-    float *updated = new_weight, *new_ms = new_first, *new_vs = new_second, *scales = scale;
-    int8_t* out = codes;
-    const Step step(scalars);
+    const int64_t valid = op.valid, rows = op.rows, columns = op.columns;
+    const float *weights = op.weight, *gradients = op.gradient, *ms = op.first, *vs = op.second;
+    const float* limits = op.rounded.clip;
+    float *updated = op.new_weight, *new_ms = op.new_first, *new_vs = op.new_second, *scales = op.rounded.scale;
+    int8_t *out = op.rounded.codes, *transposed = op.transposed;
+    const float largest = op.rounded.largest;
+    const Step step(op.numbers);
     Moments values[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -99,7 +95,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(
         const int64_t element = (row + r) * columns + column;
         float limit = largest;  // so that padding has scale 1
         if (row + r < valid) {
-            limit = limits[clips > 1 ? row + r : 0];
+            limit = limits[op.clips > 1 ? row + r : 0];
             values[r].apply(step);
             store_words(updated + element, values[r].weight);
             store_words(new_ms + element, values[r].m);
@@ -134,8 +130,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(
     const bool last = last_block<kThreads>(ticket, missing);
     if (!last || !missing) return;
     for (int64_t poisoned_row = warp; poisoned_row < valid; poisoned_row += kWarps) {
-        bool found = clips == 1;
-        for (int64_t i = 4 * lane; i < columns && clips > 1; i += 4 * kWarp) {
+        bool found = op.clips == 1;
+        for (int64_t i = 4 * lane; i < columns && op.clips > 1; i += 4 * kWarp) {
             found |= any_nan(load_words<float4>(updated + (poisoned_row * columns + i)));
         }
         found = __any_sync(kAllLanes, found);

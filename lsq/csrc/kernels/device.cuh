@@ -1,7 +1,8 @@
 // What every kernel file includes first: types, pointers and the emulator's stand-ins for what NVRTC knows by itself.
 //
-// No CUDA header is needed. A kernel's arguments are In<T>, Out<T>, int64_t and float, nothing else. -D says what a
-// kernel is specialised for; FLOAT is the dtype of activations and their gradients: 0 float32, 1 bfloat16, 2 float16.
+// No CUDA header is needed. A kernel takes the struct of its operation (operations.h, see lsq/csrc/declarations.py), and
+// In<T>, Out<T>, int64_t and float beside it. -D says what a kernel is specialised for; FLOAT is the dtype of activations
+// and their gradients: 0 float32, 1 bfloat16, 2 float16.
 #pragma once
 
 #ifdef LSQ_EMULATOR
@@ -47,6 +48,7 @@ struct Pointer {
         if (address & 1) resolved = __ldg(reinterpret_cast<const unsigned long long*>(address - 1));
         return reinterpret_cast<T*>(resolved);
     }
+    __device__ __forceinline__ explicit operator bool() const { return address != 0; }
 };
 template <class T>
 using In = Pointer<const T>;
@@ -56,5 +58,7 @@ using Out = Pointer<T>;
 constexpr int kWarp = 32;
 
 }  // namespace lsq
+
+#include "operations.h"
 
 using namespace lsq;

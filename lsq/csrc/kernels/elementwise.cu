@@ -1,11 +1,14 @@
-// What looks at each value by itself: the float values of a product, sums of two tensors, copies.
+// What looks at each value by itself: sums of two tensors, copies.
 //
-// M rows, N columns. -DUNIT says how many values are read at a time: 8, or 1 where rows are no multiple of 8.
-#include "patch.cuh"
-#include "product.cuh"
+// lsq_append copies codes with -DCODES=1, else activations; 16 bytes a thread with -DWORDS=1, where rows are multiples of
+// that, else one value.
+#include "vectors.cuh"
 
-#ifndef UNIT
-#define UNIT 8
+#ifndef CODES
+#define CODES 0
+#endif
+#ifndef WORDS
+#define WORDS 0
 #endif
 
 namespace {
@@ -16,46 +19,26 @@ __device__ __forceinline__ int64_t thread_of_grid() {
     return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
 }
 
+#if CODES
+using Copied = int8_t;
+#else
+using Copied = Float;
+#endif
+#if WORDS
+using Unit = uint4;
+#else
+using Unit = Copied;
+#endif
+constexpr int64_t kUnit = sizeof(Unit) / sizeof(Copied);
+
 }  // namespace
 
-// y [M, N], its scale, bias [N] or null -> out [M, N].
-LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_read_product(
-    In<ProductValue> y, In<float> y_scale, In<float> bias, Out<Float> out, int64_t rows, int64_t columns) {
-    const int64_t row = patch_row(), column = patch_column();
-    if (column >= columns) return;
-    const ProductValue* values = y + (row * columns + column);
-    Float* results = out + (row * columns + column);
-#if UNIT == 8
-    Packed<ProductValue> product[kPatchRows];
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-        if (row + r < rows) product[r] = load_packed(values + r * columns);
-    }
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r) {
-        if (row + r >= rows) continue;
-        float x[kVector];
-        read_biased8(product[r], y_scale, bias, column, x);
-        store8(results + r * columns, x);
-    }
-#else
-    const int count = static_cast<int>(min(columns - column, static_cast<int64_t>(kVector)));
-    for (int r = 0; r < kPatchRows && row + r < rows; ++r) {
-        for (int i = 0; i < count; ++i) {
-            const float x = read_product(values[r * columns + i], y_scale, column + i);
-            results[r * columns + i] = narrow<Float>(bias ? x + bias[column + i] : x);
-        }
-    }
-#endif
-}
-LSQ_EXPORT(lsq_read_product)
-
-// a, b -> out = a + b, `count` values; the last thread takes what is left over of eights.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_add(In<Float> a, In<Float> b, Out<Float> out, int64_t count) {
-    const Float *left = a, *right = b;
-    Float* sum = out;
+// The last thread takes what is left over of eights.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_add(const Add op) {
+    const Float *left = op.a, *right = op.b;
+    Float* sum = op.out;
     const int64_t begin = thread_of_grid() * kVector;
-    if (begin + kVector <= count) {
+    if (begin + kVector <= op.count) {
         float x[kVector], y[kVector];
         load8(left + begin, x);
         load8(right + begin, y);
@@ -63,22 +46,24 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_add(In<Float> a, In<Float> b, Out<Flo
         for (int i = 0; i < kVector; ++i) x[i] += y[i];
         store8(sum + begin, x);
     } else {
-        for (int64_t i = begin; i < count; ++i) sum[i] = narrow<Float>(widen(left[i]) + widen(right[i]));
+        for (int64_t i = begin; i < op.count; ++i) sum[i] = narrow<Float>(widen(left[i]) + widen(right[i]));
     }
 }
 LSQ_EXPORT(lsq_add)
 
-// before [rows, past], now [rows, step] -> out [rows, past + step]; both widths are multiples of UNIT.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_append(
-    In<Float> before, In<Float> now, Out<Float> out, int64_t rows, int64_t past, int64_t step) {
-    const int64_t begin = thread_of_grid() * UNIT, width = past + step;
-    if (begin >= rows * width) return;
-    const int64_t row = begin / width, column = begin - row * width;
-    const Float* from = column < past ? before + row * past + column : now + row * step + (column - past);
-#if UNIT == 8
-    store_packed(out + begin, load_packed(from));
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_append(const Append op) {
+#if CODES
+    const Copied *before = op.before, *now = op.now;
+    Copied* out = op.out;
 #else
-    out[begin] = *from;
+    const Copied *before = op.before_floats, *now = op.now_floats;
+    Copied* out = op.out_floats;
 #endif
+    const int64_t width = op.columns / kUnit, past = op.past * width, begin = thread_of_grid();
+    if (begin >= op.batch * (past + width)) return;
+    const int64_t sentence = begin / (past + width), place = begin - sentence * (past + width);
+    const Copied* from = place < past ? before + (sentence * past + place) * kUnit
+                                      : now + (sentence * width + place - past) * kUnit;
+    store_words(out + begin * kUnit, load_words<Unit>(from));
 }
 LSQ_EXPORT(lsq_append)

@@ -29,7 +29,7 @@ constexpr int kVectors = BLOCK / kVector / kLanes;
 constexpr int kGroups = kThreads / kLanes;              // blocks of values that a block of threads takes
 constexpr int kMessagesAtOnce = kVectors == 1 ? 8 : 4;  // whose loads are under way together
 constexpr int kRowsAtOnce = MANY ? 4 / kVectors : 1, kCopiesAtOnce = MANY ? 4 : 1;
-constexpr float kOutCode = OUT_BITS == 8 ? 127.0f : 7.0f;  // the largest code that is written
+constexpr float kOutCode = (1 << (OUT_BITS - 1)) - 1;   // the largest code that is written
 
 // Blocks that a multiprocessor holds at once, at least, of those that pack: one row at a time needs few registers.
 constexpr int kLeastBlocks = kVectors > 1 ? 2 : MANY || RANDOM ? 4 : 6;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void add_rows(
 // Where values go as codes. All threads of the block must call `write`.
 struct Encoder {
     const int64_t* key;
-    int64_t stream;
+    int64_t subsequence;
     float* error;    // [v], or null
     int64_t values;  // v
 
@@ -183,7 +183,7 @@ struct Encoder {
         if (reciprocal == 0.0f) return codes;
 #if RANDOM
         uint32_t words[kVector];
-        random8(key[0], stream, element, words);
+        random8(key[0], subsequence, element, words);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) codes.add(i, round_at_random(x[i] * reciprocal, words[i], kOutCode));
 #else
@@ -211,28 +211,25 @@ struct Encoder {
 
 }  // namespace
 
-// x Float [R, v] -> messages uint8 [S, M], error float32 [v] or null. Grid: blocks of a shard, S.
-LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_gradient_pack(
-    In<Float> x, In<int64_t> key, Out<uint8_t> messages, Out<float> error, int64_t rows, int64_t values,
-    int64_t length, int64_t stream) {
-    const Shard<OUT_BITS> shard{length};
+// Grid: blocks of a shard, S.
+LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks) lsq_pack_gradients(const PackGradients op) {
+    const Shard<OUT_BITS> shard{op.messages.length};
     const Place place;
     int64_t column[kVectors];
     place.columns(column);
     Values sum;
     clear(sum);
-    const int64_t element = static_cast<int64_t>(blockIdx.y) * length;
-    add_rows(static_cast<const Float*>(x), MANY ? rows : 1, values, element, length, column, sum);
-    const Encoder encoder{key, stream, error, values};
-    encoder.write(shard, place.number, column, sum, element, messages + blockIdx.y * shard.bytes());
+    const int64_t element = static_cast<int64_t>(blockIdx.y) * shard.length;
+    const void* x = op.x;
+    add_rows(static_cast<const Float*>(x), MANY ? op.rows : 1, op.values, element, shard.length, column, sum);
+    const Encoder encoder{op.key, op.subsequence, op.error, op.values};
+    encoder.write(shard, place.number, column, sum, element, op.messages.data + blockIdx.y * shard.bytes());
 }
-LSQ_EXPORT(lsq_gradient_pack)
+LSQ_EXPORT(lsq_pack_gradients)
 
-// messages uint8 [N, M] -> message uint8 [M']: the sum times `factor`. Grid: blocks of the shard.
-LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_gradient_sum(
-    In<uint8_t> messages, In<int64_t> key, Out<uint8_t> out, int64_t count, int64_t length, int64_t stream,
-    float factor) {
-    const Shard<BITS> shard{length};
+// Grid: blocks of the shard.
+LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_sum_messages(const SumMessages op) {
+    const Shard<BITS> shard{op.messages.length};
     const Place place;
     int64_t column[kVectors];
     place.columns(column);
@@ -240,40 +237,40 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocksOfSum) lsq_gradient_sum(
     clear(sum);
     if (place.number < shard.blocks()) {
         add_messages<kMessagesAtOnce>(
-            static_cast<const uint8_t*>(messages), count, shard.bytes(), shard, place.number, column, sum);
+            static_cast<const uint8_t*>(op.messages.data), op.count, shard.bytes(), shard, place.number, column, sum);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[v][i] *= factor;
+        for (int i = 0; i < kVector; ++i) sum[v][i] *= op.factor;
     }
-    const Encoder encoder{key, stream, nullptr, length};
-    encoder.write({length}, place.number, column, sum, 0, out);
+    const Encoder encoder{op.key, op.subsequence, nullptr, shard.length};
+    encoder.write({shard.length}, place.number, column, sum, 0, op.sum.data);
 }
-LSQ_EXPORT(lsq_gradient_sum)
+LSQ_EXPORT(lsq_sum_messages)
 
-// messages uint8 [R, S, M] -> x Float [v]: the sum of the copies times `factor`. Grid: vectors of a shard, S.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_unpack(
-    In<uint8_t> messages, Out<Float> x, int64_t copies, int64_t values, int64_t length, float factor) {
-    const Shard<BITS> shard{length};
+// Grid: vectors of a shard, S.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_unpack_gradients(const UnpackGradients op) {
+    const Shard<BITS> shard{op.messages.length};
     const int64_t column[1] = {kVector * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x)};
-    const int64_t element = blockIdx.y * length + column[0];
-    if (column[0] >= length || element >= values) return;
+    const int64_t element = blockIdx.y * shard.length + column[0];
+    if (column[0] >= shard.length || element >= op.values) return;
     float sum[1][kVector];
     clear(sum);
-    const uint8_t* message = messages + blockIdx.y * shard.bytes();
-    const int64_t stride = gridDim.y * shard.bytes(), count = MANY ? copies : 1;
+    const uint8_t* message = op.messages.data + blockIdx.y * shard.bytes();
+    const int64_t stride = gridDim.y * shard.bytes(), count = MANY ? op.copies : 1;
     add_messages<kCopiesAtOnce>(message, count, stride, shard, column[0] / BLOCK, column, sum);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) sum[0][i] *= factor;
-    Float* out = x + element;
-    if (element + kVector <= values) {
+    for (int i = 0; i < kVector; ++i) sum[0][i] *= op.factor;
+    void* x = op.x;
+    Float* out = static_cast<Float*>(x) + element;
+    if (element + kVector <= op.values) {
         store8(out, sum[0]);
         return;
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        if (element + i < values) out[i] = narrow<Float>(sum[0][i]);
+        if (element + i < op.values) out[i] = narrow<Float>(sum[0][i]);
     }
 }
-LSQ_EXPORT(lsq_gradient_unpack)
+LSQ_EXPORT(lsq_unpack_gradients)

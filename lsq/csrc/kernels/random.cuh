@@ -1,4 +1,4 @@
-// Random numbers that depend on key, stream and element alone; see lsq/ops/random.py.
+// Random numbers that depend on key, subsequence and element alone; see lsq/quant/random.py.
 #pragma once
 
 #include "vectors.cuh"
@@ -6,10 +6,10 @@
 namespace lsq {
 
 // Words of elements [element, element + 8); `element` is a multiple of 4.
-__device__ __forceinline__ void random8(int64_t key, int64_t stream, int64_t element, uint32_t (&words)[kVector]) {
+__device__ __forceinline__ void random8(int64_t key, int64_t subsequence, int64_t element, uint32_t (&words)[kVector]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const PhiloxWords group = philox_group(key, stream, element / 4 + half);
+        const PhiloxWords group = philox_group(key, subsequence, element / 4 + half);
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[4 * half + i] = group.word[i];
     }
@@ -17,12 +17,12 @@ __device__ __forceinline__ void random8(int64_t key, int64_t stream, int64_t ele
 
 // The same for any element.
 __device__ __forceinline__ void random8_unaligned(
-    int64_t key, int64_t stream, int64_t element, uint32_t (&words)[kVector]) {
+    int64_t key, int64_t subsequence, int64_t element, uint32_t (&words)[kVector]) {
     const int offset = element % 4;
     uint32_t drawn[12];
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
-        const PhiloxWords group = philox_group(key, stream, element / 4 + part);
+        const PhiloxWords group = philox_group(key, subsequence, element / 4 + part);
 #pragma unroll
         for (int i = 0; i < 4; ++i) drawn[4 * part + i] = group.word[i];
     }
@@ -33,11 +33,14 @@ __device__ __forceinline__ void random8_unaligned(
     }
 }
 
-struct Dropout {
+// A Dropout with its key at hand.
+struct DropoutMask {
     const int64_t* key;
-    int64_t stream;
-    int64_t threshold;  // 0: no dropout
-    float keep;         // 1 / (1 - probability)
+    int64_t subsequence, threshold;
+    float keep;
+
+    __device__ __forceinline__ explicit DropoutMask(const Dropout& dropout)
+        : key(dropout.key), subsequence(dropout.subsequence), threshold(dropout.threshold), keep(dropout.keep) {}
 
     __device__ __forceinline__ float apply(float x, uint32_t word) const {
         return word >= static_cast<uint32_t>(threshold) ? x * keep : 0.0f;
@@ -47,7 +50,7 @@ struct Dropout {
     __device__ __forceinline__ void apply8(int64_t element, float (&x)[kVector]) const {
         if (threshold == 0) return;
         uint32_t words[kVector];
-        random8(key[0], stream, element, words);
+        random8(key[0], subsequence, element, words);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) x[i] = apply(x[i], words[i]);
     }

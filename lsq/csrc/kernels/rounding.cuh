@@ -1,4 +1,4 @@
-// Rounding to codes and its straight-through gradient; lsq/ops/rounding.py is the reference.
+// Rounding to codes and its straight-through gradient; lsq/quant/arithmetic.py is the reference.
 //
 // Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8. M rows, N columns.
 #pragma once
@@ -8,20 +8,31 @@
 
 namespace lsq {
 
-// Where rounded values go.
-struct Rounding {
+// Where rounded values go: a Coded with its pointers at hand; nowhere if it has no codes.
+struct CodeSink {
     int8_t* codes;
     uint8_t* clipped;  // may be null
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
+    const float* clip;
+    float* scale;
+    float q;
 
-    // Elements [element, element + 8): `scaled` is x / scale, bit i of `outside` says |x[i]| > clip. Returns whether a
-    // value was NaN.
-    __device__ __forceinline__ bool write8(
-        int64_t element, const float (&scaled)[kVector], uint32_t outside, float q) const {
+    __device__ __forceinline__ explicit CodeSink(const Coded& coded)
+        : codes(coded.codes), clipped(coded.clipped), error(coded.error), clip(coded.clip), scale(coded.scale),
+          q(coded.largest) {}
+
+    // Rounds x, elements [element, element + 8). -> whether one was NaN
+    __device__ __forceinline__ bool write8(int64_t element, const float (&x)[kVector]) const {
+        if (!codes) return false;
+        const float limit = clip[0], step = limit / q;
+        float scaled[kVector];
         int8_t rounded[kVector];
+        uint32_t outside = 0;
         bool missing = false;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
+            scaled[i] = x[i] / step;
+            outside |= static_cast<uint32_t>(fabsf(x[i]) > limit) << i;
             missing |= scaled[i] != scaled[i];
             rounded[i] = code_of(scaled[i], q);
         }
@@ -38,37 +49,10 @@ struct Rounding {
         return missing;
     }
 
-    // Rounds float values under `clip`.
-    __device__ __forceinline__ bool round8(int64_t element, const float (&x)[kVector], float clip, float q) const {
-        const float scale = clip / q;
-        float scaled[kVector];
-        uint32_t outside = 0;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            scaled[i] = x[i] / scale;
-            outside |= static_cast<uint32_t>(fabsf(x[i]) > clip) << i;
-        }
-        return write8(element, scaled, outside, q);
-    }
-};
-
-// Where the values of a result go: as codes where there is a clip, as they are, or both.
-struct ResultSink {
-    Float* out;  // may be null
-    Rounding rounding;
-    const float* clip;  // null: no codes
-    float largest;
-
-    // Elements [element, element + 8). -> whether one that was to be rounded was NaN
-    __device__ __forceinline__ bool write8(int64_t element, const float (&x)[kVector]) const {
-        if (out) store8(out + element, x);
-        return clip ? rounding.round8(element, x, clip[0], largest) : false;
-    }
-
-    // All threads of all blocks must call this; see finish_scale.
+    // All threads of all blocks must call this; see finish_scale. The codes of no rows have no address, but a scale.
     template <int THREADS>
-    __device__ __forceinline__ void finish(uint32_t* ticket, bool missing, float* scale) const {
-        if (clip) finish_scale<THREADS>(ticket, missing, clip[0], largest, scale);
+    __device__ __forceinline__ void finish(uint32_t* ticket, bool missing) const {
+        if (scale) finish_scale<THREADS>(ticket, missing, clip[0], q, scale);
     }
 };
 
@@ -77,6 +61,9 @@ struct StraightThrough {
     const int8_t* codes;
     const uint8_t* clipped;  // null: nothing was rounded
     const float* error;      // null: PACT
+
+    __device__ __forceinline__ explicit StraightThrough(const Coded& coded)
+        : codes(coded.codes), clipped(coded.clipped), error(coded.error) {}
 
     __device__ __forceinline__ float apply8(int64_t element, float (&gradient)[kVector]) const {
         if (!clipped) return 0.0f;

@@ -2,8 +2,8 @@
 //
 // M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond M is 0. Values are
 // codes (-DCODES=1) or Float, times row_factor [M] and column_factor [N] where given. Rounding with a scale for each
-// column takes three steps: largest magnitudes of parts of the rows, scales, codes. lsq/ops/rounding.py (round_columns)
-// is the reference.
+// column takes three steps: largest magnitudes of parts of the rows, scales, codes. lsq/quant/arithmetic.py
+// (round_columns) is the reference.
 #include "random.cuh"
 #include "reduce.cuh"
 #include "rounding.cuh"
@@ -135,9 +135,9 @@ LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_column_largest(
 }
 LSQ_EXPORT(lsq_column_largest)
 
-// partial float32 [parts, N] -> scale [N] and its reciprocal [N] for rounding each column.
+// partial float32 [parts, N] -> scale [N] and its reciprocal [N] for rounding each column to codes within q.
 LSQ_KERNEL __launch_bounds__(256) lsq_column_scales(
-    In<float> partial, Out<float> scale, Out<float> reciprocal, int64_t parts, int64_t columns) {
+    In<float> partial, Out<float> scale, Out<float> reciprocal, int64_t parts, int64_t columns, float q) {
     constexpr int kSlices = 256 / kWarp;
     __shared__ uint32_t slices[kSlices][kWarp];
     const int slice = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -155,7 +155,7 @@ LSQ_KERNEL __launch_bounds__(256) lsq_column_scales(
     if (slice || column >= columns) return;
 #pragma unroll
     for (int i = 1; i < kSlices; ++i) largest = Largest::join(largest, slices[i][lane]);
-    const GradientScale s = gradient_scale(float_of(largest));
+    const GradientScale s = gradient_scale(float_of(largest), q);
     scale[column] = s.scale;
     reciprocal[column] = s.reciprocal;
 }
@@ -164,7 +164,7 @@ LSQ_EXPORT(lsq_column_scales)
 // values [M, N], reciprocal [N] -> out int8 [N, P], rounded at random.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
     In<Value> values, In<float> row_factor, In<float> column_factor, In<float> reciprocal, In<int64_t> key,
-    Out<int8_t> out, int64_t stream, int64_t rows, int64_t columns, int64_t padded) {
+    Out<int8_t> out, int64_t subsequence, int64_t rows, int64_t columns, int64_t padded, float q) {
     const Source source{values, row_factor, column_factor, columns};
     const int64_t row = tile_row(), column = tile_column();
     const int64_t drawn_from = key[0];
@@ -186,8 +186,8 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
             const int64_t group = ((row + r) * columns + column) / 4;
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                if (i % 4 == 0) drawn = philox_group(drawn_from, stream, group + i / 4);
-                const int8_t code = round_at_random(x[i] * inverse[i], drawn.word[i % 4]);
+                if (i % 4 == 0) drawn = philox_group(drawn_from, subsequence, group + i / 4);
+                const int8_t code = round_at_random(x[i] * inverse[i], drawn.word[i % 4], q);
                 word[i] = word[i] >> 8 | static_cast<uint32_t>(static_cast<uint8_t>(code)) << 24;
             }
         }

@@ -61,15 +61,16 @@ LSQ_EXPORT void* lsq_list_create(void* driver) { return new LaunchList(*static_c
 
 LSQ_EXPORT void lsq_list_destroy(void* list) { delete static_cast<LaunchList*>(list); }
 
-// sizes: grid, then block, three each.
+// sizes: grid, then block, three each. words, begins: see LaunchList::add.
 LSQ_EXPORT void lsq_list_add_launch(void* list, const char* what, void* function, const int64_t* sizes, int64_t shared,
-                                    const uint64_t* values, int64_t count) {
-    Launch launch{function, {}, {}, static_cast<unsigned>(shared), 0, static_cast<size_t>(count)};
+                                    const uint64_t* words, int64_t count, const int64_t* begins, int64_t parameters) {
+    Launch launch{function, {}, {}, static_cast<unsigned>(shared), 0};
     for (int i = 0; i < 3; ++i) {
         launch.grid[i] = static_cast<unsigned>(sizes[i]);
         launch.block[i] = static_cast<unsigned>(sizes[3 + i]);
     }
-    static_cast<LaunchList*>(list)->add(what, launch, values);
+    static_cast<LaunchList*>(list)->add(what, launch, words, static_cast<size_t>(count), begins,
+                                       static_cast<size_t>(parameters));
 }
 
 LSQ_EXPORT void lsq_list_add_product(void* list, const char* what, const void* product, const void* a, const void* b,

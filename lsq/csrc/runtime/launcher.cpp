@@ -2,11 +2,13 @@
 
 namespace lsq {
 
-void LaunchList::add(const std::string& what, const Launch& launch, const uint64_t* values) {
+void LaunchList::add(const std::string& what, const Launch& launch, const uint64_t* words, size_t count,
+                     const int64_t* begins, size_t parameters) {
     entries_.push_back({what, false, launches_.size()});
     launches_.push_back(launch);
-    launches_.back().first_value = values_.size();
-    values_.insert(values_.end(), values, values + launch.values);
+    launches_.back().first_parameter = begins_.size();
+    for (size_t i = 0; i < parameters; ++i) begins_.push_back(words_.size() + begins[i]);
+    words_.insert(words_.end(), words, words + count);
 }
 
 void LaunchList::add(const std::string& what, const ProductCall& call) {
@@ -16,7 +18,7 @@ void LaunchList::add(const std::string& what, const ProductCall& call) {
 
 void LaunchList::close(size_t slot_launches) {
     slot_launches_ = slot_launches;
-    for (uint64_t& value : values_) parameters_.push_back(&value);
+    for (size_t begin : begins_) parameters_.push_back(&words_[begin]);
 }
 
 int LaunchList::start(const Entry& entry, void* stream) {
@@ -27,13 +29,13 @@ int LaunchList::start(const Entry& entry, void* stream) {
     }
     const Launch& l = launches_[entry.index];
     return driver_.launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2],
-                          l.shared_bytes, stream, parameters_.data() + l.first_value, nullptr);
+                          l.shared_bytes, stream, parameters_.data() + l.first_parameter, nullptr);
 }
 
 int LaunchList::run(void* stream, const uint64_t* slots, size_t count, bool work, std::string& message) {
     for (size_t slot = 0; slot < count; ++slot) {
         const Launch& writer = launches_[entries_[slot / kSlotsAtOnce].index];
-        values_[writer.first_value + kFirstSlotValue + slot % kSlotsAtOnce] = slots[slot];
+        words_[begins_[writer.first_parameter + kFirstSlotValue + slot % kSlotsAtOnce]] = slots[slot];
     }
     const size_t end = work ? entries_.size() : slot_launches_;
     for (size_t i = slots ? 0 : slot_launches_; i < end; ++i) {

@@ -20,7 +20,7 @@ struct Launch {
     void* function;
     std::array<unsigned, 3> grid, block;
     unsigned shared_bytes;
-    size_t first_value, values;  // its parameters in LaunchList::values_
+    size_t first_parameter;  // in LaunchList::parameters_
 };
 
 struct ProductCall {
@@ -36,8 +36,10 @@ class LaunchList {
 public:
     explicit LaunchList(const Driver& driver) : driver_(driver) {}
 
-    // `values`: 8 bytes for each parameter of the kernel; a float stands in the first four.
-    void add(const std::string& what, const Launch& launch, const uint64_t* values);
+    // Appends a launch with its parameters: `words` of 8 bytes, parameter i beginning at words[begins[i]]. A float stands in
+    // the first four bytes of its word.
+    void add(const std::string& what, const Launch& launch, const uint64_t* words, size_t count, const int64_t* begins,
+             size_t parameters);
     void add(const std::string& what, const ProductCall& call);
     // Must be called once after the last `add`. The first `slot_launches` entries write slots: lsq_store_slots.
     void close(size_t slot_launches);
@@ -58,8 +60,9 @@ private:
     std::vector<Entry> entries_;
     std::vector<Launch> launches_;
     std::vector<ProductCall> products_;
-    std::vector<uint64_t> values_;
-    std::vector<void*> parameters_;  // addresses of `values_`
+    std::vector<uint64_t> words_;
+    std::vector<size_t> begins_;     // of each parameter in `words_`
+    std::vector<void*> parameters_;  // the same as addresses
     size_t slot_launches_ = 0;
 };
 

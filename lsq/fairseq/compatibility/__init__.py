@@ -7,7 +7,7 @@ Importing this package prepares fairseq once for the whole process:
 * saving: under another name first, then renamed. fairseq does so for the first file of a save but copies
   checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full;
 * resuming: every epoch goes on with the batches of a training that was not interrupted, and on another number of
-  processes without skipping any;
+  processes without skipping any; an optimizer of other parameters is refused;
 * batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
 * divergence: the first tensor that holds NaN or infinity is named, and no checkpoint of it is written;
 * data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only.
@@ -21,6 +21,7 @@ from fairseq import checkpoint_utils
 from fairseq.data import data_utils, iterators
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.file_io import PathManager
+from fairseq.optim import FairseqOptimizer
 from fairseq.trainer import Trainer
 
 from lsq.fairseq.compatibility import batches, divergence, loading, resuming, saving
@@ -43,6 +44,7 @@ def apply() -> None:
     EpochBatchIterator.state_dict = resuming.iterator_state
     EpochBatchIterator.load_state_dict = resuming.load_iterator_state
     EpochBatchIterator._get_iterator_for_epoch = resuming.iterator_for_epoch
+    FairseqOptimizer.load_state_dict = resuming.load_optimizer_state
     Trainer.get_train_iterator = resuming.train_iterator
     Trainer.reset_dummy_batch = resuming.keep_dummy_batch
     Trainer.clip_grad_norm = divergence.clip_grad_norm

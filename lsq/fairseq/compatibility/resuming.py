@@ -11,7 +11,10 @@ from collections.abc import Iterator
 
 from fairseq.data import iterators
 from fairseq.data.iterators import EpochBatchIterator
+from fairseq.optim import FairseqOptimizer
 from fairseq.trainer import Trainer
+
+from lsq.fairseq.compatibility.parts import MOMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +22,7 @@ _fairseq_iterator_state = EpochBatchIterator.state_dict
 _fairseq_load_iterator_state = EpochBatchIterator.load_state_dict
 _fairseq_iterator_for_epoch = EpochBatchIterator._get_iterator_for_epoch
 _fairseq_train_iterator = Trainer.get_train_iterator
+_fairseq_load_optimizer = FairseqOptimizer.load_state_dict
 
 
 def train_iterator(trainer: Trainer, epoch: int, **options: object) -> EpochBatchIterator:
@@ -49,6 +53,28 @@ def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
 def iterator_state(iterator: EpochBatchIterator) -> dict:
     """Takes the place of EpochBatchIterator.state_dict: among how many processes the batches were divided is kept."""
     return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards}
+
+
+def load_optimizer_state(optimizer: FairseqOptimizer, state: dict, overrides: dict | None = None) -> None:
+    """Takes the place of FairseqOptimizer.load_state_dict: moments are known by the order of parameters alone.
+
+    Raises:
+        ValueError: there are other parameters now, or in another order.
+    """
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    kept = [state["state"].get(number, {}) for number in numbers]
+    if len(own) != len(kept) or any(
+        moments[name].shape != parameter.shape
+        for moments, parameter in zip(kept, own, strict=True)
+        for name in MOMENTS
+        if name in moments
+    ):
+        raise ValueError(
+            "the checkpoint's optimizer is of other parameters than this model has (of an older version of lsq, or of "
+            "other options); to train on from its weights alone, add --reset-optimizer"
+        )
+    _fairseq_load_optimizer(optimizer, state, overrides)
 
 
 def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:

@@ -30,7 +30,7 @@ def damaging(monkeypatch):
         ("", "encoder.embed_tokens.weight"),
         ("", "decoder.layers.1.feed_forward.fc1_weight"),
         ("", "decoder.layers.0.feed_forward.fc2_bias"),
-        ("", "encoder.layers.0.feed_forward.hidden_clip"),
+        ("", "encoder.layers.0.feed_forward.activation_clip"),
         ("--lsq-mode float", "decoder.output_projection.weight"),
         (FAIRSEQ, "encoder.embed_tokens.weight"),
     ],

@@ -1,0 +1,44 @@
+"""The matrix products of a program, as the keys of tuned products: those that its operations ask for."""
+
+import torch
+
+from lsq import gemm
+from lsq.csrc.launch import Launch, Product
+from lsq.gemm.product_key import ProductKey, key_of
+from lsq.program.program import Program
+from lsq.program.samples import placed
+
+
+def products_of(program: Program, kind: str = "cpu", activations: torch.dtype = torch.bfloat16) -> list[ProductKey]:
+    """What the operations of a program multiply, each product once, in the order of the program.
+
+    Args:
+        program: with or without a backward pass.
+        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all products among what
+            they launch, prepared without memory.
+        activations: their dtype on a GPU.
+
+    Raises:
+        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
+    """
+    if kind == "cuda":
+        found = [key_of(entry) for entry in launched(program, activations) if isinstance(entry, Product)]
+    else:
+        with gemm.requested() as found:
+            for operation in program.operations:
+                operation.cpu_scratch()
+    return list(dict.fromkeys(found))
+
+
+def launched(program: Program, activations: torch.dtype) -> list[Launch | Product]:
+    """Everything that a GPU does for a program, found without one and without memory.
+
+    Raises:
+        ValueError: an operation has no CUDA implementation, or cannot take these shapes.
+    """
+    entries = []
+    for operation in program.operations:
+        bound = placed(operation, "meta", activations)
+        scratch = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()]
+        entries += bound.cuda(*scratch)
+    return entries

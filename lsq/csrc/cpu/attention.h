@@ -1,0 +1,139 @@
+// What attention's forward and backward loops share: who computes what, and how operands are read.
+//
+// A pair of a sentence and a head is one thread's: it takes kBlock queries at a time against all keys of the sentence,
+// so what it holds grows with the keys alone. T queries, S keys, D columns of a head; rows in scratch are whole panels.
+#pragma once
+
+#include <numeric>
+
+#include "loops.h"
+#include "products.h"
+
+namespace lsq {
+
+constexpr int64_t kBlock = 32;  // queries at a time
+
+// One of q, k and v: codes, or floats where there are no codes.
+struct Operand {
+    const Coded& coded;
+    const float* floats;
+    int64_t columns, column;  // of the tensor, and where the first head begins
+
+    float scale() const { return coded.codes ? coded.scale[0] : 1.0f; }
+
+    // Rows [first, first + rows) of columns [at, at + width) to `out`, rows `stride` apart and zero beyond the columns.
+    void read(int64_t first, int64_t rows, int64_t at, int64_t width, float* out, int64_t stride) const {
+        for (int64_t row = 0; row < rows; ++row, out += stride) {
+            const int64_t element = (first + row) * columns + column + at;
+            if (coded.codes) {
+                const int8_t* from = coded.codes + element;
+#pragma omp simd
+                for (int64_t i = 0; i < width; ++i) out[i] = static_cast<float>(from[i]);
+            } else {
+                std::memcpy(out, floats + element, width * sizeof(float));
+            }
+            std::fill(out + width, out + stride, 0.0f);
+        }
+    }
+};
+
+// What both passes read of their operation, Attention or AttentionGradient.
+template <class Op>
+struct Case {
+    const Op& op;
+    Operand q, k, v;
+    float share, factor;  // 1 / sqrt(D); what a product of queries and keys is multiplied by
+    int64_t stride;       // of rows of a head in scratch
+    int64_t most;         // keys of the longest sentence, in whole panels
+    int64_t wide;         // of rows of scores: not a power of two, lest all rows share a few lines of the cache
+    std::vector<int64_t> order;  // pairs, the longest first
+
+    explicit Case(const Op& op)
+        : op(op), q{op.q, op.q_floats, op.q_columns, op.q_column}, k{op.k, op.k_floats, op.k_columns, op.k_column},
+          v{op.v, op.v_floats, op.v_columns, op.v_column},
+          share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(op.width)))),
+          factor(q.scale() * k.scale() * share), stride(whole_panels(op.width)), most(0), wide(0),
+          order(op.sentences * op.heads) {
+        const auto keys = [&](int64_t pair) {
+            const int64_t sentence = pair / op.heads;
+            return static_cast<int64_t>(op.key_starts[sentence + 1] - op.key_starts[sentence]);
+        };
+        for (int64_t pair = 0; pair < op.sentences * op.heads; ++pair) most = std::max(most, whole_panels(keys(pair)));
+        wide = most + 16;
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return keys(a) > keys(b); });
+    }
+};
+
+// A pair of a sentence and a head.
+struct Pair {
+    int64_t head, first, queries, first_key, keys;
+    bool causal;
+
+    template <class Op>
+    Pair(const Op& op, int64_t number)
+        : head(number % op.heads), first(op.starts[number / op.heads]),
+          queries(op.starts[number / op.heads + 1] - first), first_key(op.key_starts[number / op.heads]),
+          keys(op.key_starts[number / op.heads + 1] - first_key), causal(op.causal) {}
+
+    // Keys that query `i` of the sentence sees.
+    int64_t seen(int64_t i) const {
+        return causal ? std::clamp<int64_t>(i + 1 + keys - queries, 0, keys) : keys;
+    }
+};
+
+// Scratch of one thread.
+template <class Op>
+class Worker {
+public:
+    explicit Worker(const Case<Op>& given)
+        : given_(given), op_(given.op), stride_(given.stride), k_(given.most * stride_), v_(given.most * stride_),
+          k_panels_(given.most * stride_), shuffled_(2 * kPanel * stride_), queries_(kBlock * stride_),
+          scores_(kBlock * given.wide), words_(given.most + 8) {}
+
+protected:
+    // Keys and values of the pair as floats, rows filled up with zeros to whole panels.
+    void read_keys(const Pair& pair) {
+        for (const auto& [from, to] : {std::pair{&given_.k, k_.get()}, std::pair{&given_.v, v_.get()}}) {
+            from->read(pair.first_key, pair.keys, pair.head * op_.width, op_.width, to, stride_);
+            std::fill(to + pair.keys * stride_, to + whole_panels(pair.keys) * stride_, 0.0f);
+        }
+    }
+
+    // [S, D] -> panels of kPanel keys, [D, kPanel] each.
+    void transpose(const Pair& pair, const float* rows, float* out) {
+        const int64_t size = kPanel * stride_;
+        for (int64_t panel = 0; panel < panels(pair.keys); ++panel) {
+            transpose_panel(rows + panel * size, stride_, out + panel * size, shuffled_.get());
+        }
+    }
+
+    // out [rows, keys] = rows of D numbers times keys or values, transposed.
+    void multiply_keys(const float* rows, const float* transposed, int64_t count, int64_t keys, float* out) const {
+        multiply(Left<false>{rows, stride_}, Right{transposed, kPanel, kPanel * stride_}, count, keys, op_.width, false,
+                 out, given_.wide);
+    }
+
+    // Random words of keys [0, n) of a row.
+    void draw(int64_t row, int64_t head, int64_t n) {
+        philox(op_.dropout.key[0], op_.dropout.subsequence, (row * op_.heads + head) * op_.longest, n, words_.data());
+    }
+
+    // Dropout by the words that were drawn last.
+    void drop(int64_t n, float* x) const {
+        if (!op_.dropout.threshold) return;
+        const uint32_t limit = static_cast<uint32_t>(op_.dropout.threshold);
+        const uint32_t* words = words_.data();
+        const float keep = op_.dropout.keep;
+#pragma omp simd
+        for (int64_t j = 0; j < n; ++j) x[j] = words[j] >= limit ? x[j] * keep : 0.0f;
+    }
+
+    const Case<Op>& given_;
+    const Op& op_;
+    int64_t stride_;
+    AlignedFloats k_, v_, k_panels_, shuffled_, queries_, scores_;
+    std::vector<uint32_t> words_;
+};
+
+}  // namespace lsq

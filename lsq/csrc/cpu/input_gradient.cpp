@@ -1,0 +1,107 @@
+// What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
+#include "loops.h"
+
+using namespace lsq;
+
+namespace {
+
+constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
+
+// gradient *= activation', of row `row`, which starts at a byte of `positive`.
+void undo_activation(const ProjectInputGradient& op, int64_t row, float* gradient) {
+    const int64_t n = op.columns, first = row * n;
+    if (op.activation == Activation::relu) {
+        const uint8_t* positive = op.positive + first / 8;
+        int64_t i = 0;
+        for (; i + 8 <= n; i += 8) {
+            const uint32_t eight = positive[i / 8];
+#pragma omp simd
+            for (int64_t j = 0; j < 8; ++j) gradient[i + j] = eight & (1u << j) ? gradient[i + j] : 0.0f;
+        }
+        for (; i < n; ++i) gradient[i] = positive[i / 8] >> (i % 8) & 1 ? gradient[i] : 0.0f;
+    } else if (op.slope) {
+        const int8_t* slope = op.slope + first;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) gradient[i] *= slope_of(slope[i]);
+    } else if (op.before) {
+        const float* before = op.before + first;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) gradient[i] *= gelu_slope(before[i]);
+    }
+}
+
+// Row `row` of the product, int32 sums or floats, becomes the gradient in scratch.a. -> its part of the clip's gradient
+float finished_row(const ProjectInputGradient& op, int64_t row, const void* product, Scratch& scratch) {
+    const int64_t n = op.columns;
+    float* g = scratch.a.data();
+    if (op.gradient.codes) {
+        const int32_t* sums = static_cast<const int32_t*>(product);
+        const float scale = op.gradient.scale[row];
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) g[i] = static_cast<float>(sums[i]) * scale;
+    } else {
+        std::memcpy(g, product, n * sizeof(float));
+    }
+    const float clip_sum = straight_through(op.x, row * n, n, g);
+    apply(op.dropout, row * n, n, g, scratch.words.data());
+    undo_activation(op, row, g);
+    if (op.added) {
+        const float* added = op.added + row * n;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) g[i] += added[i];
+    }
+    return clip_sum;
+}
+
+}  // namespace
+
+// Rows [first, first + rows) of the product [rows, K]: int32 sums, or floats, which may lie where dx is. Blocks come in
+// order. -> dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum over rows is wanted.
+LSQ_EXPORT void lsq_end_input_gradient(
+    const ProjectInputGradient& op, const void* product, float* partial, float* clip_sums, int64_t first,
+    int64_t rows) {
+    const int64_t n = op.columns, end = first + rows, step = op.part_rows;
+#pragma omp parallel
+    {
+        Scratch scratch(n);
+        float* g = scratch.a.data();
+#pragma omp for schedule(static)
+        for (int64_t part = first / step; part <= (end - 1) / step; ++part) {
+            float* sum = partial + part * n;
+            for (int64_t row = std::max(first, part * step); row < std::min(end, (part + 1) * step); ++row) {
+                const void* line = static_cast<const char*>(product) + (row - first) * n * sizeof(float);
+                clip_sums[row] = finished_row(op, row, line, scratch);
+                if (op.sum && row % step == 0) {
+                    std::memcpy(sum, g, n * sizeof(float));
+                } else if (op.sum) {
+#pragma omp simd
+                    for (int64_t i = 0; i < n; ++i) sum[i] += g[i];
+                }
+                if (op.dx) std::memcpy(op.dx + row * n, g, n * sizeof(float));
+                if (op.rounded.codes) round_row(op.rounded, row, n, g, scratch.words.data());
+            }
+        }
+    }
+}
+
+// Adds up what the blocks have left.
+LSQ_EXPORT void lsq_finish_input_gradient(
+    const ProjectInputGradient& op, const float* partial, const float* clip_sums) {
+    const int64_t n = op.columns, parts = (op.rows + op.part_rows - 1) / op.part_rows;
+    if (op.sum) {
+#pragma omp parallel for schedule(static)
+        for (int64_t begin = 0; begin < n; begin += kStripe) {
+            const int64_t end = std::min(begin + kStripe, n);
+            std::fill(op.sum + begin, op.sum + end, 0.0f);
+            for (int64_t part = 0; part < parts; ++part) {
+#pragma omp simd
+                for (int64_t i = begin; i < end; ++i) op.sum[i] += partial[part * n + i];
+            }
+        }
+    }
+    if (op.dclip) {
+        double sum = 0.0;
+        for (int64_t row = 0; row < op.rows; ++row) sum += clip_sums[row];
+        op.dclip[0] = static_cast<float>(sum * op.clip_factor);
+    }
+}

@@ -1,0 +1,64 @@
+// Rounding by itself: of activations, weights and the gradients of products; the sum of two gradients.
+#include "loops.h"
+
+using namespace lsq;
+
+LSQ_OPERATION(Round, op) {
+    constexpr int64_t kChunk = 2048;
+    const int64_t chunks = (op.count + kChunk - 1) / kChunk;
+    int missing = 0;
+#pragma omp parallel for schedule(static) reduction(| : missing)
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        float scaled[kChunk];
+        uint8_t outside[kChunk];
+        const int64_t first = chunk * kChunk;
+        missing |= round_row(op.rounded, first, std::min(kChunk, op.count - first), op.x + first, scaled, outside);
+    }
+    finish(op.rounded, missing);
+}
+
+LSQ_OPERATION(RoundWeight, op) {
+    const Weight& weight = op.weight;
+    const int64_t n = op.columns;
+    const float q = weight.largest;
+    int missing_anywhere = 0;
+#pragma omp parallel for schedule(static) reduction(| : missing_anywhere)
+    for (int64_t row = 0; row < op.rows; ++row) {
+        int8_t* codes = weight.codes + row * n;
+        if (row >= op.valid) {
+            std::memset(codes, 0, n);
+            weight.scale[row] = 1.0f;
+            continue;
+        }
+        const float* values = weight.values + row * n;
+        const float step = weight.clip[op.clips > 1 ? row : 0] / q;
+        int missing = 0;
+#pragma omp simd reduction(| : missing)
+        for (int64_t i = 0; i < n; ++i) {
+            const float ratio = values[i] / step;
+            missing |= ratio != ratio;
+            codes[i] = code_of(ratio, q);
+        }
+        weight.scale[row] = poisoned(step, missing);
+        missing_anywhere |= missing;
+    }
+    if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + op.valid, not_a_number());
+}
+
+LSQ_OPERATION(RoundGradient, op) {
+    const int64_t n = op.columns;
+    const Blocks blocks(op.rows);
+    GradientSink sink(blocks, n, nullptr, op.rounded, op.sum);
+    for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
+        std::memcpy(scratch.a.data(), op.gradient + row * n, n * sizeof(float));
+        sink.add(block, row, scratch.a.data(), scratch);
+    });
+    sink.finish();
+}
+
+LSQ_OPERATION(Add, op) {
+    const float *a = op.a, *b = op.b;
+    float* out = op.out;
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < op.count; ++i) out[i] = a[i] + b[i];
+}

@@ -1,0 +1,33 @@
+// Rounding of activations to codes under one clip; lsq/ops/rounding.py is the reference.
+//
+// Every thread rounds kAtOnce vectors, which are a block apart so that neighbours read neighbours.
+#include "rounding.cuh"
+
+namespace {
+
+constexpr int kThreads = 256, kAtOnce = 4;
+
+}  // namespace
+
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_round(const Round op, Out<uint32_t> ticket) {
+    const Float* x = op.x;
+    const CodeSink codes{op.rounded};
+    const int64_t begin = kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
+    Packed<Float> loaded[kAtOnce] = {};
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+        const int64_t element = begin + v * kThreads * kVector;
+        if (element < op.count) loaded[v] = load_packed(x + element);
+    }
+    bool missing = false;
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+        const int64_t element = begin + v * kThreads * kVector;
+        if (element >= op.count) continue;
+        float values[kVector];
+        unpack8(loaded[v], values);
+        missing |= codes.write8(element, values);
+    }
+    codes.finish<kThreads>(ticket, missing);
+}
+LSQ_EXPORT(lsq_round)

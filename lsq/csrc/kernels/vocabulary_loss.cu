@@ -1,0 +1,262 @@
+// Log-softmax, label-smoothed cross-entropy and their gradient on a block of logits; lsq/ops/vocabulary_loss.py
+// is the reference.
+//
+// M rows, V words, P padded words. ROW_THREADS threads take one row of logits [P], int32 sums (KIND 1) or float32
+// (KIND 2), rows `stride` apart, a multiple of 8; a block of logits begins at row `first`. The first pass keeps a
+// running maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the two more that a rounded
+// gradient takes find the row in the cache. Losses of rows are summed in double precision, in a fixed order.
+#include "random.cuh"
+#include "reduce.cuh"
+
+#ifndef ROW_THREADS
+#define ROW_THREADS 256
+#endif
+#ifndef KIND
+#define KIND 2
+#endif
+
+namespace {
+
+#if KIND == 1
+using Logit = int32_t;
+#else
+using Logit = float;
+#endif
+
+// Calls use(column) for each vector [column, column + 8) of a row that belongs to the thread.
+template <class Use>
+__device__ __forceinline__ void each8(int columns, Use use) {
+    for (int column = kVector * threadIdx.x; column < columns; column += kVector * ROW_THREADS) use(column);
+}
+
+template <class Operation, class T>
+__device__ __forceinline__ T block_reduce(T value) {
+    return group_reduce<Operation, ROW_THREADS, ROW_THREADS>(value);
+}
+
+struct Logits {
+    const Logit* row;
+    const float* weight_scale;  // [P]
+    float x_scale;
+    int vocabulary;
+
+    template <class Operation>
+    __device__ __forceinline__ Logits(const Operation& op, const Logit* row)
+        : row(row), weight_scale(op.weight.scale), x_scale(KIND == 1 ? *op.x.scale : 1.0f),
+          vocabulary(static_cast<int>(op.vocabulary)) {}
+
+    __device__ __forceinline__ float read(int64_t column) const {
+#if KIND == 1
+        return static_cast<float>(row[column]) * (x_scale * weight_scale[column]);
+#else
+        return row[column];
+#endif
+    }
+
+    // Logits and, of sums, the weight's scale; beyond the vocabulary minus infinity and 0.
+    __device__ __forceinline__ void read8(int column, float (&x)[kVector], float (&scale)[kVector]) const {
+#if KIND == 1
+        int32_t sums[kVector];
+        load8(row + column, sums);
+        load8(weight_scale + column, scale);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) x[i] = static_cast<float>(sums[i]) * (x_scale * scale[i]);
+#else
+        load8(row + column, x);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) scale[i] = 0.0f;
+#endif
+        if (column + kVector <= vocabulary) return;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            x[i] = column + i < vocabulary ? x[i] : -infinity();
+            scale[i] = column + i < vocabulary ? scale[i] : 0.0f;
+        }
+    }
+};
+
+// Of a row: the largest logit, the sum of exp(logit - largest), the sum of the logits, the largest scale.
+struct RowSums {
+    float largest = -infinity(), sum = 0.0f, total = 0.0f;
+    uint32_t scale = 0;  // a magnitude as bits
+
+    __device__ __forceinline__ void add8(const Logits& logits, int column) {
+        float x[kVector], scales[kVector];
+        logits.read8(column, x, scales);
+        float highest = largest;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            highest = Maximum::join(x[i], highest);
+            scale = Largest::join(scale, bits_of(scales[i]) & 0x7FFFFFFFu);
+        }
+        if (column + kVector <= logits.vocabulary) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) total += x[i];
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) total += column + i < logits.vocabulary ? x[i] : 0.0f;
+        }
+        // Nothing above minus infinity so far: any finite shift gives exp = 0.
+        const float shift = highest == -infinity() ? 0.0f : highest;
+        if (highest > largest) {
+            sum *= bounded_exponential(largest - highest);
+            largest = highest;
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum += bounded_exponential(x[i] - shift);
+    }
+
+    // Of all threads of the block together.
+    __device__ __forceinline__ void join() {
+        const float highest = block_reduce<Maximum>(largest);
+        sum = block_reduce<Sum>(sum * bounded_exponential(largest - highest));
+        total = block_reduce<Sum>(total);
+        scale = block_reduce<Largest>(scale);
+        largest = highest;
+    }
+};
+
+// d loss / d logit for a word that is not the target, and less for the target, times the scale of the weight's row.
+struct Gradient {
+    float largest, share, each, target_weight;
+
+    __device__ __forceinline__ float at(float logit, float scale, bool chosen) const {
+        float gradient = bounded_exponential(logit - largest) * share - each;
+        if (chosen) gradient -= target_weight;
+        return gradient * scale;
+    }
+
+    // Words with logit - largest up to this have no larger gradient than `known`: theirs lies between -each * scale and
+    // share * exp(logit - largest) * scale, whose rounding the margin covers. Never what a NaN can pass for.
+    __device__ __forceinline__ float harmless(float known, float scale) const {
+        return each * scale <= known ? logf(known / (share * scale)) - 1e-3f : -infinity();
+    }
+};
+
+}  // namespace
+
+// One row of logits a block. A target outside the vocabulary makes the losses and the row's scale NaN.
+LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_vocabulary_loss(
+    const VocabularyLoss op, In<Logit> sums, int64_t stride, int64_t first, Out<float> losses, Out<float> nlls) {
+    const int64_t columns = op.columns, vocabulary = op.vocabulary, m = first + blockIdx.x, word = op.target[m];
+    const float target_weight = op.target_weight, each = op.each;
+    const bool counted = word != op.padding;
+    const Logits logits(op, sums + blockIdx.x * stride);
+    RowSums row;
+    if (counted || op.normaliser) {
+        each8(columns, [&](int column) { row.add8(logits, column); });
+        row.join();
+    }
+    const bool known_word = word >= 0 && word < vocabulary;
+    const float chosen = known_word ? logits.read(word) : not_a_number();
+    if (threadIdx.x == 0) {
+        const float log_normaliser = row.largest + logf(row.sum);
+        const float missed = counted ? log_normaliser - chosen : 0.0f;
+        const float smooth = static_cast<float>(vocabulary) * log_normaliser - row.total;
+        nlls[m] = missed;
+        losses[m] = counted ? target_weight * missed + each * smooth : 0.0f;
+        if (op.normaliser) op.normaliser[m] = log_normaliser;
+    }
+#if KIND == 1
+    if (!op.rounded.codes) return;
+    int8_t* line = op.rounded.codes + m * columns;
+    float* row_scale = op.rounded.scale;
+    if (!counted) {
+        each8(columns, [&](int column) { store_words(line + column, make_uint2(0, 0)); });
+        if (threadIdx.x == 0) row_scale[m] = 0.0f;
+        return;
+    }
+    const float share = (target_weight + each * static_cast<float>(vocabulary)) / row.sum;
+    const Gradient gradient{row.largest, share, each, target_weight};
+    // The target's gradient is nearly always the largest: hardly any other word takes an exponential.
+    const float known = fabsf(gradient.at(chosen, known_word ? logits.weight_scale[word] : 0.0f, true));
+    const float harmless = gradient.harmless(known, float_of(row.scale));
+    uint32_t magnitude = bits_of(known);
+    each8(columns, [&](int column) {
+        float x[kVector], scale[kVector];
+        logits.read8(column, x, scale);
+        bool larger = false;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) larger |= !(x[i] - row.largest <= harmless);
+        if (!larger) return;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const float found = gradient.at(x[i], scale[i], column + i == word);
+            magnitude = Largest::join(magnitude, bits_of(found) & 0x7FFFFFFFu);
+        }
+    });
+    const float q = op.rounded.largest;
+    const GradientScale s = gradient_scale(float_of(block_reduce<Largest>(magnitude)), q);
+    if (threadIdx.x == 0) row_scale[m] = s.scale;
+    const int64_t drawn_from = op.rounded.key[0];
+    each8(columns, [&](int column) {
+        float x[kVector], scale[kVector];
+        uint32_t words[kVector];
+        int8_t rounded[kVector];
+        logits.read8(column, x, scale);
+        random8(drawn_from, op.rounded.subsequence, m * columns + column, words);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const float found = gradient.at(x[i], scale[i], column + i == word);
+            rounded[i] = round_at_random(found * s.reciprocal, words[i], q);
+        }
+        store8(line + column, rounded);
+    });
+#endif
+}
+LSQ_EXPORT(lsq_vocabulary_loss)
+
+LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
+    lsq_vocabulary_loss_gradient(const VocabularyLossGradient op, In<Logit> sums, int64_t stride, int64_t first) {
+    const int64_t columns = op.columns, m = first + blockIdx.x, word = op.target[m];
+    const Logits logits(op, sums + blockIdx.x * stride);
+    const float target_weight = op.target_weight, each = op.each;
+    const float factor = target_weight + each * static_cast<float>(op.vocabulary);
+    const float upstream = op.dloss[0], shift = op.normaliser[m];
+    const bool counted = word != op.padding, aligned = columns % kVector == 0;
+    Float* line = op.dlogits + m * columns;
+    each8(columns, [&](int column) {
+        float x[kVector] = {}, scale[kVector];
+        if (counted) {
+            logits.read8(column, x, scale);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                x[i] = (bounded_exponential(x[i] - shift) * factor - each) * upstream;
+                if (column + i == word) x[i] -= target_weight * upstream;
+                x[i] = column + i < logits.vocabulary ? x[i] : 0.0f;
+            }
+        }
+        if (aligned) {
+            store8(line + column, x);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                if (column + i < columns) line[column + i] = narrow<Float>(x[i]);
+            }
+        }
+    });
+}
+LSQ_EXPORT(lsq_vocabulary_loss_gradient)
+
+// The loss by the first block, the nll by the second.
+LSQ_KERNEL __launch_bounds__(ROW_THREADS)
+    lsq_sum_losses(const VocabularyLoss op, In<float> losses, In<float> nlls) {
+    __shared__ double part[ROW_THREADS];
+    const float* of_rows = blockIdx.x ? nlls : losses;
+    double sum = 0.0;
+#pragma unroll 4
+    for (int64_t row = threadIdx.x; row < op.rows; row += ROW_THREADS) sum += of_rows[row];
+    part[threadIdx.x] = sum;
+    for (int half = ROW_THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (static_cast<int>(threadIdx.x) < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) (blockIdx.x ? op.nll : op.loss)[0] = static_cast<float>(part[0]);
+}
+LSQ_EXPORT(lsq_sum_losses)
+
+LSQ_KERNEL __launch_bounds__(ROW_THREADS) lsq_scale_rows(const ScaleRows op) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * ROW_THREADS + threadIdx.x;
+    if (row < op.rows) op.out[row] = op.scale[row] * op.factor[0];
+}
+LSQ_EXPORT(lsq_scale_rows)

@@ -1,0 +1,317 @@
+"""Layers as forward operations. Each block appends to a Builder and declares its parameters; gradients follow.
+
+Names of parameters are relative to `prefix`, as in a module's state dict. M rows, H hidden, F feed-forward. In float
+mode a Coded is a plain tensor, and nothing has a clip.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from lsq.config import LayerConfig
+from lsq.ops.append import Append
+from lsq.ops.attention import Attention
+from lsq.ops.project import Activation, Project
+from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.rounding import Round
+from lsq.ops.vocabulary_loss import VocabularyLoss
+from lsq.program.builder import Builder
+from lsq.program.parameters import Kind, fan_in, xavier
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded
+
+Rows = Coded | VirtualTensor
+"""An activation [M, N]: rounded, or floats in float mode."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentences:
+    """Sizes of a batch of sentences that lie packed in rows, one after another."""
+
+    rows: int
+    """M, all tokens."""
+    count: int
+    """B"""
+    longest: int
+    """Tokens of the longest sentence, rounded up to a multiple of 8."""
+
+    @staticmethod
+    def of(rows: int, count: int, longest: int) -> "Sentences":
+        """With the longest sentence as it is."""
+        return Sentences(rows=rows, count=count, longest=-(-longest // 8) * 8)
+
+    def starts(self, builder: Builder, name: str) -> VirtualTensor:
+        """The input int32 [B + 1] that says where each sentence begins."""
+        return builder.input(name, (self.count + 1,), torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queries:
+    """What attends: rows of one tensor, whose queries begin at a column."""
+
+    rows: Rows
+    column: int
+    starts: VirtualTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What is attended to: keys and values in one tensor [S, ...]."""
+
+    rows: Rows
+    key_column: int
+    value_column: int
+    starts: VirtualTensor
+    longest: int
+
+
+def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
+    """Round x [M, N] under the clip of that name; x itself in float mode."""
+    if not builder.quant.quantized:
+        return x
+    return builder.add(Round(x=x, rounded=builder.coded(clip.removesuffix("_clip"), x.shape, clip))).rounded
+
+
+def tensor_of(rows: Rows) -> VirtualTensor:
+    """Codes, or floats."""
+    return rows.codes if isinstance(rows, Coded) else rows
+
+
+def split(rows: Rows | None) -> dict:
+    """The fields `x` and `floats` of an operation that reads `rows`."""
+    return {"x": rows} if isinstance(rows, Coded) else {"floats": rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a product ends: what happens to its sums before they are stored."""
+
+    name: str
+    """Of the result."""
+    clip: str | None = None
+    """Rounded under the clip of this name, if anything is; else floats."""
+    activation: Activation = Activation.none
+    dropout: float = 0.0
+
+
+def project(
+    builder: Builder, x: Rows, weight: str, shape, end: End, *, bias: str | None = None, rows: int | None = None,
+    **start,
+) -> Rows:  # fmt: skip
+    """x [M, K] times a weight of `shape` [N, K], transposed, with its bias [N] and its end.
+
+    `rows` above N pads the weight's codes and so the columns of the result. start: see builder.weight; a bias begins at
+    0, or as the weight does where that has `bias_bound`.
+    """
+    bias_bound = start.pop("bias_bound", 0.0)
+    w = builder.weight(weight, shape, rows=rows, **start)
+    added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
+    size = (tensor_of(x).shape[0], rows or shape[0])
+    quantized = builder.quant.quantized
+    rounded = builder.coded(end.name, size, end.clip) if end.clip and quantized else None
+    out = None if rounded else builder.tensor(end.name, size)
+    kept = {}
+    if builder.backward and end.activation is Activation.relu:
+        kept["positive"] = builder.tensor(end.name + ".positive", (-(-size[0] * size[1] // 8),), torch.uint8)
+    elif builder.backward and end.activation is Activation.gelu:
+        kept = (
+            {"slope": builder.tensor(end.name + ".slope", size, torch.int8)} if quantized
+            else {"before": builder.tensor(end.name + ".before", size)}
+        )  # fmt: skip
+    builder.add(
+        Project(
+            **split(x), weight=w, bias=added, activation=end.activation, dropout=builder.dropout(end.dropout),
+            out=out, rounded=rounded, **kept,
+        )
+    )
+    return rounded or out
+
+
+def project_self(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> Rows:
+    """Queries, keys and values side by side [M, 3H]."""
+    hidden = config.hidden
+    return project(
+        builder, x, prefix + "qkv_weight", (3 * hidden, hidden), End(name=prefix + "qkv", clip=prefix + "qkv_clip"),
+        bias=prefix + "qkv_bias", bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
+    )
+
+
+def project_query(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> Rows:
+    """Queries [M, H] for attention over a memory."""
+    hidden = config.hidden
+    return project(
+        builder, x, prefix + "query_weight", (hidden, hidden), End(name=prefix + "query", clip=prefix + "query_clip"),
+        bias=prefix + "query_bias", bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
+    )
+
+
+def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str) -> Rows:
+    """Keys and values side by side [S, 2H]."""
+    hidden = config.hidden
+    return project(
+        builder, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value_weight", (2 * hidden, hidden),
+        End(name=prefix + "key_value", clip=prefix + "key_value_clip"), bias=prefix + "key_value_bias",
+        bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
+    )
+
+
+def attention(
+    builder: Builder, config: LayerConfig, queries: Queries, memory: Memory, prefix: str, *, causal: bool
+) -> Rows:
+    """Context rows [M, H], rounded."""
+    size = (tensor_of(queries.rows).shape[0], config.hidden)
+    coded = isinstance(queries.rows, Coded)
+    rounded = builder.coded(prefix + "context", size, prefix + "context_clip") if coded else None
+    out = None if coded else builder.tensor(prefix + "context", size)
+    operands = zip(("q", "k", "v"), (queries.rows, memory.rows, memory.rows), strict=True)
+    builder.add(
+        Attention(
+            **{name if coded else name + "_floats": rows for name, rows in operands}, q_column=queries.column,
+            k_column=memory.key_column, v_column=memory.value_column, starts=queries.starts, key_starts=memory.starts,
+            heads=config.heads, width=config.hidden // config.heads, causal=causal,
+            dropout=builder.dropout(config.attention_dropout), longest=memory.longest, out=out, rounded=rounded,
+            log_sum=builder.tensor(prefix + "log_sum", (size[0], config.heads)) if builder.backward else None,
+        )
+    )
+    return rounded or out
+
+
+def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Sentences, starts, prefix: str, *,
+                   causal: bool) -> VirtualTensor:  # fmt: skip
+    """Attention of packed sentences to themselves: normalised rows -> floats [M, H], bias inside, before dropout."""
+    qkv = project_self(builder, config, x, prefix)
+    memory = Memory(
+        rows=qkv, key_column=config.hidden, value_column=2 * config.hidden, starts=starts, longest=sentences.longest
+    )
+    context = attention(
+        builder, config, Queries(rows=qkv, column=0, starts=starts), memory, prefix, causal=causal
+    )
+    return project_out(builder, config, context, prefix)
+
+
+def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, memory: Memory,
+                    prefix: str) -> VirtualTensor:  # fmt: skip
+    """Attention to a memory: normalised rows -> floats [M, H], bias inside, before dropout."""
+    queries = Queries(rows=project_query(builder, config, x, prefix), column=0, starts=starts)
+    context = attention(builder, config, queries, memory, prefix, causal=False)
+    return project_out(builder, config, context, prefix)
+
+
+def project_out(builder: Builder, config: LayerConfig, context: Rows, prefix: str) -> VirtualTensor:
+    """The output projection of an attention: floats [M, H]."""
+    hidden = config.hidden
+    return project(
+        builder, context, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"), bias=prefix + "out_bias",
+        bound=xavier(hidden, hidden),
+    )
+
+
+def feed_forward(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:
+    """Two projections with an activation between them: normalised rows -> floats [M, H], before dropout."""
+    hidden, inner = config.hidden, config.feed_forward
+    end = End(
+        name=prefix + "activation", clip=prefix + "activation_clip", activation=Activation[config.activation],
+        dropout=config.activation_dropout,
+    )
+    activated = project(
+        builder, x, prefix + "fc1_weight", (inner, hidden), end, bias=prefix + "fc1_bias", bound=fan_in(hidden),
+        bias_bound=fan_in(hidden),
+    )
+    return project(
+        builder, activated, prefix + "fc2_weight", (hidden, inner), End(name=prefix + "fc2"), bias=prefix + "fc2_bias",
+        bound=fan_in(inner), bias_bound=fan_in(inner),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The residual stream between two blocks: the float tensor to add to, and what the next block reads."""
+
+    residual: VirtualTensor
+    rows: Rows
+
+
+def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None, *, name: str,
+         clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
+    """residual + dropout(update), and its LayerNorm `name`: as codes under `clip`, as floats, or both."""
+    rows, columns = residual.shape
+    rounds = clip is not None and builder.quant.quantized
+    return builder.add(
+        ResidualNorm(
+            update=update, residual=residual, dropout=builder.dropout(config.dropout) if update is not None else None,
+            weight=builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
+            bias=builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS), epsilon=config.layer_norm_epsilon,
+            z=builder.tensor(name + ".sum", residual.shape) if update is not None else None,
+            mean=builder.tensor(name + ".mean", (rows,)), rstd=builder.tensor(name + ".rstd", (rows,)),
+            out=builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None,
+            rounded=builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None,
+        )
+    )
+
+
+def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str) -> Stream:
+    """What the first block of a layer reads: the norm `name` of x under pre-norm, else x, rounded."""
+    if not config.pre_norm:
+        return Stream(residual=x, rows=quantize(builder, x, clip))
+    normed = norm(builder, config, x, None, name=name, clip=clip, keep_float=False)
+    return Stream(residual=x, rows=normed.rounded or normed.out)
+
+
+def between(builder: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, *, own: str, following: str,
+            clip: str) -> Stream:  # fmt: skip
+    """Dropout and residual of one block, then the norm: its own (post-norm) or the following block's (pre-norm)."""
+    normed = norm(
+        builder, config, stream.residual, update, name=following if config.pre_norm else own, clip=clip,
+        keep_float=not config.pre_norm,
+    )
+    return Stream(residual=normed.z if config.pre_norm else normed.out, rows=normed.rounded or normed.out)
+
+
+def leave(builder: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, own: str) -> VirtualTensor:
+    """Dropout and residual of the last block, and its own norm under post-norm: the layer's result [M, H]."""
+    if not config.pre_norm:
+        return norm(builder, config, stream.residual, update, name=own, clip=None, keep_float=True).out
+    z = builder.like(own + ".sum", update)
+    builder.add(
+        ResidualNorm(
+            update=update, residual=stream.residual, dropout=builder.dropout(config.dropout), z=z,
+            epsilon=config.layer_norm_epsilon,
+        )
+    )
+    return z
+
+
+def as_codes(like: Rows, codes: VirtualTensor, scale: VirtualTensor | None) -> Rows:
+    """Codes that came in from outside, with the format of `like`; `codes` itself in float mode."""
+    return Coded(format=like.format, codes=codes, scale=scale) if isinstance(like, Coded) else codes
+
+
+def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Rows:
+    """Rows [B * P, W] of sentences, with one more for each; for decoding, without a gradient."""
+    new = tensor_of(now)
+    out = builder.tensor(new.name + ".all", (before.shape[0] + batch, new.shape[1]), before.dtype)
+    if isinstance(now, Coded):
+        builder.add(Append(before=before, now=now.codes, batch=batch, out=out))
+        return Coded(format=now.format, codes=out, scale=now.scale)
+    builder.add(Append(before_floats=before, now_floats=now, batch=batch, out_floats=out))
+    return out
+
+
+def vocabulary_loss(builder: Builder, x: Rows, weight, target: VirtualTensor, *, vocabulary: int, padding: int,
+                    smoothing: float) -> tuple[VirtualTensor, VirtualTensor]:  # fmt: skip
+    """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
+    loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
+    count = tensor_of(x).shape[0]
+    rounded = normaliser = None
+    if builder.backward and isinstance(x, Coded) and builder.quant.backward == "int8":
+        rounded = builder.rounded_gradient("d_logits", (count, weight.codes.shape[0]), weight.scale)
+    elif builder.backward:
+        normaliser = builder.tensor("log_normaliser", (count,))
+    builder.add(
+        VocabularyLoss(
+            **split(x), weight=weight, target=target, vocabulary=vocabulary, padding=padding, smoothing=smoothing,
+            loss=loss, nll=nll, normaliser=normaliser, rounded=rounded,
+        )
+    )
+    return loss, nll

@@ -1,0 +1,57 @@
+"""Keys and values of one more step of generation behind those of the steps before."""
+
+from __future__ import annotations
+
+import torch
+
+from lsq.csrc.geometry import THREADS
+from lsq.csrc.launch import float_define, launch
+from lsq.program.declare import Activations, Codes, In, Out, size
+from lsq.program.operation import Operation
+
+WORD = 16
+"""Bytes that a thread of lsq_append copies at once, where rows are multiples of that."""
+
+
+class Append(Operation):
+    """The rows of B sentences of P rows each, with one more row in each: of codes, or of floats in float mode."""
+
+    before: In[Codes] | None
+    """[B * P, W]"""
+    now: In[Codes] | None
+    """[B, W]"""
+    before_floats: In[Activations] | None
+    now_floats: In[Activations] | None
+    batch: int
+    """B"""
+    out: Out[Codes] | None
+    """[B * (P + 1), W]"""
+    out_floats: Out[Activations] | None
+
+    @property
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.before_floats, self.now_floats) if self.before is None else (self.before, self.now)
+
+    @size
+    def past(self) -> int:
+        """P."""
+        return self._operands[0].shape[0] // max(1, self.batch)
+
+    @size
+    def columns(self) -> int:
+        """W."""
+        return self._operands[1].shape[1]
+
+    def reference(self):
+        before, now = self._operands
+        rows = [before.view(self.batch, self.past, self.columns), now.view(self.batch, 1, self.columns)]
+        out = torch.cat(rows, dim=1).view(-1, self.columns)
+        return (None, out) if self.before is None else (out, None)
+
+    def cuda(self):
+        out = self.out_floats if self.before is None else self.out
+        words = self.columns * out.dtype.itemsize % WORD == 0
+        units = out.numel() * out.dtype.itemsize // (WORD if words else out.dtype.itemsize)
+        defines = float_define(self.before_floats, self.now_floats, out) if self.before is None else {"CODES": 1}
+        grid = max(1, -(-units // THREADS))
+        return [launch("elementwise.cu", "lsq_append", self, grid=grid, WORDS=int(words), **defines)]

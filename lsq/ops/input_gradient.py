@@ -1,0 +1,197 @@
+"""The gradient of what a weight is multiplied with, and the end of the operation before, undone in the same pass.
+
+    g[m, k] = scale[m] * sum_n codes[m, n] * weight[n, k]         under backward="int8"
+
+Then, in this order: the straight-through mask of x and the gradient of its clip, dropout, the slope of the activation,
+another gradient that is added; sums over rows for a bias; floats, or codes rounded per row. M rows, N outputs of the
+weight, padded to P in its codes, K columns.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lsq import gemm
+from lsq.csrc import loader
+from lsq.csrc.geometry import row_defines
+from lsq.csrc.launch import FLOATS, Product, float_define, launch
+from lsq.ops import kernels
+from lsq.ops.products import (
+    converted,
+    converted_scratch,
+    float_product,
+    float_product_into,
+    int8_products,
+    narrow_scratch,
+)
+from lsq.ops.project import SLOPE_UNIT, Activation
+from lsq.ops.transpose import transpose_codes
+from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Out, factor, size
+from lsq.program.operation import Operation
+from lsq.program.values import Coded, Dropout, RoundedGradient, Weight, dropped
+from lsq.quant import unpack_bits
+
+PART_ROWS = 32
+"""Rows that are summed apart on the CPU, whatever the blocks of the product."""
+PRODUCTS = {torch.int32: 0, torch.float32: 1}
+"""-DPRODUCT by dtype; else 2: Float."""
+
+
+class ProjectInputGradient(Operation):
+    """The gradient of the input [M, K] of a Project, before its rounding, and before the end of what made it."""
+
+    gradient: In[RoundedGradient] | None
+    """[M, P], under backward="int8"."""
+    floats: In[Activations] | None
+    """[M, P], otherwise; [M, N] in float mode."""
+    weight: In[Weight]
+    """[N, K]; codes and scale alone, or, in float mode, values alone."""
+    x: In[Coded] | None
+    """[M, K]; None in float mode."""
+    activation: Activation = Activation.none
+    """Of the Project that made x, as are the next four; none of them if x was made otherwise."""
+    dropout: In[Dropout] | None
+    positive: In[Bits] | None
+    """One bit an element, of ReLU."""
+    slope: In[Codes] | None
+    """[M, K], of GELU, times SLOPE_UNIT."""
+    before: In[Activations] | None
+    """[M, K], what GELU was applied to, in float mode."""
+    added: In[Activations] | None
+    """[M, K], another gradient of the same."""
+    dx: Out[Activations] | None
+    """[M, K]"""
+    rounded: Out[RoundedGradient] | None
+    """[M, K], in place of dx."""
+    sum: Out[Floats] | None
+    """[K], over rows: the gradient of a bias."""
+    dclip: Out[Floats] | None
+    """[1], of x."""
+    dtype: Host[str] = "float32"
+    """Of the product of floats."""
+
+    @size
+    def rows(self) -> int:
+        return self._upstream.shape[0]
+
+    @size
+    def columns(self) -> int:
+        return self._weight.shape[1]
+
+    @size
+    def part_rows(self) -> int:
+        return PART_ROWS
+
+    @factor
+    def clip_factor(self) -> float:
+        return 1.0 if self.x is None else self.x.clip_factor
+
+    @property
+    def _upstream(self) -> torch.Tensor:
+        return self.floats if self.gradient is None else self.gradient.codes
+
+    @property
+    def _weight(self) -> torch.Tensor:
+        return self.weight.values if self.weight.codes is None else self.weight.codes
+
+    def reference(self):
+        dx, dclip = self._product(), torch.zeros(1)
+        if self.x is not None:
+            dx, dclip = self.x.straight_through(dx)
+        dx = self._before_activation(dropped(dx, self.dropout))
+        if self.added is not None:
+            dx = dx + self.added
+        rounded = self.rounded.encode(dx) if self.rounded is not None else (None, None)
+        return dx, *rounded, dx.sum(dim=0), dclip
+
+    def _product(self) -> torch.Tensor:
+        if self.gradient is not None:
+            sums = gemm.reference(self.gradient.codes, self.weight.codes.t())
+            return sums.to(torch.float32) * self.gradient.scale[:, None]
+        if self.weight.codes is None:
+            return self.floats @ self.weight.values
+        return float_product(self.floats, self.weight.codes.to(torch.float32) * self.weight.scale[:, None], self.dtype)
+
+    def _before_activation(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.activation == Activation.none:
+            return gradient
+        if self.activation == Activation.relu:
+            return torch.where(unpack_bits(self.positive, gradient.numel()).view(gradient.shape), gradient, 0.0)
+        if self.slope is not None:
+            return gradient * (self.slope.to(torch.float32) * (1.0 / SLOPE_UNIT))
+        y = self.before
+        density = torch.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
+        return gradient * (0.5 * (1 + torch.erf(y / math.sqrt(2))) + y * density)
+
+    def cpu_scratch(self):
+        rows, columns = self.rows, self.columns
+        sums = [
+            ((-(-rows // PART_ROWS) if self.sum is not None else 0, columns), torch.float32),
+            ((rows,), torch.float32),
+        ]
+        if self.gradient is not None:
+            return [*sums, gemm.scratch_for("project_input_gradient", rows, columns, self._weight.shape[0])]
+        product = [((rows, columns), torch.float32)] if self.dx is None else []
+        if self.weight.codes is None:
+            return [*sums, *product]
+        weight = [(tuple(self._weight.shape), getattr(torch, self.dtype))]
+        return [*sums, *product, *weight, *narrow_scratch(self.floats.shape, (rows, columns), self.dtype)]
+
+    def cpu(self, partial, clip_sums, *scratch):
+        for first, product in self._blocks(scratch) if self.rows else ():
+            loader.call("lsq_end_input_gradient", self, product, partial, clip_sums, first, product.shape[0])
+        loader.call("lsq_finish_input_gradient", self, partial, clip_sums)
+
+    def _blocks(self, scratch):
+        """(first row, sums or floats [rows, K]) of each block of the product."""
+        if self.gradient is not None:
+            return gemm.row_blocks("project_input_gradient", self.gradient.codes, self.weight.codes.t(), *scratch)
+        product, *scratch = scratch if self.dx is None else (self.dx, *scratch)
+        if self.weight.codes is None:
+            torch.mm(self.floats, self.weight.values, out=product)
+        else:
+            weight, *narrow = scratch
+            torch.mul(self.weight.codes, self.weight.scale[:, None], out=weight)
+            float_product_into(product, self.floats, weight, narrow)
+        return [(0, product)]
+
+    def cuda_scratch(self):
+        partial, shape = kernels.partial_scratch(self.rows, self.columns, 1), (self.rows, self.columns)
+        if self.gradient is not None:
+            return [partial, (tuple(reversed(self._weight.shape)), torch.int8), (shape, torch.int32)]
+        dtype = self._product_dtype
+        product = [] if self._in_place else [(shape, torch.float32)]
+        return [partial, *product, *converted_scratch(self._weight, dtype), *converted_scratch(self.floats, dtype)]
+
+    def cuda(self, partial, *scratch):
+        entries, product = self._int8_entries(*scratch) if self.gradient is not None else self._float_entries(scratch)
+        given = [one for one in (self.floats, self.before, self.added, self.dx) if one is not None]
+        end = launch(
+            "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
+            PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
+            **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
+        )
+        return [*entries, end, kernels.finish_sums(partial, self.columns, (self.sum,), self.dclip, self.clip_factor)]
+
+    def _int8_entries(self, weight, product):
+        entries = [transpose_codes(self.weight.codes, weight), *int8_products(self.gradient.codes, weight, product)]
+        return entries, product
+
+    def _float_entries(self, scratch):
+        scratch = iter(scratch)
+        product = self.dx if self._in_place else next(scratch)
+        weights, weight = converted(self._weight, self.weight.scale, self._product_dtype, scratch)
+        gradients, gradient = converted(self.floats, None, self._product_dtype, scratch)
+        products = [Product(a=gradient, b=weight, out=product, transpose_b=True)] if self.rows else []
+        return [*weights, *gradients, *products], product
+
+    @property
+    def _product_dtype(self) -> torch.dtype:
+        return self.floats.dtype if self.weight.codes is None else getattr(torch, self.dtype)
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the product of floats on a GPU can be written where its end goes."""
+        return self.dx is not None and self.dx.dtype in (torch.float32, self._product_dtype)

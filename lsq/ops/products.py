@@ -1,0 +1,64 @@
+"""Matrix products that operations are made of, and their operands in other dtypes.
+
+M rows, N columns, K: the inner dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from lsq.csrc.launch import Launch, Product
+from lsq.ops.kernels import check_columns, float_operand
+from lsq.program.operation import Spec
+
+
+def float_product(a: torch.Tensor, b: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Reference: a float32 [M, K] times b float32 [K, N], in `dtype`; float32 [M, N]."""
+    narrow = getattr(torch, dtype)
+    return (a.to(narrow) @ b.to(narrow)).to(torch.float32)
+
+
+def narrow_scratch(a: Sequence[int], out: Sequence[int], dtype: str) -> list[Spec]:
+    """What `float_product_into` needs for a product in `dtype`: shapes of `a` and of the result."""
+    return [] if dtype == "float32" else [(tuple(shape), getattr(torch, dtype)) for shape in (a, out)]
+
+
+def float_product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, narrow: Sequence[torch.Tensor]) -> None:
+    """out float32 [M, N] = a float32 [M, K] times b [K, N], on the CPU, in b's dtype in the tensors `narrow`."""
+    if not narrow:
+        torch.mm(a, b, out=out)
+        return
+    a_narrow, product = narrow
+    a_narrow.copy_(a)
+    torch.mm(a_narrow, b, out=product)
+    out.copy_(product)
+
+
+def int8_products(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> list[Product]:
+    """[the product sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed], or nothing for an empty batch.
+
+    Raises:
+        ValueError: N or K is no multiple of 16.
+    """
+    check_columns(16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]})
+    return [Product(a=a, b=b, out=sums)] if sums.numel() else []
+
+
+def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:
+    """What `converted` needs."""
+    return [] if values.dtype == dtype else [(tuple(values.shape), dtype)]
+
+
+def converted(
+    values: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, scratch: Iterator[torch.Tensor]
+) -> tuple[list[Launch], torch.Tensor]:
+    """(launches, values [M, N] in `dtype`): codes times their scale [M] or [1], or floats of another dtype.
+
+    Raises:
+        ValueError: N is no multiple of 8.
+    """
+    if values.dtype == dtype:
+        return [], values
+    check_columns(8, **{"the width of an operand to convert": values.shape[1]})
+    out = next(scratch)
+    return [float_operand(values, scale, out)], out

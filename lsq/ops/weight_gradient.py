@@ -1,0 +1,198 @@
+"""The gradient of a weight, and of its clip. Under backward="int8":
+
+    dweight[n, k] = x_scale / weight_scale[n] * sum_m codes[m, n] * (scale[m] * x[m, k])
+
+The row scale of the gradient is folded into x, which is rounded again, at random, with a scale for each column. So one
+int8 gradient, which carries the weight's scales, serves both backward products (see RoundedGradient). The mask of the
+straight-through gradient is |weight| <= clip. M rows, N outputs of the weight, padded to P in its codes, K columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lsq import gemm
+from lsq.csrc import loader
+from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.csrc.launch import Product, launch
+from lsq.ops.kernels import add_parts, zero
+from lsq.ops.products import (
+    converted,
+    converted_scratch,
+    float_product,
+    float_product_into,
+    int8_products,
+    narrow_scratch,
+)
+from lsq.ops.transpose import RoundedColumns, column_scratch, transpose_codes, transposed_scratch
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
+from lsq.program.operation import Operation
+from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.quant import arithmetic, quantize
+
+
+class ProjectWeightGradient(Operation):
+    """The gradient of the weight [N, K] of a Project, before its rounding, and that of its clip."""
+
+    gradient: In[RoundedGradient] | None
+    """[M, P], under backward="int8"."""
+    floats: In[Activations] | None
+    """[M, P], otherwise; [M, N] in float mode."""
+    x: In[Coded] | None
+    """[M, K]"""
+    x_floats: In[Activations] | None
+    """[M, K], in float mode."""
+    weight: In[Weight]
+    """[N, K]; in float mode it has no codes."""
+    key: In[Indices] | None
+    """[1]; with `subsequence`, of the random numbers under backward="int8"."""
+    subsequence: int = 0
+    lsq: bool = False
+    """The clip learns by LSQ, not PACT."""
+    dweight: Out[Floats]
+    """[N, K]"""
+    dclip: Out[Floats] | None
+    """[N] or [1], like the clip."""
+    dtype: Host[str] = "float32"
+    """Of the product of floats."""
+
+    @size
+    def rows(self) -> int:
+        return self._upstream.shape[0]
+
+    @size
+    def weight_rows(self) -> int:
+        return self.dweight.shape[0]
+
+    @size
+    def columns(self) -> int:
+        return self.dweight.shape[1]
+
+    @size
+    def clips(self) -> int:
+        return 0 if self.weight.clip is None else self.weight.clip.shape[0]
+
+    @factor
+    def clip_factor(self) -> float:
+        if not self.lsq:
+            return 1.0
+        return arithmetic.lsq_factor(self.weight_rows * self.columns // self.clips, self.weight.format.bits)
+
+    @property
+    def _upstream(self) -> torch.Tensor:
+        return self.floats if self.gradient is None else self.gradient.codes
+
+    @property
+    def _float_mode(self) -> bool:
+        return self.weight.codes is None
+
+    def reference(self):
+        if self._float_mode:
+            return self.floats.t() @ self.x_floats, None
+        if self.gradient is None:
+            product = float_product(self.floats.t(), self.x.decode(), self.dtype)
+        else:
+            codes, scale = arithmetic.round_columns(
+                self.x.codes.to(torch.float32) * self.gradient.scale[:, None], self.key, self.subsequence,
+                self.gradient.format.largest,
+            )
+            product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
+            product = product * (scale * self.x.scale) / self.weight.scale[:, None]
+        return self._straight_through(product[: self.weight_rows])
+
+    def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
+        weight, clip = self.weight.values, self.weight.clip
+        limit = clip.reshape(-1, 1)
+        outside = weight.abs() > limit
+        contribution = torch.where(outside, product * weight.sign(), 0.0)
+        if self.lsq:
+            codes, scale, _ = quantize(weight, clip, self.weight.format.bits)
+            decoded = codes.to(torch.float32) * scale.reshape(-1, 1)
+            contribution = torch.where(outside, contribution, product * (decoded - weight) / limit) * self.clip_factor
+        return torch.where(outside, 0.0, product), contribution.reshape(clip.shape[0], -1).sum(dim=1)
+
+    def cpu_scratch(self):
+        if self._float_mode:
+            return []
+        (rows, inner), columns = self._upstream.shape, self.columns
+        sums, x = ((self.weight_rows,), torch.float32), (rows, columns)
+        if self.gradient is not None:
+            memory = gemm.scratch_for("project_weight_gradient", inner, columns, rows)
+            return [sums, (x, torch.int8), ((columns,), torch.float32), memory]
+        product = (inner, columns)
+        floats = [(product, torch.float32), (x, getattr(torch, self.dtype))]
+        return [sums, *floats, *narrow_scratch((inner, rows), product, self.dtype)]
+
+    def cpu(self, *scratch):
+        if self._float_mode:
+            torch.mm(self.floats.t(), self.x_floats, out=self.dweight)
+        elif self.rows == 0:
+            self.dweight.zero_()
+            if self.dclip is not None:
+                self.dclip.zero_()
+        else:
+            self._codes_on_cpu(*scratch)
+
+    def _codes_on_cpu(self, sums, *scratch):
+        if self.gradient is None:
+            product, floats, *narrow = scratch
+            torch.mul(self.x.codes, self.x.scale, out=floats)
+            float_product_into(product, self.floats.t(), floats, narrow)
+            column_scale, blocks = None, [(0, product)]
+        else:
+            codes, column_scale, memory = scratch
+            loader.call("lsq_round_columns", self, codes, column_scale)
+            blocks = gemm.row_blocks("project_weight_gradient", self.gradient.codes.t(), codes.t(), memory)
+        for first, product in blocks:
+            count = min(product.shape[0], self.weight_rows - first)
+            loader.call("lsq_end_weight_gradient", self, product, column_scale, sums, first, count)
+        loader.call("lsq_finish_weight_gradient", self, sums)
+
+    def cuda_scratch(self):
+        if self._float_mode:
+            return []
+        (rows, inner), columns = self._upstream.shape, self.columns
+        sums, product = ((self.weight_rows,), torch.float32), (inner, columns)
+        if self.gradient is not None:
+            return [
+                sums, (product, torch.int32), transposed_scratch(rows, inner), transposed_scratch(rows, columns),
+                ((columns,), torch.float32), *column_scratch(rows, columns),
+            ]  # fmt: skip
+        dtype = getattr(torch, self.dtype)
+        operands = [*converted_scratch(self.x.codes, dtype), *converted_scratch(self.floats, dtype)]
+        return [sums, (product, torch.float32), *operands]
+
+    def cuda(self, *scratch):
+        if self._float_mode:
+            product = Product(a=self.floats, b=self.x_floats, out=self.dweight, transpose_a=True, transpose_b=True)
+            return [product] if self.rows else [zero(self.dweight)]
+        sums, product, *scratch = scratch
+        column_scale = None
+        if self.gradient is not None:
+            entries, column_scale = self._int8_entries(product, *scratch)
+        else:
+            entries = self._float_entries(product, iter(scratch))
+        per_channel = self.clips > 1 and self.dclip is not None
+        end = launch(
+            "weight_gradient.cu", "lsq_project_weight_gradient", self, product if self.rows else None, column_scale,
+            self.dclip if per_channel else sums, grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
+            SUMS=int(self.gradient is not None), FLOAT=0, **row_defines(self.columns),
+        )
+        return [*entries, end] if per_channel else [*entries, end, add_parts(sums, self.dclip)]
+
+    def _int8_entries(self, product, transposed, codes, column_scale, largest, reciprocal):
+        columns = RoundedColumns(
+            values=self.x.codes, row_factor=self.gradient.scale, key=self.key, subsequence=self.subsequence,
+            largest=self.gradient.largest, out=codes, scale=column_scale,
+        )  # fmt: skip
+        rounding = [columns.magnitudes(largest), *columns.finish(largest, reciprocal)]
+        products = int8_products(transposed, codes, product)
+        return [transpose_codes(self.gradient.codes, transposed), *rounding, *products], column_scale
+
+    def _float_entries(self, product, scratch):
+        dtype = getattr(torch, self.dtype)
+        values, x = converted(self.x.codes, self.x.scale, dtype, scratch)
+        gradients, gradient = converted(self.floats, None, dtype, scratch)
+        multiply = Product(a=gradient, b=x, out=product, transpose_a=True, transpose_b=True)
+        return [*values, *gradients, multiply] if self.rows else []

@@ -1,0 +1,55 @@
+"""The interface of backends."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lsq.program.operation import Operation, Spec
+
+Call = tuple[Operation, Sequence[torch.Tensor]]
+"""An operation on real tensors, and its scratch memory."""
+
+
+class Backend:
+    """Where operations run.
+
+    Attributes:
+        name: for people.
+        place: the device whose tensors it works on.
+        activations: the dtype of activations in programs that are built for it; other floats are float32.
+    """
+
+    name: str
+    place: torch.device = torch.device("cpu")
+    activations: torch.dtype = torch.float32
+
+    def scratch(self, operation: Operation) -> Sequence[Spec]:
+        """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs here."""
+        return ()
+
+    def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
+        """What runs `calls` one after another on their tensors, as often as it is called.
+
+        Raises:
+            ValueError: an operation cannot take these tensors here.
+        """
+        raise NotImplementedError
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Fresh memory."""
+        return torch.empty(shape, dtype=dtype, device=self.place)
+
+    def run(self, operation: Operation) -> None:
+        """Run one operation now, with fresh scratch memory.
+
+        Raises:
+            ValueError: a tensor lies elsewhere, or is not what the operation takes here.
+        """
+        for tensor in (*operation.inputs, *operation.outputs):
+            if tensor.device != self.place:
+                raise ValueError(
+                    f"{operation.name} was given a tensor on {tensor.device}, but runs on {self.place}; move it "
+                    "with .to()"
+                )
+        scratch = [self.allocate(*wanted) for wanted in self.scratch(operation)]
+        self.prepare([(operation, scratch)])()

@@ -1,0 +1,283 @@
+"""The words in which values and operations are declared; lsq/csrc/declarations.py says what they mean in C++.
+
+A declaration is a class with annotated fields. The same class stands for an operation of a program, where its tensors
+are virtual, and for one call, where they are real: `bind` makes the one of the other.
+"""
+
+import dataclasses
+import functools
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from lsq.csrc import declarations
+
+T = TypeVar("T")
+
+
+class In(Generic[T]):
+    """Marks a field that the operation reads."""
+
+
+class Out(Generic[T]):
+    """Marks a field that the operation writes."""
+
+
+class Host(Generic[T]):
+    """Marks a field that only Python knows."""
+
+
+class Activations:
+    """float32; on a GPU it may be bfloat16 or float16."""
+
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Floats:
+    """float32."""
+
+    dtypes = (torch.float32,)
+
+
+class Codes:
+    """int8, of whatever format."""
+
+    dtypes = (torch.int8,)
+
+
+class Bits:
+    """uint8: element i of what they tell of is bit i % 8 of byte i // 8."""
+
+    dtypes = (torch.uint8,)
+
+
+class Sums:
+    """int32."""
+
+    dtypes = (torch.int32,)
+
+
+class Offsets:
+    """int32: where each sentence begins among the rows."""
+
+    dtypes = (torch.int32,)
+
+
+class Indices:
+    """int64, whole numbers from 0; Operation.limits says up to where."""
+
+    dtypes = (torch.int64,)
+
+
+class Key:
+    """int64 [1], the key of random numbers (lsq.quant.random)."""
+
+    dtypes = (torch.int64,)
+
+
+class Bytes:
+    """uint8: memory in which several things lie."""
+
+    dtypes = (torch.uint8,)
+
+
+class AnyFloats:
+    """float32, bfloat16 or float16 on every device; a size of the operation tells C++ which, see csrc.launch.FLOATS."""
+
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_KINDS = (Activations, Floats, Codes, Bits, Sums, Offsets, Indices, Key, Bytes, AnyFloats)
+KINDS = {kind.__name__: kind.dtypes for kind in _KINDS}
+
+
+class size(property):
+    """Marks a property that C++ sees as int64_t."""
+
+
+class factor(property):
+    """Marks a property that C++ sees as float."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A tensor field of a declaration, or of a value in it."""
+
+    path: tuple[str, ...]
+    kind: str
+    written: bool
+    optional: bool
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    def of(self, holder: "Declared"):
+        """What `holder` has there; None where it, or the value that would have it, is missing."""
+        for part in self.path:
+            holder = getattr(holder, part)
+            if holder is None:
+                return None
+        return holder
+
+
+class Declared:
+    """A class whose annotated fields are its signature. Fields that may be missing are None unless given."""
+
+    fields: tuple[declarations.Field, ...]
+    may_hide = ()
+    """Attributes that a field of a subclass may hide."""
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        if cls.__module__ == __name__ or "fields" in vars(cls):
+            return
+        marked = [name for name, value in vars(cls).items() if isinstance(value, size | factor)]
+        for name in (*cls.__annotations__, *marked):
+            if hasattr(cls.__base__, name) and name not in cls.__base__.may_hide:
+                base = cls.__base__.__name__
+                raise ValueError(f"{cls.__name__}.{name} would hide {base}.{name}; call it something else")
+        found = [declarations.parse(cls.__name__, name, text) for name, text in cls.__annotations__.items()]
+        for field in filter(None, found):
+            if field.optional and field.name not in vars(cls):
+                setattr(cls, field.name, None)
+        dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
+        derived = [
+            declarations.Field(name, declarations.MARKS[type(vars(cls)[name]).__name__], derived=True)
+            for name in marked
+        ]
+        cls.fields = (*filter(None, found), *derived)
+        cls._given = tuple((one.name, one.name in cls._tensor_names()) for one in dataclasses.fields(cls))
+        nearby = {name: one for name, one in vars(sys.modules[cls.__module__]).items() if isinstance(one, type)}
+        bases = {name: one.__base__.__name__ for name, one in (nearby | _DECLARED).items()}
+        declarations.check(declarations.Declaration(cls.__name__, cls.__base__.__name__, cls.fields), bases)
+        _DECLARED[cls.__name__] = cls
+
+    @classmethod
+    @functools.cache
+    def leaves(cls) -> tuple[Leaf, ...]:
+        """Every tensor field, those of values included, in order."""
+        return tuple(cls._leaves(written=False))
+
+    @classmethod
+    def _leaves(cls, written: bool) -> Iterator[Leaf]:
+        for field in cls.fields:
+            out = field.direction == "Out" or (written and field.direction != "In")
+            if field.kind in KINDS:
+                yield Leaf((field.name,), field.kind, out, field.optional)
+            elif issubclass(_DECLARED.get(field.kind, int), Value):
+                for leaf in _DECLARED[field.kind]._leaves(out):
+                    yield Leaf((field.name, *leaf.path), leaf.kind, leaf.written, leaf.optional or field.optional)
+
+    def bind(self, resolve: Callable) -> Self:
+        """The same with resolve(tensor) in the place of every tensor."""
+        bound = object.__new__(type(self))
+        values = bound.__dict__
+        for name, is_tensor in self._given:
+            value = getattr(self, name)
+            if is_tensor:
+                value = value if value is None else resolve(value)
+            elif isinstance(value, Declared):
+                value = value.bind(resolve)
+            values[name] = value
+        return bound
+
+    def attributes(self) -> dict[str, object]:
+        """What is no tensor, by name; what a value has, after the name of its field and a dot."""
+        found = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Declared):
+                found |= {f"{field.name}.{name}": inner for name, inner in value.attributes().items()}
+            elif field.name not in self._tensor_names():
+                found[field.name] = value
+        return found
+
+    @classmethod
+    @functools.cache
+    def _tensor_names(cls) -> frozenset[str]:
+        return frozenset(field.name for field in cls.fields if field.kind in KINDS)
+
+    def pack(self, address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr) -> bytes:
+        """The struct, as C++ reads it.
+
+        Raises:
+            ValueError: a tensor is not contiguous, or has another dtype than was declared, or something is missing.
+        """
+        words: list = []
+        self._add_words(words, address, ())
+        return _layout(type(self)).pack(*words)
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """The struct with the addresses that its tensors have now; for one call, whose tensors stay what they are."""
+        return self.pack()
+
+    def _add_words(self, words: list, address: Callable, holders: tuple["Declared", ...]) -> None:
+        for field in self.fields:
+            value = getattr(self, field.name)
+            dtypes = KINDS.get(field.kind)
+            if dtypes is None:
+                if isinstance(value, Declared):
+                    value._add_words(words, address, (*holders, self))
+                elif value is not None:
+                    words.append(value)
+                elif field.optional:
+                    words.extend(_zeros(_DECLARED[field.kind]))
+                else:
+                    raise ValueError(f"{_path(holders, self)}.{field.name} is None; it must be a {field.kind}")
+            elif value is None and field.optional:
+                words.append(0)
+            elif isinstance(value, torch.Tensor) and value.dtype in dtypes and value.is_contiguous():
+                words.append(address(value) or NOWHERE)
+            else:
+                _refuse(value, dtypes, f"{_path(holders, self)}.{field.name}")
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+_DECLARED: dict[str, type] = {}
+NOWHERE = 256
+"""In the place of the address of a tensor without elements, which is there all the same."""
+
+
+class Value(Declared):
+    """What flows between operations: tensors that belong together."""
+
+
+def _path(holders: tuple[Declared, ...], last: Declared) -> str:
+    return ": ".join(map(str, (*holders, last)))
+
+
+def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
+    found = f"{tensor.dtype} with strides {tensor.stride()}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+    raise ValueError(f"{where} is {found}; it must be a contiguous tensor of {' or '.join(map(str, dtypes))}")
+
+
+@functools.cache
+def _layout(cls: type) -> struct.Struct:
+    return struct.Struct(_format(cls))
+
+
+def _format(cls: type) -> str:
+    """For `struct`: natural alignment, whole structs as long as C++ has them."""
+    letters = []
+    for field in cls.fields:
+        held = _DECLARED.get(field.kind)
+        if field.kind == "float":
+            letters.append("f")
+        elif held is not None and issubclass(held, Value):
+            letters.append(f"0q{_format(held)}0q")
+        else:
+            letters.append("P" if field.kind in KINDS else "q")
+    return "".join([*letters, "0q"])
+
+
+@functools.cache
+def _zeros(cls: type) -> tuple[int, ...]:
+    return _layout(cls).unpack(bytes(_layout(cls).size))
+

@@ -1,0 +1,136 @@
+"""What flows between operations beside plain tensors. M rows, N columns, K inputs of a weight."""
+
+from __future__ import annotations
+
+import torch
+
+from lsq.program.declare import Bits, Codes, Floats, Host, In, Key, Value, factor, size
+from lsq.quant import Format, arithmetic, random
+
+
+class Coded(Value):
+    """An activation [M, N] as integers: codes * scale. Its gradient is by convention the one before the rounding."""
+
+    format: Host[Format]
+    codes: Codes
+    """[M, N]"""
+    scale: Floats
+    """[1]; NaN where a rounded value was NaN."""
+    clipped: Bits | None
+    """One bit an element: |x| > clip. Kept where there is a backward pass."""
+    error: Floats | None
+    """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where clips learn by LSQ."""
+    clip: In[Floats] | None
+    """[1], the parameter."""
+
+    @factor
+    def largest(self) -> float:
+        """Q."""
+        return float(self.format.largest)
+
+    def bare(self) -> Coded:
+        """Codes and scale alone."""
+        return Coded(format=self.format, codes=self.codes, scale=self.scale)
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error."""
+        codes, scale, clipped, error = arithmetic.round_activation(
+            x, self.clip, bits=self.format.bits, error=self.error is not None
+        )
+        return codes, scale, clipped if self.clipped is not None else None, error
+
+    def decode(self) -> torch.Tensor:
+        """Reference: the values, float32 [M, N]."""
+        return self.codes.to(torch.float32) * self.scale
+
+    def straight_through(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: `gradient` [M, N] before the rounding, and that of the clip [1]; all through where none learns."""
+        if self.clipped is None:
+            return gradient, torch.zeros(1)
+        return arithmetic.straight_through(gradient, self.codes, self.clipped, self.error, bits=self.format.bits)
+
+    @property
+    def clip_factor(self) -> float:
+        """What the sum of a clip's gradient is multiplied by: 1 (PACT), or that of LSQ where an error is kept."""
+        return 1.0 if self.error is None else arithmetic.lsq_factor(self.error.numel(), self.format.bits)
+
+
+class Weight(Value):
+    """A weight [N, K]: its codes, and what they were made from. In float mode there are `values` alone."""
+
+    format: Host[Format]
+    codes: Codes | None
+    """[P, K], P at least N: rows beyond N hold 0."""
+    scale: Floats | None
+    """[P]"""
+    values: In[Floats] | None
+    """[N, K], the parameter."""
+    clip: In[Floats] | None
+    """[N] or [1], the parameter."""
+
+    @factor
+    def largest(self) -> float:
+        """Q."""
+        return float(self.format.largest)
+
+    def bare(self) -> Weight:
+        """Codes and scale alone."""
+        return Weight(format=self.format, codes=self.codes, scale=self.scale)
+
+
+class Dropout(Value):
+    """A mask that is drawn again wherever it is needed; see lsq.quant.random."""
+
+    key: In[Key]
+    """[1]"""
+    subsequence: int
+    """Of the random numbers: another for each mask of a program."""
+    probability: Host[float]
+
+    @size
+    def threshold(self) -> int:
+        """Elements whose random word lies below are dropped."""
+        return random.dropout_threshold(self.probability)
+
+    @factor
+    def keep(self) -> float:
+        """What the others are multiplied by."""
+        return random.keep_factor(self.probability)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Reference: x, any shape, after dropout."""
+        return random.dropout(x, self.probability, self.key, self.subsequence)
+
+
+class RoundedGradient(Value):
+    """The gradient [M, N] of a product, times the scales of its weight's rows, rounded per row at random.
+
+    With the weight's scales folded in, both backward products are exact in the weight's codes.
+    """
+
+    format: Host[Format]
+    codes: Codes
+    """[M, N]"""
+    scale: Floats
+    """[M]; NaN for a row that holds a NaN or an infinity."""
+    weight_scale: In[Floats]
+    """[N]"""
+    key: In[Key]
+    """[1]"""
+    subsequence: int
+
+    @factor
+    def largest(self) -> float:
+        """Q."""
+        return float(self.format.largest)
+
+    def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: codes and scale of `gradient` [M, N]."""
+        return arithmetic.round_rows(
+            gradient, self.weight_scale, self.key, self.subsequence, self.format.largest
+        )
+
+
+def dropped(x: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+    """Reference: x after a dropout that may be missing."""
+    return x if dropout is None else dropout.apply(x)

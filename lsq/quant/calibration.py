@@ -1,0 +1,156 @@
+"""How clips are measured on a sample of a tensor.
+
+OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error. Shapes: R rows, N elements in one row, K
+candidate clips.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lsq.config import CALIBRATIONS
+from lsq.quant.rounding import SMALLEST_CLIP, check_clip, maximum_code
+
+LARGEST_SAMPLE = 2**18
+"""Values of one tensor or row from which "mse" measures a clip."""
+_BLOCK = 2**15 - 1
+"""Elements that the search for a clip works on at a time: small enough that PyTorch starts no threads for them."""
+_ROUNDER = 1.5 * 2**23
+"""Adding it to a float32 below 2^22 rounds that half to even; torch.round starts threads for 2,048 elements."""
+
+
+
+def calibrate(
+    x: Tensor,
+    method: str,
+    bits: int = 8,
+    per_channel: bool = False,
+    *,
+    fixed: float | None = None,
+    percentile: float = 99.99,
+    least_error: Callable[[Tensor, int, bool], Tensor] | None = None,
+) -> Tensor:
+    """Measure the first clip of a tensor on a sample of it.
+
+    Args:
+        x: any shape and float dtype, finite.
+        method: "fixed", "absmax" (the largest |x|), "percentile" or "mse" (octav_clip).
+        bits: width of the integers, 2 to 8; matters to "mse" only.
+        per_channel: one clip for each row x[i] instead of one for all of x.
+        fixed: the clip under "fixed", which does not look at the values of x.
+        percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
+        least_error: what finds the clip under "mse", with octav_clip's arguments; octav_clip by default.
+
+    Returns:
+        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor or row of zeros.
+
+    Raises:
+        ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is
+            empty or holds NaN or infinity.
+    """
+    if method not in CALIBRATIONS:
+        raise ValueError(f"calibration method is {method!r}; allowed: {', '.join(map(repr, CALIBRATIONS))}")
+    if method == "fixed":
+        if fixed is None:
+            raise ValueError('calibration method "fixed" was given no clip; pass fixed=<number above 0>')
+        clip = torch.full((len(x) if per_channel else 1,), fixed, dtype=torch.float32, device=x.device)
+        check_clip(clip, "fixed")
+        return clip
+    if not 0 < percentile <= 100:
+        raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
+    if x.numel() == 0:
+        raise ValueError(f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values")
+    unusable = x.numel() - int(torch.isfinite(x).sum())
+    if unusable:
+        raise ValueError(
+            f"cannot calibrate on a tensor in which {unusable} of {x.numel()} values are NaN or infinite; "
+            "find the operation that made them"
+        )
+    if method == "mse":
+        return (least_error or octav_clip)(x, bits, per_channel)
+    rows = _magnitude_rows(x, per_channel)
+    if method == "absmax":
+        clip = rows.amax(1)
+    else:
+        inside = math.ceil(rows.shape[1] * percentile / 100 - 1e-9)
+        clip = rows.kthvalue(max(inside, 1), dim=1).values
+    return clip.float().clamp(min=SMALLEST_CLIP)
+
+
+def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
+    """Clip of least squared quantisation error: OCTAV's fixed point, then a search around it.
+
+    OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which is inexact for few
+    bits, few samples or rare outliers. Therefore the error itself is then measured at 131 clips: from the fixed
+    point up to the largest |x|, then ever closer around the best. Of a row longer than LARGEST_SAMPLE, that many
+    values or a few less are looked at, evenly spaced.
+
+    Args:
+        x: any shape and float dtype, finite.
+        bits: width of the integers, 2 to 8.
+        per_channel: one clip for each row x[i] instead of one for all of x.
+
+    Returns:
+        float32 [1] or [R], at least SMALLEST_CLIP.
+    """
+    maximum = maximum_code(bits)
+    rows = _magnitude_rows(x, per_channel)
+    rows = rows[:, :: sample_stride(rows.shape[1])].contiguous()
+    at_a_time = max(_BLOCK // rows.shape[1], 1)
+    return torch.cat([_least_error_clip(block, maximum) for block in rows.split(at_a_time)])
+
+
+def sample_stride(values: int) -> int:
+    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a matrix."""
+    return -(-values // LARGEST_SAMPLE) | 1
+
+
+def _least_error_clip(rows: Tensor, maximum: int) -> Tensor:
+    """octav_clip for magnitudes [R, N] >= 0; returns float32 [R]."""
+    largest = rows.amax(1, keepdim=True).clamp(min=SMALLEST_CLIP)
+    rows = (rows / largest).float()
+    clip = _octav_fixed_point(rows, maximum)
+    clip = _best_clip(rows, clip ** torch.linspace(1, 0, 33, device=rows.device), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(1 / 2, 3 / 2, 33, device=rows.device), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(31 / 32, 33 / 32, 65, device=rows.device), maximum)
+    return (clip * largest).float().squeeze(1).clamp(min=SMALLEST_CLIP)
+
+
+def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
+    """Where OCTAV's error model is stationary for rows [R, N] in [0, 1]; returns [R, 1] in (0, 1].
+
+    The paper's iteration, kept inside the bracket that the sign of the model's derivative gives (it has one
+    zero). Where many values share one magnitude, the plain iteration jumps to and fro across it for ever.
+    """
+    nonzero = (rows > 0).sum(1, keepdim=True)
+    clip = rows.mean(1, keepdim=True)
+    low, high = torch.zeros_like(clip), torch.ones_like(clip)
+    for _ in range(16):
+        outside = rows > clip
+        count = outside.sum(1, keepdim=True)
+        proposal = (rows * outside).sum(1, keepdim=True) / ((nonzero - count) / (12 * maximum**2) + count)
+        rising = proposal > clip
+        low, high = torch.where(rising, clip, low), torch.where(rising, high, clip)
+        clip = torch.where((low < proposal) & (proposal < high), proposal, (low + high) / 2)
+    return clip
+
+
+def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
+    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0."""
+    scales = (candidates.T / maximum).unsqueeze(2)  # [K, R, 1]
+    errors = torch.zeros(scales.shape[:2], dtype=torch.float64, device=rows.device)
+    for part in rows.split(_BLOCK, dim=1):
+        for error, scale in zip(errors, scales, strict=True):
+            ratio = part / scale
+            rounding = ratio.clamp(max=maximum).add_(_ROUNDER).sub_(_ROUNDER).sub_(ratio)
+            error += torch.linalg.vector_norm(rounding, dim=1).square()
+    errors *= scales.squeeze(2).double().square()
+    return candidates.gather(1, errors.argmin(0).unsqueeze(1))
+
+
+def _magnitude_rows(x: Tensor, per_channel: bool) -> Tensor:
+    """|x| as [R, N] (per channel) or [1, N], in float64 for float64 and otherwise in float32."""
+    magnitudes = x.detach().abs().to(torch.promote_types(x.dtype, torch.float32))
+    return magnitudes.reshape(len(x) if per_channel else 1, -1)

@@ -1,0 +1,59 @@
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3").
+
+Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer, so that `torch.manual_seed` governs
+them and a restored generator repeats them. Counter: (element // 4 as 64 bits, subsequence, 0); lane: element % 4. A
+mask depends on nothing but key, subsequence and element, so every device and every order of execution draws the same
+one, and the backward pass draws it again instead of saving it.
+"""
+
+import torch
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def draw_key() -> torch.Tensor:
+    """A key, int64 [1], from PyTorch's default CPU generator."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64)
+
+
+def philox(key: int, subsequence: int, numel: int) -> torch.Tensor:
+    """The first `numel` 32-bit words of a subsequence, int64 [numel] with values in [0, 2^32)."""
+    group = torch.arange(-(-numel // 4), dtype=torch.int64)
+    counter = [group & _MASK, group >> 32, torch.full_like(group, subsequence), torch.zeros_like(group)]
+    keys = [key & _MASK, (key >> 32) & _MASK]
+    for _ in range(10):
+        products = [multiplier * counter[2 * i] for i, multiplier in enumerate(_MULTIPLIERS)]
+        high = [(product >> 32) & _MASK for product in products]
+        low = [product & _MASK for product in products]
+        counter = [high[1] ^ counter[1] ^ keys[0], low[1], high[0] ^ counter[3] ^ keys[1], low[0]]
+        keys = [(word + step) & _MASK for word, step in zip(keys, _WEYL, strict=True)]
+    return torch.stack(counter, dim=1).reshape(-1)[:numel]
+
+
+def dropout_threshold(probability: float) -> int:
+    """An element is dropped when its 32-bit word lies below this."""
+    return min(round(probability * 2**32), _MASK)
+
+
+def dropout(x: torch.Tensor, probability: float, key: torch.Tensor, subsequence: int) -> torch.Tensor:
+    """Zero each element with `probability` and scale the rest by 1 / (1 - probability); any shape and float dtype."""
+    if probability == 0.0:
+        return x
+    words = philox(int(key), subsequence, x.numel()).view(x.shape).to(x.device)
+    kept = words >= dropout_threshold(probability)
+    return torch.where(kept, x * keep_factor(probability), torch.zeros((), dtype=x.dtype))
+
+
+def keep_factor(probability: float) -> float:
+    """1 / (1 - probability), rounded to float32."""
+    return float(torch.tensor(1.0 / (1.0 - probability), dtype=torch.float32))
+
+
+def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Float32 numbers in [0, 1) from the upper 24 bits of each word."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    return ((philox(int(key), subsequence, numel) >> 8).to(torch.float32) * 2.0**-24).view(shape)

@@ -1,0 +1,75 @@
+"""Programs of whole layers on CUDA, from the same call as on the CPU: the same integers, the same floats."""
+
+import pytest
+import torch
+
+from lsq.backends import backend
+from lsq.backends.cuda import CUDA
+from lsq.layers import programs
+from lsq.layers.programs import Table, Vocabulary
+from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
+from tests.layers.shapes import config_of
+from tests.ops.cuda import ORDERS, current_device, set_order
+
+OPTIONS = [
+    {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
+    {"mode": "float", "dropout": 0.1}, {"backward": "int8", "clip_gradient": "lsq", "weight_granularity": "tensor"},
+]  # fmt: skip
+KINDS = ("encoder", "decoder", "loss", "embedding")
+
+
+def program_of(kind: str, options: dict, where):
+    """The same program, built for a backend."""
+    config, mode = config_of(**options), mode_on(where)
+    if kind == "encoder":
+        return programs.encoder_layer(config, SENTENCES, mode)
+    if kind == "decoder":
+        return programs.decoder_layer(config, SENTENCES, SOURCE, mode)
+    if kind == "loss":
+        words = Vocabulary(words=91, hidden=config.hidden, padded=96 if config.quant.quantized else 91)
+        return programs.vocabulary_loss(config.quant, 41, words, mode, padding=1, smoothing=0.1)
+    table = Table(vocabulary=11, hidden=config.hidden, positions=9, padding=1, scale=2.0, dropout=0.1, learned=True)
+    return programs.embedding(config.quant, 15, table, mode)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference, relative to the norm of `wanted`."""
+    norm = wanted.double().norm()
+    return float((found.double() - wanted.double()).norm() / (norm if norm > 0 else 1.0))
+
+
+def assert_agree(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: str) -> None:
+    """Integers equal but for one in a thousand, floats to 1e-4."""
+    assert found.keys() == wanted.keys()
+    integers = [name for name, tensor in wanted.items() if not tensor.dtype.is_floating_point]
+    differing = sum(int((found[name] != wanted[name]).sum()) for name in integers)
+    assert differing <= sum(wanted[name].numel() for name in integers) // 1000, where
+    worst = {name: distance(found[name], one) for name, one in wanted.items() if one.dtype.is_floating_point}
+    assert max(worst.values()) < 1e-4, (where, worst)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_gives_the_same_on_every_backend(kind, options):
+    on_the_cpu = run(program_of(kind, options, "cpu"), backend("cpu"))
+    assert_agree(run(program_of(kind, options, "reference"), backend("reference")), on_the_cpu, "reference")
+    where = CUDA(current_device())
+    for order in ORDERS:
+        set_order(order)
+        assert_agree(run(program_of(kind, options, where), where), on_the_cpu, where.name)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("options, dtype, limit", [
+    (OPTIONS[0], torch.bfloat16, 0.1), (OPTIONS[1], torch.float16, 0.02), (OPTIONS[2], torch.bfloat16, 0.1),
+])  # fmt: skip
+def test_narrow_activations_stay_near(kind, options, dtype, limit):
+    where = CUDA(current_device(), activations=dtype)
+    program = program_of(kind, options, where)
+    narrow = {tensor.dtype for operation in program.operations for tensor in operation.outputs}
+    assert dtype in narrow and program.outputs[0].dtype == dtype
+    found, wanted = run(program, where), run(program_of(kind, options, "cpu"), backend("cpu"))
+    assert found[program.outputs[0].name].dtype == dtype
+    for name, one in wanted.items():
+        if one.dtype.is_floating_point and one.numel() > 1:  # the gradient of a clip is a sum that cancels
+            assert distance(found[name], one) < limit, name

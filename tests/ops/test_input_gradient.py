@@ -1,0 +1,222 @@
+"""ProjectInputGradient against autograd through a straight-through composite in float64."""
+
+import math
+
+import pytest
+import torch
+
+from lsq import gemm
+from lsq.gemm.product_key import OPERATIONS
+from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.project import SLOPE_UNIT, Activation
+from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.quant import GRADIENT, arithmetic, fake_quantize, pack_bits, quantize
+from tests.ops.compare import KEY, compare, dropout_of, empty, format_of, gradient_to_round, on_cpu, on_reference
+
+BLOCK_ROWS = OPERATIONS["project_input_gradient"].rows
+COLUMNS, OUTPUTS, PADDED = 48, 29, 32
+MODES = ("int8", "float", "float mode")
+
+
+def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PADDED):
+    """A weight [N, K] with much of it clipped, and its codes [P, K]; `clips`: N unless given."""
+    values, clip = torch.randn(outputs, columns), 0.8 + torch.rand(clips or outputs)
+    codes, scale, _ = quantize(values, clip, bits)
+    below = padded - outputs
+    return Weight(
+        format=format_of(bits), codes=torch.cat([codes, torch.zeros(below, columns, dtype=torch.int8)]),
+        scale=torch.cat([scale.expand(outputs), torch.ones(below)]), values=values, clip=clip,
+    )
+
+
+def coded(x, clip=1.2, *, bits=8, lsq=False):
+    """x [M, K] after rounding."""
+    codes, scale, clipped, error = arithmetic.round_activation(x, torch.tensor([clip]), bits=bits, error=lsq)
+    return Coded(
+        format=format_of(bits), codes=codes, scale=scale, clipped=clipped, error=error, clip=torch.tensor([clip])
+    )
+
+
+def upstream(mode, weight, rows):
+    """The fields that hold the gradient of the product: rounded, or floats [M, P], or [M, N] in float mode."""
+    if mode == "float mode":
+        return {"floats": torch.randn(rows, len(weight.values))}
+    floats = torch.randn(rows, len(weight.codes))
+    floats[:, len(weight.values) :] *= 0.01  # what belongs to no row of the weight does not count, whatever it is
+    if mode == "float":
+        return {"floats": floats}
+    codes, scale = arithmetic.round_rows(floats, weight.scale, KEY, 1)
+    rounded = RoundedGradient(
+        format=GRADIENT, codes=codes, scale=scale, weight_scale=weight.scale, key=KEY, subsequence=1
+    )
+    return {"gradient": rounded}
+
+
+def activated(kind, y):
+    """float64 in, float64 out."""
+    return [lambda y: y, torch.relu, torch.nn.functional.gelu][kind](y)
+
+
+def end_of(kind, y, mode):
+    """What the forward pass keeps of an activation of y."""
+    if kind == Activation.relu:
+        return {"positive": pack_bits(y > 0)}
+    if kind == Activation.none:
+        return {}
+    if mode == "float mode":
+        return {"before": y}
+    leaf = y.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
+    return {"slope": (slope * SLOPE_UNIT).round().to(torch.int8)}
+
+
+def case(
+    rows, mode="int8", *, kind=Activation.none, dropout=0.0, lsq=False, added=False, rounded=False, clips=None,
+    columns=COLUMNS, dtype="float32", rest=True,
+):  # fmt: skip
+    """(operation, y before the activation); `rest`: sums are wanted as well."""
+    bits = 4 if lsq else 8
+    weight = weight_of(columns=columns, clips=clips, bits=bits)
+    y, mask = torch.randn(rows, columns), dropout_of(dropout)
+    x = activated(kind, y)
+    x = x if mask is None else mask.apply(x)
+    float_mode = mode == "float mode"
+    operation = ProjectInputGradient(
+        **upstream(mode, weight, rows),
+        weight=Weight(format=format_of(), values=weight.values) if float_mode else weight.bare(),
+        x=None if float_mode else coded(x, bits=bits, lsq=lsq), activation=kind, dropout=mask, **end_of(kind, y, mode),
+        added=torch.randn(rows, columns) if added else None, dx=None if rounded else empty(rows, columns),
+        rounded=gradient_to_round(rows, columns) if rounded else None, sum=empty(columns) if rest else None,
+        dclip=empty(1) if rest else None, dtype=dtype,
+    )
+    return operation, y
+
+
+def by_autograd(operation, y):
+    """Gradients of y [M, K] and of the clip of x, in float64."""
+    y = y.double().requires_grad_()
+    clip = torch.full((1,), 1.2, dtype=torch.float64, requires_grad=True)
+    x, weight = activated(operation.activation, y), operation.weight
+    if operation.dropout is not None:
+        x = x * operation.dropout.apply(torch.ones(y.shape)).double()
+    total = 0.0 * clip.sum()
+    if operation.x is not None:
+        bits, error = operation.x.format.bits, operation.x.error
+        x = fake_quantize(x, clip, bits, "pact" if error is None else "lsq")
+        given = operation.floats
+        if operation.gradient is not None:
+            codes, scale = operation.gradient.codes, operation.gradient.scale
+            given = codes.double() * scale.double()[:, None] / weight.scale.double()
+        matrix = weight.codes.double() * weight.scale.double()[:, None]
+    else:
+        given, matrix = operation.floats, weight.values.double()
+    total = total + (x @ matrix.t() * given.double()).sum()
+    if operation.added is not None:
+        total = total + (y * operation.added.double()).sum()
+    return torch.autograd.grad(total, (y, clip))
+
+
+def assert_is_autograds(found, y):
+    exact, exact_clip = by_autograd(found, y)
+    slack = 2e-6 * exact.abs().max() + 1e-5
+    if found.slope is not None:  # off by up to half a step
+        plain = on_reference(plain_of(found)).dx
+        slack = slack + 0.51 / SLOPE_UNIT * plain.abs()
+    assert ((found.dx - exact).abs() <= slack).all()
+    assert (found.dclip - exact_clip).abs() <= 2e-6 * exact.abs().sum() * found.clip_factor + 1e-6
+    torch.testing.assert_close(found.sum, found.dx.double().sum(0).float(), atol=1e-4, rtol=1e-5)
+
+
+def plain_of(operation):
+    """The same without an activation and what is added."""
+    return ProjectInputGradient(
+        gradient=operation.gradient, floats=operation.floats, weight=operation.weight, x=operation.x,
+        dropout=operation.dropout, dx=empty(*operation.dx.shape), sum=empty(COLUMNS), dclip=empty(1),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", list(Activation))
+@pytest.mark.parametrize("rows, dropout, lsq, added, clips", [
+    (1, 0.0, False, False, None), (7, 0.3, True, True, 1), (341, 0.1, False, True, None), (41, 0.0, True, False, 1)
+])  # fmt: skip
+def test_gradients_are_autograds(mode, kind, rows, dropout, lsq, added, clips):
+    operation, y = case(rows, mode, kind=kind, dropout=dropout, lsq=lsq, added=added, clips=clips)
+    assert_is_autograds(compare(operation), y)
+
+
+@pytest.mark.parametrize("kind", list(Activation))
+@pytest.mark.parametrize("rows, columns", [(41, COLUMNS), (BLOCK_ROWS + 3, 16)])
+def test_rounded_rows_are_the_references(kind, rows, columns):
+    operation, _ = case(rows, kind=kind, dropout=0.2, added=True, rounded=True, columns=columns)
+    found, expected = compare(operation), on_reference(operation)
+    assert torch.equal(found.rounded.codes, expected.rounded.codes)
+    assert torch.equal(found.rounded.scale, expected.rounded.scale)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rounded_rows_of_floats(mode):
+    operation, _ = case(41, mode, kind=Activation.gelu, dropout=0.2, rounded=True)
+    compare(operation)
+
+
+@pytest.mark.parametrize("size", [5, 32, 100])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_neither_blocks_nor_threads_change_a_bit(size, threads, monkeypatch):
+    operation, _ = case(341, kind=Activation.relu, dropout=0.2, lsq=True)
+    whole = on_cpu(operation)
+
+    def blocks(name, a, b, memory):
+        sums = gemm.reference(a, b)
+        return [(first, sums[first : first + size]) for first in range(0, len(a), size)]
+
+    monkeypatch.setattr(gemm, "row_blocks", blocks)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = on_cpu(operation)
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(found.outputs, whole.outputs, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_products(dtype):
+    operation, y = case(41, "float", dtype=dtype)
+    narrow, exact = compare(operation).dx, by_autograd(operation, y)[0]
+    assert narrow.dtype == torch.float32
+    assert 1e-5 < (narrow - exact).norm() / exact.norm() < 0.01
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_an_empty_batch(mode, rounded):
+    operation, _ = case(0, mode, kind=Activation.relu, dropout=0.1, lsq=True, added=True, rounded=rounded)
+    found = compare(operation)
+    assert not found.sum.any() and not found.dclip.any()
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_row_that_is_not_finite_stays_alone(rounded):
+    operation, _ = case(41, kind=Activation.relu, dropout=0.2, added=True, rounded=rounded)
+    operation.gradient.scale[3] = math.nan
+    found = compare(operation)
+    if rounded:
+        assert found.rounded.scale.isnan().nonzero().tolist() == [[3]] and not found.rounded.codes[3].any()
+    else:
+        assert found.dx.isnan().any(1).nonzero().tolist() == [[3]]
+    assert found.sum.isnan().any() and found.dclip.isnan()
+
+
+def test_results_that_nobody_wants():
+    operation, _ = case(41, kind=Activation.relu, rounded=True, rest=False)
+    found = compare(operation)
+    assert found.sum is None and found.dclip is None
+
+
+def test_padded_rows_of_the_weight_give_nothing():
+    operation, _ = case(41)
+    found = on_cpu(operation)
+    operation.gradient.codes[:, OUTPUTS:] = 0
+    assert torch.equal(found.dx, on_cpu(operation).dx)

@@ -1,0 +1,176 @@
+"""Project: exact integers, every end, blocks of rows, accuracy of activations, NaN, and what its gradient asks for."""
+
+import math
+
+import pytest
+import torch
+
+from lsq import quant
+from lsq.gemm.product_key import OPERATIONS
+from lsq.ops.project import GEMM, SLOPE_UNIT, Activation, Project
+from lsq.program.values import Coded, Weight, dropped
+from lsq.quant import arithmetic
+from tests.ops.compare import ROWS, assert_accurate, compare, dropout_of, empty, format_of, on_cpu, to_round
+
+BLOCK_ROWS = OPERATIONS[GEMM].rows
+PLAIN = {Activation.none: lambda x: x, Activation.relu: torch.relu, Activation.gelu: torch.nn.functional.gelu}
+
+
+def operands(rows, inner=48, outputs=32):
+    """Codes of an input and of a weight, and a bias: products of about unit magnitude."""
+    x, weight = (torch.randint(-127, 128, (n, inner), dtype=torch.int8) for n in (rows, outputs))
+    scale = 2e-4 * (1 + torch.rand(outputs))
+    return {
+        "x": Coded(format=format_of(), codes=x, scale=torch.tensor([0.1])),
+        "weight": Weight(format=format_of(), codes=weight, scale=scale), "bias": torch.randn(outputs),
+    }
+
+
+def float_operands(rows, inner=48, outputs=33):
+    """Whole numbers, so that products are exact in every dtype."""
+    floats, weight = (torch.randint(-1, 2, (n, inner)).float() for n in (rows, outputs))
+    return {"floats": floats, "weight": Weight(format=format_of(), values=weight), "bias": torch.randn(outputs)}
+
+
+def kept(activation, rows, columns, *, coded):
+    """What is kept for the backward pass."""
+    if activation is Activation.relu:
+        return {"positive": empty(-(-rows * columns // 8), dtype=torch.uint8)}
+    if activation is Activation.gelu:
+        return {"slope": empty(rows, columns, dtype=torch.int8)} if coded else {"before": empty(rows, columns)}
+    return {}
+
+
+def rounded_project(rows, outputs=32, activation=Activation.none, dropout=0.0, *, bits=8, **given):
+    """A product of codes whose result is rounded."""
+    return Project(
+        **operands(rows, outputs=outputs) | given, activation=activation, dropout=dropout_of(dropout),
+        rounded=to_round(rows, outputs, 0.7, bits=bits, error=True), **kept(activation, rows, outputs, coded=True),
+    )
+
+
+def float_project(rows, outputs=33, activation=Activation.none, dropout=0.0, **given):
+    """A product of floats."""
+    return Project(
+        **float_operands(rows, outputs=outputs) | given, activation=activation, dropout=dropout_of(dropout),
+        out=empty(rows, outputs), **kept(activation, rows, outputs, coded=False),
+    )
+
+
+def values_of(operation):
+    """y by definition."""
+    sums = (operation.x.codes.long() @ operation.weight.codes.long().t()).float()
+    y = sums * (operation.x.scale * operation.weight.scale)
+    return y if operation.bias is None else y + operation.bias
+
+
+@pytest.mark.parametrize("rows", [0, *ROWS, BLOCK_ROWS, BLOCK_ROWS + 1, 2 * BLOCK_ROWS + 6])
+@pytest.mark.parametrize("bits", [8, 3])
+def test_codes_are_exact(rows, bits):
+    found = compare(rounded_project(rows, bits=bits))
+    clip = torch.tensor([0.7])
+    codes, scale, clipped, error = arithmetic.round_activation(values_of(found), clip, bits=bits, error=True)
+    assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
+    assert torch.equal(found.rounded.clipped, clipped) and torch.equal(found.rounded.error, error)
+    assert rows < 7 or clipped.any()
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_end_of_codes(activation, dropout, bias):
+    found = compare(rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})))
+    y = values_of(found)
+    assert torch.equal(found.unrounded(), dropped(PLAIN[activation](y), found.dropout))
+    if activation is Activation.relu:
+        assert torch.equal(found.positive, quant.pack_bits(y > 0))
+    if activation is Activation.gelu:
+        leaf = y.double().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
+        assert ((found.slope / SLOPE_UNIT - slope).abs() <= 0.5001 / SLOPE_UNIT).all()
+
+
+@pytest.mark.parametrize("rows", [0, 7, 41])
+def test_floats_of_codes(rows):
+    found = compare(Project(**operands(rows), out=empty(rows, 32)))
+    assert torch.equal(found.out, values_of(found))
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("rows, outputs", [(0, 33), (1, 33), (41, 33), (13, 1), (7, 48)])
+def test_products_of_floats(activation, dropout, rows, outputs):
+    """Rows of 33 do not begin at a byte of the packed bits."""
+    found = compare(float_project(rows, outputs, activation, dropout))
+    y = found.floats @ found.weight.values.t() + found.bias
+    torch.testing.assert_close(found.out, dropped(PLAIN[activation](y), found.dropout), atol=2e-6, rtol=1e-5)
+    if activation is Activation.relu:
+        assert torch.equal(found.positive, quant.pack_bits(y > 0))
+    if activation is Activation.gelu:
+        assert torch.equal(found.before, y)
+
+
+def test_a_product_without_an_end():
+    found = compare(float_project(41, bias=None))
+    assert torch.equal(found.out, found.floats @ found.weight.values.t())
+
+
+def through(x, activation):
+    """The result of an activation of x [N]: the product of 1 and a weight."""
+    weight = Weight(format=format_of(), values=x[:, None].contiguous())
+    return float_project(1, len(x), activation, floats=torch.ones(1, 1), weight=weight, bias=None)
+
+
+@pytest.mark.parametrize("activation", [Activation.relu, Activation.gelu])
+def test_values_are_as_accurate_as_torchs(activation):
+    """Around 0, where GELU bends, and far out on both sides."""
+    x = torch.cat([torch.linspace(-12, 12, 4801), torch.randn(4000), torch.tensor([-90.0, 90.0, -1e-6, 1e-20, 0.0])])
+    assert_accurate(on_cpu(through(x, activation)).out[0], PLAIN[activation](x.double()), PLAIN[activation](x))
+
+
+def test_gelu_far_out():
+    x = torch.tensor([1e30, -1e30, 3e38, -3e38, math.inf, 40.0, -40.0])
+    found = on_cpu(through(x, Activation.gelu)).out[0]
+    assert torch.equal(found[[0, 2, 4, 5]], x[[0, 2, 4, 5]]) and not found[[1, 3, 6]].any()
+
+
+@pytest.mark.parametrize("poisoned", ["input", "weight", "bias"])
+@pytest.mark.parametrize("activation", Activation)
+def test_nan_poisons_the_result(poisoned, activation):
+    operation = rounded_project(BLOCK_ROWS + 9, activation=activation)
+    place = {"input": operation.x.scale, "weight": operation.weight.scale, "bias": operation.bias}[poisoned]
+    place[0] = math.nan
+    found = compare(operation)
+    assert found.rounded.scale.isnan() and not found.rounded.codes[:, 0].any()
+    assert activation is not Activation.gelu or not found.slope[:, 0].any()
+
+
+@pytest.mark.parametrize("row", [0, BLOCK_ROWS + 8])
+def test_nan_in_any_block_of_rows_poisons_the_scale(row):
+    """Of sums nothing is NaN by itself, so that the factor is infinite, which makes NaN of a sum of 0."""
+    operation = rounded_project(BLOCK_ROWS + 9, bias=None)
+    operation.x.codes[:, 0] = operation.weight.codes[:, 0] = 1
+    operation.x.codes[:, 1:] = 0
+    operation.x.codes[row] = 0
+    operation.weight.scale[3] = math.inf
+    found = compare(operation)
+    assert found.rounded.scale.isnan() and found.rounded.codes[1, 3] == 127 and found.rounded.codes[row, 3] == 0
+
+
+def test_largest_sums_are_exact():
+    given = operands(41, inner=2048)
+    given["x"].codes.fill_(127)
+    given["weight"].codes.fill_(-127)
+    found = compare(Project(**given | {"bias": None}, out=empty(41, 32)))
+    assert torch.equal(found.out, float(-2048 * 127**2) * (found.x.scale * found.weight.scale).expand(41, 32))
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    operation, threads = rounded_project(341, 48, Activation.gelu, 0.3), torch.get_num_threads()
+    found = []
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        found.append(on_cpu(operation))
+    torch.set_num_threads(threads)
+    assert torch.equal(found[0].rounded.codes, found[1].rounded.codes)
+    assert torch.equal(found[0].slope, found[1].slope)

@@ -1,0 +1,60 @@
+"""Project on CUDA: kernels and products in the emulator, or on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from lsq.ops.project import Activation, Project
+from tests.ops.compare import ROWS, empty
+from tests.ops.cuda import DTYPES, compare_cuda
+from tests.ops.test_project import float_project, operands, rounded_project
+
+
+@pytest.mark.parametrize("rows, outputs, bits", [*((rows, 32, 8) for rows in (0, *ROWS)), (41, 272, 3)])
+def test_codes_are_exact(rows, outputs, bits):
+    found = compare_cuda(rounded_project(rows, outputs, bits=bits), exact=True)
+    assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
+    assert rows < 7 or found.rounded.clipped.any()
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_end_of_codes(activation, dropout, bias):
+    compare_cuda(rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})), exact=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 41])
+def test_floats_of_codes(dtype, rows):
+    compare_cuda(Project(**operands(rows), out=empty(rows, 32)), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("rows", [0, 1, 41])
+def test_products_of_floats(dtype, activation, rows):
+    compare_cuda(float_project(rows, 48, activation, 0.3 if rows > 1 else 0.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_without_an_end(dtype):
+    compare_cuda(float_project(41, 33, bias=None), dtype)
+
+
+@pytest.mark.parametrize("poisoned", ["input", "weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_poisons_the_result(poisoned, value):
+    """An infinite scale makes NaN of a sum of 0."""
+    operation = rounded_project(41)
+    operation.x.codes[3] = 0
+    (operation.x.scale if poisoned == "input" else operation.weight.scale)[0] = value
+    assert compare_cuda(operation, exact=True).rounded.scale.isnan()
+
+
+def test_widths_that_no_product_takes_are_refused():
+    with pytest.raises(ValueError, match="inner width of an int8 product is 40.*multiple of 16"):
+        compare_cuda(Project(**operands(7, inner=40), out=empty(7, 32)))
+    with pytest.raises(ValueError, match="width of a product with an end is 33.*multiple of 8"):
+        compare_cuda(float_project(7, 33))

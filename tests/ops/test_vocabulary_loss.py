@@ -1,0 +1,247 @@
+"""VocabularyLoss against fairseq's loss in float64, with its gradient, padded words and blocks of rows."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
+
+from lsq.ops.logit_blocks import BLOCK_ROWS
+from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient, weights_of
+from lsq.program.parameters import Kind
+from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.quant import GRADIENT, Format, Grain, fake_quantize, quantize
+from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu
+from tests.ops.programs import builder, run
+
+INNER, PADDING = 48, 1
+WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)
+
+
+def operands(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and targets, of which some are padding."""
+    target = torch.randint(0, vocabulary, (rows,)).masked_fill(torch.arange(rows) % 5 == 3, PADDING)
+    return torch.randn(rows, INNER), 0.3 * torch.randn(vocabulary, INNER), target
+
+
+def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
+    """The losses of float logits; the weight has as many rows as there are words."""
+    return VocabularyLoss(
+        floats=x, weight=Weight(format=WEIGHT, values=weight), target=target, vocabulary=weight.shape[0],
+        padding=PADDING, smoothing=smoothing, loss=empty(1), nll=empty(1), normaliser=empty(len(target)),
+    )  # fmt: skip
+
+
+def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) -> VocabularyLoss:
+    """Those of codes, whose gradient is rounded."""
+    x, weight, target = operands(rows, vocabulary)
+    codes, x_scale, _ = quantize(x, torch.tensor([2.0]))
+    weight_codes, scale, _ = quantize(weight, torch.full((vocabulary,), 0.5) + 0.1 * torch.rand(vocabulary))
+    beyond = padded - vocabulary
+    scale = torch.nn.functional.pad(scale, (0, beyond), value=1.0)
+    weight_codes = torch.nn.functional.pad(weight_codes, (0, 0, 0, beyond))
+    return VocabularyLoss(
+        x=Coded(format=format_of(), codes=codes, scale=x_scale),
+        weight=Weight(format=WEIGHT, codes=weight_codes, scale=scale), target=target, vocabulary=vocabulary,
+        padding=PADDING, smoothing=smoothing, loss=empty(1), nll=empty(1), normaliser=empty(rows),
+        rounded=RoundedGradient(
+            format=GRADIENT, codes=empty(rows, padded, dtype=torch.int8), scale=empty(rows), weight_scale=scale,
+            key=KEY, subsequence=3,
+        ),
+    )  # fmt: skip
+
+
+def gradient_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradient:
+    """The gradient of losses that were computed."""
+    return VocabularyLossGradient(
+        x=loss.x, floats=loss.floats, weight=loss.weight, target=loss.target, vocabulary=loss.vocabulary,
+        padding=loss.padding, smoothing=loss.smoothing, normaliser=loss.normaliser, dloss=torch.tensor([dloss]),
+        dlogits=empty(loss.rows, loss.columns),
+    )  # fmt: skip
+
+
+def by_fairseq(x, weight, target, smoothing, dtype):
+    """loss, nll loss, gradient of the logits."""
+    logits = (x.to(dtype) @ weight.to(dtype).t()).requires_grad_()
+    loss, nll = label_smoothed_nll_loss(logits.log_softmax(-1), target, smoothing, ignore_index=PADDING)
+    return loss.detach(), nll.detach(), torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("rows", [*ROWS, BLOCK_ROWS, BLOCK_ROWS + 1])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_as_accurate_as_fairseqs(rows, smoothing):
+    given = operands(rows, 91)
+    found = compare(of_floats(*given, smoothing))
+    gradient = compare(gradient_of(found, 1.0)).dlogits
+    exact, single = (by_fairseq(*given, smoothing, dtype) for dtype in (torch.float64, torch.float32))
+    outcome = found.loss[0], found.nll[0], gradient
+    for name, *values in zip(("loss", "nll", "gradient"), outcome, exact, single, strict=True):
+        assert_accurate(*values, name)
+
+
+@pytest.mark.parametrize("rows", [1, 41, 341])
+@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (96, 96)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
+    operation = of_codes(rows, vocabulary, padded, smoothing)
+    found = compare(operation)
+    gradient = compare(gradient_of(found)).dlogits
+    x, scale = operation.x.decode().double(), operation.weight.scale
+    weight = (operation.weight.codes * scale[:, None].double())[:vocabulary]
+    loss, nll, exact = by_fairseq(x, weight, operation.target, smoothing, torch.float64)
+    torch.testing.assert_close(found.loss[0].double(), loss, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(found.nll[0].double(), nll, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(gradient[:, :vocabulary].double(), 2 * exact, rtol=1e-5, atol=1e-6)
+    codes = found.rounded.codes
+    assert not gradient[:, vocabulary:].any() and not codes[:, vocabulary:].any()
+    assert not codes[operation.target == PADDING].any()
+    step = found.rounded.scale[:, None] / scale[:vocabulary]
+    assert ((codes[:, :vocabulary] * step - exact).abs() <= 1.001 * step + 1e-7).all()
+
+
+def test_only_what_is_wanted_is_written():
+    operation = of_codes(41, 33, 48)
+    whole = on_cpu(operation)
+    for unwanted in ("normaliser", "rounded"):
+        found = compare(dataclasses.replace(operation, **{unwanted: None}))
+        assert torch.equal(found.loss, whole.loss) and torch.equal(found.nll, whole.nll)
+
+
+def test_words_that_fairseq_smooths():
+    """The target keeps 1 - e - e', every word gets e', and all together weigh 1."""
+    target, each = weights_of(33, 0.1)
+    assert target + 33 * each == pytest.approx(1.0)
+    assert each == pytest.approx(0.1 / 32)
+
+
+def test_padding_counts_for_nothing():
+    x, weight, _ = operands(7, 33)
+    x[2, 3] = math.nan
+    found = on_cpu(of_floats(x, weight, torch.full((7,), PADDING)))
+    assert found.loss == 0 and found.nll == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_reaches_loss_and_gradient(value):
+    x, weight, _ = operands(7, 33)
+    x[2, 3] = value
+    found = on_cpu(of_floats(x, weight, torch.full((7,), 5)))
+    assert found.loss.isnan() and found.nll.isnan()
+    gradient = on_cpu(gradient_of(found)).dlogits
+    assert gradient[2].isnan().all() and gradient[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("value", ["x", "weight"])
+def test_a_poisoned_scale_reaches_loss_and_row_scales(value):
+    operation = of_codes(7, 33, 48)
+    operation.target[operation.target == PADDING] = 5
+    getattr(operation, value).scale[0] = math.nan
+    found = compare(operation)
+    assert found.loss.isnan() and found.rounded.scale.isnan().all() and not found.rounded.codes.any()
+
+
+def test_a_word_that_cannot_be():
+    """Logits of -infinity: probability and gradient 0, the loss of the others untouched."""
+    x, weight, target = operands(7, 33)
+    target[:] = 4
+    x[:, 0] = x[:, 0].abs() + 0.1
+    weight[9] = 0.0
+    weight[9, 0] = -math.inf
+    expected = torch.nn.functional.cross_entropy(x @ weight.t(), target, reduction="sum")
+    found = on_cpu(of_floats(x, weight, target, 0.0))
+    torch.testing.assert_close(found.nll[0], expected)
+    assert not on_cpu(gradient_of(found)).dlogits[:, 9].any()
+
+
+def test_huge_logits():
+    x, weight, target = operands(41, 33)
+    found = compare(of_floats(1e4 * x, weight, target))
+    exact, single = (by_fairseq(1e4 * x, weight, target, 0.1, dtype) for dtype in (torch.float64, torch.float32))
+    assert_accurate(found.loss[0], exact[0], single[0])
+    assert_accurate(found.nll[0], exact[1], single[1])
+
+
+def test_no_rows():
+    for operation in (of_codes(0, 33, 48), of_floats(*operands(0, 33))):
+        found = compare(operation)
+        assert found.loss == 0 and found.nll == 0
+        compare(gradient_of(found))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 341])
+def test_scale_rows(rows):
+    compare(ScaleRows(scale=torch.randn(rows), factor=torch.tensor([-0.5]), out=empty(rows)))
+
+
+def program_of(quant: dict, rows: int, words: int, padded: int):
+    """(program, its weight, clip of its input or None): the loss of the rounded norm of x."""
+    made = builder("loss", **quant)
+    x, target = made.input("x", (rows, INNER)), made.input("target", (rows,), torch.int64)
+    norm = ResidualNorm(
+        residual=x, weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
+        bias=made.parameter("norm_bias", (INNER,), Kind.NORM_BIAS), mean=made.tensor("mean", (rows,)),
+        rstd=made.tensor("rstd", (rows,)),
+    )  # fmt: skip
+    weight = made.weight("weight", (words, INNER), rows=padded)
+    loss = VocabularyLoss(
+        weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1, loss=made.tensor("loss", (1,)),
+        nll=made.tensor("nll", (1,)),
+    )  # fmt: skip
+    if made.quant.quantized:
+        norm.rounded = loss.x = made.coded("out", (rows, INNER), "clip")
+    else:
+        norm.out = loss.floats = made.tensor("out", (rows, INNER))
+    if made.quant.quantized and made.quant.backward == "int8":
+        loss.rounded = made.rounded_gradient("d_logits", (rows, padded), weight.scale)
+    else:
+        loss.normaliser = made.tensor("normaliser", (rows,))
+    made.add(norm)
+    made.add(loss)
+    for output in (loss.loss, loss.nll):
+        made.output(output)
+    return made.build(), weight, norm.rounded and norm.rounded.clip
+
+
+@pytest.mark.parametrize("quant, allowed", [
+    ({"mode": "float"}, 1e-5), ({"backward": "float"}, 1e-5), ({"backward": "int8"}, 0.05),
+    ({"backward": "float", "clip_gradient": "lsq", "weight_granularity": "tensor"}, 1e-5),
+])  # fmt: skip
+def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
+    rows, words, padded = 41, 33, 33 if quant.get("mode") == "float" else 48
+    program, weight, clip = program_of(quant, rows, words, padded)
+    x, values, target = operands(rows, words)
+    learned = {weight.values: values}
+    if clip is not None:
+        learned |= {clip: torch.tensor([1.5]), weight.clip: torch.full(weight.clip.shape, 0.5)}
+    (d_loss, d_nll), (source, *_) = program.output_gradients, program.differentiable
+    norm = {one: torch.full((INNER,), float(one.name == "norm")) for one in program.parameters if one not in learned}
+    given = {one: tensor for one, tensor in zip(program.inputs, (KEY, x, target), strict=False)} | learned | norm
+    given |= {d_loss: torch.tensor([0.5]), d_nll: torch.zeros(1)}
+    if clip is not None:
+        codes, scale, _ = quantize(values, learned[weight.clip])
+        beyond = padded - words
+        given[weight.codes] = torch.nn.functional.pad(codes, (0, 0, 0, beyond))
+        given[weight.scale] = torch.nn.functional.pad(scale.expand(words), (0, beyond), value=1.0)
+    found = run(program, given)
+    leaves = {source: x} | learned
+    for tensor in leaves.values():
+        tensor.requires_grad_()
+    rows_of_x = torch.nn.functional.layer_norm(x, (INNER,))
+    if clip is not None:
+        clip_gradient = quant.get("clip_gradient", "pact")
+        rows_of_x = fake_quantize(rows_of_x, learned[clip], clip_gradient=clip_gradient)
+        values = fake_quantize(values, learned[weight.clip], clip_gradient=clip_gradient)
+    loss, _ = label_smoothed_nll_loss((rows_of_x @ values.t()).log_softmax(-1), target, 0.1, ignore_index=PADDING)
+    wanted = dict(zip(leaves, torch.autograd.grad(0.5 * loss, leaves.values()), strict=True))
+    gradients = dict(zip(program.differentiable, program.gradients, strict=True))
+    for tensor, gradient in wanted.items():
+        error = (found[gradients[tensor]] - gradient).norm()
+        assert error <= allowed * gradient.norm(), f"{tensor.name}: {error / gradient.norm()}"
+
+
+def test_limits_of_targets():
+    """Padded words are no targets."""
+    forward = on_cpu(of_codes(7, 33, 48))
+    assert forward.limits() == gradient_of(forward).limits() == {"target": 33}

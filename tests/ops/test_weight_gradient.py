@@ -1,0 +1,119 @@
+"""ProjectWeightGradient against autograd through a straight-through composite in float64."""
+
+import math
+
+import pytest
+import torch
+
+from lsq.gemm.product_key import OPERATIONS
+from lsq.ops.weight_gradient import ProjectWeightGradient
+from lsq.program.values import Weight
+from lsq.quant import fake_quantize
+from tests.ops.compare import KEY, compare, empty, format_of, on_cpu, on_reference
+from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
+
+BLOCK_ROWS = OPERATIONS["project_weight_gradient"].rows
+
+
+def case(rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=OUTPUTS, dtype="float32", padded=PADDED):
+    bits = 4 if lsq else 8
+    weight = weight_of(outputs, columns, clips=clips, bits=bits, padded=padded)
+    float_mode, x = mode == "float mode", torch.randn(rows, columns)
+    return ProjectWeightGradient(
+        **upstream(mode, weight, rows), x=None if float_mode else coded(x), x_floats=x if float_mode else None,
+        weight=Weight(format=format_of(), values=weight.values) if float_mode else weight,
+        key=KEY if mode == "int8" else None, subsequence=5, lsq=lsq, dweight=empty(outputs, columns),
+        dclip=None if float_mode else empty(*weight.clip.shape), dtype=dtype,
+    )
+
+
+def by_autograd(operation):
+    """Gradients of the weight [N, K] and of its clip, in float64."""
+    weight = operation.weight
+    values = weight.values.double().requires_grad_()
+    if weight.codes is None:
+        return *torch.autograd.grad((operation.x_floats.double() @ values.t() * operation.floats).sum(), values), None
+    clip, given = weight.clip.double().requires_grad_(), operation.floats
+    if operation.gradient is not None:
+        given = operation.gradient.codes.double() * operation.gradient.scale.double()[:, None] / weight.scale.double()
+    rounded = fake_quantize(values, clip, weight.format.bits, "lsq" if operation.lsq else "pact")
+    product = operation.x.decode().double() @ rounded.t()
+    return torch.autograd.grad((product * given[:, : len(values)].double()).sum(), (values, clip))
+
+
+@pytest.mark.parametrize("mode", ["float", "float mode"])
+@pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (7, True, 1), (41, True, None), (341, False, 1)])
+def test_products_of_floats_are_autograds(mode, rows, lsq, clips):
+    operation = case(rows, mode, lsq=lsq, clips=clips)
+    found = compare(operation)
+    exact, exact_clip = by_autograd(operation)
+    assert (found.dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
+    if mode == "float":
+        assert found.dclip.shape == exact_clip.shape
+        assert (found.dclip - exact_clip).abs().max() <= 2e-6 * exact_clip.abs().max() + 5e-5
+
+
+@pytest.mark.parametrize("rows", [41, 341])
+@pytest.mark.parametrize("lsq, clips", [(False, None), (True, 1), (True, None)])
+def test_int8_products_are_off_by_one_more_rounding(rows, lsq, clips):
+    operation = case(rows, lsq=lsq, clips=clips)
+    found, expected = compare(operation), on_reference(operation)
+    assert torch.equal(found.dweight, expected.dweight)
+    exact, _ = by_autograd(operation)
+    assert 0 < (found.dweight - exact).norm() < 0.02 * exact.norm()
+    assert not found.dweight[operation.weight.values.abs() > operation.weight.clip[:, None]].any()
+
+
+def test_more_outputs_than_a_block():
+    """The last block of sums holds rows of the weight, and rows that are only in its codes."""
+    operation = case(3, columns=16, outputs=BLOCK_ROWS + 5, padded=BLOCK_ROWS + 16)
+    assert torch.equal(compare(operation).dweight, on_reference(operation).dweight)
+
+
+def test_the_rounding_has_no_bias():
+    operation = case(41)
+    exact, _ = by_autograd(operation)
+    total = torch.zeros_like(exact)
+    for subsequence in range(64):
+        operation.subsequence = subsequence
+        total += on_cpu(operation).dweight
+    assert (total / 64 - exact).norm() < 0.004 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_products(dtype):
+    operation = case(41, "float", dtype=dtype)
+    exact, _ = by_autograd(operation)
+    narrow = compare(operation).dweight
+    assert narrow.dtype == torch.float32
+    assert 1e-5 < (narrow - exact).norm() / exact.norm() < 0.01
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clips", [None, 1])
+def test_an_empty_batch(mode, clips):
+    found = compare(case(0, mode, lsq=True, clips=clips))
+    assert not found.dweight.any() and (mode == "float mode" or not found.dclip.any())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_poisoned_row_poisons_the_whole_gradient(value):
+    operation = case(41)
+    operation.gradient.scale[40] = value
+    found = compare(operation)
+    assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_a_weight_that_is_nan(mode):
+    operation = case(7, mode, lsq=True)
+    operation.weight.values[3, 5] = math.nan
+    assert compare(operation).dclip.isnan().nonzero().tolist() == [[3]]
+
+
+def test_rows_beyond_the_weight_do_not_count():
+    operation = case(41)
+    found = on_cpu(operation)
+    operation.gradient.codes[:, OUTPUTS:] = 0
+    again = on_cpu(operation)
+    assert torch.equal(found.dweight, again.dweight) and torch.equal(found.dclip, again.dclip)

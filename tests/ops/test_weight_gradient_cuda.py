@@ -1,0 +1,78 @@
+"""ProjectWeightGradient on CUDA: transposed int8 operands or dequantised ones, in the emulator or on a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from tests.ops.compare import on_cpu
+from tests.ops.cuda import compare_cuda, in_dtype, run
+from tests.ops.test_input_gradient import MODES
+from tests.ops.test_input_gradient_cuda import HALF, few_blocks
+from tests.ops.test_weight_gradient import case
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None)])
+def test_every_mode(mode, rows, lsq, clips):
+    operation = case(rows, mode, lsq=lsq, clips=clips)
+    found = compare_cuda(operation)
+    if mode == "int8":
+        assert torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_in_half_precision(mode):
+    compare_cuda(case(41, mode), HALF)
+
+
+@pytest.mark.parametrize("activations", [torch.float32, HALF])
+def test_products_in_half_precision(activations):
+    operation = case(41, "float", dtype="bfloat16")
+    exact_of, found = on_cpu(in_dtype(in_dtype(operation, HALF), torch.float32)), run(in_dtype(operation, activations))
+    for name in ("dweight", "dclip"):
+        one, exact = getattr(found, name), getattr(exact_of, name)
+        assert (one - exact).norm() <= 0.01 * exact.norm(), name
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_wide_rows(mode):
+    """More columns than a warp and a tile hold."""
+    compare_cuda(case(11, mode, lsq=True, columns=1040, outputs=139, padded=144))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clips", [None, 1])
+def test_an_empty_batch(mode, clips):
+    found = compare_cuda(case(0, mode, lsq=True, clips=clips))
+    assert not found.dweight.any() and (mode == "float mode" or not found.dclip.any())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_poisoned_row_poisons_the_whole_gradient(value):
+    operation = case(41)
+    operation.gradient.scale[40] = value
+    found = compare_cuda(operation)
+    assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_a_weight_that_is_nan(mode):
+    operation = case(7, mode, lsq=True)
+    operation.weight.values[3, 5] = math.nan
+    assert compare_cuda(operation).dclip.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("columns, outputs", [(48, 41), (1040, 11)])
+def test_three_turns(columns, outputs, monkeypatch):
+    few_blocks(monkeypatch)
+    turns(columns, outputs)
+
+
+def turns(columns, outputs):
+    compare_cuda(case(41, lsq=True, columns=columns, outputs=outputs, padded=48))
+
+
+def test_widths_that_kernels_cannot_take():
+    with pytest.raises(ValueError, match="multiple of 16"):
+        run(case(7, columns=40))

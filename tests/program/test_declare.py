@@ -1,0 +1,209 @@
+"""Declared classes: defaults, tensors by direction, binding to real tensors, packing, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+import pytest
+import torch
+
+from lsq.csrc import declarations
+from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
+from lsq.program.declare import (
+    NOWHERE,
+    Activations,
+    Codes,
+    Floats,
+    Host,
+    In,
+    Indices,
+    Out,
+    Value,
+    factor,
+    size,
+)  # fmt: skip
+from lsq.program.operation import Operation
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded, Dropout, RoundedGradient
+from lsq.quant import GRADIENT
+
+
+class Mode(IntEnum):
+    slow = 0
+    fast = 3
+
+
+class Grid(Value):
+    """Tensors that go the way of their holder, and one that is read whatever the holder does."""
+
+    codes: Codes
+    scale: Floats | None
+    limit: In[Floats] | None
+    kind: Host[str]
+
+    @factor
+    def half(self) -> float:
+        return 0.5
+
+
+class Sample(Operation):
+    x: In[Activations]
+    factor: float = 1.0
+    mode: Mode = Mode.slow
+    grid: In[Grid] | None
+    made: Out[Grid]
+    out: Out[Floats] | None
+    steps: int
+
+    @size
+    def rows(self) -> int:
+        return self.x.shape[0]
+
+
+def grid(numel: int = 3) -> Grid:
+    return Grid(codes=torch.zeros(numel, dtype=torch.int8), scale=torch.ones(1), limit=torch.ones(1), kind="grid")
+
+
+def sample(**fields) -> Sample:
+    return Sample(**({"x": torch.randn(3, 2), "made": grid(), "steps": 7} | fields))
+
+
+def test_what_may_be_missing_is_missing_unless_given():
+    one = sample()
+    assert one.grid is None and one.out is None and one.factor == 1.0 and one.mode is Mode.slow
+    with pytest.raises(TypeError, match="steps"):
+        Sample(x=torch.randn(3, 2), made=grid())
+    with pytest.raises(TypeError, match="unknown"):
+        sample(unknown=1)
+
+
+def test_leaves_say_who_writes_what():
+    leaves = {leaf.name: (leaf.kind, leaf.written, leaf.optional) for leaf in Sample.leaves()}
+    assert leaves == {
+        "x": ("Activations", False, False),
+        "grid.codes": ("Codes", False, True), "grid.scale": ("Floats", False, True),
+        "grid.limit": ("Floats", False, True),
+        "made.codes": ("Codes", True, False), "made.scale": ("Floats", True, True),
+        "made.limit": ("Floats", False, True),
+        "out": ("Floats", True, True),
+    }  # fmt: skip
+    one = sample()
+    found = {leaf.name: leaf.of(one) for leaf in Sample.leaves()}
+    assert found["grid.codes"] is None and found["out"] is None and found["made.codes"] is one.made.codes
+
+
+def test_rounding_writes_codes_and_reads_clips():
+    written = {leaf.name for leaf in ResidualNorm.leaves() if leaf.written}
+    assert {"z", "rounded.codes", "rounded.scale", "rounded.clipped", "rounded.error"} <= written
+    assert not {"rounded.clip", "dropout.key", "update"} & written
+    written = {leaf.name for leaf in ResidualNormGradient.leaves() if leaf.written}
+    assert {"rounded.codes", "rounded.scale"} <= written and not {"rounded.weight_scale", "rounded.key"} & written
+
+
+def test_binding_resolves_every_tensor_and_keeps_the_rest():
+    one = sample(
+        x=VirtualTensor(name="x", shape=(3, 2)), out=VirtualTensor(name="out", shape=(5,)), mode=Mode.fast,
+        made=Grid(codes=VirtualTensor(name="codes", shape=(3,), dtype=torch.int8), kind="coarse"),
+    )  # fmt: skip
+    assert one.rows == 3
+    bound = one.bind(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+    assert type(bound) is Sample and isinstance(one.x, VirtualTensor)
+    assert bound.x.shape == (3, 2) and bound.out.shape == (5,) and bound.made.codes.dtype == torch.int8
+    assert bound.grid is None and bound.made.scale is None
+    assert (bound.made.kind, bound.mode, bound.steps, bound.rows) == ("coarse", Mode.fast, 7, 3)
+
+
+def test_sizes_are_those_of_the_bound_tensors():
+    one = sample()
+    assert one.rows == 3
+    assert one.bind(lambda tensor: tensor[:2]).rows == 2
+
+
+def test_a_struct_holds_addresses_numbers_and_nulls():
+    one = sample(mode=Mode.fast, factor=0.25)
+    x, made = one.x.data_ptr(), one.made
+    held = struct.unpack("PfqPPPf4xPPPf4xPqq", one.pack())
+    pointers = made.codes.data_ptr(), made.scale.data_ptr(), made.limit.data_ptr()
+    assert held == (x, 0.25, 3, 0, 0, 0, 0.0, *pointers, 0.5, 0, 7, 3)
+    again = struct.unpack("PfqPPPf4xPPPf4xPqq", sample(grid=grid(), x=one.x).pack(lambda tensor: tensor.numel()))
+    assert again == (6, 1.0, 0, 3, 1, 1, 0.5, 3, 1, 1, 0.5, 0, 7, 3)
+
+
+def test_a_struct_is_as_long_as_the_header_says():
+    gradient = RoundedGradient(
+        format=GRADIENT, codes=torch.zeros(3, 2, dtype=torch.int8), scale=torch.ones(3), weight_scale=torch.ones(2),
+        key=torch.zeros(1, dtype=torch.int64), subsequence=1,
+    )  # fmt: skip
+    dropout = Dropout(key=gradient.key, subsequence=2, probability=0.5)
+    norm = ResidualNorm(update=torch.ones(3, 2), residual=torch.ones(3, 2), dropout=dropout, z=torch.ones(3, 2))
+    for one in (gradient, dropout, norm):
+        assert len(one.pack()) == declarations.layout(type(one).__name__)[0]
+
+
+def test_a_tensor_without_elements_is_not_missing():
+    x, *_ = struct.unpack_from("P", sample(x=torch.empty(0, 2)).pack())
+    assert x == NOWHERE
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(ValueError, match="^Sample.x is None; it must be a contiguous tensor of torch.float32 or "):
+        sample(x=None).pack()
+    with pytest.raises(ValueError, match="^Sample: Grid.codes is None; it must be a contiguous tensor of torch.int8$"):
+        sample(grid=Grid(codes=None, kind="empty")).pack()
+
+
+@pytest.mark.parametrize("field, kind", [("made", "Grid"), ("steps", "int")])
+def test_a_value_or_number_that_is_missing_is_named(field, kind):
+    with pytest.raises(ValueError, match=f"^Sample.{field} is None; it must be a {kind}$"):
+        sample(**{field: None}).pack()
+
+
+@pytest.mark.parametrize("x, found", [
+    (torch.zeros(3, 2, dtype=torch.float64), "torch.float64"),
+    (torch.zeros(2, 3).t(), r"torch.float32 with strides \(1, 3\)"),
+    (VirtualTensor(name="x", shape=(3, 2)), "x float32"),
+])  # fmt: skip
+def test_another_tensor_is_named(x, found):
+    with pytest.raises(ValueError, match=f"^Sample.x is {found}"):
+        sample(x=x).pack()
+    made = Coded(format=None, codes=torch.zeros(3), scale=torch.ones(1))
+    with pytest.raises(ValueError, match="^ResidualNorm: Coded.codes is torch.float32 .* tensor of torch.int8$"):
+        ResidualNorm(residual=torch.ones(3, 2), rounded=made).pack()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_may_be_half_as_large(dtype):
+    sample(x=torch.zeros(3, 2, dtype=dtype)).pack()
+    with pytest.raises(ValueError, match="Sample.out is torch.bfloat16"):
+        sample(out=torch.zeros(1, dtype=torch.bfloat16)).pack()
+
+
+def test_a_declaration_that_cannot_be_is_refused_where_it_is_made():
+    with pytest.raises(ValueError, match="Wrong.x is of kind Tensor; allowed: Activations, "):
+
+        class Wrong(Operation):
+            x: In[Tensor]  # noqa: F821
+
+    with pytest.raises(ValueError, match=r"Unsaid.tokens belongs to an operation: write In\[Indices\] or Out"):
+
+        class Unsaid(Operation):
+            tokens: Indices
+
+
+@pytest.mark.parametrize("annotations, members, hidden", [
+    ({"inputs": "In[Floats]"}, {}, "Operation.inputs"),
+    ({"name": "Host[str]"}, {}, "Operation.name"),
+    ({"outputs": "Out[Floats] | None"}, {}, "Operation.outputs"),
+    ({"limits": "int"}, {}, "Operation.limits"),
+    ({}, {"cpu": size(lambda self: 1)}, "Operation.cpu"),
+    ({}, {"pack": factor(lambda self: 1.0)}, "Operation.pack"),
+])  # fmt: skip
+def test_what_would_hide_an_attribute_of_operations_is_refused(annotations, members, hidden):
+    with pytest.raises(ValueError, match=f"^Hiding.{hidden.split('.')[1]} would hide {hidden}; call it something"):
+        type("Hiding", (Operation,), {"__annotations__": annotations, "__module__": __name__, **members})
+
+
+def test_what_would_hide_an_attribute_of_values_is_refused():
+    with pytest.raises(ValueError, match="^Hiding.pack would hide Value.pack"):
+        type("Hiding", (Value,), {"__annotations__": {"pack": "Floats"}, "__module__": __name__})

@@ -1,0 +1,107 @@
+"""Philox against the known answers of Random123 and a plain implementation; shares and repetition of dropout."""
+
+import pytest
+import torch
+
+from lsq.quant import random as philox_random
+
+KNOWN_ANSWERS = [  # (counter, key, words) from Random123's kat_vectors, philox4x32 with 10 rounds
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def plain_philox(counter, key):
+    """Philox4x32-10 on Python's integers."""
+    counter, key = list(counter), list(key)
+    for _ in range(10):
+        first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        low = 0xFFFFFFFF
+        counter = [second >> 32 ^ counter[1] ^ key[0], second & low, first >> 32 ^ counter[3] ^ key[1], first & low]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    return tuple(counter)
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN_ANSWERS)
+def test_the_plain_implementation_is_philox(counter, key, words):
+    assert plain_philox(counter, key) == words
+
+
+def test_the_first_known_answer():
+    assert tuple(philox_random.philox(0, 0, 4).tolist()) == KNOWN_ANSWERS[0][2]
+
+
+@pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63), 0x299F31D0_A4093822])
+@pytest.mark.parametrize("subsequence", [0, 1, 77, 2**31])
+def test_words_of_a_subsequence(key, subsequence):
+    unsigned = key % 2**64
+    expected = [
+        word
+        for group in range(5)
+        for word in plain_philox((group, 0, subsequence, 0), (unsigned & 0xFFFFFFFF, unsigned >> 32))
+    ]
+    for numel in (1, 3, 4, 18, 20):
+        assert philox_random.philox(key, subsequence, numel).tolist() == expected[:numel]
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.1, 0.5, 0.9])
+def test_share_of_dropped_elements(probability):
+    x = torch.ones(200_000)
+    dropped = philox_random.dropout(x, probability, torch.tensor([123]), 4)
+    kept = dropped != 0
+    deviation = (probability * (1 - probability) / x.numel()) ** 0.5
+    assert abs(1 - kept.float().mean().item() - probability) < 5 * deviation
+    assert torch.equal(dropped[kept], torch.full((int(kept.sum()),), 1 / (1 - probability)))
+    assert abs(dropped.mean().item() - 1) < 5 * deviation / (1 - probability)
+
+
+def test_masks_depend_on_key_and_subsequence_alone():
+    x = torch.ones(1000)
+    masks = {
+        (key, subsequence): philox_random.dropout(x, 0.5, torch.tensor([key]), subsequence)
+        for key in (1, 2) for subsequence in (1, 2)
+    }
+    first = masks[1, 1]
+    assert torch.equal(philox_random.dropout(x, 0.5, torch.tensor([1]), 1), first)
+    assert torch.equal(philox_random.dropout(x[:333], 0.5, torch.tensor([1]), 1), first[:333])
+    for other in [(1, 2), (2, 1), (2, 2)]:
+        agreement = (masks[other] == first).float().mean()
+        assert 0.42 < agreement < 0.58
+
+
+def test_neighbours_are_independent():
+    kept = (philox_random.dropout(torch.ones(100_000), 0.5, torch.tensor([9]), 1) != 0).float() - 0.5
+    for distance in (1, 2, 3, 4, 5, 64):
+        correlation = 4 * (kept[:-distance] * kept[distance:]).mean()
+        assert abs(correlation) < 5 / 100_000**0.5
+
+
+def test_uniform_numbers():
+    drawn = philox_random.uniform(torch.tensor([5]), 3, (300, 333))
+    assert drawn.shape == (300, 333) and drawn.dtype == torch.float32
+    assert 0 <= drawn.min() and drawn.max() < 1
+    assert abs(drawn.mean() - 0.5) < 5 * (1 / 12 / drawn.numel()) ** 0.5
+    counts = torch.histc(drawn, 10, 0, 1)
+    assert (counts - drawn.numel() / 10).abs().max() < 6 * (drawn.numel() * 0.09) ** 0.5
+
+
+def test_no_dropout_returns_x():
+    x = torch.randn(5)
+    assert philox_random.dropout(x, 0.0, torch.tensor([1]), 1) is x
+
+
+def test_float64_keeps_its_dtype():
+    assert philox_random.dropout(torch.ones(5, dtype=torch.float64), 0.5, torch.tensor([1]), 1).dtype == torch.float64
+
+
+def test_keys_come_from_torchs_generator():
+    torch.manual_seed(4)
+    first = philox_random.draw_key()
+    assert first.dtype == torch.int64 and first.shape == (1,)
+    assert philox_random.draw_key() != first
+    torch.manual_seed(4)
+    assert philox_random.draw_key() == first
