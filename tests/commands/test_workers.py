@@ -73,7 +73,7 @@ def test_a_killed_process_is_named_and_the_training_goes_on_alone(prepared, lsq_
     assert "--lsq-gradients int8 has nothing to do: there is one worker" in log
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fairseq_train_under_torchrun(prepared, tmp_path):
     """As fairseq starts it on a CPU: each process is told its rank."""
     options = [*OPTIONS, "--arch", "lsq_transformer", "--task", "lsq_translation", "--max-update", "2"]

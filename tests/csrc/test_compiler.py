@@ -110,7 +110,7 @@ def test_a_driver_older_than_the_compiler_is_refused():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("whole", [
     pytest.param(False, id="one of each source"),
-    pytest.param(True, id="all", marks=pytest.mark.slow),
+    pytest.param(True, id="all", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_every_kernel_of_base_and_big_compiles_without_spills(monkeypatch, whole):
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -46,7 +46,7 @@ def test_on_cuda():
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [
-    pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.slow),
+    pytest.param(EVERY_KERNEL, id="every kernel", marks=pytest.mark.thorough),
     pytest.param(("tests/ops", "tests/layers/test_programs_cuda.py"), id="every test", marks=pytest.mark.slow),
 ])
 def test_kernels_touch_no_memory_but_their_own(files):

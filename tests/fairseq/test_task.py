@@ -92,7 +92,7 @@ torch.save(Remembered.last.get_model().state_dict(), parameters)
 
 
 @pytest.mark.parametrize("criterion", [
-    "lsq_label_smoothed_cross_entropy", pytest.param("label_smoothed_cross_entropy", marks=pytest.mark.slow),
+    "lsq_label_smoothed_cross_entropy", pytest.param("label_smoothed_cross_entropy", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     distributed = (

@@ -39,13 +39,13 @@ def check(done: subprocess.CompletedProcess) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_numbers(run, tmp_path):
     check(run("numbers/run.sh", "--dry-run", "--quiet"))
     assert json.loads((tmp_path / "runs/numbers/dry-run/results.json").read_text())["test_pairs"] == 12
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_text(run, tmp_path):
     check(run("text/run.sh", "--dry-run", "out", "--quiet"))
     for mode in ("float", "int8"):
@@ -58,7 +58,7 @@ def test_text_without_files(run):
 
 
 @pytest.mark.parametrize(("recipe", "mode", "processes"), [
-    (PUBLIC[0], "int8", 1), pytest.param(PUBLIC[1], "float", 2, marks=pytest.mark.slow),
+    (PUBLIC[0], "int8", 1), pytest.param(PUBLIC[1], "float", 2, marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_dry_run(run, tmp_path, recipe, mode, processes):
     given = ["--processes", str(processes), "--gradients", "int8"]
@@ -100,7 +100,7 @@ def test_unusable_values(run, options):
     assert done.stderr.startswith(f"run.sh: {' '.join(options)} ") and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_training_without_data(run):
     done = run("iwslt14_de_en/run.sh", "out")
     assert done.returncode == 2 and "there is no data folder out/data" in done.stderr
@@ -237,7 +237,7 @@ def test_iwslt_text(run, tmp_path):
     assert lines["test", "de"][0] == "de & TED.dev2010"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_wmt_archives_to_data(run, tmp_path):
     """From the archives to fairseq's data, with nothing downloaded."""
     raw = tmp_path / "out" / "raw"

@@ -46,7 +46,7 @@ def updates_done(path: Path) -> int:
 
 
 @pytest.mark.parametrize("model", [
-    pytest.param(name, marks=() if name == "lsq" else pytest.mark.slow) for name in MODELS
+    pytest.param(name, marks=() if name == "lsq" else pytest.mark.thorough) for name in MODELS
 ])  # fmt: skip
 def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, model):
     common = f"{MODELS[model]} {ONE_LAYER} --max-update {LONG}"
@@ -112,7 +112,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name in {"defaults", "grouped", "two folders"} else pytest.mark.slow)
+    pytest.param(name, marks=() if name in {"defaults", "grouped", "two folders"} else pytest.mark.thorough)
     for name in OPTIONS
 ])  # fmt: skip
 def test_each_of_three_processes_goes_on_with_its_batches(parse, toy, name):
