@@ -14,7 +14,7 @@ CLIP_GRADIENTS = ("pact", "lsq")
 PRODUCT_DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu")
 DIMENSION_MULTIPLE = 16
-"""Inner dimensions of int8 products must be multiples of this (16-byte rows; DESIGN: cuBLASLt and VNNI)."""
+"""Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI want them)."""
 
 
 def require_choice(name: str, value, allowed) -> None:
