@@ -59,9 +59,9 @@ class ResidualNorm(Operation):
         rstd = (centred.square().mean(dim=1) + self.epsilon).rsqrt()
         return z, mean, rstd, centred * rstd[:, None] * self.weight + self.bias
 
-    def same_values(self, result):
-        same = [one for one in (self.out, self.rounded and self.rounded.codes) if one is not None]
-        return tuple(one for one in same if one is not result) if result in same else ()
+    @property
+    def same_values(self):
+        return self.out, self.rounded and self.rounded.codes
 
     def unrounded(self) -> torch.Tensor:
         return self._values()[3]
@@ -80,7 +80,7 @@ class ResidualNorm(Operation):
         ]  # fmt: skip
 
     def gradient(self, builder) -> None:
-        dout = builder.gradient_sum(self.out, self.rounded and self.rounded.codes) if self.weight is not None else None
+        dout = builder.gradient_sum(*self.same_values) if self.weight is not None else None
         dz = builder.gradient_of(self.z) if self.update is not None else builder.take_gradient(self.residual)
         normed = self.weight is not None
         dresidual = builder.like("d_" + self.residual.name, self.residual) if normed else None

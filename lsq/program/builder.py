@@ -172,7 +172,8 @@ class Builder:
     def take_gradient(self, tensor: VirtualTensor) -> VirtualTensor | None:
         """The gradient so far of `tensor` and its copies, for who adds it to a contribution and accumulates the sum."""
         producer = self._producers.get(tensor)
-        same = (tensor, *(producer.same_values(tensor) if producer is not None else ()))
+        copies = producer.same_values if producer is not None else ()
+        same = copies if tensor in copies else (tensor,)
         total = self.gradient_sum(*same)
         for one in same:
             self._gradients.pop(one, None)

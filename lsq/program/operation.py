@@ -61,8 +61,9 @@ class Operation(Declared):
         """The float values that are about to be rounded under a clip; calibration measures those."""
         raise NotImplementedError
 
-    def same_values(self, result) -> tuple:
-        """Other tensors with the values of the tensor `result`, but for a rounding; they share a gradient."""
+    @property
+    def same_values(self) -> tuple:
+        """Tensors that have the same values, but for a rounding, and so share a gradient; None where one is missing."""
         return ()
 
     def limits(self) -> dict[str, int]:
