@@ -14,6 +14,7 @@ from lsq.ops.append import Append
 from lsq.ops.attention import Attention
 from lsq.ops.project import Activation, Project
 from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.rounding import Round
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.builder import Builder
@@ -232,6 +233,15 @@ class Stream:
     rows: Rows
 
 
+def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None,
+                 name: str) -> ResidualSum:  # fmt: skip
+    """residual + dropout(update), kept under that name; the residual itself without an update."""
+    if update is None:
+        return ResidualSum(residual=residual)
+    z = builder.like(name, residual)
+    return ResidualSum(residual=residual, update=update, dropout=builder.dropout(config.dropout), z=z)
+
+
 def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None, *, name: str,
          clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
     """residual + dropout(update), and its LayerNorm `name`: as codes under `clip`, as floats, or both."""
@@ -239,10 +249,9 @@ def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update:
     rounds = clip is not None and builder.quant.quantized
     return builder.add(
         ResidualNorm(
-            update=update, residual=residual, dropout=builder.dropout(config.dropout) if update is not None else None,
+            sum=residual_sum(builder, config, residual, update, name + ".sum"),
             weight=builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
             bias=builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS), epsilon=config.layer_norm_epsilon,
-            z=builder.tensor(name + ".sum", residual.shape) if update is not None else None,
             mean=builder.tensor(name + ".mean", (rows,)), rstd=builder.tensor(name + ".rstd", (rows,)),
             out=builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None,
             rounded=builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None,
@@ -265,21 +274,15 @@ def between(builder: Builder, config: LayerConfig, stream: Stream, update: Virtu
         builder, config, stream.residual, update, name=following if config.pre_norm else own, clip=clip,
         keep_float=not config.pre_norm,
     )
-    return Stream(residual=normed.z if config.pre_norm else normed.out, rows=normed.rounded or normed.out)
+    return Stream(residual=normed.sum.z if config.pre_norm else normed.out, rows=normed.rounded or normed.out)
 
 
 def leave(builder: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, own: str) -> VirtualTensor:
     """Dropout and residual of the last block, and its own norm under post-norm: the layer's result [M, H]."""
     if not config.pre_norm:
         return norm(builder, config, stream.residual, update, name=own, clip=None, keep_float=True).out
-    z = builder.like(own + ".sum", update)
-    builder.add(
-        ResidualNorm(
-            update=update, residual=stream.residual, dropout=builder.dropout(config.dropout), z=z,
-            epsilon=config.layer_norm_epsilon,
-        )
-    )
-    return z
+    added = residual_sum(builder, config, stream.residual, update, own + ".sum")
+    return builder.add(ResidualNorm(sum=added)).sum.z
 
 
 def as_codes(like: Rows, codes: VirtualTensor, scale: VirtualTensor | None) -> Rows:

@@ -4,6 +4,7 @@ import torch
 
 from lsq.ops.embedding import Embed
 from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
@@ -28,7 +29,7 @@ def chain(place: torch.device) -> tuple[Embed, ResidualNorm, VocabularyLoss]:
         x=wanted(3, HIDDEN),
     )  # fmt: skip
     norm = ResidualNorm(
-        residual=embed.x, weight=drawn(HIDDEN), bias=drawn(HIDDEN), mean=wanted(3), rstd=wanted(3),
+        sum=ResidualSum(residual=embed.x), weight=drawn(HIDDEN), bias=drawn(HIDDEN), mean=wanted(3), rstd=wanted(3),
         out=wanted(3, HIDDEN),
     )  # fmt: skip
     loss = VocabularyLoss(

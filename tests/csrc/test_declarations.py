@@ -115,8 +115,5 @@ def test_what_is_read_is_const():
     lines = declarations.header().splitlines()
     begin = lines.index("struct ResidualNorm {")
     members = [line.strip() for line in lines[begin + 1 : lines.index("};", begin)]]
-    assert members[:5] == [
-        "Pointer<const Float> update;", "Pointer<const Float> residual;", "Dropout dropout;",
-        "Pointer<const float> weight;", "Pointer<const float> bias;",
-    ]  # fmt: skip
-    assert members[5] == "float epsilon;" and "Pointer<Float> z;" in members and members[-1] == "int64_t columns;"
+    assert members[:3] == ["ResidualSum sum;", "Pointer<const float> weight;", "Pointer<const float> bias;"]
+    assert members[3] == "float epsilon;" and "Pointer<Float> out;" in members and members[-1] == "int64_t columns;"

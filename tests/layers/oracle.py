@@ -94,8 +94,9 @@ class Observer:
         rounding = operation.rounding()
         if rounding is not None:
             self.outcome.codes[declared.rounding().clip.name] = rounding.codes.clone()
-        if getattr(operation, "dropout", None) is not None:
-            self.outcome.subsequences.append(operation.dropout.subsequence)
+        self.outcome.subsequences += [
+            value for name, value in operation.attributes().items() if name.endswith("dropout.subsequence")
+        ]
 
     def weights(self, module, tensors):
         for name, declared in module.declared.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
+from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.quant import random
 from tests.ops.compare import (
     KEY,
@@ -27,10 +28,28 @@ def affine(columns=COLUMNS):
     return 1 + 0.2 * torch.randn(columns), 0.2 * torch.randn(columns)
 
 
+def sum_of(residual, update=None, dropout=0.0) -> ResidualSum:
+    """Of `residual` [M, H] and what is added to it, with z."""
+    return ResidualSum(residual=residual, update=update, dropout=dropout_of(dropout), z=empty(*residual.shape))
+
+
+def sum_gradient(forward: ResidualSum, *, normed=True, rounds=False, direct=True) -> ResidualSumGradient:
+    """Of a sum that was computed; `direct`: z has a gradient of its own, which it must where there is no norm."""
+    rows, columns = forward.residual.shape
+    updated = forward.update is not None
+    return ResidualSumGradient(
+        dz=torch.randn(rows, columns) if direct or not normed else None, dropout=forward.dropout,
+        dresidual=empty(rows, columns) if normed else None,
+        dupdate=empty(rows, columns) if updated and not rounds else None,
+        rounded=gradient_to_round(rows, columns) if updated and rounds else None,
+        dupdate_sum=empty(columns) if updated else None,
+    )  # fmt: skip
+
+
 def norm(residual, update=None, *, normed=True, rounds=False, dropout=0.0, **rounding) -> ResidualNorm:
     """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
     rows, columns = residual.shape
-    made = ResidualNorm(update=update, residual=residual, dropout=dropout_of(dropout), z=empty(rows, columns))
+    made = ResidualNorm(sum=sum_of(residual, update, dropout))
     if normed:
         made.weight, made.bias = affine(columns)
         made.mean, made.rstd, made.out = empty(rows), empty(rows), empty(rows, columns)
@@ -38,18 +57,14 @@ def norm(residual, update=None, *, normed=True, rounds=False, dropout=0.0, **rou
     return made
 
 
-def norm_gradient(forward: ResidualNorm, *, rounds=False, direct=True) -> ResidualNormGradient:
-    """Of a norm that was computed, for random gradients of its results; `direct`: z has one of its own."""
-    rows, columns = forward.residual.shape
-    normed, updated = forward.weight is not None, forward.update is not None
+def norm_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
+    """Of a norm that was computed, for random gradients of its results; options: see `sum_gradient`."""
+    rows, columns = forward.sum.residual.shape
+    normed = forward.weight is not None
     return ResidualNormGradient(
-        dout=torch.randn(rows, columns) if normed else None,
-        dz=torch.randn(rows, columns) if direct or not normed else None, z=forward.z if normed else None,
-        mean=forward.mean, rstd=forward.rstd, weight=forward.weight, dropout=forward.dropout,
-        dresidual=empty(rows, columns) if normed else None, dweight=empty(columns) if normed else None,
-        dbias=empty(columns) if normed else None, dupdate=empty(rows, columns) if updated and not rounds else None,
-        rounded=gradient_to_round(rows, columns) if updated and rounds else None,
-        dupdate_sum=empty(columns) if updated else None,
+        dout=torch.randn(rows, columns) if normed else None, z=forward.sum.z if normed else None, mean=forward.mean,
+        rstd=forward.rstd, weight=forward.weight, dweight=empty(columns) if normed else None,
+        dbias=empty(columns) if normed else None, sum=sum_gradient(forward.sum, normed=normed, **options),
     )  # fmt: skip
 
 
@@ -59,7 +74,7 @@ def test_the_norm_is_as_accurate_as_torchs(rows, columns, offset):
     x = offset + torch.randn(rows, columns)
     operation = norm(x)
     found = on_cpu(operation)
-    assert torch.equal(found.z, x)
+    assert torch.equal(found.sum.z, x)
 
     def by_torch(dtype):
         return torch.nn.functional.layer_norm(
@@ -81,15 +96,15 @@ def test_gradients_of_the_norm_are_as_accurate_as_torchs(rows, columns, direct):
     found = compare(operation)
 
     def by_autograd(dtype):
-        leaves = [one.to(dtype).requires_grad_() for one in (forward.residual, forward.weight, forward.bias)]
+        leaves = [one.to(dtype).requires_grad_() for one in (forward.sum.residual, forward.weight, forward.bias)]
         total = (torch.nn.functional.layer_norm(leaves[0], (columns,), *leaves[1:]) * operation.dout.to(dtype)).sum()
         if direct:
-            total = total + (leaves[0] * operation.dz.to(dtype)).sum()
+            total = total + (leaves[0] * operation.sum.dz.to(dtype)).sum()
         return torch.autograd.grad(total, leaves)
 
     exact, single = by_autograd(torch.float64), by_autograd(torch.float32)
-    for name, *values in zip(("dresidual", "dweight", "dbias"), exact, single, strict=True):
-        assert_accurate(getattr(found, name), *values, name)
+    for one, *values in zip((found.sum.dresidual, found.dweight, found.dbias), exact, single, strict=True):
+        assert_accurate(one, *values)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -98,7 +113,7 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
     update, residual = torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS)
     operation = norm(residual, update, rounds=True, dropout=0.3, bits=bits, error=error)
     found = compare(operation)
-    assert torch.equal(found.z, residual + random.dropout(update, 0.3, KEY, 2))
+    assert torch.equal(found.sum.z, residual + random.dropout(update, 0.3, KEY, 2))
     rounded = found.rounded
     made = rounded.codes, rounded.scale, rounded.clipped, rounded.error
     for one, wanted in zip(made, rounded.encode(found.out), strict=True):
@@ -108,13 +123,13 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
 
 def test_a_sum_without_norm():
     found = compare(norm(torch.randn(7, COLUMNS), torch.randn(7, COLUMNS), normed=False))
-    assert found.out is None and torch.equal(found.z, found.residual + found.update)
+    assert found.out is None and torch.equal(found.sum.z, found.sum.residual + found.sum.update)
 
 
 def test_only_what_is_wanted_is_written():
     whole = norm(torch.randn(7, COLUMNS), rounds=True)
     wanted = on_cpu(whole).rounded.codes
-    whole.z = whole.out = whole.rounded.clipped = None
+    whole.sum.z = whole.out = whole.rounded.clipped = None
     assert torch.equal(compare(whole).rounded.codes, wanted)
 
 
@@ -123,7 +138,7 @@ def test_only_what_is_wanted_is_written():
 @pytest.mark.parametrize("rows", [7, 341])
 def test_gradients_with_an_update(normed, rounds, rows):
     forward = on_cpu(norm(torch.randn(rows, COLUMNS), torch.randn(rows, COLUMNS), normed=normed, dropout=0.3))
-    found = compare(norm_gradient(forward, rounds=rounds))
+    found = compare(norm_gradient(forward, rounds=rounds)).sum
     dupdate = random.dropout(found.dresidual if normed else found.dz, 0.3, KEY, 2)
     torch.testing.assert_close(found.dupdate_sum, dupdate.sum(0), atol=1e-4, rtol=1e-4)
     if rounds:
@@ -152,7 +167,7 @@ def test_a_constant_row():
 def test_epsilon():
     operation = norm(0.01 * torch.randn(7, COLUMNS))
     operation.epsilon = 0.1
-    wanted = torch.nn.functional.layer_norm(operation.residual, (COLUMNS,), operation.weight, operation.bias, 0.1)
+    wanted = torch.nn.functional.layer_norm(operation.sum.residual, (COLUMNS,), operation.weight, operation.bias, 0.1)
     torch.testing.assert_close(on_cpu(operation).out, wanted)
 
 
@@ -160,4 +175,4 @@ def test_an_empty_batch():
     forward = compare(norm(torch.empty(0, COLUMNS), torch.empty(0, COLUMNS), rounds=True, dropout=0.1))
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
     found = compare(norm_gradient(forward))
-    assert not found.dweight.any() and not found.dbias.any() and not found.dupdate_sum.any()
+    assert not found.dweight.any() and not found.dbias.any() and not found.sum.dupdate_sum.any()

@@ -8,9 +8,10 @@ import torch
 
 from lsq.csrc import compiler
 from lsq.ops.residual_norm import ResidualNormGradient
+from lsq.ops.residual_sum import ResidualSumGradient
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
-from tests.ops.test_residual_norm import CLIP, norm, norm_gradient
+from tests.ops.test_residual_norm import CLIP, norm, norm_gradient, sum_of
 
 SHAPES = [(1, 48), (7, 48), (41, 48), (341, 48), (7, 1040)]
 
@@ -20,11 +21,10 @@ SHAPES = [(1, 48), (7, 48), (41, 48), (341, 48), (7, 1040)]
 def test_a_sum_and_its_norm(dtype, dropout, bits):
     """z alone, then the norm of z as it was stored."""
     update, residual = torch.randn(41, 48), torch.randn(41, 48)
-    z = compare_cuda(norm(residual, update, normed=False, dropout=dropout), dtype).z
+    z = compare_cuda(norm(residual, update, normed=False, dropout=dropout), dtype).sum.z
     alone = norm(z.float(), rounds=True, error=True, bits=bits)
     together = copy.copy(alone)
-    together.update, together.residual = update, residual
-    together.dropout = norm(residual, update, dropout=dropout).dropout
+    together.sum = sum_of(residual, update, dropout)
     # The reference does not round z, so that its codes may differ where z is stored in half precision.
     found = compare_cuda(together) if dtype == torch.float32 else run(in_dtype(together, dtype))
     wanted = compare_cuda(alone, dtype)
@@ -36,7 +36,7 @@ def test_a_sum_and_its_norm(dtype, dropout, bits):
 def test_a_norm_alone(rows, columns):
     operation = norm(torch.randn(rows, columns), rounds=True, error=True)
     compare_cuda(operation)
-    operation.z = operation.out = operation.rounded.error = None
+    operation.sum.z = operation.out = operation.rounded.error = None
     compare_cuda(operation)
 
 
@@ -81,14 +81,11 @@ def compare_gradients(dtype, rows, columns, *, rounds, normed=True, dropout=0.1)
         return
     # What is handed to the product is the gradient as it was stored: compared with the reference on that alone.
     found = run(in_dtype(whole, dtype))
-    above = copy.copy(whole)
-    above.dupdate = above.rounded = above.dupdate_sum = None
+    above, below = copy.copy(whole), copy.copy(whole.sum)
+    above.sum = ResidualSumGradient(dz=whole.sum.dz, dresidual=whole.sum.dresidual)
     above = compare_cuda(above, dtype)
-    below = ResidualNormGradient(
-        dz=above.dresidual.float(), dropout=whole.dropout, dupdate=whole.dupdate, rounded=whole.rounded,
-        dupdate_sum=whole.dupdate_sum,
-    )  # fmt: skip
-    below = compare_cuda(below, dtype)
+    below.dz, below.dresidual = above.sum.dresidual.float(), None
+    below = compare_cuda(ResidualNormGradient(sum=below), dtype)
     for one, other in zip(found.outputs, above.outputs + below.outputs, strict=True):
         assert torch.equal(one, other)
 
@@ -99,8 +96,8 @@ def test_a_gradient_that_is_not_finite(value):
     operation = norm_gradient(forward, rounds=True, direct=False)
     operation.dout[3, 5] = value
     found = compare_cuda(operation)
-    assert not found.dresidual[3].isfinite().any()
-    assert found.rounded.scale.isnan().nonzero().tolist() == [[3]]
+    assert not found.sum.dresidual[3].isfinite().any()
+    assert found.sum.rounded.scale.isnan().nonzero().tolist() == [[3]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,12 +105,12 @@ def test_an_empty_batch(dtype):
     forward = compare_cuda(norm(torch.empty(0, 48), torch.empty(0, 48), rounds=True, dropout=0.1), dtype)
     assert forward.rounded.scale.item() == pytest.approx(CLIP / 127)
     found = compare_cuda(norm_gradient(forward), dtype)
-    assert not found.dweight.any() and not found.dbias.any() and not found.dupdate_sum.any()
+    assert not found.dweight.any() and not found.dbias.any() and not found.sum.dupdate_sum.any()
 
 
 def test_nothing_to_do():
     """Without a norm and without an update, the gradient of z is the residual's."""
-    assert not run(ResidualNormGradient(dz=torch.randn(7, 48))).outputs
+    assert not run(ResidualNormGradient(sum=ResidualSumGradient(dz=torch.randn(7, 48)))).outputs
 
 
 def test_activations_of_two_dtypes_are_refused():

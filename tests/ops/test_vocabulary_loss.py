@@ -9,6 +9,7 @@ from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_l
 
 from lsq.ops.logit_blocks import BLOCK_ROWS
 from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient, weights_of
 from lsq.program.parameters import Kind
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -180,7 +181,7 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
     made = builder("loss", **quant)
     x, target = made.input("x", (rows, INNER)), made.input("target", (rows,), torch.int64)
     norm = ResidualNorm(
-        residual=x, weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
+        sum=ResidualSum(residual=x), weight=made.parameter("norm", (INNER,), Kind.NORM_WEIGHT),
         bias=made.parameter("norm_bias", (INNER,), Kind.NORM_BIAS), mean=made.tensor("mean", (rows,)),
         rstd=made.tensor("rstd", (rows,)),
     )  # fmt: skip

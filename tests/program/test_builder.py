@@ -8,6 +8,7 @@ from lsq.backends.cuda import CUDA, emulated_device
 from lsq.config import QuantConfig
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.residual_sum import ResidualSum
 from lsq.program.executor import Execution
 from lsq.program.parameters import Kind
 from tests.program.tiny import FLOAT, builder, project, rounded
@@ -137,9 +138,10 @@ def norm(b, residual, update=None, name="norm", **fields):
     columns = residual.shape[1:]
     return b.add(
         ResidualNorm(
-            update=update, residual=residual, epsilon=1e-5, weight=b.parameter(name, columns, Kind.NORM_WEIGHT),
+            sum=ResidualSum(residual=residual, update=update, z=None if update is None else b.like("z", residual)),
+            epsilon=1e-5, weight=b.parameter(name, columns, Kind.NORM_WEIGHT),
             bias=b.parameter(name + "_bias", columns, Kind.NORM_BIAS), mean=b.tensor("mean", residual.shape[:1]),
-            rstd=b.tensor("rstd", residual.shape[:1]), z=None if update is None else b.like("z", residual), **fields,
+            rstd=b.tensor("rstd", residual.shape[:1]), **fields,
         )
     )  # fmt: skip
 
@@ -173,7 +175,7 @@ def test_a_gradient_may_pass_through():
     b = builder()
     x, other = b.input("x", (5, 8)), b.input("other", (5, 8))
     update = project(b, other, "weight", (8, 8))
-    b.output(b.add(ResidualNorm(update=update, residual=x, epsilon=1e-5, z=b.like("z", x))).z)
+    b.output(b.add(ResidualNorm(sum=ResidualSum(residual=x, update=update, z=b.like("z", x)))).sum.z)
     tensors = {"x": torch.randn(5, 8), "other": torch.randn(5, 8), "weight": torch.randn(8, 8)}
     _, found = run(b.build(), tensors)
     assert torch.equal(found["x"], torch.ones(5, 8))

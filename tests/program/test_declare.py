@@ -10,6 +10,7 @@ import torch
 
 from lsq.csrc import declarations
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
+from lsq.ops.residual_sum import ResidualSum
 from lsq.program.declare import (
     NOWHERE,
     Activations,
@@ -95,10 +96,11 @@ def test_leaves_say_who_writes_what():
 
 def test_rounding_writes_codes_and_reads_clips():
     written = {leaf.name for leaf in ResidualNorm.leaves() if leaf.written}
-    assert {"z", "rounded.codes", "rounded.scale", "rounded.clipped", "rounded.error"} <= written
-    assert not {"rounded.clip", "dropout.key", "update"} & written
+    assert {"sum.z", "rounded.codes", "rounded.scale", "rounded.clipped", "rounded.error"} <= written
+    assert not {"rounded.clip", "sum.dropout.key", "sum.update"} & written
     written = {leaf.name for leaf in ResidualNormGradient.leaves() if leaf.written}
-    assert {"rounded.codes", "rounded.scale"} <= written and not {"rounded.weight_scale", "rounded.key"} & written
+    assert {"sum.rounded.codes", "sum.rounded.scale"} <= written
+    assert not {"sum.rounded.weight_scale", "sum.rounded.key"} & written
 
 
 def test_binding_resolves_every_tensor_and_keeps_the_rest():
@@ -136,8 +138,9 @@ def test_a_struct_is_as_long_as_the_header_says():
         key=torch.zeros(1, dtype=torch.int64), subsequence=1,
     )  # fmt: skip
     dropout = Dropout(key=gradient.key, subsequence=2, probability=0.5)
-    norm = ResidualNorm(update=torch.ones(3, 2), residual=torch.ones(3, 2), dropout=dropout, z=torch.ones(3, 2))
-    for one in (gradient, dropout, norm):
+    ones = torch.ones(3, 2)
+    norm = ResidualNorm(sum=ResidualSum(residual=ones, update=ones, dropout=dropout, z=ones))
+    for one in (gradient, dropout, norm.sum, norm):
         assert len(one.pack()) == declarations.layout(type(one).__name__)[0]
 
 
@@ -169,7 +172,7 @@ def test_another_tensor_is_named(x, found):
         sample(x=x).pack()
     made = Coded(format=None, codes=torch.zeros(3), scale=torch.ones(1))
     with pytest.raises(ValueError, match="^ResidualNorm: Coded.codes is torch.float32 .* tensor of torch.int8$"):
-        ResidualNorm(residual=torch.ones(3, 2), rounded=made).pack()
+        ResidualNorm(sum=ResidualSum(residual=torch.ones(3, 2)), rounded=made).pack()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

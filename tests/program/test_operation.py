@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.declare import Floats, In, Out
 from lsq.program.operation import Operation
@@ -24,16 +25,16 @@ class Sum(Operation):
         return total, total if self.copy is not None else None
 
 
-def norm(**fields) -> ResidualNorm:
-    return ResidualNorm(**({"residual": torch.randn(3, 8), "z": empty(3, 8)} | fields))
+def norm(rounded=None, **fields) -> ResidualNorm:
+    return ResidualNorm(sum=ResidualSum(residual=torch.randn(3, 8), z=empty(3, 8), **fields), rounded=rounded)
 
 
 def test_inputs_and_outputs_are_the_tensors_that_are_there():
     mask, coded = dropout_of(0.5), to_round(3, 8, 1.0)
     one = norm(update=torch.randn(3, 8), dropout=mask, rounded=coded)
     assert one.name == str(one) == "ResidualNorm"
-    for found, expected in ((one.inputs, (one.update, one.residual, mask.key, coded.clip)),
-                            (one.outputs, (one.z, coded.codes, coded.scale, coded.clipped))):  # fmt: skip
+    for found, expected in ((one.inputs, (one.sum.residual, one.sum.update, mask.key, coded.clip)),
+                            (one.outputs, (one.sum.z, coded.codes, coded.scale, coded.clipped))):  # fmt: skip
         assert len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
 
 

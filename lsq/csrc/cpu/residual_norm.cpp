@@ -1,40 +1,13 @@
 // Dropout, residual, LayerNorm and rounding between two blocks, forward and backward.
-#include "loops.h"
+#include "residual_sum.h"
 
 using namespace lsq;
-
-namespace {
-
-float sum_of(const float* x, int64_t n) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; ++i) sum += x[i];
-    return sum;
-}
-
-float sum_of_products(const float* x, const float* y, int64_t n) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
-    return sum;
-}
-
-}  // namespace
 
 LSQ_OPERATION(ResidualNorm, op) {
     const int64_t n = op.columns;
     const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
         float *z = scratch.a.data(), *x = scratch.b.data();
-        const float* residual = op.residual + row * n;
-        if (op.update) {
-            std::memcpy(z, op.update + row * n, n * sizeof(float));
-            apply(op.dropout, row * n, n, z, scratch.words.data());
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) z[i] += residual[i];
-        } else {
-            std::memcpy(z, residual, n * sizeof(float));
-        }
-        if (op.z) std::memcpy(op.z + row * n, z, n * sizeof(float));
+        add_residual(op.sum, row, n, z, scratch);
         if (!op.weight) return 0;
         const float mean = sum_of(z, n) / static_cast<float>(n);
 #pragma omp simd
@@ -46,9 +19,7 @@ LSQ_OPERATION(ResidualNorm, op) {
         for (int64_t i = 0; i < n; ++i) x[i] = x[i] * rstd * weight[i] + bias[i];
         op.mean[row] = mean;
         op.rstd[row] = rstd;
-        if (op.out) std::memcpy(op.out + row * n, x, n * sizeof(float));
-        if (!op.rounded.codes) return 0;
-        return static_cast<int>(round_row(op.rounded, row * n, n, x, scratch.c.data(), scratch.flags.data()));
+        return store_row(op.out, op.rounded, row, n, x, scratch);
     });
     finish(op.rounded, missing);
 }
@@ -57,7 +28,7 @@ LSQ_OPERATION(ResidualNormGradient, op) {
     const int64_t n = op.columns;
     const Blocks blocks(op.rows);
     ColumnSums weight_sums(blocks.count, n, op.dout), norm_bias_sums(blocks.count, n, op.dout);
-    GradientSink sink(blocks, n, op.dupdate, op.rounded, op.dupdate_sum);
+    ResidualSink sink(blocks, n, op.sum);
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         float *g = scratch.a.data(), *normalised = scratch.b.data();
         if (op.dout) {
@@ -73,16 +44,9 @@ LSQ_OPERATION(ResidualNormGradient, op) {
             const float projection = sum_of_products(g, normalised, n) / static_cast<float>(n);
 #pragma omp simd
             for (int64_t i = 0; i < n; ++i) g[i] = rstd * (g[i] - average - normalised[i] * projection);
-            if (op.dz) {
-                const float* direct = op.dz + row * n;
-#pragma omp simd
-                for (int64_t i = 0; i < n; ++i) g[i] += direct[i];
-            }
-            std::memcpy(op.dresidual + row * n, g, n * sizeof(float));
         } else {
-            std::memcpy(g, op.dz + row * n, n * sizeof(float));
+            std::fill(g, g + n, 0.0f);
         }
-        apply(op.dropout, row * n, n, g, scratch.words.data());
         sink.add(block, row, g, scratch);
     });
     weight_sums.write(op.dweight);

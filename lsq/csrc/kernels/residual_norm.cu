@@ -1,31 +1,16 @@
 // Dropout, residual, LayerNorm and rounding between two blocks, forward and backward.
 //
 // M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers: its variance is the
-// mean of squared differences, and what is normalised is z as it was stored. Sums over rows stay in registers (bias and
-// clip) or in shared memory (weight and bias of the norm), see rows.cuh.
-// Backward: -DNORMED=0 there is no norm, -DPRODUCT=0 nothing was added to z.
-#include "gradient.cuh"
+// mean of squared differences, and what is normalised is z as it was stored. Sums over rows stay in registers (bias) or
+// in shared memory (weight and bias of the norm), see rows.cuh.
+// Backward: -DNORMED=0 there is no norm.
+#include "residual_sum.cuh"
 
 #ifndef NORMED
 #define NORMED 1
 #endif
-#ifndef PRODUCT
-#define PRODUCT 1
-#endif
 
 namespace {
-
-// Sum of the squares of one row.
-__device__ __forceinline__ float squares_of(const Values& x) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        if (!has(v)) continue;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sum += x[v][i] * x[v][i];
-    }
-    return row_sum(sum);
-}
 
 // What the backward pass reads of a row.
 struct Operands {
@@ -36,41 +21,18 @@ struct Operands {
 }  // namespace
 
 LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const ResidualNorm op, Out<uint32_t> ticket) {
-    const Float *update = op.update, *residual = op.residual;
     const float *weight = op.weight, *bias = op.bias;
-    Float *stored = op.z, *out = op.out;
-    const DropoutMask dropout{op.dropout};
+    Float* out = op.out;
+    const ResidualSource sum{op.sum};
     const CodeSink codes{op.rounded};
     bool missing = false;
     for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.rows; first += kRows * gridDim.x) {
         const int64_t row = first + row_in_block();
         const bool inside = row < op.rows;
-        Packed<Float> carried[kVectors] = {}, added[kVectors] = {};
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v)) continue;
-            carried[v] = load_packed(residual + row * COLUMNS + column_of(v));
-            if (update) added[v] = load_packed(update + row * COLUMNS + column_of(v));
-        }
         Values x = {};
-        float total = 0.0f;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v)) continue;
-            unpack8(carried[v], x[v]);
-            if (update) {
-                float value[kVector];
-                unpack8(added[v], value);
-                dropout.apply8(row * COLUMNS + column_of(v), value);
-#pragma unroll
-                for (int i = 0; i < kVector; ++i) x[v][i] = as_stored<Float>(value[i] + x[v][i]);
-            }
-            if (stored) store8(stored + row * COLUMNS + column_of(v), x[v]);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) total += x[v][i];
-        }
+        sum.load(row, inside, x);
         if (!weight) continue;
-        const float centre = row_sum(total) / COLUMNS;
+        const float centre = sum_of(x) / COLUMNS;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -99,19 +61,15 @@ LSQ_EXPORT(lsq_residual_norm)
 // partial: the block's sums for dweight and dbias (-DNORMED) and for dupdate_sum (-DPRODUCT).
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_residual_norm_gradient(const ResidualNormGradient op, Out<float> partial) {
-    const Float *upstream = op.dout, *direct = op.dz, *line = op.z;
+    const Float *upstream = op.dout, *line = op.z;
     const float *mean = op.mean, *rstd = op.rstd, *weight = op.weight;
-    Float* down = op.dresidual;
-    const DropoutMask dropout{op.dropout};
 #if NORMED
     extern __shared__ float4 words[];
     const SharedColumnSums weight_sums{words}, norm_bias_sums{words + SharedColumnSums::kWords};
     weight_sums.clear();
     norm_bias_sums.clear();
 #endif
-#if PRODUCT
-    GradientSink sink{op.dupdate, op.rounded};
-#endif
+    ResidualSink sink{op.sum};
     const auto load = [&](int64_t row) {
         Operands operands;
 #if NORMED
@@ -126,11 +84,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
         return operands;
     };
     for_rows(op.rows, load, [&](int64_t row, bool inside, const Operands& operands) {
-        Packed<Float> other[kVectors] = {};  // of z itself
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (direct && inside && has(v)) other[v] = load_packed(direct + row * COLUMNS + column_of(v));
-        }
+        const PackedRow<Float> direct = sink.load(row, inside);
 #if NORMED
         float average = 0.0f, projection = 0.0f;
 #pragma unroll
@@ -157,8 +111,6 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!inside || !has(v)) continue;
-            const int64_t element = row * COLUMNS + column_of(v);
-            unpack8(other[v], g[v]);
 #if NORMED
             // Computed again: keeping them would take too many registers.
             float above[kVector], normalised[kVector], slope[kVector];
@@ -168,26 +120,18 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
                 normalised[i] = (normalised[i] - operands.mean) * operands.rstd;
-                const float own = operands.rstd * (above[i] * slope[i] - average - normalised[i] * projection);
-                g[v][i] = as_stored<Float>(direct ? own + g[v][i] : own);
+                g[v][i] = operands.rstd * (above[i] * slope[i] - average - normalised[i] * projection);
             }
-            store8(down + element, g[v]);
 #endif
-#if PRODUCT
-            dropout.apply8(element, g[v]);
-#endif
+            sink.join(row * COLUMNS + column_of(v), direct.part[v], g[v]);
         }
-#if PRODUCT
         sink.add(row, inside, g);
-#endif
     });
     float* sums = partial + blockIdx.x * ((2 * NORMED + PRODUCT) * COLUMNS + kPadding);
 #if NORMED
     weight_sums.write(sums);
     norm_bias_sums.write(sums + COLUMNS);
 #endif
-#if PRODUCT
-    sink.bias_sums.write(sums + 2 * NORMED * COLUMNS);
-#endif
+    sink.write(sums + 2 * NORMED * COLUMNS);
 }
 LSQ_EXPORT(lsq_residual_norm_gradient)
