@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
-from lsq.csrc.launch import TICKET, float_define, launch
-from lsq.ops import kernels
+from lsq.ops import residual_sum
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.program.declare import Activations, Floats, In, Out, size
 from lsq.program.operation import Operation
@@ -66,13 +64,7 @@ class ResidualNorm(Operation):
         return *others, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)
 
     def cuda(self):
-        return [
-            launch(
-                "residual_norm.cu", "lsq_residual_norm", self, TICKET,
-                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
-                **float_define(*self.sum.tensors, self.out), **row_defines(self.columns),
-            )
-        ]  # fmt: skip
+        return residual_sum.launches("residual_norm.cu", "lsq_residual_norm", self)
 
     def gradient(self, builder) -> None:
         normed = self.weight is not None
@@ -128,21 +120,13 @@ class ResidualNormGradient(Operation):
         return (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0), *self.sum.compute(through)
 
     def _sums(self):
-        """Where the sums over rows go, in the order in which the kernel leaves them."""
-        return (self.dweight, self.dbias) * (self.dout is not None) + (self.sum.dupdate_sum,) * self.sum.updated
+        return (self.dweight, self.dbias) if self.dout is not None else ()
 
     def cuda_scratch(self):
-        return [kernels.partial_scratch(self.rows, self.columns, len(self._sums()))]
+        return residual_sum.gradient_scratch(self, self._sums())
 
     def cuda(self, partial):
-        if not self._sums():
-            return []
-        normed = self.dout is not None
-        return [
-            launch(
-                "residual_norm.cu", "lsq_residual_norm_gradient", self, partial, grid=len(partial),
-                shared=sums_in_shared_memory(self.columns, 2) if normed else 0, NORMED=int(normed), **self.sum.defines,
-                **float_define(self.dout, self.z, *self.sum.tensors), **row_defines(self.columns),
-            ),
-            kernels.finish_sums(partial, self.columns, self._sums(), None, 1.0),
-        ]  # fmt: skip
+        return residual_sum.gradient_launches(
+            "residual_norm.cu", "lsq_residual_norm_gradient", self, self._sums(), partial,
+            NORMED=int(self.dout is not None),
+        )  # fmt: skip
