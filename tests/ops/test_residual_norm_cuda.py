@@ -78,7 +78,12 @@ def compare_gradients(dtype, rows, columns, *, rounds, normed=True, dropout=0.1)
     whole = norm_gradient(forward, rounds=rounds)
     if dtype == torch.float32 or not normed:
         compare_cuda(whole, dtype)
-        return
+    else:
+        compare_in_parts(whole, dtype)
+
+
+def compare_in_parts(whole, dtype):
+    """Gradients of a norm of a sum, in half precision."""
     # What is handed to the product is the gradient as it was stored: compared with the reference on that alone.
     found = run(in_dtype(whole, dtype))
     above, below = copy.copy(whole), copy.copy(whole.sum)

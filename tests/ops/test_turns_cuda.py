@@ -26,6 +26,7 @@ from tests.ops.test_gradient_messages_cuda import check
 from tests.ops.test_project import rounded_project
 from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_residual_norm_cuda import compare_gradients
+from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
@@ -78,6 +79,14 @@ def norms():
         compare_cuda(norm(z, torch.randn(rows, columns), normed=False, dropout=0.1))
         compare_gradients(torch.float32, rows, columns, rounds=True)
     compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
+
+
+def rms_norms():
+    for rows, columns in (FEW, WIDE, (5, 2064)):
+        z, update = torch.randn(rows, columns), torch.randn(rows, columns)
+        for given in (z, *nan_in_each_turn(z)):
+            compare_cuda(rms(given, rounds=True, error=True))
+        compare_cuda(rms_gradient(on_cpu(rms(z, update, dropout=0.1)), rounds=True))
 
 
 def losses():
@@ -176,8 +185,8 @@ def weight_gradients():
 CASES = {
     "adam.cu": adam_steps, "attention.cu": attentions, "attention_rows.cu": attentions, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
-    "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms, "rounding.cu": roundings,
-    "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
+    "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms, "rms_norm.cu": rms_norms,
+    "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
     "slots.cu": slots, "sums.cu": sums, "transpose.cu": transposition, "two_layouts.cu": two_layouts,
     "vocabulary_loss.cu": losses, "weight_gradient.cu": weight_gradients,
 }  # fmt: skip
