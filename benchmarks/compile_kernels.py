@@ -44,8 +44,8 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
         QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
         QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
     ):  # fmt: skip
-        for activation, pre_norm in (("relu", False), ("gelu", True)):
-            yield layer_config(size, quant, 0.1, activation=activation, pre_norm=pre_norm)
+        for activation, pre_norm, norm in (("relu", False, "layer"), ("gelu", True, "layer"), ("relu", True, "rms")):
+            yield layer_config(size, quant, 0.1, activation=activation, pre_norm=pre_norm, norm=norm)
 
 
 def needed_programs() -> Iterator[Program]:

@@ -127,6 +127,7 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
     sentences = Sentences.of(size.tokens, size.sentences, size.length)
     yield programs.embedding(quant, size.tokens, table(size, dropout), mode)
     yield programs.encoder_layer(config, sentences, mode)
+    yield programs.encoder_layer(layer_config(size, quant, dropout, norm="rms"), sentences, mode)
     yield programs.decoder_layer(config, sentences, sentences, mode)
     yield programs.linear(quant, size.tokens, size.hidden, size.hidden, mode, bias=True)
     yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)

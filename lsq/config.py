@@ -13,6 +13,7 @@ GRANULARITIES = ("tensor", "channel")
 CLIP_GRADIENTS = ("pact", "lsq")
 PRODUCT_DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu")
+NORMS = ("layer", "rms")
 DIMENSION_MULTIPLE = 16
 """Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI want them)."""
 
@@ -106,8 +107,11 @@ class LayerConfig:
     activation: str = "relu"
     """"relu" or "gelu" (the exact form, with erf)."""
     pre_norm: bool = False
-    """LayerNorm before each block (True) or after its residual addition (False)."""
+    """A norm before each block (True) or after its residual addition (False)."""
+    norm: str = "layer"
+    """"layer" (LayerNorm, as fairseq has it) or "rms" (RMSNorm, which has no bias)."""
     layer_norm_epsilon: float = 1e-5
+    """Of either norm."""
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:
@@ -125,6 +129,7 @@ class LayerConfig:
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name} is {value!r}; it must be at least 0 and below 1")
         require_choice("activation", self.activation, ACTIVATIONS)
+        require_choice("norm", self.norm, NORMS)
         require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
 
 

@@ -45,14 +45,14 @@ class OperationCheck:
 def trained() -> list[Program]:
     """Small programs that run every operation of training in all modes."""
     found = []
-    for quant, activation in (
-        (QuantConfig(backward="int8"), "relu"),
-        (QuantConfig(backward="float", clip_gradient="lsq"), "gelu"),
-        (QuantConfig(mode="float"), "relu"),
+    for quant, activation, norm in (
+        (QuantConfig(backward="int8"), "relu", "layer"),
+        (QuantConfig(backward="float", clip_gradient="lsq"), "gelu", "rms"),
+        (QuantConfig(mode="float"), "relu", "layer"),
     ):
         config = LayerConfig(
             hidden=48, heads=3, feed_forward=112, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
-            activation=activation, quant=quant,
+            activation=activation, norm=norm, quant=quant,
         )  # fmt: skip
         mode = Mode(training=True, backward=True, backend=backend("reference"))
         words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)

@@ -52,6 +52,7 @@ def test_quantisers_refuse(name, value, allowed):
     ("attention_dropout", -0.1, "at least 0 and below 1"),
     ("activation_dropout", float("nan"), "at least 0 and below 1"),
     ("activation", "swish", "'relu', 'gelu'"),
+    ("norm", "batch", "'layer', 'rms'"),
     ("layer_norm_epsilon", 0.0, "above 0"),
 ])
 def test_layers_refuse(name, value, allowed):

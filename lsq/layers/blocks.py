@@ -15,6 +15,7 @@ from lsq.ops.attention import Attention
 from lsq.ops.project import Activation, Project
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.rms_norm import RMSNorm
 from lsq.ops.rounding import Round
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.builder import Builder
@@ -243,20 +244,21 @@ def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor,
 
 
 def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None, *, name: str,
-         clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
-    """residual + dropout(update), and its LayerNorm `name`: as codes under `clip`, as floats, or both."""
+         clip: str | None, keep_float: bool) -> ResidualNorm | RMSNorm:  # fmt: skip
+    """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or both."""
     rows, columns = residual.shape
     rounds = clip is not None and builder.quant.quantized
-    return builder.add(
-        ResidualNorm(
-            sum=residual_sum(builder, config, residual, update, name + ".sum"),
-            weight=builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
-            bias=builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS), epsilon=config.layer_norm_epsilon,
-            mean=builder.tensor(name + ".mean", (rows,)), rstd=builder.tensor(name + ".rstd", (rows,)),
-            out=builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None,
-            rounded=builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None,
-        )
-    )
+    fields = {
+        "sum": residual_sum(builder, config, residual, update, name + ".sum"),
+        "weight": builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
+        "epsilon": config.layer_norm_epsilon, "rstd": builder.tensor(name + ".rstd", (rows,)),
+    }  # fmt: skip
+    if config.norm == "layer":
+        fields["bias"] = builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS)
+        fields["mean"] = builder.tensor(name + ".mean", (rows,))
+    fields["out"] = builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None
+    fields["rounded"] = builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None
+    return builder.add((ResidualNorm if config.norm == "layer" else RMSNorm)(**fields))
 
 
 def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str) -> Stream:

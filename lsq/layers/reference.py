@@ -90,10 +90,11 @@ class ReferenceLayer:
         return x if self.config.pre_norm else self.norm(x, norm)
 
     def norm(self, x, name: str) -> torch.Tensor:
-        p = self.parameters
-        return functional.layer_norm(
-            x, x.shape[-1:], p[name + ".weight"], p[name + ".bias"], self.config.layer_norm_epsilon
-        )
+        """LayerNorm or RMSNorm of x [..., H]."""
+        weight, epsilon = self.parameters[name + ".weight"], self.config.layer_norm_epsilon
+        if self.config.norm == "rms":
+            return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+        return functional.layer_norm(x, x.shape[-1:], weight, self.parameters[name + ".bias"], epsilon)
 
     def encoder_layer(
         self, x: torch.Tensor, padding: torch.Tensor | None = None, causal: bool = False

@@ -18,6 +18,7 @@ VARIANTS = {
     " int8 backward": {"backward": "int8"},
     " pre-norm": {"pre_norm": True, "dropout": 0.1},
     " gelu": {"activation": "gelu", "dropout": 0.1, "backward": "int8"},
+    " rms": {"norm": "rms", "pre_norm": True, "dropout": 0.1, "backward": "int8"},
     " float": {"mode": "float"},
 }
 SENTENCES, SOURCE = Sentences.of(17, 3, 7), Sentences.of(23, 3, 9)

@@ -7,7 +7,8 @@ from lsq.config import LayerConfig, QuantConfig
 HIDDEN, HEADS, INNER = 48, 3, 112
 
 
-def config_of(*, dropout=0.0, pre_norm=False, activation="relu", heads=HEADS, hidden=HIDDEN, inner=INNER, **quant):
+def config_of(*, dropout=0.0, pre_norm=False, norm="layer", activation="relu", heads=HEADS, hidden=HIDDEN,
+              inner=INNER, **quant):  # fmt: skip
     """A LayerConfig with one dropout for all places; what remains goes to QuantConfig.
 
     Unless `backward` is given its products are of floats: nothing in it is random, and the reference has the same.
@@ -15,7 +16,7 @@ def config_of(*, dropout=0.0, pre_norm=False, activation="relu", heads=HEADS, hi
     quant = {"backward": "float", **quant}
     return LayerConfig(
         hidden=hidden, heads=heads, feed_forward=inner, dropout=dropout, attention_dropout=dropout,
-        activation_dropout=dropout, pre_norm=pre_norm, activation=activation, quant=QuantConfig(**quant),
+        activation_dropout=dropout, pre_norm=pre_norm, norm=norm, activation=activation, quant=QuantConfig(**quant),
     )
 
 

@@ -13,7 +13,8 @@ from tests.ops.cuda import ORDERS, current_device, set_order
 
 OPTIONS = [
     {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
-    {"mode": "float", "dropout": 0.1}, {"backward": "int8", "clip_gradient": "lsq", "weight_granularity": "tensor"},
+    {"mode": "float", "dropout": 0.1, "norm": "rms"},
+    {"backward": "int8", "clip_gradient": "lsq", "weight_granularity": "tensor"},
 ]  # fmt: skip
 KINDS = ("encoder", "decoder", "loss", "embedding")
 
