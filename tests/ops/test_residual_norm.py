@@ -6,19 +6,9 @@ import pytest
 import torch
 
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
-from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.quant import random
-from tests.ops.compare import (
-    KEY,
-    ROWS,
-    assert_accurate,
-    compare,
-    dropout_of,
-    empty,
-    gradient_to_round,
-    on_cpu,
-    to_round,
-)  # fmt: skip
+from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
+from tests.ops.test_residual_sum import sum_gradient, sum_of
 
 COLUMNS, CLIP = 48, 1.6
 
@@ -26,24 +16,6 @@ COLUMNS, CLIP = 48, 1.6
 def affine(columns=COLUMNS):
     """Weight and bias of a norm."""
     return 1 + 0.2 * torch.randn(columns), 0.2 * torch.randn(columns)
-
-
-def sum_of(residual, update=None, dropout=0.0) -> ResidualSum:
-    """Of `residual` [M, H] and what is added to it, with z."""
-    return ResidualSum(residual=residual, update=update, dropout=dropout_of(dropout), z=empty(*residual.shape))
-
-
-def sum_gradient(forward: ResidualSum, *, normed=True, rounds=False, direct=True) -> ResidualSumGradient:
-    """Of a sum that was computed; `direct`: z has a gradient of its own, which it must where there is no norm."""
-    rows, columns = forward.residual.shape
-    updated = forward.update is not None
-    return ResidualSumGradient(
-        dz=torch.randn(rows, columns) if direct or not normed else None, dropout=forward.dropout,
-        dresidual=empty(rows, columns) if normed else None,
-        dupdate=empty(rows, columns) if updated and not rounds else None,
-        rounded=gradient_to_round(rows, columns) if updated and rounds else None,
-        dupdate_sum=empty(columns) if updated else None,
-    )  # fmt: skip
 
 
 def norm(residual, update=None, *, normed=True, rounds=False, dropout=0.0, **rounding) -> ResidualNorm:

@@ -11,7 +11,8 @@ from lsq.ops.residual_norm import ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSumGradient
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
-from tests.ops.test_residual_norm import CLIP, norm, norm_gradient, sum_of
+from tests.ops.test_residual_norm import CLIP, norm, norm_gradient
+from tests.ops.test_residual_sum import sum_of
 
 SHAPES = [(1, 48), (7, 48), (41, 48), (341, 48), (7, 1040)]
 

@@ -15,7 +15,8 @@ from lsq.program.executor import Execution
 from lsq.program.parameters import Kind
 from lsq.quant import random
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
-from tests.ops.test_residual_norm import CLIP, COLUMNS, sum_gradient, sum_of
+from tests.ops.test_residual_norm import CLIP, COLUMNS
+from tests.ops.test_residual_sum import sum_gradient, sum_of
 
 
 def rms(residual, update=None, *, rounds=False, dropout=0.0, **rounding) -> RMSNorm:
