@@ -24,7 +24,6 @@ from lsq.program.program import Program
 from lsq.program.samples import KEY
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
-from lsq.quant import weight_format
 
 MODELS = {"base": (512, 2048, 8), "big": (1024, 4096, 16)}
 """Hidden size, inner size of the feed-forward block, heads."""
@@ -161,7 +160,7 @@ def others(size: Size) -> Iterator[Operation]:
     tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
     tensors |= {f"new_{name}": _tensor(f"new_{name}", shape) for name in ("weight", "first", "second")}
     codes = Weight(
-        format=weight_format(QuantConfig()), codes=_tensor("codes", shape, torch.int8),
+        format=QuantConfig().weights, codes=_tensor("codes", shape, torch.int8),
         scale=_tensor("scale", shape[:1]), clip=_tensor("clip", shape[:1]),
     )
     numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)

@@ -6,11 +6,11 @@ Every error is a ValueError that names the value that was given and the values t
 import math
 from dataclasses import dataclass, field
 
+from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, Format, Grain
+
 MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
-CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
 GRANULARITIES = ("tensor", "channel")
-CLIP_GRADIENTS = ("pact", "lsq")
 PRODUCT_DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("relu", "gelu")
 NORMS = ("layer", "rms")
@@ -86,6 +86,17 @@ class QuantConfig:
     def quantized(self) -> bool:
         """Whether anything is quantised at all."""
         return self.mode == "int8"
+
+    @property
+    def activations(self) -> Format:
+        """What activations are rounded to: one learned clip for a tensor."""
+        return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
+
+    @property
+    def weights(self) -> Format:
+        """What weights are rounded to: one learned clip for each output channel, or one for all."""
+        grain = Grain.ROW if self.weight_granularity == "channel" else Grain.TENSOR
+        return Format(name="weight", bits=self.bits, grain=grain)
 
 
 @dataclass(frozen=True, kw_only=True)

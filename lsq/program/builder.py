@@ -12,7 +12,7 @@ from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program, lifetimes_of
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Dropout, RoundedGradient, Weight
-from lsq.quant import GRADIENT, activation_format, weight_format
+from lsq.quant import GRADIENT
 
 Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
 
@@ -113,7 +113,7 @@ class Builder:
         keeps_error = self.backward and self.quant.clip_gradient == "lsq"
         parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
         return Coded(
-            format=activation_format(self.quant), codes=self.tensor(name + ".codes", shape, torch.int8),
+            format=self.quant.activations, codes=self.tensor(name + ".codes", shape, torch.int8),
             scale=self.tensor(name + ".scale", (1,)), clip=parameter,
             clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if self.backward else None,
             error=self.tensor(name + ".error", shape) if keeps_error else None,
@@ -127,7 +127,7 @@ class Builder:
         """
         if name in self._weights:
             return self._weights[name]
-        form = weight_format(self.quant)
+        form = self.quant.weights
         clip = name + "_clip" if self.quant.quantized else None
         parameter = self.parameter(name, shape, Kind.WEIGHT, clip=clip, **start)
         weight = Weight(format=form, values=parameter)

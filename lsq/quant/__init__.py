@@ -1,8 +1,9 @@
 """Number formats, rounding to codes and back, and how clips are measured."""
 
-from lsq.quant.calibration import calibrate, octav_clip, sample_stride
-from lsq.quant.formats import GRADIENT, Format, Grain, activation_format, weight_format
+from lsq.quant.calibration import CALIBRATIONS, calibrate, octav_clip, sample_stride
+from lsq.quant.formats import GRADIENT, Format, Grain
 from lsq.quant.rounding import (
+    CLIP_GRADIENTS,
     LARGEST_CLIP,
     SMALLEST_CLIP,
     Quantized,
@@ -17,13 +18,14 @@ from lsq.quant.rounding import (
 )
 
 __all__ = [
+    "CALIBRATIONS",
+    "CLIP_GRADIENTS",
     "GRADIENT",
     "LARGEST_CLIP",
     "SMALLEST_CLIP",
     "Format",
     "Grain",
     "Quantized",
-    "activation_format",
     "calibrate",
     "check_clip",
     "dequantize",
@@ -35,5 +37,4 @@ __all__ = [
     "sample_stride",
     "scale_of",
     "unpack_bits",
-    "weight_format",
 ]

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lsq.config import CALIBRATIONS
 from lsq.quant.rounding import SMALLEST_CLIP, check_clip, maximum_code
 
+CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
+"""Methods of calibrate."""
 LARGEST_SAMPLE = 2**18
 """Values of one tensor or row from which "mse" measures a clip."""
 _BLOCK = 2**15 - 1

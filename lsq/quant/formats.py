@@ -8,7 +8,6 @@ from enum import Enum
 
 import torch
 
-from lsq.config import QuantConfig
 from lsq.quant.rounding import maximum_code
 
 
@@ -38,17 +37,6 @@ class Format:
     def scales(self, rows: int) -> int:
         """How many scales a matrix of `rows` rows has."""
         return rows if self.grain is Grain.ROW else 1
-
-
-def activation_format(config: QuantConfig) -> Format:
-    """What activations are rounded to: one learned clip for a tensor."""
-    return Format(name="activation", bits=config.bits, grain=Grain.TENSOR)
-
-
-def weight_format(config: QuantConfig) -> Format:
-    """What weights are rounded to: one learned clip for each output channel, or one for all."""
-    grain = Grain.ROW if config.weight_granularity == "channel" else Grain.TENSOR
-    return Format(name="weight", bits=config.bits, grain=grain)
 
 
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lsq.config import CLIP_GRADIENTS
-
+CLIP_GRADIENTS = ("pact", "lsq")
+"""How clips learn."""
 SMALLEST_CLIP = 2.0**-40
 """Clips below this are refused and calibration never returns less, so that no scale is 0 or denormal."""
 LARGEST_CLIP = 2.0**40

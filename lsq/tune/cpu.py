@@ -21,7 +21,6 @@ from lsq.gemm.cpu_product import carve, configured_blocks, multiply, scratch_byt
 from lsq.gemm.product_key import ProductKey
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Weight
-from lsq.quant import activation_format, weight_format
 from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
@@ -153,9 +152,9 @@ def _reader(result: torch.Tensor) -> Project:
     """What rounds the sums of a product to `result` int8 [M, N]; of the operands it knows the numbers of rows alone."""
     rows, columns = result.shape
     config, one = QuantConfig(), torch.ones(1)
-    x = Coded(format=activation_format(config), codes=torch.empty(rows, 0, dtype=torch.int8), scale=one)
+    x = Coded(format=config.activations, codes=torch.empty(rows, 0, dtype=torch.int8), scale=one)
     weight = Weight(
-        format=weight_format(config), codes=torch.empty(columns, 0, dtype=torch.int8),
+        format=config.weights, codes=torch.empty(columns, 0, dtype=torch.int8),
         scale=torch.full((columns,), 1e-3),
     )  # fmt: skip
     clipped = torch.empty(-(-result.numel() // 8), dtype=torch.uint8)
