@@ -28,7 +28,7 @@ from lsq.ops.transpose import RoundedColumns, column_scratch, transpose_codes, t
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
-from lsq.quant import arithmetic, quantize
+from lsq.quant import arithmetic
 
 
 class ProjectWeightGradient(Operation):
@@ -107,8 +107,8 @@ class ProjectWeightGradient(Operation):
         outside = weight.abs() > limit
         contribution = torch.where(outside, product * weight.sign(), 0.0)
         if self.lsq:
-            codes, scale, _ = quantize(weight, clip, self.weight.format.bits)
-            decoded = codes.to(torch.float32) * scale.reshape(-1, 1)
+            rows = slice(self.weight_rows)
+            decoded = self.weight.codes[rows].to(torch.float32) * self.weight.scale[rows, None]
             contribution = torch.where(outside, contribution, product * (decoded - weight) / limit) * self.clip_factor
         return torch.where(outside, 0.0, product), contribution.reshape(clip.shape[0], -1).sum(dim=1)
 

@@ -72,10 +72,11 @@ LSQ_EXPORT void lsq_end_weight_gradient(
         const float limit = op.weight.clip[op.clips > 1 ? row : 0];
         float sum = 0.0f;
         if (op.lsq) {
-            const float step = limit / op.weight.largest;
+            const int8_t* codes = op.weight.codes + row * n;
+            const float step = op.weight.scale[row];
 #pragma omp simd reduction(+ : sum)
             for (int64_t i = 0; i < n; ++i) {
-                const float decoded = std::nearbyint(w[i] / step) * step;
+                const float decoded = static_cast<float>(codes[i]) * step;
                 sum += std::fabs(w[i]) > limit ? 0.0f : out[i] * (decoded - w[i]) / limit;
             }
         }

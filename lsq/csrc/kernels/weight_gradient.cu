@@ -25,8 +25,10 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
     const Value* values = product;
     const float *weights = op.weight.values, *limits = op.weight.clip;
 #if SUMS
-    const float *column_scales = column_scale, *row_scales = op.weight.scale, *input_scale = op.x.scale;
+    const float *column_scales = column_scale, *input_scale = op.x.scale;
 #endif
+    const int8_t* codes = op.weight.codes;
+    const float* row_scales = op.weight.scale;
     float *to = op.dweight, *sums = clip_sums;
     // All threads of the block go on together, because rows may be shared by several warps.
     for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.weight_rows; first += kRows * gridDim.x) {
@@ -34,7 +36,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
         const bool inside = row < op.weight_rows;
         float sum = 0.0f;
         if (inside) {
-            const float limit = limits[op.clips > 1 ? row : 0], step = limit / op.weight.largest;
+            const float limit = limits[op.clips > 1 ? row : 0], step = row_scales[row];
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
                 if (!has(v)) continue;
@@ -42,14 +44,16 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
                 Value value[kVector] = {};
                 float w[kVector], gradient[kVector];
                 if (values) load8(values + element, value);
+                int32_t code[kVector] = {};
                 load8(weights + element, w);
+                if (op.lsq) load8(codes + element, code);
 #if SUMS
                 float scale[kVector] = {};
                 if (values) load8(column_scales + column_of(v), scale);
-                const float input = input_scale[0], divisor = row_scales[row];
+                const float input = input_scale[0];
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
-                    gradient[i] = static_cast<float>(value[i]) * (scale[i] * input) / divisor;
+                    gradient[i] = static_cast<float>(value[i]) * (scale[i] * input) / step;
                 }
 #else
 #pragma unroll
@@ -59,7 +63,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
                 for (int i = 0; i < kVector; ++i) {
                     const bool outside = fabsf(w[i]) > limit;
                     if (op.lsq) {
-                        const float decoded = rintf(w[i] / step) * step;
+                        const float decoded = static_cast<float>(code[i]) * step;
                         sum += outside ? 0.0f : gradient[i] * (decoded - w[i]) / limit;
                     }
                     sum += outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
