@@ -6,7 +6,7 @@ Every error is a ValueError that names the value that was given and the values t
 import math
 from dataclasses import dataclass, field
 
-from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, Format, Grain
+from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, WEIGHT_FORMATS, Format, Grain, WeightFormat
 
 MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
@@ -35,7 +35,7 @@ class QuantConfig:
     mode: str = "int8"
     """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers."""
     bits: int = 8
-    """Width of the integers, 2 to 8. Narrower integers are stored in int8 as well."""
+    """Width of the integers, 2 to 8; of weights only under weight_format="int8". Narrower ones fill an int8 as well."""
     weight_init: str = "mse"
     """How a weight's first clip is measured: "fixed", "absmax", "percentile" or "mse" (OCTAV)."""
     activation_init: str = "mse"
@@ -56,6 +56,8 @@ class QuantConfig:
     """Share of |x| in percent that lies inside the first clip under "percentile"."""
     weight_granularity: str = "channel"
     """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor."""
+    weight_format: str = "int8"
+    """How weights are stored: "int8", a byte for each code of that many bits; docs/numbers.md lists the others."""
     clip_gradient: str = "pact"
     """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in range)."""
     backward: str = "int8"
@@ -78,6 +80,7 @@ class QuantConfig:
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
         require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
+        require_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
         require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
         require_choice("backward", self.backward, BACKWARDS)
         require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
@@ -93,10 +96,10 @@ class QuantConfig:
         return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
 
     @property
-    def weights(self) -> Format:
+    def weights(self) -> WeightFormat:
         """What weights are rounded to: one learned clip for each output channel, or one for all."""
         grain = Grain.ROW if self.weight_granularity == "channel" else Grain.TENSOR
-        return Format(name="weight", bits=self.bits, grain=grain)
+        return WEIGHT_FORMATS[self.weight_format](self.bits, grain)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from lsq.ops.project import Activation, Project
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.rms_norm import RMSNorm
-from lsq.ops.rounding import Round
+from lsq.ops.rounding import Round, unpacked
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.builder import Builder
 from lsq.program.parameters import Kind, fan_in, xavier
@@ -107,7 +107,7 @@ def project(
     0, or as the weight does where that has `bias_bound`.
     """
     bias_bound = start.pop("bias_bound", 0.0)
-    w = builder.weight(weight, shape, rows=rows, **start)
+    w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start))
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     size = (tensor_of(x).shape[0], rows or shape[0])
     quantized = builder.quant.quantized
@@ -307,7 +307,7 @@ def vocabulary_loss(builder: Builder, x: Rows, weight, target: VirtualTensor, *,
                     smoothing: float) -> tuple[VirtualTensor, VirtualTensor]:  # fmt: skip
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    count = tensor_of(x).shape[0]
+    count, weight = tensor_of(x).shape[0], unpacked(builder, weight)
     rounded = normaliser = None
     if builder.backward and isinstance(x, Coded) and builder.quant.backward == "int8":
         rounded = builder.rounded_gradient("d_logits", (count, weight.codes.shape[0]), weight.scale)

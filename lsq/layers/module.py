@@ -107,7 +107,7 @@ class ProgramModule(nn.Module):
             if declared.clip is not None:
                 with naming(name):
                     measured = calibrate(
-                        self.get_parameter(name), self.quant.weight_init, self.quant.bits,
+                        self.get_parameter(name), self.quant.weight_init, self.quant.weights.bits,
                         per_channel=self.quant.weight_granularity == "channel",
                         fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                     )

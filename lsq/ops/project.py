@@ -21,7 +21,7 @@ from lsq.csrc.geometry import VECTOR, patches
 from lsq.csrc.launch import TICKET, Product, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.products import converted, converted_scratch, int8_products
-from lsq.ops.rounding import RoundGradient
+from lsq.ops.rounding import RoundGradient, unpacked
 from lsq.program.declare import Activations, Bits, Codes, Floats, In, Out, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Dropout, RoundedGradient, Weight, dropped
@@ -170,7 +170,7 @@ class Project(Operation):
             return
         coded = self.x is not None
         dtype = builder.quant.backward_dtype if coded and rounded is None else "float32"
-        source = self._operand
+        source, weight = self._operand, unpacked(builder, self.weight)
         end, producer = {}, builder.producer(source)
         if isinstance(producer, Project):
             kept = ("activation", "dropout", "positive", "slope", "before")
@@ -182,14 +182,14 @@ class Project(Operation):
             builder.accumulate(source, end["dx"])
         builder.add(
             ProjectInputGradient(
-                gradient=rounded, floats=floats, weight=self.weight.bare() if coded else self.weight, x=self.x,
+                gradient=rounded, floats=floats, weight=weight.bare() if coded else weight, x=self.x,
                 dclip=builder.parameter_gradient(self.x.clip) if coded else None, dtype=dtype, **end,
             )
         )
         random = {} if rounded is None else {"key": builder.key, "subsequence": builder.next_subsequence()}
         builder.add(
             ProjectWeightGradient(
-                gradient=rounded, floats=floats, x=self.x, x_floats=self.floats, weight=self.weight,
+                gradient=rounded, floats=floats, x=self.x, x_floats=self.floats, weight=weight,
                 lsq=builder.quant.clip_gradient == "lsq", dweight=builder.parameter_gradient(self.weight.values),
                 dclip=builder.parameter_gradient(self.weight.clip), dtype=dtype, **random,
             )

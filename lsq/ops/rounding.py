@@ -7,15 +7,18 @@ M rows, N columns; a weight has N rows (output channels) and K columns.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from lsq import quant
+from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import kernels
-from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.declare import Activations, Codes, Floats, In, Out, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.quant import WeightFormat
 
 VECTORS = 4
 """Of 8 values: what a thread of lsq_round rounds."""
@@ -60,7 +63,7 @@ class RoundWeight(Operation):
     """The codes of a weight from its values and clips. The product of its gradient masks its own result."""
 
     weight: Out[Weight]
-    """values [N, K], clip [N] or [1] -> codes [P, K], scale [P]; rows from N on have codes 0 and scale 1."""
+    """values [N, K], clip [N] or [1] -> what is stored of codes [P, K], scale [P]; rows from N on: 0, and scale 1."""
 
     @size
     def rows(self) -> int:
@@ -78,19 +81,82 @@ class RoundWeight(Operation):
         return self.weight.values.shape[1]
 
     @size
+    def stored(self) -> int:
+        """Bytes of a row."""
+        return self.weight.codes.shape[1]
+
+    @size
     def clips(self) -> int:
         return self.weight.clip.numel()
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
-        codes, scale, _ = quant.quantize(weight.values, weight.clip, weight.format.bits)
+        codes, scale = weight.format.encode(weight.values, weight.clip)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
-        return codes, torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
+        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0)
+
+    def cpu(self):
+        loader.call(f"lsq_round_{self.weight.format.name}", self)
 
     def cuda(self):
+        if self.weight.format.packed:
+            _refuse_on_cuda(self.weight.format)
         kernels.check_columns(16, **{"the width of a weight": self.columns})
         grid = warp_blocks(self.rows)
         return [launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)]
+
+
+class UnpackWeight(Operation):
+    """The codes of a weight that its format stores otherwise, for the products that follow."""
+
+    weight: In[Weight]
+    """[P, stored columns]"""
+    codes: Out[Codes]
+    """[P, K]"""
+
+    @size
+    def rows(self) -> int:
+        """P."""
+        return self.codes.shape[0]
+
+    @size
+    def columns(self) -> int:
+        """K."""
+        return self.codes.shape[1]
+
+    @size
+    def stored(self) -> int:
+        """Bytes of a row."""
+        return self.weight.codes.shape[1]
+
+    def reference(self):
+        return (self.weight.format.unpack(self.weight.codes, self.columns),)
+
+    def cpu(self):
+        loader.call(f"lsq_unpack_{self.weight.format.name}", self)
+
+    def cuda_scratch(self):
+        _refuse_on_cuda(self.weight.format)
+
+    def gradient(self, builder) -> None:
+        """That of the weight comes from whoever multiplies by it."""
+
+
+def unpacked(builder, weight: Weight) -> Weight:
+    """The weight as the next product reads it. Each pass unpacks anew, so that no unpacked codes wait for another."""
+    stored = builder.stored(weight)
+    if stored.codes is None or not stored.format.packed:
+        return stored
+    codes = builder.tensor(stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8)
+    builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
+    return dataclasses.replace(stored, codes=codes)
+
+
+def _refuse_on_cuda(form: WeightFormat) -> None:
+    raise ValueError(
+        f"no CUDA kernel knows weights that are stored as {form.name}: train them on the CPU, or choose "
+        'weight_format="int8" (--lsq-weight-format int8)'
+    )
 
 
 WIDEST_TOGETHER = 8192

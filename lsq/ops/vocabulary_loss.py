@@ -21,6 +21,7 @@ from lsq.csrc import loader
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops import logit_blocks
 from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.rounding import unpacked
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.declare import Activations, Floats, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
@@ -118,7 +119,8 @@ class VocabularyLoss(Operation):
 
     def gradient(self, builder) -> None:
         dloss = builder.gradient_of(self.loss)
-        x, weight = self.x and self.x.bare(), self.weight.bare() if self.x else self.weight
+        x, whole = self.x and self.x.bare(), unpacked(builder, self.weight)
+        weight = whole.bare() if self.x else whole
         dlogits = gradient = None
         if self.rounded is None:
             dlogits = builder.tensor("d_logits", (self.rows, self.columns))
@@ -143,7 +145,7 @@ class VocabularyLoss(Operation):
         )  # fmt: skip
         builder.add(
             ProjectWeightGradient(
-                gradient=gradient, floats=dlogits, x=x, x_floats=self.floats, weight=self.weight,
+                gradient=gradient, floats=dlogits, x=x, x_floats=self.floats, weight=whole,
                 key=builder.key if gradient else None, subsequence=builder.next_subsequence() if gradient else 0,
                 lsq=builder.quant.clip_gradient == "lsq", dweight=builder.parameter_gradient(self.weight.values),
                 dclip=builder.parameter_gradient(self.weight.clip), dtype=builder.quant.backward_dtype,

@@ -123,7 +123,7 @@ class Builder:
         """A weight [N, K], the same for each call with the same name: rounded, or as it is in float mode.
 
         `start`: see Parameter. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come in
-        from outside; whoever runs the program has rounded them.
+        from outside, as their format stores them; whoever runs the program has rounded them.
         """
         if name in self._weights:
             return self._weights[name]
@@ -132,14 +132,18 @@ class Builder:
         parameter = self.parameter(name, shape, Kind.WEIGHT, clip=clip, **start)
         weight = Weight(format=form, values=parameter)
         if self.quant.quantized:
-            padded = (rows or shape[0], shape[1])
+            padded = rows or shape[0]
             weight.clip = self.parameter(
                 clip, (form.scales(shape[0]),), Kind.WEIGHT_CLIP, start=self.quant.weight_clip
             )
-            weight.codes = self.input(name + ".codes", padded, form.storage)
-            weight.scale = self.input(name + ".scale", padded[:1])
+            weight.codes = self.input(name + ".codes", (padded, form.stored_columns(shape[1])), form.storage)
+            weight.scale = self.input(name + ".scale", (padded,))
         self._weights[name] = weight
         return weight
+
+    def stored(self, weight: Weight) -> Weight:
+        """The weight as it came in, of one that was unpacked from it."""
+        return self._weights[weight.values.name]
 
     def rounded_gradient(self, name: str, shape, weight_scale: VirtualTensor) -> RoundedGradient:
         """The gradient [M, N] of a product, to be rounded per row."""

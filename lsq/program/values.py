@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lsq.program.declare import Bits, Codes, Floats, Host, In, Key, Value, factor, size
-from lsq.quant import Format, arithmetic, random
+from lsq.quant import Format, WeightFormat, arithmetic, random
 
 
 class Coded(Value):
@@ -58,9 +58,9 @@ class Coded(Value):
 class Weight(Value):
     """A weight [N, K]: its codes, and what they were made from. In float mode there are `values` alone."""
 
-    format: Host[Format]
+    format: Host[WeightFormat]
     codes: Codes | None
-    """[P, K], P at least N: rows beyond N hold 0."""
+    """[P, K] where products read them, else as the format stores them; P at least N: rows beyond N hold 0."""
     scale: Floats | None
     """[P]"""
     values: In[Floats] | None

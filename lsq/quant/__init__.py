@@ -1,7 +1,7 @@
 """Number formats, rounding to codes and back, and how clips are measured."""
 
 from lsq.quant.calibration import CALIBRATIONS, calibrate, octav_clip, sample_stride
-from lsq.quant.formats import GRADIENT, Format, Grain
+from lsq.quant.formats import GRADIENT, WEIGHT_FORMATS, Format, Grain, WeightFormat
 from lsq.quant.rounding import (
     CLIP_GRADIENTS,
     LARGEST_CLIP,
@@ -23,9 +23,11 @@ __all__ = [
     "GRADIENT",
     "LARGEST_CLIP",
     "SMALLEST_CLIP",
+    "WEIGHT_FORMATS",
     "Format",
     "Grain",
     "Quantized",
+    "WeightFormat",
     "calibrate",
     "check_clip",
     "dequantize",

@@ -8,6 +8,7 @@ import pytest
 
 from lsq.config import QuantConfig
 from lsq.fairseq import options
+from lsq.quant import WEIGHT_FORMATS
 
 OTHER = {
     "mode": "float",
@@ -20,6 +21,7 @@ OTHER = {
     "calibration_passes": 16,
     "clip_step": 0.01,
     "weight_granularity": "tensor",
+    "weight_format": [*WEIGHT_FORMATS][-1],
     "clip_gradient": "lsq",
     "backward": "float",
     "backward_dtype": "bfloat16",

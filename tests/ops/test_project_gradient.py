@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lsq.config import QuantConfig
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.project import Activation, Project
 from lsq.ops.rounding import RoundGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import RoundedGradient, Weight
 from lsq.quant import GRADIENT
-from tests.ops.compare import KEY, dropout_of, empty, format_of, gradient_to_round, to_round
+from tests.ops.compare import KEY, dropout_of, empty, gradient_to_round, to_round
 
 
 class StubBuilder:
@@ -61,6 +62,9 @@ class StubBuilder:
             format=GRADIENT, codes=codes, scale=scale, weight_scale=weight_scale, key=KEY, subsequence=5
         )
 
+    def stored(self, weight):
+        return weight
+
     def next_subsequence(self):
         return 9
 
@@ -68,7 +72,8 @@ class StubBuilder:
 def project(x=None, **ends):
     """A virtual product [7, 16] of 16 inputs."""
     weight = Weight(
-        format=format_of(), codes=empty(16, 16, dtype=torch.int8), scale=empty(16), values=empty(16, 16), clip=empty(16)
+        format=QuantConfig().weights, codes=empty(16, 16, dtype=torch.int8), scale=empty(16), values=empty(16, 16),
+        clip=empty(16),
     )
     return Project(x=x or to_round(7, 16, 1.0), weight=weight, bias=empty(16), **ends)
 

@@ -8,7 +8,7 @@ import torch
 from lsq import quant
 from lsq.ops.rounding import Add, Round, RoundGradient, RoundWeight
 from lsq.program.values import Weight
-from lsq.quant import Format, Grain, arithmetic
+from lsq.quant import WEIGHT_FORMATS, Grain, arithmetic
 from tests.ops.compare import KEY, compare, empty, gradient_to_round, to_round
 
 CLIP = 1.5
@@ -23,7 +23,7 @@ def weight_of(values, clip, rows, bits=8):
     """A weight to be rounded, padded to `rows` rows."""
     grain = Grain.ROW if clip.numel() > 1 else Grain.TENSOR
     codes = empty(rows, values.shape[1], dtype=torch.int8)
-    form = Format(name="weight", bits=bits, grain=grain)
+    form = WEIGHT_FORMATS["int8"](bits, grain)
     return RoundWeight(weight=Weight(format=form, codes=codes, scale=empty(rows), values=values, clip=clip))
 
 

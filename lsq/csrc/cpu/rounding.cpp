@@ -1,5 +1,6 @@
 // Rounding by itself: of activations, weights and the gradients of products; the sum of two gradients.
 #include "loops.h"
+#include "weights.h"
 
 using namespace lsq;
 
@@ -17,21 +18,8 @@ LSQ_OPERATION(Round, op) {
     finish(op.rounded, missing);
 }
 
-LSQ_OPERATION(RoundWeight, op) {
-    const Weight& weight = op.weight;
-    const int64_t n = op.columns;
-    const float q = weight.largest;
-    int missing_anywhere = 0;
-#pragma omp parallel for schedule(static) reduction(| : missing_anywhere)
-    for (int64_t row = 0; row < op.rows; ++row) {
-        int8_t* codes = weight.codes + row * n;
-        if (row >= op.valid) {
-            std::memset(codes, 0, n);
-            weight.scale[row] = 1.0f;
-            continue;
-        }
-        const float* values = weight.values + row * n;
-        const float step = weight.clip[op.clips > 1 ? row : 0] / q;
+LSQ_EXPORT void lsq_round_int8(const RoundWeight& op) {
+    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float step, int8_t* codes) {
         int missing = 0;
 #pragma omp simd reduction(| : missing)
         for (int64_t i = 0; i < n; ++i) {
@@ -39,10 +27,8 @@ LSQ_OPERATION(RoundWeight, op) {
             missing |= ratio != ratio;
             codes[i] = code_of(ratio, q);
         }
-        weight.scale[row] = poisoned(step, missing);
-        missing_anywhere |= missing;
-    }
-    if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + op.valid, not_a_number());
+        return missing;
+    });
 }
 
 LSQ_OPERATION(RoundGradient, op) {
