@@ -4,6 +4,7 @@ Whoever stores codes, allocates them or names their largest asks the format; not
 of a weight also says how floats become what is stored, and how that becomes what products read. N rows, K columns.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -68,8 +69,70 @@ class WeightFormat(Format):
         return stored
 
 
+GROUP, TRIED, PARTS = 32, 4, 64
+"""Of Int4: inputs that share a multiplier; multipliers that are tried; parts of a step in which errors are counted."""
+
+
+class Int4(WeightFormat):
+    """4-bit codes q, two to a byte, and a whole multiplier m for each group of 32 inputs: a value is scale * m * q.
+
+    m is from -15 to 15, q from -8 to 7, and the scale is clip / 120, so that products read m * q. A stored group is m
+    and 16 bytes, codes i and i + 16 in the lower and the upper half of byte i; the last group of a row is filled up
+    with zeros. Two levels of scales: Dai et al. 2021 (VS-Quant, arXiv:2102.04503).
+    """
+
+    packed = True
+
+    @property
+    def largest(self) -> int:
+        return 120
+
+    def stored_columns(self, columns: int) -> int:
+        return -(-columns // GROUP) * (1 + GROUP // 2)
+
+    def encode(self, values: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = (clip / self.largest).expand(len(values))
+        x = values / scale[:, None]
+        missing = x.isnan()
+        steps = x.masked_fill(missing, 0.0).clamp(-self.largest, self.largest)
+        padded = torch.nn.functional.pad(steps, (0, -steps.shape[1] % GROUP))
+        groups = padded.view(len(values), -1, GROUP)
+        multiplier = _best_multiplier(groups)
+        codes = _group_codes(groups, multiplier).to(torch.int8)
+        low, high = codes.split(GROUP // 2, dim=2)
+        stored = torch.cat([multiplier.to(torch.int8), low & 15 | high << 4], dim=2).flatten(1)
+        poisoned = missing.any(dim=1) if self.grain is Grain.ROW else missing.any()
+        return stored, scale.masked_fill(poisoned, math.nan)
+
+    def unpack(self, stored: torch.Tensor, columns: int) -> torch.Tensor:
+        multiplier, pairs = stored.view(len(stored), -1, 1 + GROUP // 2).split([1, GROUP // 2], dim=2)
+        codes = torch.cat([pairs << 4 >> 4, pairs >> 4], dim=2)
+        return (codes * multiplier).flatten(1)[:, :columns]
+
+
+def _best_multiplier(groups: torch.Tensor) -> torch.Tensor:
+    """float32 [N, G, 1] of least squared error for groups [N, G, 32] of values in steps of the scale.
+
+    The largest value of a group gets code -8. With smaller multipliers it is clipped, but steps are finer: those are
+    tried as well. Errors are whole numbers of parts, whose sums do not depend on their order.
+    """
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    sign = torch.where(-low > high, 1.0, -1.0)
+    first = (torch.maximum(-low, high) / 8).ceil()
+    tried = torch.stack([(first - less).clamp_min(1.0) * sign for less in range(TRIED)])
+    rest = (groups - _group_codes(groups, tried) * tried) * PARTS
+    best = rest.round().to(torch.int32).square().sum(dim=3, keepdim=True).argmin(dim=0, keepdim=True)
+    return tried.gather(0, best).squeeze(0)
+
+
+def _group_codes(groups: torch.Tensor, multiplier: torch.Tensor) -> torch.Tensor:
+    """q, as floats."""
+    return (groups / multiplier).round().clamp(-8, 7)
+
+
 WEIGHT_FORMATS: dict[str, Callable[[int, Grain], WeightFormat]] = {
     "int8": lambda bits, grain: WeightFormat(name="int8", bits=bits, grain=grain),
+    "int4": lambda bits, grain: Int4(name="int4", bits=8, grain=grain),
 }
 """Names that QuantConfig.weight_format may have -> what makes the format, of a width of integers and a grain of clips.
 
