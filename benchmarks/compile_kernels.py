@@ -20,7 +20,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
 from lsq.csrc.launch import Kernel, Launch
-from lsq.layers import programs
+from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
 from lsq.ops.gradient_layout import BITS, MessageLayout
@@ -61,8 +61,9 @@ def needed_programs() -> Iterator[Program]:
             yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
             yield programs.embedding(quant, size.tokens, table(size, 0.1), mode)
             if not training:
-                yield programs.decoder_memory(config, size.tokens, mode)
-                yield programs.decoder_step(config, 7, sentences, mode)
+                yield decoding.decoder_memory(config, size.tokens, mode)
+                yield decoding.decoder_step(config, 7, sentences, mode)
+                yield decoding.encoder_step(config, 7, sentences.count, mode)
                 yield programs.vocabulary_logits(quant, step.rows, words(size), mode)
 
 

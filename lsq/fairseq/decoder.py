@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lsq.fairseq.encoder import build_embedding, final_norm
 from lsq.fairseq.options import layer_config, quantization
 from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
-from lsq.layers.decoder_layer import reorder
+from lsq.layers.decoding import reorder
 
 IncrementalState = dict[str, dict[str, Tensor]]
 

@@ -3,19 +3,11 @@
 import torch
 
 from lsq.config import LayerConfig
-from lsq.layers import programs
+from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
+from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.layers.packing import Packing, check_memory, pack_time_major, unpack_time_major
-
-State = dict[str, torch.Tensor]
-"""What a layer keeps between two steps of decoding: "history" [B, P, 3H], "cross" [B, S, 2H], its "cross_scale" [1]."""
-
-
-def reorder(state: State, order: torch.Tensor) -> None:
-    """Keep the sentences `order` int64 [B'] of a state, in place."""
-    for name in state.keys() - {"cross_scale"}:
-        state[name] = state[name].index_select(0, order)
 
 
 class TransformerDecoderLayer(ProgramModule):
@@ -78,34 +70,20 @@ class TransformerDecoderLayer(ProgramModule):
         Raises:
             ValueError: training mode, or clips that were never measured.
         """
-        config, (source, batch, hidden) = self.config, encoder_out.shape
-        if self.training:
-            raise ValueError("incremental decoding needs eval mode; call .eval() first")
-        if config.quant.quantized and not self.calibrated:
-            raise ValueError(
-                "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "
-                "once on a whole target"
-            )
-        mode, shape = self.mode(), (batch, source)
+        decoding.check_ready(self)
+        config, mode, (source, batch, hidden) = self.config, self.mode(), encoder_out.shape
         if not state:
-            program = programs.decoder_memory(config, batch * source, mode)
+            program = decoding.decoder_memory(config, batch * source, mode)
             memory = encoder_out.transpose(0, 1).reshape(batch * source, hidden)
             cross, *scale = self.execute(program, {"memory": memory})
             state["cross"] = cross.view(batch, source, 2 * hidden)
-            state["history"] = cross.new_empty(batch, 0, 3 * hidden)
             if scale:
                 state["cross_scale"] = scale[0]
-        memory_packing = Packing(padding, shape=shape, device=x.device)
-        past = state["history"].shape[1]
-        program = programs.decoder_step(config, past, memory_packing.sentences, mode)
-        inputs = {
-            "x": x, "starts": Packing(shape=(batch, 1), device=x.device).starts,
-            "history": state["history"].reshape(batch * past, 3 * hidden),
-            "history_starts": Packing(shape=(batch, past + 1), device=x.device).starts,
-            "cross": memory_packing.pack(state["cross"]), "source_starts": memory_packing.starts,
-        }  # fmt: skip
+        memory_packing = Packing(padding, shape=(batch, source), device=x.device)
+        past, inputs = decoding.step_inputs(state, x, config)
+        inputs |= {"cross": memory_packing.pack(state["cross"]), "source_starts": memory_packing.starts}
         if "cross_scale" in state:
             inputs["cross_scale"] = state["cross_scale"]
-        y, history = self.execute(program, inputs)
-        state["history"] = history.view(batch, past + 1, 3 * hidden)
+        y, history = self.execute(decoding.decoder_step(config, past, memory_packing.sentences, mode), inputs)
+        decoding.keep_history(state, history)
         return y

@@ -3,8 +3,9 @@
 import torch
 
 from lsq.config import LayerConfig
-from lsq.layers import programs
+from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
+from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule, beside_the_graph
 from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
 
@@ -36,4 +37,22 @@ class TransformerEncoderLayer(ProgramModule):
         """The same on packed rows: x float32 [M, H] -> [M, H]."""
         program = programs.encoder_layer(self.config, packing.sentences, self.mode(x), causal=self.causal)
         (y,) = self.execute(program, {"x": x, "starts": packing.starts})
+        return y
+
+    @beside_the_graph
+    @torch.no_grad()
+    def step(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        """One step of decoding by a causal layer: the next word of each sentence, x float32 [B, H] -> [B, H].
+
+        The layer keeps what the next step needs in `state`, an empty dict at first (see `lsq.layers.decoding`).
+
+        Raises:
+            ValueError: the layer is not causal, in training mode, or its clips were never measured.
+        """
+        if not self.causal:
+            raise ValueError("a layer whose words see those after them cannot decode; make it with causal=True")
+        decoding.check_ready(self)
+        past, inputs = decoding.step_inputs(state, x, self.config)
+        y, history = self.execute(decoding.encoder_step(self.config, past, len(x), self.mode()), inputs)
+        decoding.keep_history(state, history)
         return y

@@ -11,7 +11,7 @@ import torch
 from lsq.config import LayerConfig, QuantConfig
 from lsq.gemm import lookup
 from lsq.layers import blocks
-from lsq.layers.blocks import End, Memory, Queries, Sentences, Stream
+from lsq.layers.blocks import End, Memory, Sentences, Stream
 from lsq.ops.embedding import Embed
 from lsq.ops.rounding import Add
 from lsq.program.backend import Backend
@@ -75,7 +75,7 @@ def linear(quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode,
 def self_attention(config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool) -> Program:
     """Multi-head self-attention by itself: x [M, H] -> [M, H]."""
     b = mode.builder("self_attention", config.quant)
-    x, starts = _rows(b, "x", sentences, config)
+    x, starts = packed(b, "x", sentences, config)
     b.output(
         blocks.self_attention(
             b, config, blocks.quantize(b, x, "input_clip"), sentences, starts, "", causal=causal
@@ -88,7 +88,7 @@ def self_attention(config: LayerConfig, sentences: Sentences, mode: Mode, *, cau
 def cross_attention(config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode) -> Program:
     """Multi-head attention over a memory by itself: x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("cross_attention", config.quant)
-    x, starts = _rows(b, "x", sentences, config)
+    x, starts = packed(b, "x", sentences, config)
     memory = _project_memory(b, config, source, "")
     b.output(blocks.cross_attention(b, config, blocks.quantize(b, x, "input_clip"), starts, memory, ""))
     return b.build()
@@ -107,10 +107,10 @@ def feed_forward(config: LayerConfig, rows: int, mode: Mode) -> Program:
 def encoder_layer(config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool = False) -> Program:
     """x [M, H] -> [M, H]. Causal, it is the layer of a decoder without a memory, as language models have it."""
     b = mode.builder("encoder_layer", config.quant)
-    x, starts = _rows(b, "x", sentences, config)
+    x, starts = packed(b, "x", sentences, config)
     stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update = blocks.self_attention(b, config, stream.rows, sentences, starts, "self_attn.", causal=causal)
-    _finish_with_feed_forward(b, config, stream, update, "self_attn_layer_norm")
+    finish_with_feed_forward(b, config, stream, update, "self_attn_layer_norm")
     return b.build()
 
 
@@ -118,7 +118,7 @@ def encoder_layer(config: LayerConfig, sentences: Sentences, mode: Mode, *, caus
 def decoder_layer(config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode) -> Program:
     """x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("decoder_layer", config.quant)
-    x, starts = _rows(b, "x", sentences, config)
+    x, starts = packed(b, "x", sentences, config)
     stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update = blocks.self_attention(b, config, stream.rows, sentences, starts, "self_attn.", causal=True)
     stream = blocks.between(
@@ -127,60 +127,7 @@ def decoder_layer(config: LayerConfig, sentences: Sentences, source: Sentences, 
     )
     memory = _project_memory(b, config, source, "encoder_attn.")
     update = blocks.cross_attention(b, config, stream.rows, starts, memory, "encoder_attn.")
-    _finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
-    return b.build()
-
-
-@cached
-def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
-    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2H], and the scale of their codes."""
-    b = mode.builder("decoder_memory", config.quant)
-    memory = b.input("memory", (rows, config.hidden))
-    found = blocks.project_memory(b, config, memory, "encoder_attn.")
-    b.output(blocks.tensor_of(found))
-    if config.quant.quantized:
-        b.output(found.scale)
-    return b.build()
-
-
-@cached
-def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) -> Program:
-    """One step of incremental decoding: x [B, H] with what `past` steps left -> x; queries, keys and values of all.
-
-    `history` [B * P, 3H] holds the rows of the steps before, `cross` [S, 2H] what decoder_memory made.
-    """
-    b = mode.builder("decoder_step", config.quant)
-    hidden, batch = config.hidden, source.count
-    sentences = Sentences.of(batch, batch, 1)
-    x, starts = _rows(b, "x", sentences, config)
-    dtype = torch.int8 if config.quant.quantized else torch.float32
-    history = b.input("history", (batch * past, 3 * hidden), dtype)
-    all_starts = b.input("history_starts", (batch + 1,), torch.int32)
-    cross = b.input("cross", (source.rows, 2 * hidden), dtype)
-    cross_scale = b.input("cross_scale", (1,)) if config.quant.quantized else None
-    source_starts = source.starts(b, "source_starts")
-    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    qkv = blocks.project_self(b, config, stream.rows, "self_attn.")
-    every = blocks.append(b, history, qkv, batch)
-    own = Memory(
-        rows=every, key_column=hidden, value_column=2 * hidden, starts=all_starts,
-        longest=Sentences.of(0, 0, past + 1).longest,
-    )
-    context = blocks.attention(
-        b, config, Queries(rows=qkv, column=0, starts=starts), own, "self_attn.", causal=False
-    )
-    update = blocks.project_out(b, config, context, "self_attn.")
-    stream = blocks.between(
-        b, config, stream, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
-        clip="encoder_attn.input_clip",
-    )
-    memory = Memory(
-        rows=blocks.as_codes(qkv, cross, cross_scale), key_column=0, value_column=hidden, starts=source_starts,
-        longest=source.longest,
-    )
-    update = blocks.cross_attention(b, config, stream.rows, starts, memory, "encoder_attn.")
-    _finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
-    b.output(blocks.tensor_of(every))
+    finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
     return b.build()
 
 
@@ -265,7 +212,7 @@ def embedding(quant: QuantConfig, rows: int, table: Table, mode: Mode) -> Progra
     return b.build()
 
 
-def _rows(b: Builder, name: str, sentences: Sentences, config: LayerConfig) -> tuple[VirtualTensor, VirtualTensor]:
+def packed(b: Builder, name: str, sentences: Sentences, config: LayerConfig) -> tuple[VirtualTensor, VirtualTensor]:
     """The inputs [M, H] and [B + 1] of packed sentences."""
     return b.input(name, (sentences.rows, config.hidden)), sentences.starts(b, "starts")
 
@@ -277,7 +224,8 @@ def _project_memory(b: Builder, config: LayerConfig, source: Sentences, prefix: 
     return Memory(rows=rows, key_column=0, value_column=config.hidden, starts=starts, longest=source.longest)
 
 
-def _finish_with_feed_forward(b: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, own: str) -> None:
+def finish_with_feed_forward(b: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, own: str) -> None:
+    """The end of a layer: the residual addition of `update`, whose norm is `own`, and the feed-forward block."""
     stream = blocks.between(
         b, config, stream, update, own=own, following="final_layer_norm", clip="feed_forward.input_clip"
     )

@@ -4,7 +4,7 @@ import torch
 
 from lsq.backends import Backend, backend
 from lsq.config import LayerConfig, QuantConfig
-from lsq.layers import programs
+from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
 from lsq.program.executor import Execution, Hooks
@@ -70,8 +70,9 @@ def _programs():
             q, 21, w, mode, padding=1, smoothing=0.1
         )
         serving = mode_on("cpu", training=False, backward=False)
-        yield "memory" + suffix, lambda c=config, m=serving: programs.decoder_memory(c, 23, m)
-        yield "step" + suffix, lambda c=config, m=serving: programs.decoder_step(c, 4, SOURCE, m)
+        yield "memory" + suffix, lambda c=config, m=serving: decoding.decoder_memory(c, 23, m)
+        yield "step" + suffix, lambda c=config, m=serving: decoding.decoder_step(c, 4, SOURCE, m)
+        yield "causal step" + suffix, lambda c=config, m=serving: decoding.encoder_step(c, 4, 3, m)
     table = Table(vocabulary=13, hidden=48, positions=20, padding=1, scale=7.0, dropout=0.1, learned=True)
     yield "embedding float", lambda: programs.embedding(QuantConfig(mode="float"), 21, table, mode)
     wide = LayerConfig(hidden=512, heads=8, feed_forward=2048, dropout=0.1, quant=QuantConfig(backward="int8"))

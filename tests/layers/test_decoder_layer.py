@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lsq.layers import TransformerDecoderLayer
-from lsq.layers.decoder_layer import reorder
+from lsq.layers.decoding import reorder
 from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import assert_same_codes, compare_with_reference, recorded
 from tests.layers.shapes import HIDDEN, config_of, decibels, gradients, padding_mask

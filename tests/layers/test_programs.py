@@ -55,12 +55,6 @@ def test_float_programs_round_nothing():
         assert {str(t.dtype) for op in program.operations for t in op.outputs} == {"torch.float32", "torch.uint8"}
 
 
-def test_a_step_of_decoding_appends_one_row_to_each_sentence():
-    program = programs.decoder_step(config_of(), 4, SOURCE, mode_on(training=False, backward=False))
-    assert [tensor.shape for tensor in program.outputs] == [(3, 48), (15, 144)]
-    assert forward_of(program)["Append"] == 1
-
-
 # Every program
 
 

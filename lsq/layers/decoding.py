@@ -1,0 +1,134 @@
+"""Decoding one word at a time: programs of one step, and what layers keep between two steps.
+
+B sentences, P steps so far, H hidden; S rows of a memory.
+"""
+
+import torch
+
+from lsq.config import LayerConfig
+from lsq.layers import blocks
+from lsq.layers.blocks import Memory, Queries, Rows, Sentences
+from lsq.layers.module import ProgramModule
+from lsq.layers.packing import Packing
+from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
+from lsq.program.builder import Builder
+from lsq.program.program import Program
+from lsq.program.tensor import VirtualTensor
+
+State = dict[str, torch.Tensor]
+"""What a layer keeps between two steps: "history" [B, P, 3H], queries, keys and values; a layer with a memory also
+"cross" [B, S, 2H] and, in int8, the "cross_scale" [1]."""
+
+
+def reorder(state: State, order: torch.Tensor) -> None:
+    """Keep the sentences `order` int64 [B'] of a state, in place."""
+    for name in state.keys() - {"cross_scale"}:
+        state[name] = state[name].index_select(0, order)
+
+
+def check_ready(layer: ProgramModule) -> None:
+    """Refuse a step of a layer that is not ready for it.
+
+    Raises:
+        ValueError: training mode, or clips that were never measured.
+    """
+    if layer.training:
+        raise ValueError("incremental decoding needs eval mode; call .eval() first")
+    if layer.quant.quantized and not layer.calibrated:
+        raise ValueError(
+            "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "
+            "once on a whole target"
+        )
+
+
+def step_inputs(state: State, x: torch.Tensor, config: LayerConfig) -> tuple[int, dict[str, torch.Tensor]]:
+    """(P, inputs of a program of one step) for x float32 [B, H]; an empty state begins its history."""
+    batch, width = x.shape[0], 3 * config.hidden
+    if "history" not in state:
+        state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
+    past = state["history"].shape[1]
+    return past, {
+        "x": x, "starts": Packing(shape=(batch, 1), device=x.device).starts,
+        "history": state["history"].reshape(batch * past, width),
+        "history_starts": Packing(shape=(batch, past + 1), device=x.device).starts,
+    }  # fmt: skip
+
+
+def keep_history(state: State, history: torch.Tensor) -> None:
+    """Put what a step handed on, [B * (P + 1), 3H], into the state."""
+    state["history"] = history.view(len(state["history"]), -1, history.shape[1])
+
+
+def codes_dtype(config: LayerConfig) -> torch.dtype:
+    """dtype of kept keys and values: codes, or floats in float mode."""
+    return torch.int8 if config.quant.quantized else torch.float32
+
+
+@cached
+def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Program:
+    """One step of a causal encoder layer: x [B, H] with what `past` steps left -> x; queries, keys, values of all.
+
+    `history` [B * P, 3H] holds the rows of the steps before.
+    """
+    b = mode.builder("encoder_step", config.quant)
+    x, starts = packed(b, "x", Sentences.of(batch, batch, 1), config)
+    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
+    update, every = _attend_to_history(b, config, stream.rows, starts, past)
+    finish_with_feed_forward(b, config, stream, update, "self_attn_layer_norm")
+    b.output(blocks.tensor_of(every))
+    return b.build()
+
+
+@cached
+def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
+    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2H], and the scale of their codes."""
+    b = mode.builder("decoder_memory", config.quant)
+    memory = b.input("memory", (rows, config.hidden))
+    found = blocks.project_memory(b, config, memory, "encoder_attn.")
+    b.output(blocks.tensor_of(found))
+    if config.quant.quantized:
+        b.output(found.scale)
+    return b.build()
+
+
+@cached
+def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) -> Program:
+    """The same of a decoder layer. `cross` [S, 2H] is what decoder_memory made."""
+    b = mode.builder("decoder_step", config.quant)
+    hidden, batch = config.hidden, source.count
+    x, starts = packed(b, "x", Sentences.of(batch, batch, 1), config)
+    cross = b.input("cross", (source.rows, 2 * hidden), codes_dtype(config))
+    cross_scale = b.input("cross_scale", (1,)) if config.quant.quantized else None
+    source_starts = source.starts(b, "source_starts")
+    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
+    update, every = _attend_to_history(b, config, stream.rows, starts, past)
+    stream = blocks.between(
+        b, config, stream, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
+        clip="encoder_attn.input_clip",
+    )
+    memory = Memory(
+        rows=blocks.as_codes(every, cross, cross_scale), key_column=0, value_column=hidden, starts=source_starts,
+        longest=source.longest,
+    )
+    update = blocks.cross_attention(b, config, stream.rows, starts, memory, "encoder_attn.")
+    finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
+    b.output(blocks.tensor_of(every))
+    return b.build()
+
+
+def _attend_to_history(
+    b: Builder, config: LayerConfig, rows: Rows, starts: VirtualTensor, past: int
+) -> tuple[VirtualTensor, Rows]:
+    """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P + 1), 3H] of all)."""
+    hidden, batch = config.hidden, blocks.tensor_of(rows).shape[0]
+    history = b.input("history", (batch * past, 3 * hidden), codes_dtype(config))
+    all_starts = b.input("history_starts", (batch + 1,), torch.int32)
+    qkv = blocks.project_self(b, config, rows, "self_attn.")
+    every = blocks.append(b, history, qkv, batch)
+    memory = Memory(
+        rows=every, key_column=hidden, value_column=2 * hidden, starts=all_starts,
+        longest=Sentences.of(0, 0, past + 1).longest,
+    )
+    queries = Queries(rows=qkv, column=0, starts=starts)
+    context = blocks.attention(b, config, queries, memory, "self_attn.", causal=False)
+    return blocks.project_out(b, config, context, "self_attn."), every
