@@ -1,38 +1,38 @@
-"""The decoder behind fairseq's interface. B batch, T target time, H hidden, V vocabulary."""
+"""Decoders behind fairseq's interface. B batch, T target time, M packed words, H hidden, V vocabulary."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from fairseq.data import Dictionary
 from fairseq.models import FairseqIncrementalDecoder
 from torch import Tensor, nn
 
-from lsq.fairseq.encoder import build_embedding, final_norm
 from lsq.fairseq.options import layer_config, quantization
+from lsq.fairseq.stack import CPUStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
-from lsq.layers.decoding import reorder
 
 IncrementalState = dict[str, dict[str, Tensor]]
 
 
-class LSQTransformerDecoder(FairseqIncrementalDecoder):
-    """Embedding, decoder layers, under pre-norm a final LayerNorm, and the projection onto the vocabulary.
+class LSQDecoder(CPUStack, FairseqIncrementalDecoder):
+    """Embedding, layers, under pre-norm a final LayerNorm, and the projection onto the vocabulary.
 
     Args:
         args: fairseq's options of the model.
         dictionary: the target words.
         weight: the words' rows [V, H], shared with the projection if the options say so.
+        layers: what stands between.
     """
 
-    def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter):
+    def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter, layers: Iterable[nn.Module]):
         super().__init__(dictionary)
         self.padding_idx = dictionary.pad()
-        self.embed_tokens = build_embedding(args, "decoder", dictionary, weight)
-        config = layer_config(args, "decoder")
-        self.layers = nn.ModuleList(TransformerDecoderLayer(config) for _ in range(args.decoder_layers))
+        self.embed_tokens = build_embedding(args, "decoder", self.padding_idx, weight)
+        self.layers = nn.ModuleList(layers)
         self.layer_norm = final_norm(args, "decoder")
         self.output_projection = VocabularyProjection(
             len(dictionary),
-            config.hidden,
+            weight.shape[1],
             quant=quantization(args),
             weight=weight if args.share_decoder_input_output_embed else None,
             padding_idx=self.padding_idx,
@@ -41,7 +41,7 @@ class LSQTransformerDecoder(FairseqIncrementalDecoder):
     def forward(
         self,
         prev_output_tokens: Tensor,
-        encoder_out: dict[str, list[Tensor]],
+        encoder_out: dict[str, list[Tensor]] | None = None,
         incremental_state: IncrementalState | None = None,
         features_only: bool = False,
         **options,
@@ -56,7 +56,7 @@ class LSQTransformerDecoder(FairseqIncrementalDecoder):
     def extract_features(
         self,
         prev_output_tokens: Tensor,
-        encoder_out: dict[str, list[Tensor]],
+        encoder_out: dict[str, list[Tensor]] | None = None,
         incremental_state: IncrementalState | None = None,
         full_context_alignment: bool = False,
         alignment_layer: int | None = None,
@@ -74,40 +74,31 @@ class LSQTransformerDecoder(FairseqIncrementalDecoder):
                 "lsq_transformer keeps no attention weights: full_context_alignment, alignment_layer and "
                 "alignment_heads are not supported; leave them out"
             )
-        offset = 0
         if incremental_state is not None:
-            offset = prev_output_tokens.shape[1] - 1
-            prev_output_tokens = prev_output_tokens[:, -1:]
-        memory, memory_padding = encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"][0]
-        if incremental_state is not None:
-            packing = Packing(shape=prev_output_tokens.shape)
-            states = self._step(prev_output_tokens, packing, offset, memory, memory_padding, incremental_state)
+            packing = Packing(shape=(len(prev_output_tokens), 1))
+            states = self.step(prev_output_tokens, incremental_state, *self.memory_of_steps(encoder_out))
         else:
             packing = Packing(prev_output_tokens.eq(self.padding_idx))
-            memory_packing = Packing(memory_padding)
-            rows = memory_packing.pack(memory.transpose(0, 1))
-            states = self.rows(prev_output_tokens, packing, rows, memory_packing)
+            states = self.rows(prev_output_tokens, packing, *self.memory_of_rows(encoder_out))
         *inner, x = (packing.unpack(state) for state in states)
         return x, {"attn": [None], "inner_states": [state.transpose(0, 1) for state in inner]}
 
-    def rows(self, tokens: Tensor, packing: Packing, memory: Tensor, memory_packing: Packing) -> list[Tensor]:
-        """tokens int64 [B, T] and an encoder's rows float32 [S, H] -> packed rows [M, H]: the input of the first layer,
-        every layer's output, and the features."""
-        states = [self.embed_tokens.rows(tokens, packing)]
-        for layer in self.layers:
-            states.append(layer.rows(states[-1], packing, memory, memory_packing))
-        return [*states, self._normalised(states[-1])]
+    def memory_of_rows(self, encoder_out: dict[str, list[Tensor]] | None) -> tuple:
+        """What `rows` of a layer takes beside x and its packing; nothing without an encoder."""
+        return ()
 
-    def _step(self, tokens, packing, offset, memory, memory_padding, incremental_state) -> list[Tensor]:
-        # An empty sentence may begin with padding; its row is computed like any other.
-        states = [self.embed_tokens.rows(tokens, packing, offset)]
-        for index, layer in enumerate(self.layers):
-            state = incremental_state.setdefault(f"lsq_layer_{index}", {})
-            states.append(layer.step(states[-1], memory, memory_padding, state))
-        return [*states, self._normalised(states[-1])]
+    def memory_of_steps(self, encoder_out: dict[str, list[Tensor]] | None) -> tuple:
+        """What `step` of a layer takes beside x and its state; nothing without an encoder."""
+        return ()
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        return x if self.layer_norm is None else self.layer_norm(x)
+    def loss(self, tokens: Tensor, target: Tensor, label_smoothing: float, *memory) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, nll_loss, features float32 [M, H]) of tokens and target int64 [B, T]; the logits are never stored.
+
+        The losses are summed over the targets that are not padding. `memory`: as of `rows`.
+        """
+        packing = Packing(tokens.eq(self.padding_idx))
+        features = self.rows(tokens, packing, *memory)[-1]
+        return *self.output_projection.loss(features, packing.pack(target), label_smoothing), features
 
     def output_layer(self, features: Tensor) -> Tensor:
         """features float32 [B, T, H] -> logits float32 [B, T, V]."""
@@ -115,9 +106,22 @@ class LSQTransformerDecoder(FairseqIncrementalDecoder):
 
     def reorder_incremental_state(self, incremental_state: IncrementalState, new_order: Tensor) -> None:
         """Keep the sentences `new_order` int64 [B'] of every layer's keys and values, in place."""
-        for index in range(len(self.layers)):
-            reorder(incremental_state.get(f"lsq_layer_{index}", {}), new_order)
+        self.reorder(incremental_state, new_order)
 
-    def max_positions(self) -> int:
-        """The longest target sentence."""
-        return self.embed_tokens.max_positions
+
+class LSQTransformerDecoder(LSQDecoder):
+    """The decoder of a translation model: its layers attend to what the encoder made, too."""
+
+    def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter):
+        config = layer_config(args, "decoder")
+        layers = (TransformerDecoderLayer(config) for _ in range(args.decoder_layers))
+        super().__init__(args, dictionary, weight, layers)
+
+    def memory_of_rows(self, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Packing]:
+        """The encoder's rows [S, H] and how they are packed."""
+        packing = Packing(encoder_out["encoder_padding_mask"][0])
+        return packing.pack(encoder_out["encoder_out"][0].transpose(0, 1)), packing
+
+    def memory_of_steps(self, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Tensor]:
+        """The encoder's output [S, B, H] and its padding [B, S]."""
+        return encoder_out["encoder_out"][0], encoder_out["encoder_padding_mask"][0]

@@ -1,6 +1,7 @@
 """The model: fairseq's transformer with lsq's layers."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from fairseq.models import register_model
@@ -16,38 +17,86 @@ from lsq.program import rehearsal
 MODEL = "lsq_transformer"
 
 
-@register_model(MODEL)
-class LSQTransformerModel(TransformerModel):
-    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options and interface."""
+class LSQModel:
+    """What models of lsq share, before fairseq's class."""
 
     computes_loss = True
     """`forward` takes a target and returns the loss, for lsq_label_smoothed_cross_entropy."""
 
     @classmethod
     def add_args(cls, parser) -> None:
-        """Add fairseq's options of a transformer and --lsq-*."""
+        """Add fairseq's options of the model and --lsq-*."""
         super().add_args(parser)
         options.add_arguments(parser)
 
-    @classmethod
-    def build_model(cls, args: Namespace, task) -> "LSQTransformerModel":
-        """Build from fairseq's options; with --lsq-from also load that checkpoint.
+    def started(self, args: Namespace) -> "LSQModel":
+        """This model, built from fairseq's options; with --lsq-from, after loading that checkpoint.
 
         The option is then cleared in `args`, which fairseq keeps in its own checkpoints, so that resuming or
         generating from those does not look for that file again.
 
         Raises:
-            ValueError: an option is not supported or does not fit, or the checkpoint does not.
+            ValueError: the checkpoint does not fit.
+            FileNotFoundError, IsADirectoryError: there is no such checkpoint.
+        """
+        if args.lsq_from is not None:
+            checkpoint.start_from(self, args.lsq_from, args)
+            args.lsq_from = None
+        return self
+
+    def calibrate(self, run: Callable[[], object]) -> None:
+        """Before a training pass: where clips are due to be measured, do so in `run`, together with other processes."""
+        if self.training and rehearsal.active() is None:
+            calibration.together(self, run)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None):
+        """Load a checkpoint of this model.
+
+        Raises:
+            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`), or its counts of
+                training passes are (see `checkpoint.check_counts`).
+        """
+        checkpoint.check_clips(self, state_dict)
+        checkpoint.check_counts(state_dict)
+        return super().load_state_dict(state_dict, strict, model_cfg, args)
+
+    def prepare_for_inference_(self, cfg) -> None:
+        """Called by fairseq before generating.
+
+        Raises:
+            ValueError: the generation wants attention weights or dropout.
+        """
+        for name in ("print_alignment", "retain_dropout"):
+            value = getattr(cfg.generation, name, None)
+            if value:
+                raise ValueError(f"lsq_transformer does not support --{name.replace('_', '-')} ({value}); leave it out")
+        super().prepare_for_inference_(cfg)
+
+    def half(self):
+        """Refused: the float parts compute in float32.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("lsq_transformer computes in int8 and float32; leave out --fp16")
+
+
+@register_model(MODEL)
+class LSQTransformerModel(LSQModel, TransformerModel):
+    """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options and interface."""
+
+    @classmethod
+    def build_model(cls, args: Namespace, task) -> "LSQTransformerModel":
+        """Build from fairseq's options.
+
+        Raises:
+            ValueError: an option is not supported or does not fit, or the checkpoint of --lsq-from does not.
             FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
         transformer_legacy.base_architecture(args)
         options.set_defaults(args)
         options.check_supported(args)
-        model = super().build_model(args, task)
-        if args.lsq_from is not None:
-            checkpoint.start_from(model, args.lsq_from, args)
-            args.lsq_from = None
-        return model
+        return super().build_model(args, task).started(args)
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict, embed_tokens: nn.Embedding) -> LSQTransformerEncoder:
@@ -88,46 +137,9 @@ class LSQTransformerModel(TransformerModel):
                 **alignment,
             )
 
-        if self.training and rehearsal.active() is None:
-            calibration.together(self, lambda: run(features_only=False))
+        self.calibrate(lambda: run(features_only=False))
         if target is None:
             return run(features_only)
-        return self._loss(src_tokens, prev_output_tokens, target, label_smoothing)
-
-    def _loss(self, src_tokens: Tensor, prev_output_tokens: Tensor, target: Tensor, label_smoothing: float) -> tuple:
         source = Packing(src_tokens.eq(self.encoder.padding_idx))
-        packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx))
         memory = self.encoder.rows(src_tokens, source)[-1]
-        features = self.decoder.rows(prev_output_tokens, packing, memory, source)[-1]
-        return *self.decoder.output_projection.loss(features, packing.pack(target), label_smoothing), features
-
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None):
-        """Load a checkpoint of this model.
-
-        Raises:
-            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`), or its counts of
-                training passes are (see `checkpoint.check_counts`).
-        """
-        checkpoint.check_clips(self, state_dict)
-        checkpoint.check_counts(state_dict)
-        return super().load_state_dict(state_dict, strict, model_cfg, args)
-
-    def prepare_for_inference_(self, cfg) -> None:
-        """Called by fairseq before generating.
-
-        Raises:
-            ValueError: the generation wants attention weights or dropout.
-        """
-        for name in ("print_alignment", "retain_dropout"):
-            value = getattr(cfg.generation, name, None)
-            if value:
-                raise ValueError(f"lsq_transformer does not support --{name.replace('_', '-')} ({value}); leave it out")
-        super().prepare_for_inference_(cfg)
-
-    def half(self):
-        """Refused: the float parts compute in float32.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("lsq_transformer computes in int8 and float32; leave out --fp16")
+        return self.decoder.loss(prev_output_tokens, target, label_smoothing, memory, source)

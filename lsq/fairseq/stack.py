@@ -1,0 +1,53 @@
+"""What encoders and decoders behind fairseq's interface are made of: embedding, final norm, and a run through both."""
+
+from typing import Any
+
+from fairseq.utils import safe_getattr
+from torch import Tensor, nn
+
+from lsq.layers import Embedding, Packing
+from lsq.layers.stack import Stack
+
+
+def build_embedding(args: Any, side: str, padding_idx: int, weight: nn.Parameter) -> Embedding:
+    """Words and positions of one side, "encoder" or "decoder"; `weight` [V, H] may be shared with others."""
+    embedding = Embedding(
+        *weight.shape,
+        padding_idx,
+        positions="learned" if getattr(args, f"{side}_learned_pos") else "sinusoidal",
+        max_positions=args.max_source_positions if side == "encoder" else args.max_target_positions,
+        dropout=float(args.dropout),
+        scale=1.0 if args.no_scale_embedding else None,
+        layer_norm=args.layernorm_embedding,
+    )
+    embedding.weight = weight
+    return embedding
+
+
+def final_norm(args: Any, side: str) -> nn.LayerNorm | None:
+    """The LayerNorm after the last layer; pre-norm stacks have one."""
+    if not getattr(args, f"{side}_normalize_before"):
+        return None
+    if side == "decoder" and safe_getattr(args, "no_decoder_final_norm", False):
+        return None
+    return nn.LayerNorm(getattr(args, f"{side}_embed_dim"))
+
+
+class CPUStack(Stack):
+    """A Stack that refuses batches on a GPU, where fairseq puts them without --cpu."""
+
+    def embedded(self, tokens: Tensor, packing: Packing, offset: int) -> Tensor:
+        """See `lsq.layers.stack.Stack`.
+
+        Raises:
+            ValueError: the tokens are not on the CPU.
+        """
+        if tokens.device.type != "cpu":
+            raise ValueError(
+                f"lsq_transformer runs on the CPU, but the batch is on {tokens.device}; add the option --cpu"
+            )
+        return super().embedded(tokens, packing, offset)
+
+    def max_positions(self) -> int:
+        """The longest sentence."""
+        return self.embed_tokens.max_positions

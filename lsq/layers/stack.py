@@ -1,0 +1,48 @@
+"""How an embedding, layers and a final norm run one after another, on packed rows or one word at a time."""
+
+import torch
+
+from lsq.layers.decoding import State, reorder
+from lsq.layers.packing import Packing
+
+
+class Stack:
+    """For modules that have `embed_tokens` (an Embedding), `layers` and `layer_norm` (None: there is no final norm).
+
+    M rows, B sentences, T time, H hidden. `memory`: what the layers' own `rows` and `step` take beside x, if anything.
+    """
+
+    def rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> list[torch.Tensor]:
+        """tokens int64 [B, T] -> packed rows float32 [M, H]: the input of the first layer, every layer's output, and
+        the last one normalised."""
+        states = [self.embedded(tokens, packing, 0)]
+        for layer in self.layers:
+            states.append(layer.rows(states[-1], packing, *memory))
+        return [*states, self._normalised(states[-1])]
+
+    def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
+        """The same [B, H] for the last of tokens int64 [B, T] alone: those before were the last ones in earlier steps.
+
+        What the layers keep between steps goes into `states`, an empty dict at first.
+        """
+        packing = Packing(shape=(len(tokens), 1), device=tokens.device)  # also of sentences that begin with padding
+        found = [self.embedded(tokens[:, -1:], packing, tokens.shape[1] - 1)]
+        for index, layer in enumerate(self.layers):
+            found.append(layer.step(found[-1], *memory, states.setdefault(_key(index), {})))
+        return [*found, self._normalised(found[-1])]
+
+    def embedded(self, tokens: torch.Tensor, packing: Packing, offset: int) -> torch.Tensor:
+        """What the first layer reads, [M, H]: tokens int64 [B, T] that stand behind `offset` others."""
+        return self.embed_tokens.rows(tokens, packing, offset)
+
+    def reorder(self, states: dict[str, State], order: torch.Tensor) -> None:
+        """Keep the sentences `order` int64 [B'] of all states, in place."""
+        for index in range(len(self.layers)):
+            reorder(states.get(_key(index), {}), order)
+
+    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.layer_norm is None else self.layer_norm(x)
+
+
+def _key(index: int) -> str:
+    return f"lsq_layer_{index}"

@@ -1,0 +1,21 @@
+"""What encoders and decoders of models share."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+
+from lsq.fairseq.stack import CPUStack, final_norm
+
+
+def test_a_batch_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="runs on the CPU, but the batch is on meta; add the option --cpu"):
+        CPUStack().rows(torch.empty(2, 3, device="meta"), None)
+
+
+def test_pre_norm_stacks_end_in_a_norm():
+    args = Namespace(decoder_normalize_before=True, decoder_embed_dim=32, encoder_normalize_before=False)
+    assert final_norm(args, "decoder").weight.shape == (32,)
+    assert final_norm(args, "encoder") is None
+    args.no_decoder_final_norm = True
+    assert final_norm(args, "decoder") is None
