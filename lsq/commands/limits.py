@@ -64,6 +64,8 @@ RANGES = {
 
 TRANSLATION = {"translation", "lsq_translation"}
 """Tasks whose models are a source encoder and a decoder that sees the words before."""
+WORD_BY_WORD = TRANSLATION | {"language_modeling", "lsq_language_modeling"}
+"""Tasks whose models predict each word from those before."""
 CRITERIA = {
     "adaptive_loss",
     "composite_loss",
@@ -106,9 +108,9 @@ def check_training(args: Namespace) -> None:
     if args.lr_scheduler == "polynomial_decay" and args.total_num_update is None:
         raise ValueError("--lr-scheduler polynomial_decay needs --total-num-update, the updates until its end")
     of_fairseq = CRITERION_REGISTRY[args.criterion].__module__.startswith("fairseq.")
-    if args.task in TRANSLATION and of_fairseq and args.criterion not in CRITERIA:
+    if args.task in WORD_BY_WORD and of_fairseq and args.criterion not in CRITERIA:
         usable = ", ".join(sorted(CRITERIA))
-        raise ValueError(f"--criterion {args.criterion} is not for translation; use one of {usable}")
+        raise ValueError(f"--criterion {args.criterion} is not for --task {args.task}; use one of {usable}")
     if getattr(args, "adam_betas", None) is not None:
         _check_betas(args.adam_betas)
 
@@ -154,7 +156,7 @@ def check_generation(args: Namespace) -> None:
             " or use fairseq-interactive"
         )
     _check_overrides(args.model_overrides)
-    if args.task in TRANSLATION:
+    if args.task in WORD_BY_WORD:
         for name in ("retain_iter_history", "print_step"):
             if getattr(args, name):
                 raise ValueError(f"{option(name)} is for models that refine translations step by step; leave it out")

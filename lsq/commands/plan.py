@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,7 +18,7 @@ SHOWN = 10
 """Buffers and segments that are listed."""
 
 
-TRAINING = "--task lsq_translation --criterion lsq_label_smoothed_cross_entropy --optimizer adam --cpu".split()
+TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer adam --cpu".split()
 """Options of fairseq-train that need not be given."""
 
 
@@ -96,19 +96,33 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
         given = parser().parse_args(arguments)
         return given, read_buffers(given.file, alignment=given.align)
     given, training = parser(of_file=False).parse_known_args(arguments)
-    from fairseq import options  # takes seconds, and a file needs none of it
+    parsed = parse_step("lsq plan", given.arch, training)
+    from lsq.fairseq.memory import describe_training  # takes seconds, and a file needs none of it
 
-    from lsq.commands import limits
-    from lsq.fairseq.memory import describe_training
-
-    of_fairseq = options.get_training_parser()
-    of_fairseq.prog = "lsq plan"
-    one_line_errors(of_fairseq)
-    command = ["unused-data-folder", *TRAINING, "--arch", given.arch, *training]
-    parsed = options.parse_args_and_arch(of_fairseq, command)
-    limits.check(parsed)
     step = describe_training(parsed, given.vocabulary_size)
     return given, list(step.buffers.values())
+
+
+def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:
+    """fairseq's options of a training step that needs no data, from `arguments` for a command of lsq.
+
+    Exits as argparse does after a mistake.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+    from fairseq import options  # takes seconds
+
+    from lsq.commands import limits
+    from lsq.fairseq import architectures
+
+    of_fairseq = options.get_training_parser(default_task=architectures.task_of(architecture))
+    of_fairseq.prog = program
+    one_line_errors(of_fairseq)
+    command = ["unused-data-folder", *TRAINING, "--arch", architecture, *arguments]
+    parsed = options.parse_args_and_arch(of_fairseq, command)
+    limits.check(parsed)
+    return parsed
 
 
 def run(arguments: list[str]) -> int:

@@ -25,7 +25,7 @@ from lsq.commands.options import one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
-from lsq.fairseq import save_folder
+from lsq.fairseq import architectures, save_folder
 from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility import replaced
 
@@ -112,7 +112,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     if architecture.startswith(ARCHITECTURE):
         defaults["criterion"] = CRITERION
     args = parse(
-        options.get_training_parser(default_task=TASK),
+        options.get_training_parser(default_task=architectures.task_of(architecture)),
         arguments,
         "lsq train",
         "Train a model: the options are fairseq-train's and those of lsq's quantisers (--lsq-...).",

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from lsq.commands.options import count, one_line_errors, seconds
-from lsq.commands.plan import TRAINING
+from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device, json_file
 from lsq.gemm.cublaslt import Products
@@ -134,20 +134,11 @@ def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey
 
 def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[ProductKey]:
     step = given.step or -(-given.max_tokens // (STEPS * TOKEN_STEP)) * TOKEN_STEP
-    from fairseq import options  # takes seconds
-
-    from lsq.commands import limits
-    from lsq.fairseq.products import generation_rows, products_of_training, token_counts
+    from lsq.fairseq.products import generation_rows, products_of_training, token_counts  # takes seconds
 
     tokens = token_counts(given.max_tokens, step)
-    of_fairseq = options.get_training_parser()
-    of_fairseq.prog = "lsq tune"
-    one_line_errors(of_fairseq)
-    command = ["unused-data-folder", *TRAINING, "--arch", given.arch, "--max-tokens", str(given.max_tokens), *training]
-    parsed = options.parse_args_and_arch(of_fairseq, command)
-    limits.check(parsed)
     return products_of_training(
-        parsed,
+        parse_step("lsq tune", given.arch, ["--max-tokens", str(given.max_tokens), *training]),
         given.vocabulary_size,
         backward=BACKWARD[given.backward],
         tokens=tokens,

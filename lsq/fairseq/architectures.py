@@ -3,31 +3,43 @@
 from argparse import Namespace
 from collections.abc import Callable
 
-from fairseq.models import register_model_architecture
+from fairseq.models import ARCH_MODEL_REGISTRY, register_model_architecture
 from fairseq.models.transformer import transformer_legacy
 
 from lsq.fairseq import options
-from lsq.fairseq.model import MODEL
+from lsq.fairseq.model import MODEL, LSQModel
 
 SUFFIXES = ("", "_iwslt_de_en", "_wmt_en_de", "_wmt_en_de_big")
 """fairseq's transformer<suffix> is lsq_transformer<suffix> here."""
 
 
-MODEL_ARCHITECTURES = tuple(MODEL + suffix for suffix in SUFFIXES)
+def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> None:
+    """Register the architecture `name` of a model of lsq: with the dimensions that fairseq's own function fills in."""
 
-
-def _architecture(of_fairseq: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
     def fill_in(args: Namespace) -> None:
         of_fairseq(args)
         options.set_defaults(args)
 
-    return fill_in
+    register_model_architecture(model, name)(fill_in)
 
 
-def _fairseq_architecture(suffix: str) -> Callable[[Namespace], None]:
-    name = f"transformer{suffix}" if suffix else "base_architecture"
-    return getattr(transformer_legacy, name)
+def task_of(architecture: str) -> str:
+    """The task that a training of this architecture takes by itself; of fairseq's own, lsq_translation."""
+    return getattr(ARCH_MODEL_REGISTRY.get(architecture), "task", LSQModel.task)
+
+
+def model_of(architecture: str) -> type[LSQModel]:
+    """The model's class.
+
+    Raises:
+        ValueError: the architecture is not of lsq.
+    """
+    known = [name for name, model in ARCH_MODEL_REGISTRY.items() if issubclass(model, LSQModel)]
+    if architecture not in known:
+        raise ValueError(f"arch is {architecture!r}; allowed: {', '.join(known)}")
+    return ARCH_MODEL_REGISTRY[architecture]
 
 
 for _suffix in SUFFIXES:
-    register_model_architecture(MODEL, MODEL + _suffix)(_architecture(_fairseq_architecture(_suffix)))
+    _name = f"transformer{_suffix}" if _suffix else "base_architecture"
+    register(MODEL, MODEL + _suffix, getattr(transformer_legacy, _name))

@@ -47,7 +47,8 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
             "sample_size": sample_size,
         }
         if self.report_accuracy:
-            words = sample["net_input"]["prev_output_tokens"].ne(self.padding_idx)
+            tokens = sample["net_input"].get("prev_output_tokens", sample["net_input"]["src_tokens"])
+            words = tokens.ne(self.padding_idx)
             correct, total = self._accuracy(model, features, target[words])
             logging_output["n_correct"], logging_output["total"] = correct, total
         return loss, sample_size, logging_output

@@ -10,7 +10,7 @@ from fairseq.data import Dictionary
 from torch import nn
 
 from lsq.csrc import loader
-from lsq.fairseq.architectures import MODEL_ARCHITECTURES
+from lsq.fairseq import architectures
 from lsq.fairseq.criterion import LSQLabelSmoothedCrossEntropyCriterion
 from lsq.layers.memory import describe_memory, plan_memory
 from lsq.program.frames import StepMemory
@@ -110,14 +110,13 @@ def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, n
     """(task, model, criterion) of a training, without data.
 
     Args:
-        given: fairseq-train's options with the task lsq_translation and a limit of batches.
+        given: fairseq-train's options with a task of lsq and a limit of batches.
         vocabulary: words of the joined dictionary.
 
     Raises:
         ValueError: the options do not fit, or the architecture is not of lsq.
     """
-    if given.arch not in MODEL_ARCHITECTURES:
-        raise ValueError(f"arch is {given.arch!r}; allowed: {', '.join(MODEL_ARCHITECTURES)}")
+    architectures.model_of(given.arch)
     words = made_up_dictionary(vocabulary)
     task = tasks.TASK_REGISTRY[given.task](given, words, words)
     criterion = task.build_criterion(given)

@@ -22,6 +22,8 @@ class LSQModel:
 
     computes_loss = True
     """`forward` takes a target and returns the loss, for lsq_label_smoothed_cross_entropy."""
+    task = "lsq_translation"
+    """The task that `lsq train` takes by itself."""
 
     @classmethod
     def add_args(cls, parser) -> None:

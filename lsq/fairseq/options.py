@@ -101,6 +101,7 @@ UNSUPPORTED = (
     "base_layers",
     "bf16",
     "char_inputs",
+    "character_embeddings",
     "checkpoint_activations",
     "cross_self_attention",
     "decoder_layerdrop",
@@ -141,10 +142,8 @@ def check_supported(args: Any) -> None:
             f"lsq_transformer does not support {', '.join(given)}; drop the option or train with "
             "fairseq's own transformer"
         )
-    widths = {
-        name: getattr(args, name, None) or args.encoder_embed_dim
-        for name in ("encoder_embed_dim", "decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")
-    }
+    names = ("encoder_embed_dim", "decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")
+    widths = {name: getattr(args, name) or args.decoder_embed_dim for name in names if hasattr(args, name)}
     if len(set(widths.values())) > 1:
         listed = ", ".join(f"--{name.replace('_', '-')} {width}" for name, width in widths.items())
         raise ValueError(f"lsq_transformer has one width throughout, but was given {listed}; make them equal")

@@ -29,7 +29,7 @@ def products_of_training(
     The model is built, but no data is read and no layer computes. Attention's kernels multiply by themselves.
 
     Args:
-        given: fairseq-train's options with the task lsq_translation and a limit of batches.
+        given: fairseq-train's options with a task of lsq and a limit of batches.
         vocabulary: words of the joined dictionary.
         backward: values of --lsq-backward to take together.
         tokens: of batches, source and target alike.
@@ -58,17 +58,12 @@ def products_of_training(
 def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> list[Program]:
     """The programs of a training step on so many source and target tokens, as so many sentences of one."""
     words = torch.full((tokens, 1), model.decoder.dictionary.unk())
+    net_input = {"src_tokens": words, "src_lengths": torch.ones(tokens, dtype=torch.int64)}
+    if hasattr(model, "encoder"):
+        net_input["prev_output_tokens"] = words
     batch = {
-        "id": torch.arange(tokens),
-        "nsentences": tokens,
-        "ntokens": tokens,
-        "net_input": {
-            "src_tokens": words,
-            "src_lengths": torch.ones(tokens, dtype=torch.int64),
-            "prev_output_tokens": words,
-        },
-        "target": words,
-    }
+        "id": torch.arange(tokens), "nsentences": tokens, "ntokens": tokens, "net_input": net_input, "target": words,
+    }  # fmt: skip
     model.train()
     rehearsed, _ = rehearse_step(model, lambda: criterion(model, batch)[0])
     return rehearsed.programs
@@ -76,14 +71,14 @@ def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> li
 
 @torch.no_grad()
 def generation_programs(model: nn.Module, rows: int) -> list[Program]:
-    """The programs that translate: encode so many sentences of one word, and one step of decoding.
+    """The programs that generate: encode so many sentences of one word, if anything does, and one step of decoding.
 
     The model's clips are measured or fixed.
     """
     words = torch.full((rows, 1), model.decoder.dictionary.unk())
     model.eval()
     with rehearsal.rehearsing() as rehearsed:
-        memory = model.encoder(words, torch.ones(rows, dtype=torch.int64))
+        memory = model.encoder(words, torch.ones(rows, dtype=torch.int64)) if hasattr(model, "encoder") else None
         model.decoder(words, memory, incremental_state={})
     return rehearsed.programs
 

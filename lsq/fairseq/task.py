@@ -1,4 +1,4 @@
-"""The task: fairseq's translation with training signals."""
+"""Tasks of lsq: fairseq's, with planned memory, training signals, and gradients as `lsq.fairseq.gradients` has them."""
 
 import weakref
 import zlib
@@ -25,8 +25,8 @@ DICTIONARIES = "lsq_dictionaries"
 
 
 @dataclass
-class LSQTranslationConfig(TranslationConfig, GradientOptions):
-    """fairseq's options of translation, those of gradients and memory, and what signals and memory go by."""
+class TaskOptions(GradientOptions):
+    """What LSQTask needs beside fairseq's options of a task: those of gradients and memory, and what signals go by."""
 
     lsq_memory: ChoiceEnum(MODES) = field(
         default="planned",
@@ -45,24 +45,20 @@ class LSQTranslationConfig(TranslationConfig, GradientOptions):
     )
     max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045  fairseq cannot read int | None
     batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045
-    required_seq_len_multiple: int = II("dataset.required_seq_len_multiple")
     log_interval: int = II("common.log_interval")
     tensorboard_logdir: Optional[str] = II("common.tensorboard_logdir")  # noqa: UP045  fairseq cannot read str | None
 
 
-@register_task("lsq_translation", dataclass=LSQTranslationConfig)
-class LSQTranslationTask(GradientTask, TranslationTask):
-    """Translation that plans the memory of a training step and watches the quantisers in the first process.
-
-    Gradients go between workers as `lsq.fairseq.gradients` has it.
-    """
+class LSQTask(GradientTask):
+    """What the tasks of lsq share, before fairseq's class, with TaskOptions in `cfg`."""
 
     signals: TrainingSignals | None = None
     model: BaseFairseqModel | None = None
     planned: bool = False
 
-    def __init__(self, cfg: LSQTranslationConfig, *dictionaries):
-        super().__init__(cfg, *dictionaries)
+    def __init__(self, cfg: TaskOptions, *dictionaries, **options):
+        super().__init__(cfg, *dictionaries, **options)
+        self.cfg = cfg  # fairseq's older tasks keep it as `args` alone
         tuned_products.use_file(cfg.lsq_gemm_config)
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,7 +66,7 @@ class LSQTranslationTask(GradientTask, TranslationTask):
         return {**super().state_dict(), DICTIONARIES: self._dictionaries()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by fairseq for each checkpoint that it translates with.
+        """Called by fairseq for each checkpoint that it generates with.
 
         Raises:
             ValueError: see `check_resumed`.
@@ -139,6 +135,28 @@ class LSQTranslationTask(GradientTask, TranslationTask):
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
         """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
+        raise NotImplementedError
+
+    def optimizer_step(self, optimizer, model, update_num: int) -> None:
+        """Called by fairseq once the gradients of an update are there."""
+        if self.signals is not None:
+            self.signals.record(update_num + 1)
+        super().optimizer_step(optimizer, model, update_num)
+
+
+@dataclass
+class LSQTranslationConfig(TranslationConfig, TaskOptions):
+    """The options of translation."""
+
+    required_seq_len_multiple: int = II("dataset.required_seq_len_multiple")
+
+
+@register_task("lsq_translation", dataclass=LSQTranslationConfig)
+class LSQTranslationTask(LSQTask, TranslationTask):
+    """fairseq's translation as a task of lsq."""
+
+    def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
+        """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
         limits = zip(self.max_positions(), model.max_positions(), strict=True)
         return bounding_batch(
             self.target_dictionary,
@@ -147,9 +165,3 @@ class LSQTranslationTask(GradientTask, TranslationTask):
             max_positions=tuple(min(pair) for pair in limits),
             length_multiple=self.cfg.required_seq_len_multiple,
         )
-
-    def optimizer_step(self, optimizer, model, update_num: int) -> None:
-        """Called by fairseq once the gradients of an update are there."""
-        if self.signals is not None:
-            self.signals.record(update_num + 1)
-        super().optimizer_step(optimizer, model, update_num)

@@ -65,7 +65,7 @@ def test_nan_is_in_no_range():
         ("--lr-scheduler inverse_sqrt --warmup-updates 0", "--warmup-updates is 0; --lr-scheduler inverse_sqrt needs"),
         ("--lr-scheduler inverse_sqrt --warmup-updates -4", "--warmup-updates is -4; it must be at least 0"),
         ("--lr-scheduler polynomial_decay", "--lr-scheduler polynomial_decay needs --total-num-update"),
-        ("--criterion ctc", "--criterion ctc is not for translation; use one of adaptive_loss, composite"),
+        ("--criterion ctc", "--criterion ctc is not for --task lsq_translation; use one of adaptive_loss, "),
     ],
 )
 def test_trainings_that_would_fail_later(prepared, options, message):

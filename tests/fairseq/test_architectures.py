@@ -7,6 +7,7 @@ import pytest
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
 from lsq.config import QuantConfig
+from lsq.fairseq import architectures
 from lsq.fairseq.architectures import SUFFIXES
 from lsq.fairseq.model import LSQTransformerModel
 
@@ -25,3 +26,10 @@ def test_given_options_win():
     args = Namespace(encoder_layers=1, lsq_bits=4)
     ARCH_CONFIG_REGISTRY["lsq_transformer_wmt_en_de_big"](args)
     assert (args.encoder_layers, args.decoder_layers, args.encoder_embed_dim, args.lsq_bits) == (1, 6, 1024, 4)
+
+
+def test_who_trains_what():
+    assert architectures.task_of("lsq_transformer") == architectures.task_of("transformer") == "lsq_translation"
+    assert architectures.model_of("lsq_transformer_wmt_en_de") is LSQTransformerModel
+    with pytest.raises(ValueError, match="arch is 'transformer'; allowed: lsq_transformer, lsq_transformer_iwslt"):
+        architectures.model_of("transformer")
