@@ -7,9 +7,10 @@ from lsq.fairseq import (  # isort: skip
     compatibility,  # first: it prepares fairseq for this PyTorch
     architectures,
     criterion,
+    language_model,
     model,
     save_folder,
     task,
 )
 
-__all__ = ["architectures", "compatibility", "criterion", "model", "save_folder", "task"]
+__all__ = ["architectures", "compatibility", "criterion", "language_model", "model", "save_folder", "task"]

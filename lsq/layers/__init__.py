@@ -5,6 +5,7 @@ from lsq.layers.decoder_layer import TransformerDecoderLayer
 from lsq.layers.embedding import Embedding
 from lsq.layers.encoder_layer import TransformerEncoderLayer
 from lsq.layers.feed_forward import FeedForward
+from lsq.layers.language_model import TransformerLanguageModel
 from lsq.layers.linear import QuantizedLinear
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
@@ -21,6 +22,7 @@ __all__ = [
     "TensorStatistics",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "TransformerLanguageModel",
     "VocabularyProjection",
     "observe",
     "pack_time_major",

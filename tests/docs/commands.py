@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import fairseq_cli.eval_lm as fairseq_eval_lm
 import fairseq_cli.generate as fairseq_generate
+import fairseq_cli.preprocess as fairseq_preprocess
 import fairseq_cli.train as fairseq_train
 import pytest
 from fairseq import checkpoint_utils, options
@@ -31,6 +33,9 @@ TEXT += " --heads 2 --quiet"
 TRAINING = "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints"
 for side in ("encoder", "decoder"):
     TRAINING += f" --{side}-layers 1 --{side}-embed-dim 16 --{side}-ffn-embed-dim 32 --{side}-attention-heads 2"
+
+LANGUAGE_MODEL = "--max-update 2 --max-tokens 400 --num-workers 0 --no-epoch-checkpoints --decoder-layers 1"
+LANGUAGE_MODEL += " --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2"
 
 
 class Parsed(BaseException):
@@ -87,6 +92,17 @@ def run_fairseq_generate(reader: Reader, words: list[str]) -> None:
     """Run fairseq-generate in this process."""
     args = options.parse_args_and_arch(options.get_generation_parser(), words[1:])
     fairseq_generate.main(convert_namespace_to_omegaconf(args))
+
+
+def run_fairseq_preprocess(reader: Reader, words: list[str]) -> None:
+    """Run fairseq-preprocess in this process."""
+    fairseq_preprocess.main(options.get_preprocessing_parser().parse_args(words[1:]))
+
+
+def run_fairseq_eval_lm(reader: Reader, words: list[str]) -> None:
+    """Run fairseq-eval-lm in this process."""
+    args = options.parse_args_and_arch(options.get_eval_lm_parser(), words[1:])
+    fairseq_eval_lm.main(convert_namespace_to_omegaconf(args))
 
 
 def parse_torchrun(reader: Reader, words: list[str]) -> None:
@@ -165,12 +181,16 @@ class Rule:
 RULES = [
     Rule(words="lsq train-text", way=run_lsq, extra=TEXT, why="hours of training: the model and its updates are few"),
     Rule(words="lsq train", way=run_lsq, extra=TRAINING, why="hours of training: the model and its updates are few"),
+    Rule(words="lsq train runs/lm", way=run_lsq, extra=LANGUAGE_MODEL, why="hours of training: the model is small"),
+    Rule(words="lsq generate", way=run_lsq),
     Rule(words="lsq numbers", way=parse_lsq, why="minutes of training; tests/commands/test_numbers.py runs it small"),
     Rule(words="lsq plan", way=run_lsq),
     Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
     Rule(words="lsq configs", way=run_lsq),
     Rule(words="lsq doctor", way=parse_lsq, why="half a minute of compiling; tests/test_emulation.py runs it"),
     Rule(words="fairseq-train", way=run_fairseq_train, extra=TRAINING, why="hours of training, as lsq train"),
+    Rule(words="fairseq-preprocess", way=run_fairseq_preprocess),
+    Rule(words="fairseq-eval-lm", way=run_fairseq_eval_lm),
     Rule(words="fairseq-generate", way=run_fairseq_generate),
     Rule(words="torchrun", way=parse_torchrun, why="many processes; tests/commands/test_workers.py starts some"),
     Rule(words="python benchmarks/", way=parse_script, why="minutes of measuring; tests/benchmarks runs them small"),

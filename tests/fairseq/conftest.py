@@ -48,6 +48,25 @@ def toy(tmp_path_factory) -> Path:
     return folder / "bin"
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of binarised text in which each letter is followed by one of two."""
+    folder, chance = tmp_path_factory.mktemp("corpus"), random.Random(1)
+    for split, count in (("train", 120), ("valid", 16)):
+        lines = []
+        for _ in range(count):
+            word = chance.randrange(10)
+            line = [word]
+            for _ in range(chance.randint(1, 9)):
+                word = (word + chance.choice((1, 3))) % 10
+                line.append(word)
+            lines.append(" ".join(WORDS[letter] for letter in line))
+        (folder / split).write_text("\n".join(lines) + "\n")
+    given = ["--only-source", "--trainpref", str(folder / "train"), "--validpref", str(folder / "valid")]
+    preprocess.main(options.get_preprocessing_parser().parse_args([*given, "--destdir", str(folder / "bin")]))
+    return folder / "bin"
+
+
 @pytest.fixture
 def parse(toy):
     """parse("--option value ...") -> the namespace that fairseq makes of a training's command line."""

@@ -1,0 +1,327 @@
+"""lsq_transformer_lm: equal to fairseq's in float, trained, resumed, evaluated and generated with by fairseq."""
+
+import logging
+from argparse import Namespace
+from dataclasses import fields
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, criterions, options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_CONFIG_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq_cli import eval_lm
+from test_task import ONE_OF_TWO, USER_DIR, start
+
+from lsq.commands import generate, limits
+from lsq.commands.plan import parse_step
+from lsq.commands.train import parse_training
+from lsq.config import QuantConfig
+from lsq.fairseq import checkpoint, language_model, memory, signals
+from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
+from lsq.fairseq.products import products_of_training
+from lsq.layers.memory import plan_memory
+
+TINY = (
+    "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2 "
+    "--tokens-per-sample 16 --sample-break-mode eos"
+).split()
+SHORT = (
+    "--arch lsq_transformer_lm --task lsq_language_modeling --criterion lsq_label_smoothed_cross_entropy "
+    "--optimizer adam --lr 0.003 --max-tokens 120 --max-update 6 --cpu --no-progress-bar --log-interval 1 "
+    "--no-epoch-checkpoints --disable-validation --num-workers 0 --dropout 0.1"
+).split()
+THEIRS = "--arch transformer_lm --decoder-input-dim 32 --decoder-output-dim 32 --criterion cross_entropy"
+VARIANTS = {
+    "post-norm": "",
+    "pre-norm": "--decoder-normalize-before --activation-fn gelu --add-bos-token",
+    "shared": "--share-decoder-input-output-embed --decoder-learned-pos --decoder-normalize-before",
+    "others": "--layernorm-embedding --no-scale-embedding --decoder-normalize-before --no-decoder-final-norm",
+    "blocks": "--sample-break-mode none --tokens-per-sample 11",
+}
+
+
+@pytest.fixture
+def parse(corpus):
+    """As that of conftest.py, for language models; `build` and `train` follow."""
+
+    def parse(arguments: str | list[str] = "") -> Namespace:
+        extra = arguments.split() if isinstance(arguments, str) else arguments
+        return options.parse_args_and_arch(options.get_training_parser(), [str(corpus), *TINY, *SHORT, *extra])
+
+    return parse
+
+
+@pytest.fixture
+def pair(build):
+    """pair(options) -> (task, fairseq's transformer_lm, ours in float mode with the same weights), in eval mode."""
+
+    def pair(given: str):
+        task, theirs = build(f"{given} {THEIRS}")
+        assert type(theirs) is TransformerLanguageModel
+        _, ours = build(f"{given} --lsq-mode float")
+        checkpoint.load_float(ours, theirs.state_dict())
+        return task, theirs.eval(), ours.eval()
+
+    return pair
+
+
+def words_of(task, sample):
+    return sample["net_input"]["src_tokens"].ne(task.source_dictionary.pad())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float_mode_equals_fairseq(pair, batch, name):
+    task, theirs, ours = pair(VARIANTS[name])
+    sample = batch(task)
+    words = words_of(task, sample)
+    expected, actual = theirs(**sample["net_input"])[0], ours(**sample["net_input"])[0]
+    assert actual.shape == expected.shape and (name == "blocks" or not words.all())
+    torch.testing.assert_close(actual[words], expected[words], rtol=1e-5, atol=1e-5)
+    for output, model in ((expected, theirs), (actual, ours)):
+        model.zero_grad()
+        model.get_normalized_probs((output, None), log_probs=True)[words].square().mean().backward()
+    gradient = theirs.decoder.embed_tokens.weight.grad
+    bound = 1e-4 * gradient.abs().max().item()
+    torch.testing.assert_close(ours.decoder.embed_tokens.weight.grad, gradient, rtol=0, atol=bound)
+
+
+def test_int8_is_close_to_float(pair, build, batch):
+    task, theirs, _ = pair("")
+    _, ours = build("")
+    checkpoint.load_float(ours, theirs.state_dict())
+    sample = batch(task)
+    words = words_of(task, sample)
+    expected, actual = (model.eval()(**sample["net_input"])[0][words] for model in (theirs, ours))
+    error = (actual - expected).square().mean() / expected.square().mean()
+    assert 0 < error < 1e-2
+
+
+@pytest.mark.parametrize("mode", ["float", "int8"])
+@pytest.mark.parametrize("theirs, more", [
+    ("cross_entropy", ""), ("label_smoothed_cross_entropy", "--label-smoothing 0.1 --report-accuracy"),
+])  # fmt: skip
+def test_the_fused_criterion_equals_those_of_fairseq(parse, build, batch, theirs, more, mode):
+    found = []
+    for name in (theirs, "lsq_label_smoothed_cross_entropy"):
+        torch.manual_seed(5)
+        given = f"--criterion {name} {more} --lsq-mode {mode} --lsq-backward float"
+        task, model = build(given)
+        criterion, sample = criterions.build_criterion(parse(given), task), batch(task)
+        model.eval()
+        criterion(model, sample)
+        loss, sample_size, logged = criterion(model, sample)
+        loss.backward()
+        found.append((loss.detach(), sample_size, logged, model.decoder.embed_tokens.weight.grad))
+    expected, actual = found
+    torch.testing.assert_close(actual[0], expected[0])
+    assert actual[1] == expected[1]
+    for key, value in expected[2].items():
+        torch.testing.assert_close(torch.as_tensor(actual[2][key]), torch.as_tensor(value))
+    torch.testing.assert_close(actual[3], expected[3], rtol=0, atol=1e-4 * expected[3].abs().max().item())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_dimensions_are_those_of_fairseq(suffix):
+    ours, theirs = Namespace(), Namespace()
+    ARCH_CONFIG_REGISTRY["lsq_transformer_lm" + suffix](ours)
+    ARCH_CONFIG_REGISTRY["transformer_lm" + suffix](theirs)
+    added = {"lsq_from": None} | {f"lsq_{field.name}": field.default for field in fields(QuantConfig)}
+    assert vars(ours) == vars(theirs) | added
+
+
+def test_the_defaults_are_those_of_fairseqs_dataclass(parse):
+    args, theirs = parse("--decoder-embed-dim 512"), TransformerLanguageModelConfig()
+    given = {"_name", "dropout", "decoder_ffn_embed_dim", "decoder_layers", "decoder_attention_heads"}
+    for field in fields(theirs):
+        if field.name not in given and "${" not in str(field.default):
+            assert getattr(args, field.name) == getattr(theirs, field.name), field.name
+
+
+class Beam:
+    """Options of a generator."""
+
+    beam = 3
+    max_len_b = 14
+
+
+@pytest.mark.parametrize("name", ["pre-norm", "shared"])
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mode):
+    """Prefixes of several lengths are continued."""
+    task, model = build(f"{VARIANTS[name]} --lsq-mode {mode}")
+    sample = batch(task)
+    model.eval()
+    model(**sample["net_input"])
+    found = []
+    for incremental in (True, False):
+        generator = task.build_generator([model], Beam())
+        generator.model.has_incremental = incremental
+        found.append(task.inference_step(generator, [model], sample, prefix_tokens=sample["target"][:, :3]))
+    prefixes = sample["target"][:, :3].tolist()
+    for with_state, without, prefix in zip(*found, prefixes, strict=True):
+        assert [list(h["tokens"]) for h in with_state] == [list(h["tokens"]) for h in without]
+        scores = [torch.stack([h["score"] for h in sentence]) for sentence in (with_state, without)]
+        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-4)
+        given = [word for word in prefix if word != task.target_dictionary.pad()]
+        assert all(h["tokens"].tolist()[: len(given)] == given for h in with_state)
+
+
+@pytest.mark.parametrize("given", [
+    "", "--lsq-backward float --update-freq 2 --sample-break-mode none", "--lsq-mode float --criterion cross_entropy",
+])  # fmt: skip
+def test_resuming_continues_to_the_bit(train, tmp_path, given):
+    whole = train(tmp_path / "whole", f"--max-update 9 {given}")["model"]
+    train(tmp_path / "parts", f"--max-update 4 {given}")
+    parts = train(tmp_path / "parts", f"--max-update 9 {given}")["model"]
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_memory_is_planned_and_quantisers_are_watched(train, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        states = {
+            mode: train(tmp_path / mode, f"--add-bos-token --lsq-memory {mode}")["model"] for mode in ("guard", "naive")
+        }
+    assert all(torch.equal(states["guard"][name], states["naive"][name]) for name in states["guard"])
+    said = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
+    assert said[0].startswith("memory (guard): ") and "bounded by 15 sentences of 17 and 17 tokens" in said[0]
+    tables = [record.getMessage() for record in caplog.records if record.name == signals.__name__]
+    assert any("Quantised tensors at update 6" in table and "decoder.layers.*.self_attn" in table for table in tables)
+
+
+@pytest.mark.parametrize("given, sentences", [("", 8), ("--batch-size 3", 3), ("--add-bos-token", 15)])
+def test_the_largest_batch_bounds_all(build, parse, given, sentences):
+    task, model = build(given)
+    criterion = task.build_criterion(parse(given))
+    batch = task.bounding_batch(model)
+    longest = model.max_positions()
+    assert batch["net_input"]["src_tokens"].shape == batch["target"].shape == (sentences, longest)
+    plan_memory(model, lambda: criterion(model, batch)[0])
+    extra = "--add-bos-token" in given
+    for length in (1, 5, longest - extra):
+        words = torch.full((min(120 // length, 3 if "batch" in given else 120), length + extra), 5)
+        net_input = {"src_tokens": words, "src_lengths": torch.full((len(words),), length + extra)}
+        sample = {"net_input": net_input, "target": words, "ntokens": words.numel(), "nsentences": len(words)}
+        criterion(model, sample)[0].backward()
+
+
+def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
+    same = "--decoder-normalize-before --share-decoder-input-output-embed"
+    train(tmp_path / "float", f"{same} {THEIRS} --max-update 30")
+    path = tmp_path / "float" / "checkpoint_last.pt"
+    task, ours = build(f"{same} --lsq-from {path}")
+    (theirs,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)])
+    sample = batch(task)
+    words = words_of(task, sample)
+    expected, actual = (model.eval()(**sample["net_input"])[0][words] for model in (theirs, ours))
+    assert 0 < (actual - expected).square().mean() / expected.square().mean() < 1e-2
+    state = train(tmp_path / "int8", f"{same} --lsq-from {path} --max-update 2")
+    assert state["cfg"]["model"].lsq_from is None
+    for given, message in (
+        ("--decoder-attention-heads 2", "--decoder-attention-heads: 4 in the checkpoint, 2 here"),
+        ("--no-decoder-final-norm", "decoder.layer_norm.weight: only in the checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(f"{same} --lsq-from {path} {given}")
+
+
+def test_evaluation_and_generation_as_of_fairseq(train, corpus, tmp_path, capsys):
+    """Perplexities of ours and of fairseq's, trained alike, and a generation of each from prefixes."""
+    found = []
+    for given in (f"{THEIRS} --decoder-normalize-before", "--decoder-normalize-before"):
+        folder = tmp_path / str(len(found))
+        train(folder, f"{given} --max-update 40 --lr 0.01 --max-tokens 240")
+        data = [str(corpus), "--path", str(folder / "checkpoint_last.pt"), "--cpu", "--gen-subset", "valid"]
+        data += ["--num-workers", "0", "--task", "lsq_language_modeling", "--sample-break-mode", "eos"]
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), data)
+        found.append(eval_lm.main(convert_namespace_to_omegaconf(args))["loss"].item())
+        generate.run([*data, "--prefix-size", "1", "--beam", "2", "--max-len-b", "9", "--results-path", str(folder)])
+        lines = (folder / "generate-valid.txt").read_text().splitlines()
+        assert sum(line.startswith("H-") for line in lines) == 16
+    assert found[0] == pytest.approx(found[1], abs=0.15) and found[1] < 2.4  # 3.5 bits before any training
+
+
+def test_it_learns_as_fairseqs_does(pair, build, batch):
+    """The same first weights and batches: after 60 updates the losses of int8 are those of float."""
+    task, theirs, _ = pair("--decoder-normalize-before")
+    _, ours = build("--decoder-normalize-before")
+    checkpoint.load_float(ours, theirs.state_dict())
+    task.load_dataset("train")
+    dataset, losses = task.dataset("train"), []
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(model.train().parameters(), lr=5e-3)
+        found = []
+        for update in range(60):
+            sample = dataset.collater([dataset[(20 * update + index) % len(dataset)] for index in range(20)])
+            logits = model(**sample["net_input"])[0]
+            loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), sample["target"], ignore_index=1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(sum(found[-12:]) / 12)
+    assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[1] < 1.5
+
+
+@pytest.mark.parametrize("given", ["--output-dictionary-size 12", "--pad-to-fixed-length --pad-to-fixed-bsz"])
+def test_other_shapes_of_batches_train(train, tmp_path, given):
+    train(tmp_path, f"{given} --batch-size 50 --max-update 2")
+
+
+@pytest.mark.parametrize("given, message", [
+    ("--adaptive-softmax-cutoff 5,8", r"does not support --adaptive-softmax-cutoff \(5,8\)"),
+    ("--character-embeddings", "does not support --character-embeddings"),
+    ("--decoder-input-dim 16", "--decoder-input-dim 16, --decoder-output-dim 32; make them equal"),
+    ("--past-target", "Unsupported language modeling target: past"),
+])  # fmt: skip
+def test_what_it_does_not_do_is_refused(build, given, message):
+    with pytest.raises(ValueError, match=message):
+        build(given)
+
+
+def test_tasks_and_models_that_do_not_fit_are_refused(corpus, toy):
+    for given, message in (
+        (f"{corpus} --arch lsq_transformer --task lsq_language_modeling", "lsq_transformer is none; use --arch lsq_"),
+        (f"{toy} --arch lsq_transformer_lm --task lsq_translation", "not translate; .* --task lsq_language_modeling"),
+    ):
+        args = options.parse_args_and_arch(options.get_training_parser(), given.split())
+        with pytest.raises(ValueError, match=message):
+            tasks.setup_task(args).build_model(args)
+
+
+def test_lsq_train_takes_its_task_and_criterion(corpus):
+    args = parse_training([str(corpus), "--arch", "lsq_transformer_lm_gpt2_tiny", "--max-tokens", "120"])
+    assert (args.task, args.criterion) == ("lsq_language_modeling", "lsq_label_smoothed_cross_entropy")
+    with pytest.raises(ValueError, match="ctc is not for --task lsq_language_modeling"):
+        limits.check_training(Namespace(**{**vars(args), "criterion": "ctc"}))
+
+
+def test_its_memory_and_products_follow_from_its_options():
+    given = parse_step("lsq plan", language_model.MODEL, [*TINY, "--max-tokens", "96"])
+    assert memory.describe_training(given, 40).plan.peak > 0
+    products = products_of_training(given, 40, backward=["int8"], tokens=[96], rows=[10])
+    assert {key.op for key in products} == {
+        "project", "vocabulary_loss", "project_input_gradient", "project_weight_gradient"
+    }
+    assert isinstance(memory.build_training(given, 40)[1], LSQTransformerLanguageModel)
+
+
+@pytest.mark.thorough
+def test_two_workers_that_exchange_codes_end_with_the_same_parameters(corpus, tmp_path):
+    common = [str(corpus), "--user-dir", str(USER_DIR), *TINY, *SHORT, "--save-dir", str(tmp_path / "save")]
+    common += (
+        f"--distributed-world-size 2 --distributed-init-method file://{tmp_path}/meeting --distributed-no-spawn "
+        "--distributed-backend gloo --ddp-backend pytorch_ddp --lsq-gradients int8"
+    ).split()
+    both = [
+        start(["-c", ONE_OF_TWO, str(tmp_path / f"{rank}.pt"), *common, "--distributed-rank", str(rank)])
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs[0][-3000:]
+    assert "gradients: int8 between 2 workers" in outputs[0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert any(name.endswith("_clip") for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first)
