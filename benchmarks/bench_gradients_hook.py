@@ -12,7 +12,6 @@ from torch.futures import Future
 
 from lsq.dist.codec import Codec
 from lsq.dist.gcq import GCQ
-from lsq.dist.hierarchical import Hierarchical
 from lsq.dist.hooks import PYTORCH_HOOKS
 from lsq.dist.scratch import Scratch
 from lsq.dist.two_hop import TwoHop
@@ -78,8 +77,8 @@ def sides(nodes: int, node_size: int, values: int) -> dict:
     exchanges = {
         "gcq": GCQ(everyone, ROW, QUANTILE, Scratch(device)),
         "int8": TwoHop(everyone, codec(8), Scratch(device)),
-        "int8_hier": Hierarchical(neighbours, counterparts, codec(8), Scratch(device)),
-        "int4_hier": Hierarchical(neighbours, counterparts, codec(4), Scratch(device)),
+        "int8_hier": TwoHop(counterparts, codec(8), Scratch(device), neighbours),
+        "int4_hier": TwoHop(counterparts, codec(4), Scratch(device), neighbours),
     }
     buckets = {name: torch.randn(values) for name in (BASELINE, "bf16", *exchanges)}
     target = torch.empty(values)

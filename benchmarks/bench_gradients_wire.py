@@ -13,7 +13,6 @@ from torch import Tensor
 from lsq.dist import GradientConfig
 from lsq.dist.codec import Codec
 from lsq.dist.gcq import GCQ
-from lsq.dist.hierarchical import Hierarchical
 from lsq.dist.hooks import PYTORCH_HOOKS
 from lsq.dist.scratch import Scratch
 from lsq.dist.topology import Topology
@@ -64,7 +63,7 @@ def average(mode: str, topology: Topology, wires: Wires, gather: str, values: Te
         group(next(part for part in parts if topology.rank in part))
         for parts in (topology.all_neighbours, topology.all_counterparts)
     )
-    Hierarchical(neighbours, counterparts, codec, scratch).average(values)
+    TwoHop(counterparts, codec, scratch, neighbours).average(values)
 
 
 def count(mode: str, nodes: int, node_size: int, bucket: int, gather: str = "ring") -> tuple[float, float, list]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lsq.dist.codec import Codec
 from lsq.dist.config import GradientConfig, gcq_levels
 from lsq.dist.gcq import decode, encode, row_scales
-from lsq.dist.hierarchical import cut
+from lsq.dist.two_hop import cut
 
 CPU = torch.device("cpu")
 BLOCK = GradientConfig().block

@@ -21,7 +21,6 @@ from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq
 from lsq.dist.executor import SideStream, WorkerThread
 from lsq.dist.feedback import ErrorFeedback
 from lsq.dist.gcq import GCQ
-from lsq.dist.hierarchical import Hierarchical
 from lsq.dist.scratch import Scratch
 from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
@@ -52,7 +51,7 @@ class GradientCompression:
 
     def __init__(self, mode: str, topology: Topology, group: ProcessGroup):
         self.mode, self.topology, self.group = mode, topology, group
-        self._average: GCQ | TwoHop | Hierarchical | None = None
+        self._average: GCQ | TwoHop | None = None
         self._executor: WorkerThread | SideStream | None = None
         self._feedback: ErrorFeedback | None = None
 
@@ -117,9 +116,8 @@ class GradientCompression:
         elif topology.node_size == 1 or self.mode == "int8":
             self._average = TwoHop(group(everyone), codec, scratch)
         else:
-            self._average = Hierarchical(
-                group(topology.all_neighbours), group(topology.all_counterparts), codec, scratch
-            )
+            neighbours = group(topology.all_neighbours)
+            self._average = TwoHop(group(topology.all_counterparts), codec, scratch, neighbours)
         if device.type == "cuda":
             self._executor = SideStream(device)
         else:

@@ -1,4 +1,4 @@
-"""two_hop, hierarchical and gcq over gloo, bit for bit against the oracle; sizes that are no multiple of anything."""
+"""two_hop, within nodes and without, and gcq over gloo, bit for bit against the oracle; sizes that are no multiple of anything."""
 
 import numpy
 import pytest
@@ -7,9 +7,8 @@ from torch import distributed
 
 from lsq.dist.codec import Codec
 from lsq.dist.gcq import GCQ
-from lsq.dist.hierarchical import Hierarchical, cut
 from lsq.dist.scratch import Scratch
-from lsq.dist.two_hop import TwoHop
+from lsq.dist.two_hop import TwoHop, cut
 from tests.dist import oracle
 from tests.dist.processes import run
 
@@ -31,18 +30,26 @@ def gradient(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def node_groups(rank: int):
     first = rank // NODE_SIZE * NODE_SIZE
     neighbours = distributed.new_group(list(range(first, first + NODE_SIZE)), use_local_synchronization=True)
-    return neighbours, distributed.new_group(list(range(rank % NODE_SIZE, 4, NODE_SIZE)), use_local_synchronization=True)
+    return distributed.new_group(list(range(rank % NODE_SIZE, 4, NODE_SIZE)), use_local_synchronization=True), neighbours
+
+
+def all_ways(rank: int) -> tuple:
+    """Between four workers, between two nodes of two, and gcq."""
+    scratch, world = Scratch(CPU), distributed.group.WORLD
+    counterparts, neighbours = node_groups(rank)
+    hierarchical = TwoHop(counterparts, codec(), scratch, neighbours)
+    return TwoHop(world, codec(), scratch), hierarchical, GCQ(world, 1024, 0.99, scratch)
 
 
 def averages(rank: int) -> dict[tuple, torch.Tensor]:
     """Every way of averaging, for every size and dtype."""
     scratch, world = Scratch(CPU), distributed.group.WORLD
-    groups = node_groups(rank)
+    counterparts, neighbours = node_groups(rank)
     ways = {
         "int8": TwoHop(world, codec(), scratch),
         "int8, block 32": TwoHop(world, codec(block=32), scratch),
-        "int8_hier": Hierarchical(*groups, codec(), scratch),
-        "int4_hier": Hierarchical(*groups, codec(bits=4), scratch),
+        "int8_hier": TwoHop(counterparts, codec(), scratch, neighbours),
+        "int4_hier": TwoHop(counterparts, codec(bits=4), scratch, neighbours),
         "gcq": GCQ(world, 1024, 0.99, scratch),
         "gcq, largest": GCQ(world, 256, 1.0, scratch),
     }
@@ -79,8 +86,7 @@ def test_means_are_the_oracles_on_every_worker():
 
 def errors_and_means(rank: int) -> list[tuple]:
     """(gradient, error, mean) of each way with error feedback."""
-    scratch, world = Scratch(CPU), distributed.group.WORLD
-    ways = TwoHop(world, codec(), scratch), Hierarchical(*node_groups(rank), codec(), scratch), GCQ(world, 1024, 0.99, scratch)
+    ways = all_ways(rank)
     results = []
     for way in ways:
         given = gradient(rank, 4097, torch.float32)
@@ -115,8 +121,7 @@ def _padded(piece: numpy.ndarray) -> list[numpy.ndarray]:
 
 
 def poisoned(rank: int, value: float) -> list[torch.Tensor]:
-    scratch, world = Scratch(CPU), distributed.group.WORLD
-    ways = TwoHop(world, codec(), scratch), Hierarchical(*node_groups(rank), codec(), scratch), GCQ(world, 1024, 0.99, scratch)
+    ways = all_ways(rank)
     buffers = [gradient(rank, 4097, torch.float16) for _ in ways]
     for way, buffer in zip(ways, buffers, strict=True):
         if rank == 2:

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lsq.dist import GradientConfig, hooks
 from lsq.dist.codec import Codec
 from lsq.dist.gcq import GCQ
-from lsq.dist.hierarchical import Hierarchical
 from lsq.dist.scratch import Scratch
 from lsq.dist.two_hop import TwoHop
 from tests.dist import oracle
@@ -22,7 +21,7 @@ SIZES = (1, 1000, 20011)
 def averages(rank: int) -> list[torch.Tensor]:
     world, scratch = distributed.group.WORLD, Scratch(GPU)
     codec = Codec(block=128, first_bits=8, stochastic=False, device=GPU)
-    ways = TwoHop(world, codec, scratch), Hierarchical(world, world, codec, scratch), GCQ(world, 1024, 0.99, scratch)
+    ways = TwoHop(world, codec, scratch), TwoHop(world, codec, scratch, world), GCQ(world, 1024, 0.99, scratch)
     results = []
     for size in SIZES:
         for way in ways:
