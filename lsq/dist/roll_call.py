@@ -11,7 +11,6 @@ The store lives in torchrun's agent, so that it survives every worker; with init
 
 import atexit
 import contextlib
-import json
 import os
 import re
 import socket
@@ -19,7 +18,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import distributed
@@ -50,23 +48,14 @@ class RankLost(ExchangeFailed):
     """It failed because processes are gone; the message says which."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One process of a group."""
-
-    rank: int
-    host: str
-    process: int
-    """Its number on that host."""
-
-
 class RollCall:
     """One process's part in the roll calls of a group.
 
     Args:
         store: of the group; used from one thread only, so give a clone.
-        member: this process.
+        rank: of this process.
         size: number of processes.
+        place: where this process runs, in words.
         store_host: who is gone if the store is, in words.
         patience_s, period_s: see PATIENCE_S and PERIOD_S.
     """
@@ -74,20 +63,19 @@ class RollCall:
     def __init__(
         self,
         store: distributed.Store,
-        member: Member,
+        rank: int,
         size: int,
         *,
+        place: str,
         store_host: str,
         patience_s: float = PATIENCE_S,
         period_s: float = PERIOD_S,
     ):
-        self.member, self.size, self.store_host = member, size, store_host
+        self.rank, self.size, self.place, self.store_host = rank, size, place, store_host
         self.patience_s, self.period_s = patience_s, period_s
         self._store = distributed.PrefixStore("lsq/roll_call", store)
-        self._members: dict[int, Member] = {}
-        self._last_words: dict[int, str] = {}
-        self._own_last_words: str | None = None
-        self._lost: list[int] | None = None
+        self._last_words: str | None = None
+        self._lost: str | None = None
         self._called, self._ends, self._wake, self._done = (threading.Event() for _ in range(4))
         self._thread = threading.Thread(target=self._watch, name="lsq-roll-call", daemon=True)
         self._thread.start()
@@ -103,7 +91,7 @@ class RollCall:
         # A store whose host is stopped, not gone, answers nothing: its requests never return.
         if not self._done.wait(2 * (self.patience_s + self.period_s)) or self._lost is None:
             return self.store_host
-        return self._describe(self._lost) if self._lost else None
+        return self._lost or None
 
     def leave(self, last_words: str | None = None) -> None:
         """End this process's part; the others will be told `last_words`, if given, when they call the roll.
@@ -111,7 +99,7 @@ class RollCall:
         A thread that comes back from C++ while the interpreter ends aborts the process: this waits until it is done,
         and gives up only on a request that the store never answers, which will not come back.
         """
-        self._own_last_words = last_words
+        self._last_words = last_words
         self._ends.set()
         self._wake.set()
         self._thread.join(max(10.0, 2 * self.patience_s))
@@ -120,61 +108,41 @@ class RollCall:
         """What the thread does. Errors of the store mean that it is gone."""
         try:
             store = self._store
-            store.set(self._key("member"), json.dumps([self.member.host, self.member.process]))
+            store.set(f"place/{self.rank}", self.place)
             while not self._ends.is_set():
-                self._meet()
                 if self._called.is_set():
                     store.set("called", "")
                 if store.check(["called"]):
                     self._lost = self._call()
-                    if self.member.rank == 0:  # where the store may live: the others have seen the call a little later
+                    if self.rank == 0:  # where the store may live: the others have seen the call a little later
                         self._ends.wait(2 * self.period_s)
                     break
                 self._wake.wait(self.period_s)
-            if self._own_last_words is not None:
-                store.set(self._key("last_words"), self._own_last_words)
+            if self._last_words is not None:
+                store.set(f"last_words/{self.rank}", self._last_words)
         except RuntimeError:
             self._lost = None
         finally:
             self._done.set()
 
-    def _call(self) -> list[int]:
-        """Answer, wait for the answers of the others and return the ranks of which there is none."""
+    def _call(self) -> str:
+        """Answer, wait for the answers of the others and return who gave none, in words; "" if all did."""
         store, deadline = self._store, time.monotonic() + self.patience_s
-        store.set(self._key("here"), "")
-        while not store.check([self._key("here", rank) for rank in range(self.size)]):
+        store.set(f"here/{self.rank}", "")
+        while not store.check([f"here/{rank}" for rank in range(self.size)]):
             if time.monotonic() > deadline or self._ends.wait(min(self.period_s, 0.1)):
                 break
-        missing = [rank for rank in range(self.size) if not store.check([self._key("here", rank)])]
-        for rank in missing:
-            if store.check([self._key("last_words", rank)]):
-                self._last_words[rank] = store.get(self._key("last_words", rank)).decode()
-        return missing
+        missing = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
+        if not missing:
+            return ""
+        places = [self._read(f"place/{rank}") or "host not known yet" for rank in missing]
+        named = [f"rank {rank} (of {self.size}, {place})" for rank, place in zip(missing, places, strict=True)]
+        last_words = {rank: self._read(f"last_words/{rank}") for rank in missing}
+        words = [f"; rank {rank} ended with {said}" for rank, said in last_words.items() if said]
+        return f"{' and '.join(named)} no longer answer{'s' if len(missing) == 1 else ''}{''.join(words)}"
 
-    def _meet(self) -> None:
-        """Read who the others are, once all have said so."""
-        keys = [self._key("member", rank) for rank in range(self.size)]
-        if not self._members and self._store.check(keys):
-            for rank, entry in enumerate(self._store.multi_get(keys)):
-                host, process = json.loads(entry)
-                self._members[rank] = Member(rank=rank, host=host, process=process)
-
-    def _key(self, kind: str, rank: int | None = None) -> str:
-        return f"{kind}/{self.member.rank if rank is None else rank}"
-
-    def _describe(self, ranks: list[int]) -> str:
-        """`ranks` in words, those of one host together."""
-        hosts: dict[str, list[int]] = {}
-        for rank in ranks:
-            hosts.setdefault(self._members[rank].host if self._members else "not known yet", []).append(rank)
-        found = []
-        for host, of_host in hosts.items():
-            numbers = [str(self._members[rank].process) for rank in of_host if self._members]
-            process = f", process id{_plural(numbers)} {', '.join(numbers)}" if numbers else ""
-            names = ", ".join(map(str, of_host))
-            found.append(f"rank{_plural(of_host)} {names} (of {self.size}, host {host}{process})")
-        words = [f"; rank {rank} ended with {self._last_words[rank]}" for rank in ranks if rank in self._last_words]
-        return f"{' and '.join(found)} no longer answer{'s' if len(ranks) == 1 else ''}{''.join(words)}"
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
 
 _current: RollCall | None = None
@@ -199,8 +167,9 @@ def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None
         return
     _current = RollCall(
         distributed.group.WORLD.get_group_store().clone(),
-        Member(rank=rank, host=socket.gethostname(), process=os.getpid()),
+        rank,
         size,
+        place=f"host {socket.gethostname()}, process id {os.getpid()}",
         store_host=_store_host(),
         patience_s=patience_s,
         period_s=period_s,
@@ -278,10 +247,6 @@ def _store_host() -> str:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"torchrun's agent on the first machine ({address}), which hosts the store, no longer answers"
     return "rank 0, which hosts the store, no longer answers"
-
-
-def _plural(items: list) -> str:
-    return "" if len(items) == 1 else "s"
 
 
 def _root(error: BaseException) -> str:

@@ -48,27 +48,17 @@ def find_topology(
         environment: of this process.
 
     Raises:
-        ValueError: nodes of that size do not divide the workers, torchrun counts otherwise, or hosts have different
-            numbers of workers.
+        ValueError: nodes of that size do not divide the workers, or hosts have different numbers of workers.
     """
-    launched = environment.get("LOCAL_WORLD_SIZE")
-    source = "node_size"
     if node_size is None:
-        source = "LOCAL_WORLD_SIZE" if launched is not None else "by the names of hosts"
+        launched = environment.get("LOCAL_WORLD_SIZE")
         node_size = node_size_of(hosts()) if launched is None else int(launched)
     if world_size % node_size:
         raise ValueError(
-            f"{world_size} workers cannot be divided into nodes of {node_size} ({source}); start as many workers on "
-            "every node, or set node_size to a divisor"
+            f"{world_size} workers cannot be divided into nodes of {node_size} (node_size, or what torchrun started: "
+            "LOCAL_WORLD_SIZE); start as many workers on every node, or set node_size to a divisor"
         )
-    topology = Topology(world_size=world_size, rank=rank, node_size=node_size)
-    local = environment.get("LOCAL_RANK")
-    if source == "LOCAL_WORLD_SIZE" and local is not None and int(local) != rank % node_size:
-        raise ValueError(
-            f"rank {rank} is worker {local} of its node, but with nodes of {node_size} it would be worker "
-            f"{rank % node_size}; ranks must be counted node by node, or node_size be given"
-        )
-    return topology
+    return Topology(world_size=world_size, rank=rank, node_size=node_size)
 
 
 def node_size_of(hosts: Sequence[str]) -> int:

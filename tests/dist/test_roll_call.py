@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from lsq.dist import roll_call
-from lsq.dist.roll_call import ExchangeFailed, Member, RankLost, RollCall, is_exchange_failure, naming_the_lost
+from lsq.dist.roll_call import ExchangeFailed, RankLost, RollCall, is_exchange_failure, naming_the_lost
 from tests.dist.processes import CONTEXT, run
 
 CLOSED = RuntimeError(
@@ -28,8 +28,8 @@ def start():
     started = []
 
     def start(store, rank: int, size: int, patience_s: float = 1.0) -> RollCall:
-        member = Member(rank=rank, host=f"host{rank // 2}", process=100 + rank)
-        started.append(RollCall(store, member, size, store_host="nobody", patience_s=patience_s, period_s=0.02))
+        options = {"place": f"host h{rank // 2}", "store_host": "nobody", "patience_s": patience_s, "period_s": 0.02}
+        started.append(RollCall(store, rank, size, **options))
         return started[-1]
 
     yield start
@@ -49,15 +49,15 @@ def test_all_answer(start):
     assert calls[0].lost() is None and calls[2].lost() is None
 
 
-def test_the_silent_ones_are_named_by_host(start):
+def test_the_silent_ones_are_named_with_their_places(start):
     store = distributed.HashStore()
     calls = [start(store, rank, 5) for rank in range(5)]
-    wait_until(lambda: all(call._members for call in calls))
+    wait_until(lambda: calls[0]._store.check([f"place/{rank}" for rank in range(5)]))
     for rank in (1, 2, 3):
         calls[rank].leave("ValueError: sentence 7 is too long" if rank == 3 else None)
     expected = (
-        "rank 1 (of 5, host host0, process id 101) and ranks 2, 3 (of 5, host host1, process ids 102, 103) no longer"
-        " answer; rank 3 ended with ValueError: sentence 7 is too long"
+        "rank 1 (of 5, host h0) and rank 2 (of 5, host h1) and rank 3 (of 5, host h1) no longer answer; rank 3 ended"
+        " with ValueError: sentence 7 is too long"
     )
     assert calls[4].lost() == expected
     assert calls[0].lost() == expected, "it answered the call of another, and has the same result"
@@ -158,7 +158,7 @@ def _anew(rank: int, folder: str) -> tuple[bool, int]:
     distributed.destroy_process_group()
     distributed.init_process_group("gloo", init_method=f"file://{folder}/anew", rank=1 - rank, world_size=2)
     roll_call.register()
-    return roll_call._current is not first and not first._thread.is_alive(), roll_call._current.member.rank
+    return roll_call._current is not first and not first._thread.is_alive(), roll_call._current.rank
 
 
 def test_a_new_group_has_roll_calls_of_its_own(tmp_path):
