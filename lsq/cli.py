@@ -20,7 +20,7 @@ OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
 def parser() -> argparse.ArgumentParser:
     """The command line up to the name of the subcommand; each subcommand parses the rest by itself."""
     width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
+    listed = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     made = argparse.ArgumentParser(
         prog="lsq",
         description="Train Transformers with 8-bit integers.",
@@ -43,10 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     Mistakes are reported in one line on standard error.
     """
     given = parser().parse_args(arguments)
-    command = COMMANDS[given.command]
     logs.configure()
     try:
-        return importlib.import_module(command.module).run(given.arguments)
+        return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(given.arguments)
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         status, message = describe(error)
         if message is None or given.traceback:

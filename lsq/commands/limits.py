@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fairseq.criterions import CRITERION_REGISTRY
 
 from lsq.commands.options import LARGEST_COUNT
+from lsq.fairseq.options import option
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ CRITERIA = {
     "label_smoothed_cross_entropy_with_alignment",
 }
 """fairseq's own that such models can be trained with."""
-
-
-def option(name: str) -> str:
-    """The option of a name in fairseq's namespaces."""
-    return "--" + name.replace("_", "-")
 
 
 def check(args: Namespace) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import fields
 from pathlib import Path
 
 from lsq.commands.options import one_line_errors, positive
@@ -12,7 +11,7 @@ from lsq.commands.run_folder import check_data, check_name, named_options
 from lsq.commands.text_run import RunOptions
 from lsq.commands.text_run import run as run_training
 from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
-from lsq.config import MODES, QuantConfig
+from lsq.config import MODES
 from lsq.fairseq import options as quantizer_options
 from lsq.lock import locked_folder
 from lsq.text.corpus import TextFiles
@@ -117,20 +116,8 @@ def add_training_options(parser: ArgumentParser) -> None:
         help="delete an earlier run of this name if it differs; what it did not make stays",
     )
     training.add_argument("--quiet", action="store_true", help="no progress bars")
-    add_quantizer_options(parser)
-
-
-def add_quantizer_options(parser: ArgumentParser) -> None:
-    """--lsq-from and --lsq-<field> for every field of QuantConfig but the mode."""
     group = parser.add_argument_group("quantisers, with --mode int8", argument_default=argparse.SUPPRESS)
-    group.add_argument("--lsq-from", metavar="CHECKPOINT", help="start from fairseq's own transformer")
-    texts = quantizer_options.documentation(QuantConfig)
-    for field in fields(QuantConfig):
-        if field.name != "mode":
-            help_text = f"{texts[field.name]} Default: {field.default}.".replace("%", "%%")
-            group.add_argument(
-                quantizer_options.option(field), type=field.type, metavar=field.type.__name__.upper(), help=help_text
-            )
+    quantizer_options.add_arguments(group, without=("mode",))
 
 
 def check_output(folder: Path) -> None:
@@ -166,9 +153,8 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
     Raises:
         ValueError: options that contradict each other.
     """
-    quantizers = {
-        "--" + name.replace("_", "-"): str(value) for name, value in vars(given).items() if name.startswith("lsq_")
-    }
+    names = [name for name in vars(given) if name.startswith(quantizer_options.PREFIX)]
+    quantizers = {quantizer_options.option(name): str(getattr(given, name)) for name in names}
     architecture = given.arch or (ARCHITECTURE if given.mode == "int8" else "transformer")
     ours = architecture.startswith(ARCHITECTURE)
     if not ours and (given.mode == "int8" or quantizers):

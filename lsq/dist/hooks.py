@@ -84,19 +84,14 @@ class GradientCompression:
             done: Future = Future(devices=[buffer.device] if buffer.is_cuda else None)
             done.set_result(buffer)
             return done
-        if self._feedback is None:
-            return self._executor.submit(lambda: self._mean(buffer))
-        parameters = bucket.parameters()
-        return self._executor.submit(lambda: self._mean_with_feedback(index, parameters, buffer))
+        parameters = bucket.parameters() if self._feedback is not None else []
+        return self._executor.submit(lambda: self._mean(index, parameters, buffer))
 
-    def _mean(self, buffer: Tensor) -> Tensor:
-        self._average.average(buffer)
-        return buffer
-
-    def _mean_with_feedback(self, index: int, parameters: list[Tensor], buffer: Tensor) -> Tensor:
-        error = self._feedback.begin(index, parameters, buffer)
-        self._average.average(buffer, error)
-        self._feedback.end(buffer)
+    def _mean(self, index: int, parameters: list[Tensor], buffer: Tensor) -> Tensor:
+        feedback = self._feedback
+        self._average.average(buffer, feedback and feedback.begin(index, parameters, buffer))
+        if feedback is not None:
+            feedback.end(buffer)
         return buffer
 
     def _prepare(self, config: GradientConfig, model: DistributedDataParallel, device: torch.device) -> None:
@@ -161,7 +156,7 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
         _check_fit(model, mode, group, device)
     compression = GradientCompression(mode, topology, group)
     try:
-        model.register_comm_hook(compression, average)
+        model.register_comm_hook(compression, GradientCompression.exchange)
     except RuntimeError as error:
         if "only be called once" not in str(error):
             raise
@@ -173,11 +168,6 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
     if mode in COMPRESSED:
         compression._prepare(config, model, device)
     return compression
-
-
-def average(state: GradientCompression, bucket: GradBucket) -> Future[Tensor]:
-    """The communication hook that DDP calls for each bucket."""
-    return state.exchange(bucket)
 
 
 def _own_group(whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str) -> ProcessGroup:

@@ -71,7 +71,7 @@ class LSQModel:
         for name in ("print_alignment", "retain_dropout"):
             value = getattr(cfg.generation, name, None)
             if value:
-                raise ValueError(f"lsq_transformer does not support --{name.replace('_', '-')} ({value}); leave it out")
+                raise ValueError(f"lsq_transformer does not support {options.option(name)} ({value}); leave it out")
         super().prepare_for_inference_(cfg)
 
     def half(self):

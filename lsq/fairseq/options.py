@@ -5,7 +5,7 @@ import inspect
 import logging
 import textwrap
 from argparse import ArgumentParser, Namespace
-from dataclasses import Field, fields
+from dataclasses import fields
 from typing import Any
 
 from lsq.config import LayerConfig, QuantConfig
@@ -28,13 +28,13 @@ def documentation(dataclass: type) -> dict[str, str]:
     return found
 
 
-def option(field: Field) -> str:
-    """Name of a field's option on the command line."""
-    return "--" + (PREFIX + field.name).replace("_", "-")
+def option(name: str) -> str:
+    """The option on the command line of a name in fairseq's namespaces."""
+    return "--" + name.replace("_", "-")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add --lsq-from and an option for every field of QuantConfig.
+def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None:
+    """Add --lsq-from and an option for every field of QuantConfig but `without`.
 
     No option has a default here: `set_defaults` fills in what was not given, so that architectures may have their own.
     """
@@ -46,8 +46,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     texts = documentation(QuantConfig)
     for field in fields(QuantConfig):
-        help_text = f"{texts[field.name]} Default: {field.default}.".replace("%", "%%")
-        parser.add_argument(option(field), type=field.type, metavar=field.type.__name__.upper(), help=help_text)
+        if field.name not in without:
+            name, metavar = option(PREFIX + field.name), field.type.__name__.upper()
+            help_text = f"{texts[field.name]} Default: {field.default}.".replace("%", "%%")
+            parser.add_argument(name, type=field.type, metavar=metavar, help=help_text)
 
 
 def set_defaults(args: Namespace) -> None:
@@ -63,7 +65,7 @@ def set_defaults(args: Namespace) -> None:
         kept = type(value) is field.type and value != field.default
         setattr(args, name, value if kept else field.default)
         if kept:
-            logger.info("%s is %s, as in the training that goes on here", option(field), value)
+            logger.info("%s is %s, as in the training that goes on here", option(name), value)
 
 
 def quantization(args: Any) -> QuantConfig:
@@ -136,7 +138,7 @@ def check_supported(args: Any) -> None:
     Raises:
         ValueError: names every such option that is on, with its value.
     """
-    given = [f"--{name.replace('_', '-')} ({getattr(args, name)})" for name in UNSUPPORTED if getattr(args, name, None)]
+    given = [f"{option(name)} ({getattr(args, name)})" for name in UNSUPPORTED if getattr(args, name, None)]
     if given:
         raise ValueError(
             f"lsq_transformer does not support {', '.join(given)}; drop the option or train with "
@@ -145,5 +147,5 @@ def check_supported(args: Any) -> None:
     names = ("encoder_embed_dim", "decoder_embed_dim", "decoder_input_dim", "decoder_output_dim")
     widths = {name: getattr(args, name) or args.decoder_embed_dim for name in names if hasattr(args, name)}
     if len(set(widths.values())) > 1:
-        listed = ", ".join(f"--{name.replace('_', '-')} {width}" for name, width in widths.items())
+        listed = ", ".join(f"{option(name)} {width}" for name, width in widths.items())
         raise ValueError(f"lsq_transformer has one width throughout, but was given {listed}; make them equal")

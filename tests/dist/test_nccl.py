@@ -50,7 +50,7 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     model = DistributedDataParallel(net, bucket_cap_mb=0.5)
     topology = hooks.Topology(world_size=1, rank=0, node_size=1)
     compression = hooks.GradientCompression(mode, topology, model.process_group)
-    model.register_comm_hook(compression, hooks.average)
+    model.register_comm_hook(compression, hooks.GradientCompression.exchange)
     compression._prepare(GradientConfig(mode=mode, error_feedback=True), model, GPU)
     results = []
     for step in range(5):

@@ -49,7 +49,7 @@ def test_every_field_is_an_option_with_help():
     options.add_arguments(parser)
     shown = " ".join(parser.format_help().split())
     for field in fields(QuantConfig):
-        assert options.option(field) in shown
+        assert options.option(options.PREFIX + field.name) in shown
         assert f"Default: {field.default}." in shown
     assert "--lsq-from CHECKPOINT" in shown
 
@@ -143,4 +143,4 @@ def test_unknown_option_is_refused(parse, capsys):
 def test_manual_lists_every_option_with_its_default():
     manual = (Path(__file__).parents[2] / "docs" / "fairseq.md").read_text(encoding="utf-8")
     for field in fields(QuantConfig):
-        assert f"| `{options.option(field)}` | `{field.default}` |" in manual
+        assert f"| `{options.option(options.PREFIX + field.name)}` | `{field.default}` |" in manual
