@@ -21,6 +21,7 @@ REQUIRED = (
     "torch",
     "fairseq-fixed",
     "numpy",
+    "filelock",
     "sacrebleu",
     "sentencepiece",
     "num2words",

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from lsq import lock
 from lsq.lock import NAME, Busy, locked, locked_file, locked_folder
 
 
@@ -66,8 +65,8 @@ def test_a_lock_that_is_removed_while_it_is_waited_for_does_not_count(tmp_path, 
         turns.append(1)
         flock(file, operation)
 
-    monkeypatch.setattr(lock.fcntl, "flock", remove_first)
-    with locked(path, "it", "x"):
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with locked(path, "it", "x", seconds=1.0):
         assert len(turns) == 2 and path.exists()
         with pytest.raises(Busy), locked(path, "it", "x"):
             pass
@@ -77,7 +76,7 @@ def test_a_file_system_without_locks_is_told_once(tmp_path, monkeypatch, caplog)
     def refuse(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             with locked_folder(tmp_path, "x"):

@@ -22,9 +22,11 @@ class ErrorFeedback:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]):
-        self._names = {id(parameter): name for name, parameter in named_parameters}
+        named = list(named_parameters)
+        self._names = {id(parameter): name for name, parameter in named}
+        self._sizes = {name: parameter.numel() for name, parameter in named}
         self._waiting: dict[str, Tensor] = {}  # loaded, or from buckets that are no more: name -> residual, flat
-        self._buckets: dict[tuple[str, ...], BucketResiduals] = {}
+        self._buckets: dict[tuple[str, ...], Tensor] = {}  # names of parameters -> residuals, one after another
         self._finite: Tensor | None = None
         self._last_index = -1
 
@@ -43,8 +45,8 @@ class ErrorFeedback:
         self._last_index = index
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         if names not in self._buckets:
-            self._arrange(names, [parameter.numel() for parameter in parameters], buffer.device)
-        residuals = self._buckets[names].values
+            self._arrange(names, buffer.device)
+        residuals = self._buckets[names]
         buffer.add_(residuals)
         return residuals.zero_()
 
@@ -57,8 +59,8 @@ class ErrorFeedback:
         """PREFIX and a parameter's name -> its residual, float32 of the parameter's number of values, copied."""
         self._settle()
         residuals = {name: piece.clone() for name, piece in self._waiting.items()}
-        for bucket in self._buckets.values():
-            residuals.update({name: piece.clone() for name, piece in bucket.pieces()})
+        for names, values in self._buckets.items():
+            residuals.update({name: piece.clone() for name, piece in self._pieces(names, values)})
         return {PREFIX + name: residuals[name] for name in sorted(residuals)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -81,36 +83,21 @@ class ErrorFeedback:
     def _settle(self) -> None:
         """Forget the errors of the last step if it was not finite."""
         if self._finite is not None:
-            for bucket in self._buckets.values():
+            for values in self._buckets.values():
                 # Decided on the device: to look at the flag would make the host wait for a GPU.
-                bucket.values.copy_(torch.where(self._finite, bucket.values, 0.0))
+                values.copy_(torch.where(self._finite, values, 0.0))
         self._finite = None
 
-    def _arrange(self, names: tuple[str, ...], sizes: list[int], device: torch.device) -> None:
+    def _arrange(self, names: tuple[str, ...], device: torch.device) -> None:
         """Make room for a bucket that was not seen before, with what is known of its parameters."""
         for key in [key for key in self._buckets if not set(key).isdisjoint(names)]:
-            self._waiting.update(self._buckets.pop(key).pieces())
-        bucket = self._buckets[names] = BucketResiduals(names, sizes, device)
-        for name, piece in bucket.pieces():
+            self._waiting.update(self._pieces(key, self._buckets.pop(key)))
+        values = self._buckets[names] = torch.zeros(sum(self._sizes[name] for name in names), device=device)
+        for name, piece in self._pieces(names, values):
             residual = self._waiting.pop(name, None)
             if residual is not None:
                 piece.copy_(residual)
 
-
-class BucketResiduals:
-    """Of one bucket, laid out as its buffer: parameters one after another.
-
-    Args:
-        names: of the parameters.
-        sizes: their numbers of values.
-        device: where gradients lie.
-    """
-
-    def __init__(self, names: tuple[str, ...], sizes: list[int], device: torch.device):
-        self.names, self.sizes = names, sizes
-        self.values = torch.zeros(sum(sizes), device=device)
-        """float32 [n]"""
-
-    def pieces(self) -> Iterable[tuple[str, Tensor]]:
-        """(name, residual float32 [values]) of each parameter, views."""
-        return zip(self.names, self.values.split(self.sizes), strict=True)
+    def _pieces(self, names: tuple[str, ...], values: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """(name, residual float32 [values]) of each parameter of a bucket, views."""
+        return zip(names, values.split([self._sizes[name] for name in names]), strict=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 
 from lsq import backends
 from lsq.dist.collectives import all_to_all
 from lsq.dist.config import GradientConfig
 from lsq.dist.hooks import DTYPES
-from lsq.dist.scratch import Scratch
 from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
 from lsq.quant.random import draw_key
@@ -55,7 +55,6 @@ class Int8ReduceScatter:
 
     def __init__(self, *, block: int = 128, stochastic: bool = False):
         self.block, self.stochastic = block, stochastic
-        self._scratch: dict[tuple[torch.device, int], Scratch] = {}
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for FSDP2's own buffers."""
@@ -83,32 +82,17 @@ class Int8ReduceScatter:
                 f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))}; set reduce_dtype in "
                 "MixedPrecisionPolicy"
             )
-        scratch = self._scratch_of_stream(input_tensor.device)
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
         layout = MessageLayout(values=workers * length, shards=workers, length=length, block=self.block)
-        sent = scratch.take("sent", (workers, layout.message_bytes))
-        x = self._padded(input_tensor.view(workers, values), length, scratch)
-        key = draw_key().to(input_tensor.device) if self.stochastic else None
-        backends.run(PackGradients(x=x[None], key=key, messages=Messages(layout=layout, data=sent)))
-        received = scratch.take("received", tuple(sent.shape))
+        x = input_tensor
+        if length > values:
+            x = functional.pad(x.view(workers, values), (0, length - values))
+        key = draw_key().to(x.device) if self.stochastic else None
+        sent = torch.empty(workers, layout.message_bytes, dtype=torch.uint8, device=x.device)
+        backends.run(PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent)))
+        received = torch.empty_like(sent)
         all_to_all(received, sent, group)
         own = MessageLayout(values=values, shards=1, length=length, block=self.block)
         messages = Messages(layout=own, data=received[:, None])
         backends.run(UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1)))
-
-    def _scratch_of_stream(self, device: torch.device) -> Scratch:
-        """Each root of FSDP2 has a stream of its own, and nothing orders two of them."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return self._scratch.setdefault((device, stream), Scratch(device))
-
-    @staticmethod
-    def _padded(parts: Tensor, length: int, scratch: Scratch) -> Tensor:
-        """`parts` [N, n] as [N * length], each part filled up with zeros."""
-        workers, values = parts.shape
-        if values == length:
-            return parts.reshape(-1)
-        padded = scratch.take("padded", (workers, length), parts.dtype)
-        padded[:, :values].copy_(parts)
-        padded[:, values:].zero_()
-        return padded.view(-1)
