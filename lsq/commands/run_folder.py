@@ -19,23 +19,8 @@ RESERVED = ("text", "vocabulary", "data", "numbers")
 STAGE = "run"
 UPDATES = "--max-update"
 """In the key of a model: how many updates are wanted, to which it is not bound."""
-RENAMED = {
-    "--warmup-updates": "--warmup",
-    **{f"--{side}-layers": "--layers" for side in ("encoder", "decoder")},
-    **{f"--{side}-embed-dim": "--hidden" for side in ("encoder", "decoder")},
-    **{f"--{side}-ffn-embed-dim": "--feed-forward" for side in ("encoder", "decoder")},
-    **{f"--{side}-attention-heads": "--heads" for side in ("encoder", "decoder")},
-}  # fmt: skip
-"""Options of `lsq train` -> those of `lsq train-text` that set them, where they have another name."""
 SOURCES = ("--lsq-from", "--finetune-from-model", "--restore-file")
 """Options that name a checkpoint to start from."""
-UNBOUND = frozenset(
-    "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar --tensorboard-logdir"
-    " --save-interval --save-interval-updates --validate-interval --validate-interval-updates --keep-interval-updates"
-    " --keep-last-epochs --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
-    " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout".split()
-)
-"""Options of `lsq train` that change nothing of what a run has made: they may differ when it goes on."""
 
 
 def check_name(name: str) -> str:
@@ -52,19 +37,6 @@ def check_name(name: str) -> str:
     if name.casefold() in RESERVED:
         raise ValueError(f"--name {name} is the name of a folder of the data; choose any but {', '.join(RESERVED)}")
     return name
-
-
-def named_options(words: list[str]) -> dict[str, str | None]:
-    """Options of a command line with their values, None for those without; words before any option are under ""."""
-    found: dict[str, list[str]] = {}
-    option = ""
-    for word in words:
-        if word.startswith("--"):
-            option, _, value = word.partition("=")
-            found[option] = [value] if value else []
-        else:
-            found.setdefault(option, []).append(word)
-    return {option: " ".join(values) or None for option, values in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

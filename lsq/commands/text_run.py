@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from fairseq.tasks import TASK_REGISTRY
 
-from lsq.commands import generate, stages, train
+from lsq.commands import generate, stages, train, training_options
 from lsq.commands.interruption import Interrupted
 from lsq.commands.limits import TRANSLATION
 from lsq.commands.logs import logging_to
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.progress import one_bar, recording
-from lsq.commands.run_folder import RENAMED, UNBOUND, UPDATES, RunFolder, named_options
+from lsq.commands.run_folder import UPDATES, RunFolder
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.loading import updates_of
@@ -62,16 +62,6 @@ class RunOptions:
         given = [word for option, value in self.training.items() for word in (option, value) if word is not None]
         return [*given, "--max-update", str(self.updates), *self.extra]
 
-    def bound(self) -> dict[str, str | bool]:
-        """Options of `lsq train` that what the run has made depends on, with their values; True for switches."""
-        extra = named_options(self.extra)
-        given = {RENAMED.get(option, option): self.training[option] for option in self.training if option not in extra}
-        return {
-            option: True if value is None else value
-            for option, value in {**given, **extra}.items()
-            if option not in UNBOUND
-        }
-
 
 def run(prepared: Prepared, options: RunOptions) -> dict:
     """Make the data, train, translate the test set and score; what is done is skipped, what was begun is continued.
@@ -87,7 +77,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
         Interrupted: a signal came; the same call later continues.
     """
     folder = RunFolder(prepared=prepared, name=options.name)
-    key = {**prepared.settings, **options.bound()}
+    key = {**prepared.settings, **training_options.bound(options.training, options.extra)}
     if not folder.goes_on(key):
         check_training(prepared, options)
     folder.check(key, options.updates, options.overwrite)

@@ -5,12 +5,14 @@ import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from lsq.commands import training_options
 from lsq.commands.options import one_line_errors, positive
 from lsq.commands.prepare import Prepared, prepare, say
-from lsq.commands.run_folder import check_data, check_name, named_options
+from lsq.commands.run_folder import check_data, check_name
 from lsq.commands.text_run import RunOptions
 from lsq.commands.text_run import run as run_training
 from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
+from lsq.commands.training_options import OF_THIS_COMMAND, named_options
 from lsq.config import MODES
 from lsq.fairseq import options as quantizer_options
 from lsq.lock import locked_folder
@@ -27,16 +29,6 @@ EPILOG = """
 Options after a lone -- go to `lsq train` as they are, e.g. `-- --encoder-normalize-before`. Several runs share one
 output folder under different --name; the text, vocabulary and data are then made once.
 """
-
-
-OF_THIS_COMMAND = {
-    "--disable-validation": "the checkpoint that translates is chosen by it",
-    "--no-last-checkpoints": "an interrupted training goes on from them",
-    "--max-update": "give --updates",
-    "--no-save": "the checkpoints are needed to translate",
-    "--save-dir": "give --output and --name",
-}
-"""Options of `lsq train` that cannot follow a lone --, and what to do instead."""
 
 
 def parser() -> ArgumentParser:
@@ -59,49 +51,25 @@ def parser() -> ArgumentParser:
             files.add_argument(f"--{split}-{side}", type=Path, metavar="FILE", help=help_text)
     files.add_argument("--output", type=Path, required=True, metavar="DIR", help="where everything is written")
     files.add_argument("--prepare-only", action="store_true", help="make the data for `lsq train`, and stop")
-    add_vocabulary_options(made)
-    add_training_options(made)
-    return made
-
-
-def add_vocabulary_options(parser: ArgumentParser, size: int = 8000) -> None:
-    """Options of how text becomes pieces."""
-    group = parser.add_argument_group("vocabulary")
-    group.add_argument("--vocabulary-size", type=positive, default=size, help="number of subwords")
-    group.add_argument(
+    vocabulary = made.add_argument_group("vocabulary")
+    vocabulary.add_argument("--vocabulary-size", type=positive, default=8000, help="number of subwords")
+    vocabulary.add_argument(
         "--character-coverage", type=float, default=0.9995, help="share of the characters that have a piece"
     )
-    group.add_argument(
+    vocabulary.add_argument(
         "--max-length",
         type=positive,
         default=256,
         help="longest sentence in pieces; longer pairs are left out, longer translations end there",
     )
-
-
-def add_training_options(parser: ArgumentParser) -> None:
-    """Options of the model, the training and the translation."""
-    model = parser.add_argument_group("model")
+    model = made.add_argument_group("model")
     model.add_argument("--mode", choices=MODES, default="int8", help="int8: lsq's layers; float: fairseq's own")
     model.add_argument("--arch", help=f"fairseq architecture (default: {ARCHITECTURE} for int8, transformer for float)")
-    model.add_argument("--layers", type=positive, default=3, help="layers of the encoder, and of the decoder")
-    model.add_argument("--hidden", type=positive, default=256, help="hidden size")
-    model.add_argument("--feed-forward", type=positive, default=1024, help="inner size of feed-forward blocks")
-    model.add_argument("--heads", type=positive, default=4, help="attention heads")
-    model.add_argument("--dropout", type=float, default=0.1, help="dropout")
-    training = parser.add_argument_group("training")
+    training_options.add(model, training_options.MODEL)
+    training = made.add_argument_group("training")
     training.add_argument("--name", help="name of this run, a folder in --output (default: the mode)")
     training.add_argument("--updates", type=positive, default=10000, help="updates of the weights")
-    training.add_argument("--max-tokens", type=positive, default=4096, help="tokens in a batch, with padding")
-    training.add_argument("--update-freq", type=positive, default=1, help="batches in an update")
-    training.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
-    training.add_argument("--warmup", type=positive, default=1000, help="updates until the highest learning rate")
-    training.add_argument("--label-smoothing", type=float, default=0.1, help="label smoothing")
-    training.add_argument("--clip-norm", type=float, default=1.0, help="largest norm of the gradient")
-    training.add_argument(
-        "--validate-every", type=positive, default=500, help="updates between validations, each with a checkpoint"
-    )
-    training.add_argument("--log-every", type=positive, default=50, help="updates between points of the loss curve")
+    training_options.add(training, training_options.TRAINING)
     training.add_argument("--seed", type=int, default=1, help="seed of weights, order of batches and dropout")
     training.add_argument(
         "--cpu", action="store_true", help="use no GPU; int8 uses none in this version, with or without this option"
@@ -116,8 +84,9 @@ def add_training_options(parser: ArgumentParser) -> None:
         help="delete an earlier run of this name if it differs; what it did not make stays",
     )
     training.add_argument("--quiet", action="store_true", help="no progress bars")
-    group = parser.add_argument_group("quantisers, with --mode int8", argument_default=argparse.SUPPRESS)
-    quantizer_options.add_arguments(group, without=("mode",))
+    quantizers = made.add_argument_group("quantisers, with --mode int8", argument_default=argparse.SUPPRESS)
+    quantizer_options.add_arguments(quantizers, without=("mode",))
+    return made
 
 
 def check_output(folder: Path) -> None:
@@ -148,7 +117,7 @@ def file_pair(given: Namespace, split: str) -> tuple[Path, Path] | None:
 
 
 def run_options(given: Namespace, extra: list[str]) -> RunOptions:
-    """What to train, from the options of `add_training_options`.
+    """What to train, from the options of `parser`.
 
     Raises:
         ValueError: options that contradict each other.
@@ -172,31 +141,9 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         "--arch": architecture,
         "--task": TASK if ours else "translation",
         "--criterion": CRITERION if ours else "label_smoothed_cross_entropy",
-        "--label-smoothing": str(given.label_smoothing),
-        "--share-all-embeddings": None,
-        "--dropout": str(given.dropout),
-        "--max-tokens": str(given.max_tokens),
-        "--update-freq": str(given.update_freq),
-        "--optimizer": "adam",
-        "--adam-betas": "(0.9, 0.98)",
-        "--lr": str(given.lr),
-        "--lr-scheduler": "inverse_sqrt",
-        "--warmup-updates": str(given.warmup),
-        "--clip-norm": str(given.clip_norm),
-        "--save-interval-updates": str(given.validate_every),
-        "--keep-interval-updates": "1",
-        "--no-epoch-checkpoints": None,
-        "--save-interval": "1000000",
-        "--validate-interval": "1000000",
-        "--log-interval": str(given.log_every),
-        "--num-workers": "0",
         "--seed": str(given.seed),
+        **training_options.values(given),
     }
-    for side in ("encoder", "decoder"):
-        training[f"--{side}-layers"] = str(given.layers)
-        training[f"--{side}-embed-dim"] = str(given.hidden)
-        training[f"--{side}-ffn-embed-dim"] = str(given.feed_forward)
-        training[f"--{side}-attention-heads"] = str(given.heads)
     if given.cpu or ours:
         training["--cpu"] = None
     if ours:

@@ -1,7 +1,6 @@
 """Text as fairseq's binary data sets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -24,30 +23,19 @@ CHUNK = 10_000
 """Sentences that are encoded in one call."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """Pairs that are too long to train on."""
-
-    count: int
-    first_line: int
-    """Where the first of them was in the user's files, counted from 1."""
-    pieces: int
-    """The pieces of its longer side."""
-
-
 def binarize(
     corpus: Corpus,
     vocabulary: sentencepiece.SentencePieceProcessor,
     folder: Path,
     split: str,
     max_length: int,
-) -> tuple[LeftOut | None, list[int]]:
+) -> tuple[list[int], dict[int, int]]:
     """Write one split as fairseq's memory-mapped data set: folder/split.src-tgt.{src,tgt}.{bin,idx}.
 
     Pairs in which a side has more than `max_length` pieces are left out.
 
     Returns:
-        (what was left out, or None; the rows that were kept)
+        (the rows that were kept, those that were left out -> the pieces of their longer side)
     """
     dictionary, index = dictionary_of(vocabulary)
     prefixes = [str(folder / f"{split}.src-tgt.{side}") for side in SIDES]
@@ -55,7 +43,7 @@ def binarize(
         indexed_dataset.make_builder(indexed_dataset.data_file_path(prefix), impl="mmap", vocab_size=len(dictionary))
         for prefix in prefixes
     ]
-    kept, too_long = [], []
+    kept, left_out = [], {}
     with tqdm(total=len(corpus), desc=f"encoding {split}", unit=" pairs", leave=False, disable=None) as bar:
         for start in range(0, len(corpus), CHUNK):
             sides = [
@@ -64,7 +52,7 @@ def binarize(
             for row, pair in enumerate(zip(*sides, strict=True), start):
                 longest = max(map(len, pair))
                 if longest > max_length:
-                    too_long.append((row, longest))
+                    left_out[row] = longest
                     continue
                 kept.append(row)
                 for builder, pieces in zip(builders, pair, strict=True):
@@ -73,10 +61,7 @@ def binarize(
             bar.update(len(sides[0]))
     for builder, prefix in zip(builders, prefixes, strict=True):
         builder.finalize(indexed_dataset.index_file_path(prefix))
-    if not too_long:
-        return None, kept
-    row, pieces = too_long[0]
-    return LeftOut(count=len(too_long), first_line=corpus.lines[row], pieces=pieces), kept
+    return kept, left_out
 
 
 def binarize_splits(
@@ -95,12 +80,12 @@ def binarize_splits(
     write_dictionaries(vocabulary, folder)
     for split, given in files.splits().items():
         pairs = Corpus.read(text, split)
-        left_out, kept = binarize(pairs, vocabulary, folder, split, max_length)
+        kept, left_out = binarize(pairs, vocabulary, folder, split, max_length)
         if left_out:
-            source = (given or files.train)[0]
+            source, (row, pieces) = (given or files.train)[0], next(iter(left_out.items()))
             what = (
-                f"{left_out.count} pairs of {split} have a sentence of more than {max_length} pieces (--max-length),"
-                f" the first in line {left_out.first_line} of {source} with {left_out.pieces}"
+                f"{len(left_out)} pairs of {split} have a sentence of more than {max_length} pieces (--max-length),"
+                f" the first in line {pairs.lines[row]} of {source} with {pieces}"
             )
             if split == "test" and given is not None:
                 raise ValueError(f"{what}; shorten them or raise --max-length")

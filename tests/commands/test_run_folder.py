@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lsq.commands.prepare import Prepared
-from lsq.commands.run_folder import RunFolder, check_data, check_name, named_options
+from lsq.commands.run_folder import RunFolder, check_data, check_name
 from lsq.commands.stages import MARKER, Stage
 from lsq.text.corpus import TextFiles
 from tests.commands.conftest import VOCABULARY
@@ -42,11 +42,6 @@ def test_names_that_leave_the_folder(name):
 def test_names_of_other_folders(name):
     with pytest.raises(ValueError, match="is the name of a folder of the data"):
         check_name(name)
-
-
-def test_named_options():
-    words = ["odd", "--a", "1", "-2", "--b", "--c=3", "--a", "4"]
-    assert named_options(words) == {"": "odd", "--a": "4", "--b": None, "--c": "3"}
 
 
 def test_other_options_are_refused_by_name(folder):

@@ -17,16 +17,6 @@ def test_command_line_of_the_training():
     ]  # fmt: skip
 
 
-def test_options_that_bind_a_run():
-    training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1", "--log-interval": "1"}
-    training |= {"--encoder-layers": "3", "--decoder-layers": "3"}
-    extra = ["--lr", "0.2", "--num-workers", "3", "--encoder-normalize-before"]
-    assert options(training=training, extra=extra).bound() == {
-        "--arch": "transformer", "--share-all-embeddings": True, "--lr": "0.2", "--encoder-normalize-before": True,
-        "--layers": "3",
-    }  # fmt: skip
-
-
 def test_finished_run_is_only_reported_again(prepared, monkeypatch):
     """A run whose stamps are there is neither trained nor translated."""
     trained, reported = [], []
