@@ -1,23 +1,28 @@
 """Files that are written whole or not at all."""
 
 import os
-import secrets
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 PARTIAL = ".partial"
 """How the name of a file ends that is being written."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file; what was there before stays until all of the new text is on the disk.
+def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> None:
+    """Let `make` write into a temporary file beside `path`, then rename it: all of the new file or all of the old.
+
+    `mark` is part of the temporary name: another for each writer, where several may write this file at once. Without,
+    what a killed process left is written over and does not pile up.
 
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    temporary = path.with_name(f".{path.name}{mark}{PARTIAL}")
     try:
-        with temporary.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open_partial(temporary) as file:
+            make(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -27,3 +32,17 @@ def write_text(path: Path, text: str) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write` a UTF-8 file, which others may be writing, too."""
+    write(path, lambda file: file.write(text.encode()), mark=f".{uuid.uuid4().hex}")
+
+
+def open_partial(path: Path) -> BinaryIO:
+    """A file to write into, emptied if it is there; never through somebody's link.
+
+    Raises:
+        OSError: it cannot be opened, or is a link.
+    """
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")

@@ -5,6 +5,7 @@ cross-attention's key and value are rows of one weight, in this order.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,30 +67,25 @@ def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
         ValueError: a part of a joined weight is missing, or does not fit the others.
     """
     renamed: dict[str, Tensor] = {}
-    joined: dict[str, dict[str, Tensor]] = {}
-    order: dict[str, str] = {}
+    joined: dict[tuple[str, str], dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state.items():
         if _CONSTANT.fullmatch(name):
             continue
-        for pattern, parts, replacement in _JOINED:
-            match = re.search(pattern, name)
-            if match:
-                target = name.replace(match[0], replacement)
-                joined.setdefault(target, {})[match[1]] = tensor
-                order[target] = parts
+        for pattern, order, replacement in _JOINED:
+            if match := re.search(pattern, name):
+                joined[name.replace(match[0], replacement), order][match[1]] = tensor
                 break
         else:
             for pattern, replacement in _RENAMED:
                 name = re.sub(pattern, replacement, name)
             renamed[name] = tensor
-    for target, tensors in joined.items():
-        missing = [part for part in order[target] if part not in tensors]
-        if missing:
+    for (target, order), tensors in joined.items():
+        if missing := [part for part in order if part not in tensors]:
             raise ValueError(
-                f"{target} needs the projections {', '.join(order[target])} of fairseq's transformer, but the "
-                f"checkpoint has no {', '.join(missing)}"
+                f"{target} needs the projections {', '.join(order)} of fairseq's transformer, but the checkpoint "
+                f"has no {', '.join(missing)}"
             )
-        parts = [tensors[part] for part in order[target]]
+        parts = [tensors[part] for part in order]
         if len({part.shape[1:] for part in parts}) > 1 or not parts[0].dim():
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise ValueError(f"{target} joins projections, whose shapes in the checkpoint do not fit: {shapes}")

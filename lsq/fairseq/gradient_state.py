@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from lsq.dist.agreement import gather_text
 from lsq.dist.feedback import PREFIX
 from lsq.dist.topology import Topology
-from lsq.fairseq.compatibility import write_whole
+from lsq.fairseq.compatibility.saving import write_whole
 
 NAME = "checkpoint_last.gradients-rank-{}-of-{}.safetensors"
 OF_ANY = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from fairseq.trainer import Trainer
 
+from lsq import files
 from lsq.commands import train
 from lsq.commands.interruption import Interrupted
 from lsq.commands.launch import ONE_MACHINE
-from lsq.fairseq.compatibility import CheckpointNotWritten, saving
+from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.lock import NAME, Busy, locked_folder
 from tests.commands.conftest import TRAINING
 
@@ -216,10 +217,10 @@ def test_full_disk_keeps_the_previous_checkpoint(lsq_train, tmp_path, monkeypatc
     folder = tmp_path / "model"
     lsq_train(folder, "--arch", "transformer", "--max-update", "2")
     before = (folder / name).read_bytes()
-    opened = saving.open_partial
+    opened = files.open_partial
     with monkeypatch.context() as patch:
         full = {f".{name}.partial": Path("/dev/full")}
-        patch.setattr(saving, "open_partial", lambda path: opened(full.get(path.name, path)))
+        patch.setattr(files, "open_partial", lambda path: opened(full.get(path.name, path)))
         with pytest.raises(
             CheckpointNotWritten, match=f"could not write .*{name} .No space left on device.; the checkpoints"
         ):

@@ -6,9 +6,10 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from lsq import files
 from lsq.dist.topology import Topology
 from lsq.fairseq import gradient_state
-from lsq.fairseq.compatibility import CheckpointNotWritten, saving
+from lsq.fairseq.compatibility import CheckpointNotWritten
 
 CPU = torch.device("cpu")
 ALONE = Topology(world_size=1, rank=0, node_size=1)
@@ -98,7 +99,7 @@ def test_full_disk_keeps_the_previous_file(tmp_path, group, model, monkeypatch):
     gradient_state.write(tmp_path, ALONE, 7, residuals(model))
     file = gradient_state.path(tmp_path, ALONE)
     before = file.read_bytes()
-    monkeypatch.setattr(saving, "open_partial", lambda path: open("/dev/full", "wb"))
+    monkeypatch.setattr(files, "open_partial", lambda path: open("/dev/full", "wb"))
     with pytest.raises(CheckpointNotWritten, match="could not write .*rank-0-of-1.*that were there before are kept"):
         gradient_state.write(tmp_path, ALONE, 8, residuals(model))
     assert file.read_bytes() == before and names(tmp_path) == {file.name, "store"}

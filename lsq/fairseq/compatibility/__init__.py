@@ -28,31 +28,25 @@ from fairseq.trainer import Trainer
 from lsq.fairseq.compatibility import batches, blocks, divergence, loading, resuming, saving
 from lsq.fairseq.compatibility.data_parallel import CPUSafeDataParallel
 from lsq.fairseq.compatibility.replacement import replaced
-from lsq.fairseq.compatibility.saving import CheckpointNotWritten, write_whole
+from lsq.fairseq.compatibility.saving import CheckpointNotWritten
 
-__all__ = ["CPUSafeDataParallel", "CheckpointNotWritten", "apply", "replaced", "write_whole"]
+__all__ = ["CPUSafeDataParallel", "CheckpointNotWritten", "replaced"]
 
-
-def apply() -> None:
-    """Prepare fairseq; calling it again changes nothing."""
-    loading.register_types()
-    checkpoint_utils.load_checkpoint_to_cpu = loading.load_checkpoint
-    Trainer.load_checkpoint = loading.load_training
-    checkpoint_utils.torch_persistent_save = saving.save_checkpoint
-    PathManager.copy = staticmethod(saving.copy_checkpoint)
-    data_utils.batch_by_size = batches.batch_by_size
-    token_block_dataset.np = blocks.NumPy()
-    iterators.GroupedIterator = resuming.GroupedIterator
-    EpochBatchIterator.state_dict = resuming.iterator_state
-    EpochBatchIterator.load_state_dict = resuming.load_iterator_state
-    EpochBatchIterator._get_iterator_for_epoch = resuming.iterator_for_epoch
-    FairseqOptimizer.load_state_dict = resuming.load_optimizer_state
-    Trainer.get_train_iterator = resuming.train_iterator
-    Trainer.reset_dummy_batch = resuming.keep_dummy_batch
-    Trainer.clip_grad_norm = divergence.clip_grad_norm
-    Trainer.train_step = divergence.train_step
-    fairseq.trainer.NanDetector = contextlib.nullcontext  # this PyTorch refuses its hooks on modules that return a dict
-    fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel
-
-
-apply()
+loading.register_types()
+checkpoint_utils.load_checkpoint_to_cpu = loading.load_checkpoint
+Trainer.load_checkpoint = loading.load_training
+checkpoint_utils.torch_persistent_save = saving.save_checkpoint
+PathManager.copy = staticmethod(saving.copy_checkpoint)
+data_utils.batch_by_size = batches.batch_by_size
+token_block_dataset.np = blocks.NumPy()
+iterators.GroupedIterator = resuming.GroupedIterator
+EpochBatchIterator.state_dict = resuming.iterator_state
+EpochBatchIterator.load_state_dict = resuming.load_iterator_state
+EpochBatchIterator._get_iterator_for_epoch = resuming.iterator_for_epoch
+FairseqOptimizer.load_state_dict = resuming.load_optimizer_state
+Trainer.get_train_iterator = resuming.train_iterator
+Trainer.reset_dummy_batch = resuming.keep_dummy_batch
+Trainer.clip_grad_norm = divergence.clip_grad_norm
+Trainer.train_step = divergence.train_step
+fairseq.trainer.NanDetector = contextlib.nullcontext  # this PyTorch refuses its hooks on modules that return a dict
+fairseq.models.distributed_fairseq_model.DistributedDataParallel = CPUSafeDataParallel

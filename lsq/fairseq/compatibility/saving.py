@@ -10,8 +10,8 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
+from lsq import files
 from lsq.fairseq.compatibility import soundness
-from lsq.files import PARTIAL
 
 _fairseq_save = checkpoint_utils.torch_persistent_save
 _fairseq_copy = PathManager.copy
@@ -55,19 +55,14 @@ def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
     return True
 
 
-def write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
-    """Call `write` with a temporary file beside `filename`, then rename it: all of the new file or all of the old.
+def write_whole(filename: str, make: Callable[[BinaryIO], object]) -> None:
+    """`lsq.files.write`, with an error that says what is left.
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
     """
-    temporary = Path(filename).with_name(f".{os.path.basename(filename)}{PARTIAL}")
     try:
-        with open_partial(temporary) as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, filename)
+        files.write(Path(filename), make)
     except (OSError, RuntimeError) as error:
         reason = _refusal(error)
         if reason is None:
@@ -75,17 +70,6 @@ def write_whole(filename: str, write: Callable[[BinaryIO], object]) -> None:
         raise CheckpointNotWritten(
             f"could not write {filename} ({reason.strerror}); the checkpoints that were there before are kept"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def open_partial(path: Path) -> BinaryIO:
-    """A file of a fixed name, so that what a killed process left does not pile up; never through somebody's link.
-
-    Raises:
-        OSError: it cannot be opened, or is a link.
-    """
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb")
 
 
 def _refusal(error: BaseException | None) -> OSError | None:

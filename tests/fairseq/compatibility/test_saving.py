@@ -6,7 +6,8 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
-from lsq.fairseq.compatibility import CheckpointNotWritten, saving
+from lsq import files
+from lsq.fairseq.compatibility import CheckpointNotWritten
 
 
 @pytest.fixture
@@ -17,9 +18,9 @@ def on_a_full_disk(monkeypatch):
         def open_partial(partial: Path) -> BinaryIO:
             return open("/dev/full", "wb") if path.name in partial.name else opened(partial)
 
-        monkeypatch.setattr(saving, "open_partial", open_partial)
+        monkeypatch.setattr(files, "open_partial", open_partial)
 
-    opened = saving.open_partial
+    opened = files.open_partial
     return on_a_full_disk
 
 
