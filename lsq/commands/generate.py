@@ -18,8 +18,6 @@ from lsq.fairseq.compatibility import replaced
 
 HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
 """A line of fairseq-generate: number of the sentence, score, text with the subwords joined."""
-VOCABULARY = re.compile(r"(?:embed_tokens|output_projection)\.\w+: copying a param with shape \S+?\[(\d+).*?\[(\d+)")
-"""In what PyTorch says of a checkpoint that does not fit: words of the checkpoint, and of the data."""
 
 
 def run(arguments: list[str]) -> int:
@@ -70,21 +68,14 @@ def load_fitting(data: str, paths: list[str], arg_overrides=None, task=None, **o
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        raise ValueError(misfit(", ".join(paths), data, str(error))) from None
+        first = " ".join(str(error).partition("\n")[2].split("\n")[0].split())
+        raise ValueError(
+            f"{', '.join(paths)} does not fit the model that its options, --model-overrides and the dictionaries"
+            f" (dict.*.txt) of {data} describe; use those of the training: {first}"
+        ) from None
     if task is None and not isinstance(models[0], FairseqLanguageModel):
         raise ValueError(f"--lm-path is {paths[0]}, which is of a {type(models[0]).__name__} and no language model")
     return models, of_last
-
-
-def misfit(checkpoint: str, data: str, message: str) -> str:
-    """Why a checkpoint cannot be used with data and options, from PyTorch's `message` about its parameters."""
-    if found := VOCABULARY.search(message):
-        return (
-            f"{checkpoint} is of a vocabulary of {found[1]} words, and {data} is of one of {found[2]};"
-            " use data that was made with the dictionaries (dict.*.txt) of the training"
-        )
-    first = " ".join(message.partition("\n")[2].split("\n")[0].split())
-    return f"{checkpoint} does not fit the model that its options and --model-overrides describe: {first}"
 
 
 def read_hypotheses(path: Path, count: int) -> list[str]:

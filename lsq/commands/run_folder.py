@@ -99,8 +99,7 @@ class RunFolder:
             ValueError: it may not; names every option that differs, with both values.
         """
         check_data(self.prepared, except_run=self.name)
-        for stage in (self.run, self.model, self.translation):
-            stage.check_own()
+        self.translation.check_own()
         found = self._differences(key)
         if overwrite:
             if found or updates < self.updates():
@@ -134,7 +133,7 @@ class RunFolder:
 
     def _differences(self, key: dict) -> list[str]:
         """What differs between a key and those in the markers of the run and of its model."""
-        markers = [stage.marker() for stage in (self.run, self.model)]
+        markers = [stage.check_own() for stage in (self.run, self.model)]
         keys = [{**marker.key, UPDATES: None} for marker in markers if marker is not None]
         return next(filter(None, (stages.differences(before, key) for before in keys)), [])
 

@@ -73,33 +73,25 @@ class Stage:
     makes: tuple[str | re.Pattern, ...]
     """The names of all that it makes in its folder, or patterns of them."""
 
-    def marker(self) -> Marker | None:
-        """What the stage left in its folder, or None.
-
-        Raises:
-            ValueError: the marker is damaged, or of another stage.
-        """
-        found = read_marker(self.folder)
-        if found is not None and found.stage != self.name:
-            raise ValueError(
-                f"{self.folder} holds what the stage {found.stage!r} made, not {self.name!r}; choose another folder"
-            )
-        return found
-
     def made(self) -> list[Path]:
         """What lies in the folder under names that this stage gives."""
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(path for path in paths if any(_is_named(path.name, name) for name in self.makes))
 
     def check_own(self) -> Marker | None:
-        """The marker, once it is sure that this stage may write into its folder.
+        """What the stage left in its folder, or None; it may write there.
 
         Raises:
-            ValueError: what lies there under names that this stage gives was not made by it, or see `marker`.
+            ValueError: the marker is damaged, or of another stage, or what lies there under names that this stage gives
+                was not made by it.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; choose another one")
-        found = self.marker()
+        found = read_marker(self.folder)
+        if found is not None and found.stage != self.name:
+            raise ValueError(
+                f"{self.folder} holds what the stage {found.stage!r} made, not {self.name!r}; choose another folder"
+            )
         others = self.made() if found is None else []
         if others:
             raise ValueError(
@@ -146,8 +138,12 @@ class Stage:
                 path.unlink()
 
     def is_done(self, key: dict) -> bool:
-        """Whether the stage is finished with this key, and its files are as it left them."""
-        found = self.marker()
+        """Whether the stage is finished with this key, and its files are as it left them.
+
+        Raises:
+            ValueError: see `check_own`.
+        """
+        found = self.check_own()
         if found is None or not found.finished or differences(found.key, key):
             return False
         paths = {name: self.folder / name for name in found.files}
@@ -162,7 +158,6 @@ def run_stage(stage: Stage, key: dict, work: Callable[[Path], None], say: Callab
     Raises:
         ValueError: see `Stage.check_own`; and what `work` raises.
     """
-    stage.check_own()
     if stage.is_done(key):
         say(f"{stage.name}: already done")
         return

@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fairseq_cli.train as fairseq_train
 from fairseq import checkpoint_utils, options
@@ -171,13 +172,18 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
     """
     validate_and_save, validate = fairseq_train.validate_and_save, fairseq_train.validate
     train_epoch, load_checkpoint = fairseq_train.train, checkpoint_utils.load_checkpoint
-    reached: Reached | None = None
+    reached: SimpleNamespace | None = None
 
     def load(cfg: DictConfig, trainer, **options):
         nonlocal reached
         extra_state, epoch_itr = load_checkpoint(cfg, trainer, **options)
         if extra_state is not None and trainer.get_num_updates() > 0:
-            reached = Reached(extra_state["train_iterator"], validated=extra_state.get("val_loss") is not None)
+            state = extra_state["train_iterator"]
+            ended = state["iterations_in_epoch"] == 0  # the state then is that of the next epoch
+            reached = SimpleNamespace(  # what fairseq asks its iterator of batches for when it writes a checkpoint
+                epoch=state["epoch"] - ended, end_of_epoch=lambda: ended, state_dict=lambda: state,
+                validated=extra_state.get("val_loss") is not None,
+            )
         return extra_state, epoch_itr
 
     def train_on(cfg: DictConfig, trainer, task, epoch_itr):
@@ -224,27 +230,6 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
         replaced(checkpoint_utils, load_checkpoint=load),
     ):
         yield
-
-
-class Reached:
-    """Where a checkpoint was written: what fairseq asks its iterator of batches for when it writes another one.
-
-    Args:
-        state: of the iterator, in the checkpoint.
-        validated: whether the checkpoint was written after a validation.
-    """
-
-    def __init__(self, state: dict, *, validated: bool):
-        self._state, self.validated = state, validated
-        self.epoch = state["epoch"] - self.end_of_epoch()
-
-    def end_of_epoch(self) -> bool:
-        """Whether no batch of the epoch is left: the state then is that of the next one."""
-        return self._state["iterations_in_epoch"] == 0
-
-    def state_dict(self) -> dict:
-        """The state of the iterator."""
-        return self._state
 
 
 def run(arguments: list[str]) -> int:
