@@ -57,10 +57,11 @@ class RunOptions:
     quiet: bool = False
     """No progress bars."""
 
-    def arguments(self) -> list[str]:
-        """The command line of `lsq train`, without the data and where to write."""
-        given = [word for option, value in self.training.items() for word in (option, value) if word is not None]
-        return [*given, "--max-update", str(self.updates), *self.extra]
+    def arguments(self, data: Path, folder: Path) -> list[str]:
+        """The command line of `lsq train` with this data that writes into this folder."""
+        training = {"--save-dir": str(folder), "--distributed-world-size": "1", **self.training}
+        given = [word for option, value in training.items() for word in (option, value) if word is not None]
+        return [str(data), *given, "--max-update", str(self.updates), *self.extra]
 
 
 def run(prepared: Prepared, options: RunOptions) -> dict:
@@ -109,9 +110,8 @@ def check_training(prepared: Prepared, options: RunOptions) -> None:
     Raises:
         FileNotFoundError, ValueError: an option is wrong, or does not go with another.
     """
-    arguments = [str(prepared.data), "--save-dir", "unused", "--distributed-world-size", "1", *options.arguments()]
     with logging_to(Path(os.devnull)):
-        args = train.parse_training(arguments, with_data=False)
+        args = train.parse_training(options.arguments(prepared.data, Path("unused")), with_data=False)
         if args.task in TRANSLATION:
             words = made_up_dictionary(prepared.options.size)
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
@@ -127,7 +127,7 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
         Interrupted: a signal came.
     """
     model = folder.model.folder
-    arguments = [str(prepared.data), "--save-dir", str(model), "--distributed-world-size", "1", *options.arguments()]
+    arguments = options.arguments(prepared.data, model)
     done = folder.updates()
     if not done and (other := newest_sound(model / LAST)) and "--restore-file" not in options.extra:
         arguments += ["--restore-file", str(other)]  # written whole before the process or the disk failed

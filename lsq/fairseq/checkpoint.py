@@ -108,12 +108,11 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
         )
     given, clips = rename(state), {name + CLIP for name, _ in quantized_tensors(model)}
     own = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in clips}
-    problems = [f"  {name}: only in the checkpoint, {list(given[name].shape)}" for name in given if name not in own]
-    problems += [f"  {name}: not in the checkpoint" for name in own if name not in given]
-    problems += [
-        f"  {name}: {list(given[name].shape)} in the checkpoint, {list(own[name].shape)} here"
-        for name in own
-        if name in given and given[name].shape != own[name].shape
+    here, there = ({name: list(tensor.shape) for name, tensor in found.items()} for found in (own, given))
+    problems = [
+        f"  {name}: {there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here"
+        for name in here | there
+        if here.get(name) != there.get(name)
     ]
     problems += _untied(own, given)
     if problems:

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -22,15 +21,6 @@ LARGEST_CLIPPED_SHARE = 0.05
 """A tensor with a larger share of its values clipped is warned of."""
 SMALLEST_CODE = 7
 """An 8-bit tensor whose largest |code| is at most this uses fewer than 4 of the 7 bits of a magnitude."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signal:
-    """One quantised tensor in one update."""
-
-    statistics: TensorStatistics
-    clip_gradient: float | None
-    """Gradient of the clip as the optimizer sees it; None where the clip has none."""
 
 
 def complaint(statistics: TensorStatistics, bits: int) -> str | None:
@@ -61,7 +51,7 @@ class TrainingSignals:
     def __init__(self, model: nn.Module, *, bits: int, interval: int, folder: str | None = None):
         self.model, self.bits, self.interval, self.folder = model, bits, max(interval, 1), folder
         self.clips = dict(quantized_tensors(model))
-        self.last: dict[str, Signal] = {}
+        self.last: dict[str, TensorStatistics] = {}
         self.last_update = 0
         self._found: dict[str, TensorStatistics] = {}
         self._observed_update: int | None = None
@@ -85,11 +75,7 @@ class TrainingSignals:
         """Once the gradients of update number `update` are there, before the optimizer uses them."""
         if self._observed_update != update:
             return
-        self.last = {
-            name: Signal(statistics=statistics, clip_gradient=_mean_gradient(self.clips[name]))
-            for name, statistics in self._found.items()
-        }
-        self.last_update = update
+        self.last, self.last_update = self._found, update
         self._warn(update)
         if self.folder is not None:
             self._write(update)
@@ -98,14 +84,14 @@ class TrainingSignals:
         """The last signals as a table, one row for the same tensor of all layers; "" before the first."""
         if not self.last:
             return ""
-        rows: dict[tuple[str, str], list[Signal]] = {}
-        for name, signal in self.last.items():
-            rows.setdefault((re.sub(r"\.\d+\.", ".*.", name), signal.statistics.kind), []).append(signal)
+        rows: dict[str, list[TensorStatistics]] = {}
+        for name, statistics in self.last.items():
+            rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(statistics)
         lines = [
             f"Quantised tensors at update {self.last_update}; rows with * span several layers",
             f"{'tensor':44} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8} {'largest code':>12}",
         ]
-        lines += [_row(name, kind, [signal.statistics for signal in signals]) for (name, kind), signals in rows.items()]
+        lines += [_row(name, found) for name, found in rows.items()]
         lines.append(f"{len(self._warned)} of {len(self.clips)} tensors were warned of")
         return "\n".join(lines)
 
@@ -121,8 +107,8 @@ class TrainingSignals:
         return update == 1 or update % self.interval == 0
 
     def _warn(self, update: int) -> None:
-        for name, signal in self.last.items():
-            text = complaint(signal.statistics, self.bits)
+        for name, statistics in self.last.items():
+            text = complaint(statistics, self.bits)
             if text and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("%s, update %d: %s", name, update, text)
@@ -132,26 +118,22 @@ class TrainingSignals:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import: only where it is wanted
 
             self._writer = SummaryWriter(os.path.join(self.folder, "lsq"), purge_step=update)
-        for name, signal in self.last.items():
-            statistics = signal.statistics
+        for name, statistics in self.last.items():
             self._writer.add_scalar(f"clip/{name}", statistics.clip, update)
             self._writer.add_scalar(f"clipped_share/{name}", statistics.clipped_share, update)
             self._writer.add_scalar(f"zero_share/{name}", statistics.zero_share, update)
-            if signal.clip_gradient is not None:
-                self._writer.add_scalar(f"clip_gradient/{name}", signal.clip_gradient, update)
+            gradient = self.clips[name].grad
+            if gradient is not None:
+                self._writer.add_scalar(f"clip_gradient/{name}", gradient.mean(), update)
         self._writer.flush()
 
 
-def _mean_gradient(clip: nn.Parameter) -> float | None:
-    return None if clip.grad is None else clip.grad.mean().item()
-
-
-def _row(name: str, kind: str, found: list[TensorStatistics]) -> str:
+def _row(name: str, found: list[TensorStatistics]) -> str:
     """One line: the range of clips and codes, the largest shares."""
     clips = [statistics.clip for statistics in found]
     codes = [statistics.largest_code for statistics in found]
     return (
-        f"{name:44} {kind:10} {_span(clips, '.4g'):>17} {max(s.clipped_share for s in found):8.3%} "
+        f"{name:44} {found[0].kind:10} {_span(clips, '.4g'):>17} {max(s.clipped_share for s in found):8.3%} "
         f"{max(s.zero_share for s in found):8.2%} {_span(codes, 'd'):>12}"
     )
 

@@ -1,3 +1,4 @@
+from pathlib import Path
 
 from lsq.commands import text_run
 from lsq.commands.prepare import Prepared
@@ -12,7 +13,8 @@ def options(**given) -> RunOptions:
 
 def test_command_line_of_the_training():
     training = {"--arch": "transformer", "--share-all-embeddings": None, "--lr": "0.1"}
-    assert options(training=training, extra=["--fp16"]).arguments() == [
+    assert options(training=training, extra=["--fp16"]).arguments(Path("data"), Path("model")) == [
+        "data", "--save-dir", "model", "--distributed-world-size", "1",
         "--arch", "transformer", "--share-all-embeddings", "--lr", "0.1", "--max-update", "3", "--fp16",
     ]  # fmt: skip
 

@@ -54,10 +54,10 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_copied(model, fai
     with pytest.raises(ValueError) as caught:
         checkpoint.load_float(model, fairseq_state)
     message = str(caught.value)
-    assert "encoder.layers.0.feed_forward.fc1_bias: not in the checkpoint" in message
-    assert "encoder.layers.7.feed_forward.fc1_bias: only in the checkpoint, [48]" in message
+    assert "encoder.layers.0.feed_forward.fc1_bias: nothing in the checkpoint, [48] here" in message
+    assert "encoder.layers.7.feed_forward.fc1_bias: [48] in the checkpoint, nothing here" in message
     assert "decoder.embed_tokens.weight: [99, 32] in the checkpoint, [16, 32] here" in message
-    assert "decoder.attention_of_another_kind: only in the checkpoint, [3]" in message
+    assert "decoder.attention_of_another_kind: [3] in the checkpoint, nothing here" in message
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -103,7 +103,7 @@ def test_start_from_a_trained_transformer(train, build, batch, tmp_path):
     [
         ("--encoder-attention-heads 2", "--encoder-attention-heads: 4 in the checkpoint, 2 here"),
         ("--activation-fn gelu", "--activation-fn: relu in the checkpoint, gelu here"),
-        ("--decoder-layers 1", "decoder.layers.1.feed_forward.fc1_bias: only in the checkpoint"),
+        ("--decoder-layers 1", "decoder.layers.1.feed_forward.fc1_bias: .48. in the checkpoint, nothing here"),
     ],
 )
 def test_start_from_another_model_is_refused(train, build, tmp_path, given, message):

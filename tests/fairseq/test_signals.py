@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lsq.fairseq.signals import Signal, TrainingSignals, complaint
+from lsq.fairseq.signals import TrainingSignals, complaint
 from lsq.layers import TensorStatistics, quantized_tensors
 
 HEALTHY = TensorStatistics(kind="activation", clip=2.0, clipped_share=0.01, zero_share=0.1, largest_code=127)
@@ -64,11 +64,10 @@ def test_every_quantised_tensor_has_a_signal(step):
     assert signals.summary() == ""
     one(1)
     assert signals.last.keys() == {name for name, _ in quantized_tensors(signals.model)}
-    kinds = {signal.statistics.kind for signal in signals.last.values()}
+    kinds = {statistics.kind for statistics in signals.last.values()}
     assert kinds == {"weight", "activation"}
     name = "encoder.layers.0.feed_forward.activation"
-    assert signals.last[name].clip_gradient == signals.clips[name].grad.item()
-    assert signals.last[name].statistics.clip == pytest.approx(signals.clips[name].item())
+    assert signals.last[name].clip == pytest.approx(signals.clips[name].item())
 
 
 def test_only_the_first_batch_of_an_update_is_observed(step):
@@ -85,7 +84,7 @@ def test_warned_once_for_each_tensor(step, caplog):
     for update in (1, 2):
         one(update)
     warned = [record.message for record in caplog.records if record.name == "lsq.fairseq.signals"]
-    activations = {name for name, signal in signals.last.items() if signal.statistics.kind == "activation"}
+    activations = {name for name, statistics in signals.last.items() if statistics.kind == "activation"}
     assert len(warned) == len(activations) > 0
     assert {message.split(",")[0] for message in warned} == activations
     assert all("update 1: " in message and "try --lsq-activation-init absmax" in message for message in warned)
@@ -109,14 +108,16 @@ def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
     assert set(events.Tags()["scalars"]) == {f"{figure}/{name}" for figure in figures for name in names}
     points = events.Scalars("clip/decoder.output_projection.input")
     assert [point.step for point in points] == [1, 2, 4]
-    assert points[-1].value == pytest.approx(signals.clips["decoder.output_projection.input"].item())
+    clip = signals.clips["decoder.output_projection.input"]
+    assert points[-1].value == pytest.approx(clip.item())
+    assert events.Scalars("clip_gradient/decoder.output_projection.input")[-1].value == pytest.approx(clip.grad.item())
 
 
 def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
     signals = TrainingSignals(build("")[1], bits=8, interval=1)
     for layer, (clip, share) in enumerate([(1.5, 0.02), (2.5, 0.04)]):
         statistics = replace(HEALTHY, clip=clip, clipped_share=share, largest_code=100 + layer)
-        signals.last[f"encoder.layers.{layer}.self_attn.context"] = Signal(statistics=statistics, clip_gradient=None)
+        signals.last[f"encoder.layers.{layer}.self_attn.context"] = statistics
     signals.last_update = 40
     title, heading, row, warned = signals.summary().splitlines()
     assert "update 40" in title
