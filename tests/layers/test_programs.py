@@ -12,6 +12,9 @@ from lsq.program.frames import FreshFrame
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of
 
+SERVING = ("decoder without backward", "memory", "step")
+"""How the names of programs for inference begin."""
+
 
 def forward_of(program):
     return Counter(operation.name for operation in program.operations[: program.forward_length])
@@ -106,12 +109,17 @@ def test_what_is_saved_is_int8_and_bits(name):
             assert field in ("codes", "clipped", "positive", "slope"), repr(tensor)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith(SERVING)])
+def test_programs_for_inference_have_no_backward_pass(name):
+    program = PROGRAMS[name]()
+    assert program.forward_length == len(program.operations)
+    assert not program.gradients and not program.output_gradients
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if not name.startswith(SERVING)])
 def test_every_parameter_gets_a_gradient(name):
     program = PROGRAMS[name]()
-    if not program.output_gradients:
-        assert program.forward_length == len(program.operations) and not program.gradients
-        return
+    assert program.output_gradients
     found = dict(zip(program.differentiable, program.gradients, strict=True))
     for parameter in program.parameters:
         gradient = found[parameter]
