@@ -6,14 +6,12 @@ planned alone: what a step of larger models takes, how far from the lower bound,
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import common
-import saved
 import transformer
-from torch.profiler import ProfilerActivity, profile
 
+from lsq.commands.step_memory import saved_tensors, traced_peak
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
 from lsq.program.step import StepPlan
 
@@ -53,24 +51,12 @@ def sizes(quick: bool) -> list[Size]:
     ]
 
 
-def traced_peak(run: Callable[[], object]) -> int:
-    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
 def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **options) -> dict:
     """Peak, arena and kept bytes of one step."""
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
     side.backward(sample, side.loss(sample))  # clips are measured, and gradients exist from here on
-    kept = saved.saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
+    kept = saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
     memory = plan_memory(side.model, lambda: side.loss(sample)) if planned else None
     peak = traced_peak(lambda: side.backward(sample, side.loss(sample)))
     release_memory(side.model)

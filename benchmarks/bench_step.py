@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import common
 import plain_transformer
-import saved
 import transformer
 from torch.profiler import ProfilerActivity, profile
 
+from lsq.commands.step_memory import saved_tensors
 from lsq.layers.memory import plan_memory, release_memory
 from lsq.program import executor
 
@@ -85,7 +85,7 @@ def saved_bytes(side: transformer.Side, shape: transformer.Shape) -> dict:
 
     def kept(sentences: int):
         sample = transformer.batch(dataclasses.replace(shape, sentences=sentences), padded=False, seed=1)
-        return saved.saved_tensors(lambda: side.loss(sample), side.model.parameters())
+        return saved_tensors(lambda: side.loss(sample), side.model.parameters())
 
     full, half = kept(shape.sentences), kept(shape.sentences // 2)
     return {

@@ -1,7 +1,8 @@
-"""The count of bytes kept for backward, on graphs small enough to count by hand."""
+"""Memory of steps: on graphs small enough to count by hand, and of checkpoints."""
 
 import torch
-from saved import saved_tensors
+
+from lsq.commands.step_memory import saved_tensors, traced_peak
 
 
 def test_each_storage_counts_once_and_parameters_do_not():
@@ -47,3 +48,13 @@ def test_a_larger_storage_behind_a_view_counts_whole():
     factor = torch.ones(4, requires_grad=True)
     kept = saved_tensors(lambda: (factor * base[:, 0]).sum(), [factor])
     assert kept == {"float32 [4]": 4 * 8 * 4}
+
+
+def test_peak_is_of_what_is_held_at_a_time():
+    def run():
+        first = torch.empty(1000, dtype=torch.float64)
+        del first
+        second = torch.empty(500, dtype=torch.float64)
+        return torch.empty(750, dtype=torch.float64), second
+
+    assert traced_peak(run) == 8 * 1250

@@ -1,0 +1,83 @@
+"""Memory that the tensors of a training step take: what its backward pass needs kept, and the peak."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from fairseq import checkpoint_utils
+from torch.profiler import ProfilerActivity, profile
+
+import lsq.fairseq  # noqa: F401  (registers what checkpoints of lsq's models name)
+from lsq.commands.logs import logging_to
+
+
+def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Counter:
+    """What autograd keeps when `forward` runs: every storage once, parameters left out.
+
+    Args:
+        forward: returns the tensor on which backward() would be called.
+        parameters: tensors that exist anyway; views of them count nothing.
+
+    Returns:
+        "dtype [shape]" -> bytes, for the tensor that first brought each storage.
+    """
+    known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept: Counter = Counter()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kept[f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        root = forward()
+    del root  # held until here: a storage that is freed could lend its address to the next
+    return kept
+
+
+def traced_peak(run: Callable[[], object]) -> int:
+    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def step_memory(checkpoint: Path) -> dict[str, int]:
+    """Memory of a step of the translator in a checkpoint of `lsq train`, on the largest batch of its training data.
+
+    A step is a forward and a backward pass with every tensor in fresh memory; parameters, their gradients and the
+    optimizer's state exist before and are not counted.
+
+    Returns:
+        {"kept_bytes": what the forward pass keeps for the backward pass, "peak_bytes": most at any time}.
+
+    Raises:
+        FileNotFoundError, ValueError: the checkpoint or its data are missing or damaged.
+    """
+    with logging_to(Path(os.devnull)):
+        (model,), config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
+        criterion = task.build_criterion(config.criterion)
+        task.load_dataset("train")
+        batches = task.get_batch_iterator(task.dataset("train"), max_tokens=config.dataset.max_tokens)
+        batch = max(batches.next_epoch_itr(shuffle=False), key=_words)
+    model.train()
+
+    def loss() -> torch.Tensor:
+        return criterion(model, batch)[0]
+
+    loss().backward()  # makes the gradients
+    kept = saved_tensors(loss, model.parameters()).total()
+    return {"kept_bytes": kept, "peak_bytes": traced_peak(lambda: loss().backward())}
+
+
+def _words(batch: dict) -> int:
+    return batch["net_input"]["src_tokens"].numel() + batch["target"].numel()
