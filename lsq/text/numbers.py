@@ -14,9 +14,13 @@ from lsq.text.corpus import Corpus
 DIGITS = 6
 """Numbers of up to this many digits are named."""
 VALID_PAIRS = 200
+FEWEST_HELD_OUT = 3
+"""Digits of the shortest numbers that are not trained on. There are few of less, and all of them are to be learned."""
 
 
-def sample_numbers(count: int, generator: random.Random, excluded: set[int] = frozenset()) -> list[int]:
+def sample_numbers(
+    count: int, generator: random.Random, excluded: set[int] = frozenset(), fewest_digits: int = 1
+) -> list[int]:
     """`count` different numbers, none of them in `excluded`; as many of each number of digits as there are.
 
     Raises:
@@ -27,7 +31,7 @@ def sample_numbers(count: int, generator: random.Random, excluded: set[int] = fr
         raise ValueError(f"{count} numbers are wanted, but at most {available // 2} can be drawn")
     found: dict[int, None] = {}
     while len(found) < count:
-        digits = generator.randint(1, DIGITS)
+        digits = generator.randint(fewest_digits, DIGITS)
         number = generator.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
         if number not in excluded:
             found[number] = None
@@ -44,7 +48,7 @@ def name_numbers(numbers: list[int], description: str) -> Corpus:
 def write_numbers(folder: Path, train_pairs: int, test_pairs: int, seed: int) -> None:
     """Write train, valid and test; no number is in two of them."""
     generator = random.Random(seed)
-    held_out = sample_numbers(VALID_PAIRS + test_pairs, generator)
+    held_out = sample_numbers(VALID_PAIRS + test_pairs, generator, fewest_digits=FEWEST_HELD_OUT)
     splits = {
         "train": sample_numbers(train_pairs, generator, set(held_out)),
         "valid": held_out[:VALID_PAIRS],
