@@ -18,8 +18,13 @@ class LossCurve:
     """Mean loss of the updates since the entry before, without label smoothing but with dropout."""
     validation: dict[int, float] = field(default_factory=dict)
     """Mean loss on the validation set, without label smoothing and dropout."""
-    seconds: float = 0.0
-    """Time spent in updates, in all sittings of a training that was resumed."""
+    times: dict[int, float] = field(default_factory=dict)
+    """Seconds spent in updates so far, in all sittings of a training that was resumed."""
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in all updates."""
+        return max(self.times.values(), default=0.0)
 
     @property
     def updates(self) -> int:
@@ -33,7 +38,7 @@ def read_losses(path: Path) -> LossCurve:
     Where a training was resumed from before its last entry, the later entry of an update counts. Lines that are no
     entries, e.g. cut short by a full disk, are left out.
     """
-    training, validation, seconds = {}, {}, 0.0
+    training, validation, times = {}, {}, {}
     lines = path.read_bytes().splitlines() if path.exists() else []
     for line in lines:
         try:
@@ -43,25 +48,31 @@ def read_losses(path: Path) -> LossCurve:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
         (training if kind == "train" else validation)[update] = loss
-        seconds = max(seconds, spent)
+        times[update] = spent
     return LossCurve(
-        training=dict(sorted(training.items())), validation=dict(sorted(validation.items())), seconds=seconds
+        training=dict(sorted(training.items())), validation=dict(sorted(validation.items())), times=times
     )
 
 
 def draw_losses(curves: dict[str, LossCurve], path: Path, title: str) -> None:
-    """Draw training (pale) and validation (with a dot at each) losses of named trainings into one PNG file."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    """Draw losses of named trainings over updates and over seconds into one PNG file.
+
+    Those of training are pale, those of validation have a dot at each.
+    """
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    figure.suptitle(title)
+    by_update, by_second = figure.subplots(1, 2, sharey=True)
     for number, (name, curve) in enumerate(curves.items()):
-        colour = f"C{number}"
-        axes.plot(*_points(curve.training), color=colour, alpha=0.4, linewidth=1, label=f"{name}, training")
-        axes.plot(*_points(curve.validation), color=colour, marker="o", markersize=3, label=f"{name}, validation")
-    axes.set(title=title, xlabel="updates", ylabel="bits per target token", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", fontsize="small")
+        for axes, places in ((by_update, None), (by_second, curve.times)):
+            for losses, label, style in (
+                (curve.training, "training", {"alpha": 0.4, "linewidth": 1}),
+                (curve.validation, "validation", {"marker": "o", "markersize": 3}),
+            ):
+                x = [update if places is None else places[update] for update in losses]
+                axes.plot(x, list(losses.values()), color=f"C{number}", label=f"{name}, {label}", **style)
+    by_update.set(xlabel="updates", ylabel="bits per target token", ylim=(0, None))
+    by_second.set(xlabel="seconds of training")
+    for axes in (by_update, by_second):
+        axes.grid(alpha=0.3)
+    by_second.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _points(losses: dict[int, float]) -> tuple[list[int], list[float]]:
-    return list(losses), list(losses.values())

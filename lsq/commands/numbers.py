@@ -1,22 +1,23 @@
-"""`lsq numbers`: the built-in task. English number names to German, learnt in float and in int8 side by side.
+"""`lsq numbers`: the built-in task. English number names to German, learnt in float and then in int8, and compared.
 
 No number that is tested is trained on.
 """
 
 import argparse
+import json
 import os
 import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq.commands import stages
+from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.options import one_line_errors, positive
-from lsq.commands.prepare import Prepared, prepare, say, text_option
-from lsq.commands.run_folder import check_data
-from lsq.commands.side_by_side import OUTPUT, Training, train_side_by_side
+from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
-from lsq.commands.text_run import hypotheses_of
+from lsq.commands.step_memory import step_memory
+from lsq.commands.text_run import BEST, hypotheses_of
 from lsq.config import MODES
 from lsq.files import write_text
 from lsq.lock import locked_folder
@@ -29,20 +30,25 @@ NUMBERS = "numbers"
 """The folder of the text in the output folder."""
 SAMPLES = 8
 """Translations that are shown."""
-VOCABULARY = VocabularyOptions(size=200, coverage=1.0, max_length=60)
-MODEL = {
-    "--layers": "2",
-    "--hidden": "128",
-    "--feed-forward": "512",
-    "--heads": "4",
+VOCABULARY = VocabularyOptions(size=100, coverage=1.0, max_length=60)
+SIZES = {
+    "--layers": (2, "layers of the encoder, and of the decoder"),
+    "--hidden": (256, "hidden size"),
+    "--feed-forward": (1024, "inner size of feed-forward blocks"),
+    "--heads": (4, "attention heads"),
+    "--max-tokens": (4000, "tokens in a batch, with padding"),
+}
+"""Options of `lsq train-text` that this command has as well: defaults and help."""
+TRAINING = {
     "--dropout": "0.1",
-    "--lr": "0.002",
-    "--warmup": "100",
-    "--max-tokens": "2500",
+    "--lr": "0.001",
+    "--warmup": "40",
     "--beam": "4",
     "--bleu-tokenizer": "char",
 }
-"""Options of `lsq train-text`, the same for both runs. BLEU counts characters: German names are single words."""
+"""Its options that are fixed here. BLEU counts characters: German names are single words."""
+MOST_THREADS = 8
+"""More are slower with models this small."""
 
 
 def parser() -> ArgumentParser:
@@ -50,19 +56,23 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(
         prog="lsq numbers",
         description=(
-            "Train two small translators of English number names into German, one in float and one in int8, with the"
-            " same data, options and seed, in two processes at the same time; compare them on numbers that neither has"
-            " seen. Run the same command again to continue after an interruption."
+            "Train two small translators of English number names into German, one in float32 and then one in int8, with"
+            " the same data, options, seed and threads; compare their speed, their memory and their translations of"
+            " numbers that neither has seen. Run the same command again to continue after an interruption."
         ),
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     one_line_errors(made)
     made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")
-    made.add_argument("--updates", type=positive, default=600, help="updates of the weights, in each run")
+    made.add_argument("--updates", type=positive, default=150, help="updates of the weights, in each run")
     made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
     made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
+    for option, (size, help_text) in SIZES.items():
+        made.add_argument(option, type=positive, default=size, help=help_text)
     made.add_argument("--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout")
+    cores = len(os.sched_getaffinity(0))
+    made.add_argument("--threads", type=positive, default=min(cores, MOST_THREADS), help="threads of either training")
     made.add_argument("--quiet", action="store_true", help="no progress bars")
     return made
 
@@ -73,7 +83,7 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
     for split, pair in files.splits().items():
         for side, path in zip(SIDES, pair, strict=True):
             arguments += [text_option(split, side), str(path)]
-    every = max(1, given.updates // 20)
+    every = max(1, given.updates // 15)
     options = {
         "--output": str(given.output),
         "--mode": mode,
@@ -82,51 +92,86 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
         "--max-length": str(VOCABULARY.max_length),
         "--updates": str(given.updates),
         "--validate-every": str(every),
-        "--log-every": str(max(1, every // 4)),
+        "--log-every": str(max(1, every // 5)),
         "--seed": str(given.seed),
-        **MODEL,
+        **{option: str(size) for option, size in sizes(given).items()},
+        **TRAINING,
     }
-    return arguments + [word for option in options.items() for word in option] + ["--cpu", "--quiet"]
+    switches = ["--cpu", *(["--quiet"] if given.quiet else [])]
+    return arguments + [word for option in options.items() for word in option] + switches
 
 
-def report(prepared: Prepared, results: dict[str, dict]) -> dict:
-    """Compare the runs: prints a table and samples, writes results.json, samples.txt and losses.png.
+def sizes(given: Namespace) -> dict[str, int]:
+    """The options of SIZES."""
+    return {option: getattr(given, option[2:].replace("-", "_")) for option in SIZES}
+
+
+def report(prepared: Prepared) -> dict:
+    """Compare the runs: prints samples and a table, writes results.json, samples.txt and losses.png.
 
     Returns:
         The content of results.json.
     """
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
-    hypotheses = {name: hypotheses_of(prepared, name) for name in results}
+    hypotheses = {name: hypotheses_of(prepared, name) for name in MODES}
     runs = {}
-    for name, result in results.items():
+    for name in MODES:
+        folder = prepared.output / name
+        result = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         exact = sum(map(str.__eq__, hypotheses[name], target))
-        runs[name] = {"exact_match": round(100 * exact / len(target), 2), **result}
+        runs[name] = {
+            "exact_match": round(100 * exact / len(target), 2),
+            "seconds_an_update": round(result["training_seconds"] / result["updates"], 4),
+            **step_memory(folder / "model" / BEST),
+            **result,
+        }
     shown = random.Random(0).sample(range(len(source)), min(SAMPLES, len(source)))
     samples = []
     for row in sorted(shown, key=lambda row: len(source[row])):
         samples += ["", f"English     {source[row]}", f"reference   {target[row]}"]
-        for name in results:
+        for name in MODES:
             right = "right" if hypotheses[name][row] == target[row] else "WRONG"
             samples.append(f"{name:11} {hypotheses[name][row]}  ({right})")
     write_text(prepared.output / "samples.txt", "\n".join(samples[1:]) + "\n")
-    curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in results}
+    curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in MODES}
     draw_losses(curves, prepared.output / "losses.png", "English number names to German")
     content = {"test_pairs": len(target), "runs": runs}
     stages.write_json(prepared.output / "results.json", content)
     say("\n".join(samples))
     say(f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least validation loss:")
+    say(table(runs))
     say(
-        f"{'run':8}{'exact match':>13}{'BLEU (characters)':>19}{'chrF':>8}{'checkpoint':>16}{'validation loss':>17}"
-        f"{'training':>10}"
+        "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and Adam's moments.\n"
+        f"Everything is in {prepared.output}: losses.png, samples.txt, results.json"
     )
-    for name, run in runs.items():
-        say(
-            f"{name:8}{run['exact_match']:12.1f}%{run['bleu']:19.2f}{run['chrf']:8.2f}"
-            f"{'update ' + str(run['best_update']):>16}{run['best_validation_loss']:17.4f}"
-            f"{run['training_seconds']:8.0f} s"
-        )
-    say(f"\nEverything is in {prepared.output}: losses.png, samples.txt, results.json")
     return content
+
+
+def table(runs: dict[str, dict]) -> str:
+    """Quality, speed and memory of the runs, in words and figures side by side."""
+    first, second = runs.values()
+    lines = [("", *runs)]
+    lines += [
+        (title, *(form.format(factor * run[key]) for run in runs.values()))
+        for title, key, form, factor in (
+            ("exact match", "exact_match", "{:.1f} %", 1),
+            ("BLEU (characters)", "bleu", "{:.2f}", 1),
+            ("chrF", "chrf", "{:.2f}", 1),
+            ("least validation loss, bits a token", "best_validation_loss", "{:.4f}", 1),
+            ("  after so many updates", "best_update", "{:d}", 1),
+            ("seconds an update", "seconds_an_update", "{:.3f}", 1),
+            ("peak memory, MB", "peak_bytes", "{:.0f}", 1e-6),
+            ("  kept for the backward pass, MB", "kept_bytes", "{:.0f}", 1e-6),
+        )
+    ]
+    ratios = {
+        "seconds an update": f"{first['seconds_an_update'] / second['seconds_an_update']:.2f} times as fast",
+        "peak memory, MB": f"{second['peak_bytes'] / first['peak_bytes']:.2f} of float's",
+        "  kept for the backward pass, MB": f"{second['kept_bytes'] / first['kept_bytes']:.2f} of float's",
+    }
+    return "\n".join(
+        f"{title:38}{before:>10}{now:>10}   {ratios.get(title, '')}".rstrip() for title, before, now in lines
+    )
 
 
 def run(arguments: list[str]) -> int:
@@ -147,14 +192,13 @@ def compare(given: Namespace) -> dict:
 
     Raises:
         ValueError: the runs that are there were made from other numbers, or the folder holds files of somebody else.
-        ChildProcessError, Interrupted: see `train_side_by_side`.
+        ChildProcessError, Interrupted: see `run_lsq`.
     """
     text = Stage(name=NUMBERS, folder=given.output / NUMBERS, makes=corpus.FILES)
-    outputs = tuple(f"{mode}-{OUTPUT}" for mode in MODES)
     comparison = Stage(
-        name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png", *outputs)
+        name="comparison", folder=given.output, makes=("results.json", "samples.txt", "losses.png")
     )
-    key = {"--train-pairs": given.train_pairs, "--test-pairs": given.test_pairs, "--seed": given.seed}
+    key = {"--train-pairs": given.train_pairs, "--test-pairs": given.test_pairs, "--seed": given.seed, **sizes(given)}
     before = comparison.check_own()
     if before is not None and (found := stages.differences(before.key, key)):
         raise ValueError(
@@ -166,22 +210,6 @@ def compare(given: Namespace) -> dict:
     comparison.mark(key, finished=False)
     files = TextFiles(**{split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS})
     prepared = Prepared(files=files, output=given.output, options=VOCABULARY)
-    with locked_folder(given.output, "choose another --output"):
-        check_data(prepared)
-        prepare(prepared)
-    threads = max(1, len(os.sched_getaffinity(0)) // len(MODES))
-    say(f"training in float and in int8 at the same time; threads for each: {threads}")
-    results = train_side_by_side(
-        [
-            Training(
-                name=mode,
-                arguments=["train-text", *train_text_arguments(given, files, mode)],
-                folder=given.output / mode,
-                updates=given.updates,
-            )
-            for mode in MODES
-        ],
-        threads=threads,
-        quiet=given.quiet,
-    )
-    return report(prepared, results)
+    for mode in MODES:
+        run_lsq(["train-text", *train_text_arguments(given, files, mode)], threads=given.threads)
+    return report(prepared)

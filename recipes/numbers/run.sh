@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# English number names to German, in float and in int8 side by side: run.sh [--dry-run] [options of lsq numbers]
+# English number names to German, in float and then in int8: run.sh [--dry-run] [options of lsq numbers]
 set -euo pipefail
 if [ "${1:-}" = --dry-run ]; then
     shift
