@@ -223,8 +223,8 @@ class ProgramModule(nn.Module):
             return
         with naming(declared.rounding().clip.name.removesuffix("_clip")):
             measured = calibrate(
-                operation.unrounded(), self.quant.activation_init, self.quant.bits, fixed=self.quant.activation_clip,
-                percentile=self.quant.percentile,
+                operation.unrounded(self._backend().run), self.quant.activation_init, self.quant.bits,
+                fixed=self.quant.activation_clip, percentile=self.quant.percentile,
             )
         rounding.clip.data.copy_(measured)
 

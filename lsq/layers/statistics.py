@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lsq import quant
+from lsq import backends, quant
 from lsq.layers.module import ProgramModule
 from lsq.program.operation import Operation
 
@@ -75,7 +75,7 @@ class _Observer:
         if rounding is None:
             return
         if rounding.clipped is None:
-            outside = int((operation.unrounded().abs() > rounding.clip).sum())
+            outside = int((operation.unrounded(backends.run).abs() > rounding.clip).sum())
         else:
             outside = int(quant.unpack_bits(rounding.clipped, rounding.codes.numel()).sum())
         self._note(declared.rounding().clip.name, "activation", rounding.clip, rounding.codes, outside)

@@ -98,9 +98,6 @@ class Attention(Operation):
             log_sum[one.queries] = one.log_sum.T
         return context, log_sum
 
-    def unrounded(self) -> torch.Tensor:
-        return self._values()[0]
-
     def reference(self):
         context, log_sum = self._values()
         return context, *(self.rounded.encode(context) if self.rounded is not None else (None,) * 4), log_sum

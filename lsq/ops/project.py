@@ -111,9 +111,6 @@ class Project(Operation):
             y = torch.nn.functional.gelu(y)
         return dropped(y, self.dropout)
 
-    def unrounded(self) -> torch.Tensor:
-        return self._result(self._product())
-
     def reference(self):
         y = self._product()
         result = self._result(y)

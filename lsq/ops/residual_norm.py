@@ -56,9 +56,6 @@ class ResidualNorm(Operation):
     def same_values(self):
         return self.out, self.rounded and self.rounded.codes
 
-    def unrounded(self) -> torch.Tensor:
-        return self._values()[-1]
-
     def reference(self):
         *others, out = self._values()
         return *others, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)

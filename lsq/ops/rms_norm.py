@@ -7,8 +7,6 @@ Zhang and Sennrich 2019. `out` is wanted as float, as codes, or both; `update` m
 
 from __future__ import annotations
 
-import torch
-
 from lsq.ops import residual_sum
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.program.declare import Activations, Floats, In, Out, size
@@ -46,9 +44,6 @@ class RMSNorm(Operation):
     @property
     def same_values(self):
         return self.out, self.rounded and self.rounded.codes
-
-    def unrounded(self) -> torch.Tensor:
-        return self._values()[-1]
 
     def reference(self):
         *others, out = self._values()

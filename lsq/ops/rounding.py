@@ -36,7 +36,7 @@ class Round(Operation):
     def count(self) -> int:
         return self.x.numel()
 
-    def unrounded(self) -> torch.Tensor:
+    def unrounded(self, run) -> torch.Tensor:
         return self.x
 
     @property

@@ -5,7 +5,7 @@ are already allocated: `cpu` at once, `cuda` by the launches and products that i
 many operations can be replayed as one list. M rows, N columns wherever shapes are given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,9 +57,21 @@ class Operation(Declared):
         """
         raise ValueError(f"operation {type(self).__name__} has no CUDA implementation")
 
-    def unrounded(self) -> torch.Tensor:
-        """The float values that are about to be rounded under a clip; calibration measures those."""
-        raise NotImplementedError
+    def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
+        """The float values that are rounded under a clip here; calibration measures those.
+
+        As it stands here, for operations with a result `out` of floats: `run` runs this one without its rounding.
+        """
+        rounding, one = self.rounding(), self.bind(lambda tensor: tensor)
+        for field in self.fields:
+            if getattr(self, field.name) is rounding:
+                setattr(one, field.name, None)
+        if one.out is None:
+            floats = (leaf.of(self) for leaf in self.leaves() if leaf.kind == "Activations")
+            dtype = next((tensor.dtype for tensor in floats if tensor is not None), torch.float32)
+            one.out = torch.empty_like(rounding.codes, dtype=dtype)
+        run(one)
+        return one.out
 
     @property
     def same_values(self) -> tuple:

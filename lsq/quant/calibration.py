@@ -63,8 +63,8 @@ def calibrate(
         raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
     if x.numel() == 0:
         raise ValueError(f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values")
-    unusable = x.numel() - int(torch.isfinite(x).sum())
-    if unusable:
+    if not torch.isfinite(torch.stack(torch.aminmax(x))).all():
+        unusable = x.numel() - int(torch.isfinite(x).sum())
         raise ValueError(
             f"cannot calibrate on a tensor in which {unusable} of {x.numel()} values are NaN or infinite; "
             "find the operation that made them"

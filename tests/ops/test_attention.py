@@ -6,6 +6,7 @@ import resource
 import pytest
 import torch
 
+from lsq.backends import run
 from lsq.ops.attention import Attention, AttentionGradient
 from lsq.ops.attention_reference import tensor_of
 from lsq.program.values import RoundedGradient
@@ -135,9 +136,11 @@ def test_as_accurate_as_dense_attention(options):
 def test_the_context_is_rounded(width, heads):
     rounding = to_round(sum(LENGTHS), heads * width, 0.8, error=True)
     forward = attention(width=width, heads=heads, dropout=0.1, to=rounding)
-    found = compare(forward).rounded
+    made = compare(forward)
+    found, unrounded = made.rounded, made.unrounded(run)
     forward.out, forward.rounded = empty(sum(LENGTHS), heads * width), None
     wanted = rounding.encode(on_cpu(forward).out)
+    assert torch.equal(unrounded, on_cpu(forward).out)
     assert all(map(torch.equal, (found.codes, found.scale, found.clipped, found.error), wanted))
 
 

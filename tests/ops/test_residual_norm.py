@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lsq.backends import run
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.quant import random
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
@@ -90,7 +91,7 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
     made = rounded.codes, rounded.scale, rounded.clipped, rounded.error
     for one, wanted in zip(made, rounded.encode(found.out), strict=True):
         assert wanted is None or torch.equal(one, wanted)
-    torch.testing.assert_close(operation.unrounded(), found.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.unrounded(run), found.out, atol=1e-5, rtol=1e-5)
 
 
 def test_a_sum_without_norm():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lsq.backends import backend
+from lsq.backends import backend, run
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
 from lsq.ops.project import Project
@@ -83,7 +83,7 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
     made = rounded.codes, rounded.scale, rounded.clipped, rounded.error
     for one, wanted in zip(made, rounded.encode(found.out), strict=True):
         assert wanted is None or torch.equal(one, wanted)
-    torch.testing.assert_close(operation.unrounded(), found.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.unrounded(run), found.out, atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_is_wanted_is_written():

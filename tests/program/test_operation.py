@@ -74,7 +74,5 @@ def test_what_an_operation_does_not_have_is_refused_by_name():
         one.cuda()
     with pytest.raises(NotImplementedError, match="Sum has no gradient"):
         one.gradient(None)
-    with pytest.raises(NotImplementedError):
-        one.unrounded()
     with pytest.raises(AttributeError, match="lsq_Sum"):
         one.cpu()
