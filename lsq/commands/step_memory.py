@@ -10,7 +10,7 @@ from fairseq import checkpoint_utils
 from torch.profiler import ProfilerActivity, profile
 
 import lsq.fairseq  # noqa: F401  (registers what checkpoints of lsq's models name)
-from lsq.commands.logs import logging_to
+from lsq.commands.logs import logging_to, quieten
 
 
 def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Counter:
@@ -63,6 +63,7 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
     Raises:
         FileNotFoundError, ValueError: the checkpoint or its data are missing or damaged.
     """
+    quieten()
     with logging_to(Path(os.devnull)):
         (model,), config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)])
         criterion = task.build_criterion(config.criterion)
