@@ -12,8 +12,11 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
-SLOW = {"bench_network"}  # starts processes on pretended machines, again and again
-QUICK = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
+MARKS = {
+    "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
+    "bench_step": pytest.mark.thorough,  # torch.compile traces a model; test_plain_transformer.py runs every side
+}
+QUICK = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
 
 
 @pytest.fixture
