@@ -36,7 +36,7 @@ SIZES = {
     "--hidden": (256, "hidden size"),
     "--feed-forward": (1024, "inner size of feed-forward blocks"),
     "--heads": (4, "attention heads"),
-    "--max-tokens": (4000, "tokens in a batch, with padding"),
+    "--max-tokens": (3000, "tokens in a batch, with padding"),
 }
 """Options of `lsq train-text` that this command has as well: defaults and help."""
 TRAINING = {
@@ -65,7 +65,7 @@ def parser() -> ArgumentParser:
     )
     one_line_errors(made)
     made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")
-    made.add_argument("--updates", type=positive, default=150, help="updates of the weights, in each run")
+    made.add_argument("--updates", type=positive, default=200, help="updates of the weights, in each run")
     made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
     made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
     for option, (size, help_text) in SIZES.items():
