@@ -13,6 +13,7 @@ class CPU(Backend):
     """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call together."""
 
     name = "cpu"
+    refillable = True
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         return operation.cpu_scratch()

@@ -90,6 +90,11 @@ def run(operation) -> None:
     getattr(library(), f"lsq_{operation.name}")(operation.packed)
 
 
+def words(struct: bytes) -> ctypes.Array:
+    """A copy of a struct that can be changed, 8 bytes at a time."""
+    return (ctypes.c_uint64 * (len(struct) // 8)).from_buffer_copy(struct)
+
+
 def sequence(operations: Sequence) -> Callable[[], None]:
     """What runs the loops of `operations` in one foreign call, as often as it is called. Keeps their tensors alive."""
     found, count = library(), len(operations)
@@ -97,7 +102,7 @@ def sequence(operations: Sequence) -> Callable[[], None]:
     loops = (ctypes.c_void_p * count)(
         *(ctypes.cast(getattr(found, f"lsq_{operation.name}"), ctypes.c_void_p).value for operation in operations)
     )
-    pointers = (ctypes.c_char_p * count)(*structs)
+    pointers = (ctypes.c_void_p * count)(*map(ctypes.addressof, structs))
 
     def run(_alive=(operations, structs)) -> None:
         found.lsq_run_sequence(loops, pointers, ctypes.c_int64(count))

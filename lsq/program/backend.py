@@ -17,11 +17,13 @@ class Backend:
         name: for people.
         place: the device whose tensors it works on.
         activations: the dtype of activations in programs that are built for it; other floats are float32.
+        refillable: whether what `prepare` made sees tensors that are put into its operations later.
     """
 
     name: str
     place: torch.device = torch.device("cpu")
     activations: torch.dtype = torch.float32
+    refillable: bool = False
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs here."""

@@ -13,7 +13,7 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
-from lsq.csrc import declarations
+from lsq.csrc import declarations, loader
 
 T = TypeVar("T")
 
@@ -212,9 +212,9 @@ class Declared:
         return _layout(type(self)).pack(*words)
 
     @functools.cached_property
-    def packed(self) -> bytes:
-        """The struct with the addresses that its tensors have now; for one call, whose tensors stay what they are."""
-        return self.pack()
+    def packed(self):
+        """The struct in memory (lsq.csrc.loader.words), with the addresses of now; a prepared pass puts in others."""
+        return loader.words(self.pack())
 
     def _add_words(self, words: list, address: Callable, holders: tuple["Declared", ...]) -> None:
         for field in self.fields:
@@ -265,16 +265,34 @@ def _layout(cls: type) -> struct.Struct:
 
 def _format(cls: type) -> str:
     """For `struct`: natural alignment, whole structs as long as C++ has them."""
-    letters = []
+    return "".join(_letters(cls))
+
+
+def _letters(cls: type) -> Iterator[str]:
+    """The format, field by field."""
     for field in cls.fields:
         held = _DECLARED.get(field.kind)
         if field.kind == "float":
-            letters.append("f")
+            yield "f"
         elif held is not None and issubclass(held, Value):
-            letters.append(f"0q{_format(held)}0q")
+            yield f"0q{_format(held)}0q"
         else:
-            letters.append("P" if field.kind in KINDS else "q")
-    return "".join([*letters, "0q"])
+            yield "P" if field.kind in KINDS else "q"
+    yield "0q"
+
+
+@functools.cache
+def address_words(cls: type) -> dict[tuple[str, ...], int]:
+    """Which 8 bytes of the struct are the address of a tensor, by the tensor's path."""
+    found, before = {}, ""
+    for field, letters in zip(cls.fields, _letters(cls), strict=False):
+        first = struct.calcsize(before + "0q") // 8
+        if field.kind in KINDS:
+            found[field.name,] = first
+        elif letters.startswith("0q"):
+            found |= {(field.name, *path): first + word for path, word in address_words(_DECLARED[field.kind]).items()}
+        before += letters
+    return found
 
 
 @functools.cache

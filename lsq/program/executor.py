@@ -1,7 +1,8 @@
-"""Runs a program op by op, and hangs it into PyTorch's autograd as one node.
+"""Runs a program, and hangs it into PyTorch's autograd as one node.
 
 The outputs of an operation are allocated when it runs and dropped after their last reader. They come from the run's
-frame: fresh memory, or the places that a plan of the whole step has for them.
+frame: fresh memory, or the places that a plan of the whole step has for them. On planned memory a pass that comes again
+is prepared once and runs as a whole; where somebody looks on (hooks, profile) it goes operation by operation.
 """
 
 import time
@@ -39,6 +40,9 @@ class Hooks:
 
     before: Callable[[Operation, Operation], None] | None = None
     after: Callable[[Operation, Operation], None] | None = None
+
+    def __bool__(self) -> bool:
+        return self.before is not None or self.after is not None
 
 
 class Execution:
@@ -79,11 +83,19 @@ class Execution:
             self.run(range(program.forward_length), values, self._fresh())
             return tuple(values[output] for output in program.outputs)
 
+    def run_pass(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:
+        """Run the operations `indices` of a whole pass on `values`, which gains what crosses the program's borders."""
+        looked_at = _seconds is not None or (self.hooks and indices.start == 0)
+        if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
+            if indices.start:
+                values.update({**frame.kept(self.program), **values})
+            self.run(indices, values, frame)
+
     def _fresh(self) -> FreshFrame:
         return FreshFrame(lambda tensor: self.backend.allocate(tensor.shape, tensor.dtype))
 
     def run(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:
-        """Run the operations `indices` on `values`, which gains their outputs and loses what has no reader left."""
+        """Run `indices` one by one on `values`, which gains their outputs and loses what has no reader left."""
         program = self.program
         hooks = self.hooks if indices.start == 0 else Hooks()
         for index in indices:
@@ -139,7 +151,7 @@ class _Node(torch.autograd.Function):
         borders = (*program.inputs, *program.parameters)
         values = _placed(borders, arguments)
         with frame.running(backward=False):
-            execution.run(range(program.forward_length), values, frame)
+            execution.run_pass(range(program.forward_length), values, frame)
         ctx.execution, ctx.frame = execution, frame
         ctx.saved = tuple(
             tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
@@ -154,7 +166,7 @@ class _Node(torch.autograd.Function):
         values = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
         values |= _placed(program.output_gradients, gradients)
         with ctx.frame.running(backward=True):
-            ctx.execution.run(program.backward_range, values, ctx.frame)
+            ctx.execution.run_pass(program.backward_range, values, ctx.frame)
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
         return None, None, *(None if gradient is None else values[gradient] for gradient in found)

@@ -5,12 +5,15 @@ A *frame* is the memory of one run of a program, forward and backward. It hands 
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from lsq.memory.arena import Arena
+from lsq.program.backend import Backend
+from lsq.program.prepared import PreparedPass
 from lsq.program.program import Program
 from lsq.program.step import Place, StepPlan, signature
 from lsq.program.tensor import VirtualTensor
@@ -22,6 +25,9 @@ ADVICE = (
 
 
 Allocate = Callable[[VirtualTensor], torch.Tensor]
+Values = dict[VirtualTensor, torch.Tensor]
+PREPARED_KEPT = 2048
+"""Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
 
 
 def allocate(tensor: VirtualTensor) -> torch.Tensor:
@@ -38,6 +44,14 @@ class Frame:
 
     def done(self, program: Program, index: int) -> None:
         """Operation `index` has run."""
+
+    def run_prepared(self, program: Program, indices: range, backend: Backend, values: Values) -> bool:
+        """Run a whole pass at once on `values`, which gains what it writes across borders; False: it cannot be."""
+        return False
+
+    def kept(self, program: Program) -> Values:
+        """What lies where the forward pass has left it, for a backward pass; the rest comes through autograd."""
+        return {}
 
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
@@ -66,10 +80,12 @@ class PlannedFrame(Frame):
         memory: the plan's.
         node: which run of the step it is.
         program: what runs; it has the operations of the planned program, and no larger tensors.
+        repeated: whether it has run before.
     """
 
-    def __init__(self, memory: "StepMemory", node: int, program: Program):
+    def __init__(self, memory: "StepMemory", node: int, program: Program, *, repeated: bool):
         self.memory, self.node = memory, node
+        self._repeated = repeated
         self.step_number: int | None = None
         """Number of the step in which the forward pass ran."""
         self._places = memory.step.places[node]
@@ -79,6 +95,41 @@ class PlannedFrame(Frame):
             self._tensor(tensor, place)
             for tensor, place in zip(program.written(index), self._places[index], strict=True)
         ]
+
+    def run_prepared(self, program: Program, indices: range, backend: Backend, values: Values) -> bool:
+        if not (self._repeated and backend.refillable):
+            return False
+        for index in indices:
+            for tensor, place in zip(program.outputs_of[index], self._places[index], strict=False):
+                if place is None:
+                    values[tensor] = self._tensor(tensor, place)
+        self._prepared(program, indices, backend, values).run(values)
+        return True
+
+    def _prepared(self, program: Program, indices: range, backend: Backend, values: Values) -> PreparedPass:
+        kept, key = self.memory.prepared, (program, self.node, indices, backend)
+        if key not in kept:
+            inside = self._inside(program)
+            kept[key] = PreparedPass(
+                program, indices, backend, inside=inside, borders=values,
+                scratch=[[inside[tensor] for tensor in program.scratch[index]] for index in indices],
+            )
+            if len(kept) > PREPARED_KEPT:
+                kept.popitem(last=False)
+        kept.move_to_end(key)
+        return kept[key]
+
+    def kept(self, program: Program) -> Values:
+        return self._inside(program)
+
+    def _inside(self, program: Program) -> Values:
+        """Everything that has a place."""
+        return {
+            tensor: self._tensor(tensor, place)
+            for index in range(len(program.operations))
+            for tensor, place in zip(program.written(index), self._places[index], strict=True)
+            if place is not None
+        }
 
     def _tensor(self, tensor: VirtualTensor, place: Place | None) -> torch.Tensor:
         if place is None:
@@ -114,6 +165,8 @@ class StepMemory:
         self._positions = {(one.node, one.backward): position for position, one in enumerate(step.passes)}
         self._programs = {one.node: one.program for one in step.passes}
         self._fitting: dict[int, weakref.WeakSet[Program]] = {node: weakref.WeakSet() for node in self._programs}
+        self.prepared: OrderedDict[tuple, PreparedPass] = OrderedDict()
+        """By program, node, operations and backend. Shapes that come once are not prepared."""
         self._busy = threading.Lock()
         self._step_number = 0
         self._position = -1
@@ -135,12 +188,12 @@ class StepMemory:
         if not nodes:
             raise RuntimeError(f"{program.name} is run by a module that was not part of the planned step; {ADVICE}")
         node = next((node for node in nodes if self._positions[node, False] > self._position), nodes[0])
-        self._check(node, program)
-        return self.frame(self, node, program)
+        repeated = program in self._fitting[node]
+        if not repeated:
+            self._check(node, program)
+        return self.frame(self, node, program, repeated=repeated)
 
     def _check(self, node: int, program: Program) -> None:
-        if program in self._fitting[node]:
-            return
         planned = self._programs[node]
         if signature(program) != signature(planned):
             raise RuntimeError(f"{self.names[node]} runs other operations than memory was planned for; {ADVICE}")

@@ -54,8 +54,8 @@ def poison(tensor: torch.Tensor) -> None:
 class GuardedFrame(PlannedFrame):
     """A PlannedFrame that reports every access to its memory."""
 
-    def __init__(self, memory: "GuardedMemory", node: int, program: Program):
-        super().__init__(memory, node, program)
+    def __init__(self, memory: "GuardedMemory", node: int, program: Program, *, repeated: bool):
+        super().__init__(memory, node, program, repeated=False)
         self._length = program.forward_length
         self._writers: dict[VirtualTensor, tuple[int, int]] = {
             tensor: (index, number)

@@ -21,6 +21,7 @@ from lsq.program.declare import (
     Indices,
     Out,
     Value,
+    address_words,
     factor,
     size,
 )  # fmt: skip
@@ -114,6 +115,13 @@ def test_binding_resolves_every_tensor_and_keeps_the_rest():
     assert bound.x.shape == (3, 2) and bound.out.shape == (5,) and bound.made.codes.dtype == torch.int8
     assert bound.grid is None and bound.made.scale is None
     assert (bound.made.kind, bound.mode, bound.steps, bound.rows) == ("coarse", Mode.fast, 7, 3)
+
+
+def test_the_words_of_a_struct_that_are_addresses():
+    for one in (sample(grid=grid(), out=torch.zeros(5)), sample(factor=0.5)):
+        leaves = {leaf.path: leaf.of(one) for leaf in Sample.leaves()}
+        found = {path: one.packed[word] for path, word in address_words(Sample).items()}
+        assert found == {path: 0 if tensor is None else tensor.data_ptr() for path, tensor in leaves.items()}
 
 
 def test_sizes_are_those_of_the_bound_tensors():
