@@ -4,6 +4,7 @@ import contextlib
 import math
 import mmap
 import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -49,17 +50,30 @@ class Arena:
         Raises:
             ValueError: it does not lie inside the segment, or the offset is no multiple of the element's size.
         """
+        self._check(segment, offset, shape, dtype)
+        slab = self._slabs[segment]
+        start = (slab.storage_offset() + offset) // dtype.itemsize
+        return torch.empty(0, dtype=dtype, device=self.device).set_(
+            slab.untyped_storage(), start, tuple(shape), _strides(shape)
+        )
+
+
+    def lend(
+        self, segment: int, offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, weakref.ref]:
+        """The same, not empty and on the CPU, with a storage of its own; the reference is dead once nothing uses it."""
+        self._check(segment, offset, shape, dtype)
+        memory = memoryview(self._slabs[segment].numpy())
+        tensor = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).resize_(tuple(shape))
+        return tensor, weakref.ref(memory)
+
+    def _check(self, segment: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = math.prod(shape) * dtype.itemsize
         if offset < 0 or offset + size > self.capacities[segment] or offset % dtype.itemsize:
             raise ValueError(
                 f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit segment {segment} of "
                 f"{self.capacities[segment]} bytes"
             )
-        slab = self._slabs[segment]
-        start = (slab.storage_offset() + offset) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            slab.untyped_storage(), start, tuple(shape), _strides(shape)
-        )
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class Execution:
         program = self.program
         arguments = [_checked(virtual, tensors, program) for virtual in (*program.inputs, *program.parameters)]
         if program.output_gradients:
-            frame = self._fresh() if self.memory is None else self.memory.open(self.owner, program)
+            frame = self._fresh() if self.memory is None else self.memory.open(self.owner, program, tensors)
             return _Node.apply(self, frame, *arguments)
         with torch.no_grad():
             values = _placed((*program.inputs, *program.parameters), arguments)

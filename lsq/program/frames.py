@@ -3,19 +3,22 @@
 A *frame* is the memory of one run of a program, forward and backward. It hands out the tensors that operations write.
 """
 
+import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
 from lsq.memory.arena import Arena
 from lsq.program.backend import Backend
+from lsq.program.loans import Loans
 from lsq.program.prepared import PreparedPass
 from lsq.program.program import Program
-from lsq.program.step import Place, StepPlan, signature
+from lsq.program.step import Place, StepPlan, is_placed, signature
 from lsq.program.tensor import VirtualTensor
 
 ADVICE = (
@@ -74,35 +77,34 @@ class FreshFrame(Frame):
 
 
 class PlannedFrame(Frame):
-    """Tensors at the places of a plan; what crosses a border gets fresh memory.
+    """Tensors at the places of a plan; what crosses a border gets fresh memory, unless it is a gradient that is lent.
 
     Args:
         memory: the plan's.
         node: which run of the step it is.
         program: what runs; it has the operations of the planned program, and no larger tensors.
+        parameters: of the program, by name; gradients are lent to them. Without, none is.
         repeated: whether it has run before.
     """
 
-    def __init__(self, memory: "StepMemory", node: int, program: Program, *, repeated: bool):
+    def __init__(
+        self, memory: "StepMemory", node: int, program: Program, *, parameters: dict[str, torch.Tensor], repeated: bool
+    ):
         self.memory, self.node = memory, node
-        self._repeated = repeated
+        self._parameters, self._repeated = parameters, repeated
         self.step_number: int | None = None
         """Number of the step in which the forward pass ran."""
-        self._places = memory.step.places[node]
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        return [
-            self._tensor(tensor, place)
-            for tensor, place in zip(program.written(index), self._places[index], strict=True)
-        ]
+        return [self._tensor(tensor, index, number) for number, tensor in enumerate(program.written(index))]
 
     def run_prepared(self, program: Program, indices: range, backend: Backend, values: Values) -> bool:
         if not (self._repeated and backend.refillable):
             return False
         for index in indices:
-            for tensor, place in zip(program.outputs_of[index], self._places[index], strict=False):
-                if place is None:
-                    values[tensor] = self._tensor(tensor, place)
+            for number, tensor in enumerate(program.outputs_of[index]):
+                if not is_placed(tensor):
+                    values[tensor] = self._tensor(tensor, index, number)
         self._prepared(program, indices, backend, values).run(values)
         return True
 
@@ -125,16 +127,32 @@ class PlannedFrame(Frame):
     def _inside(self, program: Program) -> Values:
         """Everything that has a place."""
         return {
-            tensor: self._tensor(tensor, place)
+            tensor: self._tensor(tensor, index, number)
             for index in range(len(program.operations))
-            for tensor, place in zip(program.written(index), self._places[index], strict=True)
-            if place is not None
+            for number, tensor in enumerate(program.written(index))
+            if is_placed(tensor)
         }
 
-    def _tensor(self, tensor: VirtualTensor, place: Place | None) -> torch.Tensor:
+    def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
+        place = self.place(index, number)
         if place is None:
             return allocate(tensor)
-        return self.memory.arena.tensor(place[0], place[1], tensor.shape, tensor.dtype)
+        if is_placed(tensor):
+            return self.memory.arena.tensor(*place[:2], tensor.shape, tensor.dtype)
+        lending = self.memory.step.lent[self.node, index, number]
+        return self.memory.loans.lend(
+            place, tensor.shape, tensor.dtype, until=lending.until, keep=not lending.first,
+            label=f"{tensor.name} of {self.memory.names[self.node]}",
+        )
+
+    def place(self, index: int, number: int) -> Place | None:
+        """Where tensor `number` of what operation `index` writes lies in this run; None: in fresh memory."""
+        lending = self.memory.step.lent.get((self.node, index, number))
+        if lending is not None:
+            parameter = self._parameters.get(lending.parameter.name)
+            if parameter is None or (lending.first and parameter.grad is None):
+                return None
+        return self.memory.step.places[self.node][index][number]
 
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
@@ -161,6 +179,7 @@ class StepMemory:
         self.step = step
         self.names = names
         self.arena = Arena(step.plan.capacities)
+        self.loans = Loans(self.arena)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._positions = {(one.node, one.backward): position for position, one in enumerate(step.passes)}
         self._programs = {one.node: one.program for one in step.passes}
@@ -177,8 +196,8 @@ class StepMemory:
     def __reduce__(self):
         return type(None), ()
 
-    def open(self, owner: object, program: Program) -> PlannedFrame:
-        """The frame for the next run of `program` by `owner`.
+    def open(self, owner: object, program: Program, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})):
+        """The PlannedFrame for the next run of `program` by `owner`, whose parameters are among `tensors`.
 
         Raises:
             RuntimeError: the plan has no such run.
@@ -191,7 +210,8 @@ class StepMemory:
         repeated = program in self._fitting[node]
         if not repeated:
             self._check(node, program)
-        return self.frame(self, node, program, repeated=repeated)
+        parameters = {one.name: tensors[one.name] for one in program.parameters if one.name in tensors}
+        return self.frame(self, node, program, parameters=parameters, repeated=repeated)
 
     def _check(self, node: int, program: Program) -> None:
         planned = self._programs[node]
@@ -213,7 +233,7 @@ class StepMemory:
         """Around a pass of `frame`.
 
         Raises:
-            RuntimeError: another pass is running, or this one must not run now.
+            RuntimeError: another pass is running, this one must not run now, or a view of what was lent is still held.
         """
         name = self.names[frame.node]
         if not self._busy.acquire(blocking=False):
@@ -231,11 +251,17 @@ class StepMemory:
         position = self._positions[frame.node, False]
         if position <= self._position:
             self.next_step()
+        self.end_loans(position)
         self._position, frame.step_number = position, self._step_number
 
     def next_step(self) -> None:
         """Whatever lies in the arena is not needed any more."""
+        self.end_loans(math.inf)
         self._step_number += 1
+
+    def end_loans(self, position: float) -> None:
+        """Take back what was lent until a pass before `position`; raises as `Loans.end`."""
+        self.loans.end(position)
 
     def _turn_back(self, frame: PlannedFrame, name: str) -> None:
         if frame.step_number != self._step_number:
@@ -247,4 +273,5 @@ class StepMemory:
             raise RuntimeError(
                 f"the backward pass of {name} has begun before, or comes out of the planned order; {ADVICE}"
             )
+        self.end_loans(position)
         self._position = position

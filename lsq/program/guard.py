@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.memory.buffer import Buffer
 from lsq.program.frames import PlannedFrame, StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.program.step import is_placed, operations_of
+from lsq.program.step import Key, Place, is_placed, operations_of
 from lsq.program.tensor import VirtualTensor
 
 MARGIN = 256
@@ -40,6 +39,8 @@ class Alive:
     """Bytes from the start of the segment; `end` is where the red zone begins."""
     last: int
     """The last operation of the step that may read it."""
+    until: int | None
+    """Of what is lent: position of the pass after which its place is free."""
     tensor: torch.Tensor
 
 
@@ -54,8 +55,8 @@ def poison(tensor: torch.Tensor) -> None:
 class GuardedFrame(PlannedFrame):
     """A PlannedFrame that reports every access to its memory."""
 
-    def __init__(self, memory: "GuardedMemory", node: int, program: Program, *, repeated: bool):
-        super().__init__(memory, node, program, repeated=False)
+    def __init__(self, memory: "GuardedMemory", node: int, program: Program, **options):
+        super().__init__(memory, node, program, **{**options, "repeated": False})
         self._length = program.forward_length
         self._writers: dict[VirtualTensor, tuple[int, int]] = {
             tensor: (index, number)
@@ -73,10 +74,11 @@ class GuardedFrame(PlannedFrame):
             if tensor in self._writers:
                 self.memory.read((self.node, *self._writers[tensor]), tensor.name, what)
         made = super().tensors_for(program, index)
-        for number, (tensor, place) in enumerate(zip(made, self._places[index], strict=True)):
+        for number, tensor in enumerate(made):
+            place = self.place(index, number)
             if place is not None:
-                key = (self.node, index, number)
-                self.memory.write(key, tensor, self.memory.step.buffers[key], place, what)
+                seen = self.memory.arena.tensor(*place[:2], tensor.shape, tensor.dtype)
+                self.memory.write((self.node, index, number), seen, place, what)
         return made
 
     def done(self, program: Program, index: int) -> None:
@@ -95,7 +97,7 @@ class GuardedMemory(StepMemory):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.alive: dict[tuple[int, int, int], Alive] = {}
+        self.alive: dict[Key, Alive] = {}
         self.fired = 0
         """Faults found."""
 
@@ -124,19 +126,29 @@ class GuardedMemory(StepMemory):
         if (self.red_zone(one) != RED).any():
             self.fire(f"something wrote behind the end of {one.label}; found out {what}")
 
-    def write(self, key: tuple[int, int, int], tensor: torch.Tensor, buffer: Buffer, place, what: str) -> None:
+    def end_loans(self, position: float) -> None:
+        super().end_loans(position)
+        for key, one in list(self.alive.items()):
+            if one.until is not None and one.until < position:
+                self._end(key, "after it was lent")
+
+    def write(self, key: Key, tensor: torch.Tensor, place: Place, what: str) -> None:
         """`tensor` comes alive, to be written by operation `what`."""
+        buffer, lending = self.step.buffers[key], self.step.lent.get(key)
         segment, start, _ = place
         end = start + tensor.numel() * tensor.dtype.itemsize
         for other in self.alive.values():
             if other.segment == segment and start < other.end + MARGIN and other.start < end + MARGIN:
                 self.fire(f"{what} writes {buffer.name} over {other.label}, which is still needed")
-        one = Alive(label=buffer.name, segment=segment, start=start, end=end, last=buffer.last, tensor=tensor)
+        one = Alive(
+            label=buffer.name, segment=segment, start=start, end=end, last=buffer.last, tensor=tensor,
+            until=lending and lending.until,
+        )
         poison(tensor)
         self.red_zone(one).fill_(RED)
         self.alive[key] = one
 
-    def read(self, key: tuple[int, int, int], label: str, what: str) -> None:
+    def read(self, key: Key, label: str, what: str) -> None:
         """Operation `what` is about to read the tensor of `key`."""
         one = self.alive.get(key)
         if one is None:
@@ -146,7 +158,10 @@ class GuardedMemory(StepMemory):
     def pass_by(self, moment: int, what: str) -> None:
         """Operation `what` at `moment` of the step is over: poison what it was the last to read."""
         for key, one in list(self.alive.items()):
-            if one.last <= moment:
-                self.check_red_zone(one, f"after {what}")
-                poison(one.tensor)
-                del self.alive[key]
+            if one.last <= moment and one.until is None:
+                self._end(key, f"after {what}")
+
+    def _end(self, key: Key, what: str) -> None:
+        one = self.alive.pop(key)
+        self.check_red_zone(one, what)
+        poison(one.tensor)

@@ -25,6 +25,8 @@ class Pass:
     """Number of the program's run in the step; a forward and its backward share it."""
     program: Program
     backward: bool
+    leaves: tuple[int | None, ...]
+    """The tensors behind the program's parameters, numbered over the step; None for one that gathers no gradient."""
 
 
 class Rehearsal:
@@ -40,6 +42,8 @@ class Rehearsal:
         self.programs: list[Program] = []
         self.passes: list[Pass] = []
         self.owners: list[object] = []
+        self._leaves: list[tuple[int | None, ...]] = []
+        self._numbers: dict[int, int] = {}
 
     def run(self, owner: object, program: Program, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
@@ -47,18 +51,27 @@ class Rehearsal:
         if not program.output_gradients:
             return _zeros(program.outputs)
         borders = (*program.inputs, *program.parameters)
+        self._leaves.append(tuple(self._number(tensors.get(tensor.name)) for tensor in program.parameters))
         return _Noted.apply(self, owner, program, *(tensors.get(tensor.name) for tensor in borders))
+
+    def _number(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None or not (tensor.is_leaf and tensor.requires_grad):
+            return None
+        return self._numbers.setdefault(id(tensor), len(self._numbers))
 
     def begin(self, owner: object, program: Program) -> int:
         """Note a forward pass; the node's number."""
         node = len(self.owners)
         self.owners.append(owner)
-        self.passes.append(Pass(node=node, program=program, backward=False))
+        self._note(node, program, backward=False)
         return node
 
     def end(self, node: int, program: Program) -> None:
         """Note a backward pass."""
-        self.passes.append(Pass(node=node, program=program, backward=True))
+        self._note(node, program, backward=True)
+
+    def _note(self, node: int, program: Program, *, backward: bool) -> None:
+        self.passes.append(Pass(node=node, program=program, backward=backward, leaves=self._leaves[node]))
 
 
 class _Noted(torch.autograd.Function):

@@ -2,12 +2,12 @@
 
 The passes of a rehearsed step follow each other in one count of operations. What a forward pass saves lives until the
 backward pass of the same node has read it for the last time; everything else dies inside its pass, so temporaries of
-all layers share their bytes. What crosses a program's border (inputs, parameters, outputs, gradients) belongs
-to others and stays with PyTorch's allocator.
+all layers share their bytes. Gradients that autograd adds to others are placed, too, and lent (lsq.program.loans). What
+else crosses a program's border (inputs, parameters, outputs) belongs to others and stays with PyTorch's allocator.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lsq.memory.buffer import Buffer, Plan
@@ -18,6 +18,19 @@ from lsq.program.tensor import VirtualTensor
 
 Place = tuple[int, int, int]
 """Segment, offset in bytes, and bytes reserved there."""
+Key = tuple[int, int, int]
+"""Node, operation of its program and tensor that it writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lending:
+    """A gradient of a parameter that may be lent to autograd."""
+
+    parameter: VirtualTensor
+    until: int
+    """Position of the pass after which nobody needs it."""
+    first: bool
+    """Nothing of this step is there yet to add it to, so that it may be lent only if there is a gradient already."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,15 +40,15 @@ class StepPlan:
     passes: tuple[Pass, ...]
     starts: tuple[int, ...]
     """The first operation of each pass, in the count of the whole step."""
-    buffers: dict[tuple[int, int, int], Buffer]
-    """By node, operation of its program and tensor that it writes."""
+    buffers: dict[Key, Buffer]
+    lent: dict[Key, Lending]
     plan: Plan
     places: tuple[tuple[tuple[Place | None, ...], ...], ...]
     """For each node, operation of its program and tensor that it writes: its place, None for what is not placed."""
 
 
 def is_placed(tensor: VirtualTensor) -> bool:
-    """Whether the plan has a place for a tensor that an operation writes: it does not cross a border of its program."""
+    """Whether a tensor that an operation writes always lies in its place: it does not cross a border of its program."""
     return tensor.role == "temporary"
 
 
@@ -53,8 +66,28 @@ def operations_of(one: Pass) -> range:
     return range(length, len(one.program.operations)) if one.backward else range(length)
 
 
-def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0) -> dict[tuple[int, int, int], Buffer]:
-    """(node, operation, number of the tensor that it writes) -> buffer, for everything that is placed.
+def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
+    """The gradients of parameters that are the leaves of autograd's graph."""
+    found: dict[Key, Lending] = {}
+    firsts: dict[int, Key] = {}
+    for position, one in enumerate(passes):
+        program = one.program
+        gradients = dict(zip(program.differentiable, program.gradients, strict=True))
+        pairs = zip(program.parameters, one.leaves, strict=True)
+        leaves = {gradients.get(parameter): (parameter, leaf) for parameter, leaf in pairs}
+        for index in operations_of(one) if one.backward else ():
+            for number, tensor in enumerate(program.outputs_of[index]):
+                parameter, leaf = leaves.get(tensor, (None, None))
+                if leaf is not None:
+                    key = one.node, index, number
+                    first = firsts.setdefault(leaf, key)
+                    found[key] = Lending(parameter=parameter, until=position, first=first == key)
+                    found[first] = replace(found[first], until=position)
+    return found
+
+
+def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0) -> dict[Key, Buffer]:
+    """The buffer of everything that is placed.
 
     Args:
         passes: of the step.
@@ -64,6 +97,7 @@ def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0)
     starts = _starts(passes)
     begins = {(one.node, one.backward): start for one, start in zip(passes, starts, strict=True)}
     end = starts[-1] + len(operations_of(passes[-1]))
+    lent = lent_by(passes)
 
     def moment(node: int, program: Program, operation: int) -> int:
         backward = operation >= program.forward_length
@@ -74,13 +108,14 @@ def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0)
     for one in passes:
         for index in operations_of(one):
             for number, tensor in enumerate(one.program.written(index)):
-                if is_placed(tensor):
-                    first, last = one.program.lifetimes[tensor]
-                    found[one.node, index, number] = Buffer(
-                        name=f"{names[one.node]}/{tensor.name}",
-                        size=tensor.size + margin,
-                        first=moment(one.node, one.program, first),
-                        last=moment(one.node, one.program, last),
+                key = one.node, index, number
+                if is_placed(tensor) or key in lent:
+                    first, last = (moment(one.node, one.program, time) for time in one.program.lifetimes[tensor])
+                    if key in lent:
+                        until = lent[key].until
+                        last = starts[until] + len(operations_of(passes[until])) - 1
+                    found[key] = Buffer(
+                        name=f"{names[one.node]}/{tensor.name}", size=tensor.size + margin, first=first, last=last
                     )
     return found
 
@@ -114,6 +149,7 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
         passes=passes,
         starts=_starts(passes),
         buffers=buffers,
+        lent=lent_by(passes),
         plan=made,
         places=tuple(
             tuple(

@@ -29,6 +29,29 @@ def test_tensors_share_their_bytes_whatever_their_type():
     assert arena.tensor(0, 504, (4,), torch.bool).dtype == torch.bool
 
 
+def test_what_is_lent_has_a_storage_of_its_own():
+    arena = Arena([4096])
+    lent, alive = arena.lend(0, 256, (3, 5), torch.float32)
+    arena.tensor(0, 256, (3, 5), torch.float32).fill_(7)
+    assert lent.shape == (3, 5) and (lent == 7).all() and not lent._is_view()
+    assert lent.untyped_storage().data_ptr() == lent.data_ptr() and lent.untyped_storage().nbytes() == 60
+    view = lent[1]
+    del lent
+    assert alive() is not None
+    del view
+    assert alive() is None
+    with pytest.raises(ValueError, match="does not fit segment 0"):
+        arena.lend(0, 4090, (3,), torch.float32)
+
+
+def test_what_is_lent_keeps_the_arena():
+    arena = Arena([4096])
+    lent, _ = arena.lend(0, 0, (4,), torch.float32)
+    del arena
+    gc.collect()
+    assert lent.fill_(3).sum() == 12
+
+
 def test_empty_tensors_and_scalars():
     arena = Arena([64])
     assert arena.tensor(0, 64, (0, 3), torch.float32).shape == (0, 3)

@@ -47,6 +47,20 @@ def test_gradients_that_were_there_stay():
     assert all(torch.equal(parameter.grad, before[name]) for name, parameter in layer.named_parameters())
 
 
+def test_tensors_behind_parameters_are_numbered_over_the_step():
+    layer, x = layer_and_input()
+    twin = TransformerEncoderLayer(config_of(dropout=0.1))
+    twin.feed_forward.fc1_weight = layer.feed_forward.fc1_weight
+    twin.feed_forward.fc2_weight.requires_grad_(False)
+    rehearsed = rehearsal.rehearse(lambda: twin(layer(x)).sum(), layer.parameters())
+    first, second = ({one.name: n for one, n in zip(p.program.parameters, p.leaves, strict=True)}
+                     for p in rehearsed.passes[:2])  # fmt: skip
+    assert sorted(first.values()) == list(range(len(first)))
+    assert second["feed_forward.fc1_weight"] == first["feed_forward.fc1_weight"]
+    assert second["feed_forward.fc2_weight"] is None
+    assert second["feed_forward.fc2_bias"] not in first.values()
+
+
 def test_an_error_ends_the_rehearsal():
     with pytest.raises(ZeroDivisionError), rehearsal.rehearsing():
         raise ZeroDivisionError

@@ -3,7 +3,7 @@
 import pytest
 
 from lsq.program.rehearsal import rehearse
-from lsq.program.step import buffers_of, is_placed, node_names, operations_of, plan_step, signature
+from lsq.program.step import buffers_of, is_placed, lent_by, node_names, operations_of, plan_step, signature
 from tests.layers.toy import Translator, batch
 
 
@@ -17,7 +17,7 @@ def names_of(model, rehearsal):
 
 
 def replay(passes):
-    """(node, name) -> [first, last] moment at which an operation of the step touches a placed tensor."""
+    """(node, name) -> [first, last] moment at which an operation of the step touches a tensor that stays inside."""
     seen, moment = {}, 0
     for one in passes:
         for index in operations_of(one):
@@ -32,7 +32,11 @@ def replay(passes):
 def test_lives_are_those_of_a_replay(options):
     model, rehearsal = rehearsed(**options)
     buffers = buffers_of(rehearsal.passes, range(len(rehearsal.owners)))
-    found = {tuple(buffer.name.split("/", 1)): [buffer.first, buffer.last] for buffer in buffers.values()}
+    lent = lent_by(rehearsal.passes)
+    found = {
+        tuple(buffer.name.split("/", 1)): [buffer.first, buffer.last]
+        for key, buffer in buffers.items() if key not in lent
+    }  # fmt: skip
     assert found == {(str(node), name): life for (node, name), life in replay(rehearsal.passes).items()}
 
 
@@ -58,13 +62,41 @@ def test_saved_tensors_of_all_layers_are_alive_at_the_turn():
     assert alive == sum(one.program.saved_bytes for one in rehearsal.passes if one.backward)
 
 
-def test_what_crosses_a_border_is_not_placed():
-    _, rehearsal = rehearsed()
-    for (node, index, number), buffer in buffers_of(rehearsal.passes, range(len(rehearsal.owners))).items():
+def test_of_what_crosses_a_border_gradients_of_parameters_alone_are_placed():
+    _, rehearsal = rehearsed(backward="int8")
+    lent = lent_by(rehearsal.passes)
+    buffers = buffers_of(rehearsal.passes, range(len(rehearsal.owners)))
+    assert lent.keys() < buffers.keys()
+    for (node, index, number), buffer in buffers.items():
         program = next(one.program for one in rehearsal.passes if one.node == node)
         tensor = program.written(index)[number]
         borders = {*program.outputs, *program.gradients, *program.inputs, *program.parameters}
-        assert tensor not in borders and is_placed(tensor) and buffer.size == tensor.size
+        assert (tensor in borders) == ((node, index, number) in lent) != is_placed(tensor)
+        assert buffer.size == tensor.size
+    assert len(lent) == sum(
+        gradient is not None and parameter.role == "parameter"
+        for one in rehearsal.passes if one.backward
+        for parameter, gradient in zip(one.program.differentiable, one.program.gradients, strict=True)
+    )  # fmt: skip
+
+
+def test_what_is_lent_lives_to_the_end_of_a_pass():
+    """A contribution that others are added to, to the last of them; any other, to the end of its own pass."""
+    _, rehearsal = rehearsed(backward="int8", twice=True)
+    passes = rehearsal.passes
+    buffers, lent = buffers_of(passes, range(len(rehearsal.owners))), lent_by(passes)
+    ends = [sum(len(operations_of(one)) for one in passes[: position + 1]) - 1 for position in range(len(passes))]
+    positions = {(one.node, one.backward): position for position, one in enumerate(passes)}
+    together = {}
+    for (node, *_), lending in lent.items():
+        one = passes[positions[node, True]]
+        together.setdefault(one.leaves[one.program.parameters.index(lending.parameter)], []).append((node, lending))
+    assert sorted({len(group) for group in together.values()}) == [1, 2, 3]  # alone, of the layer run twice, the table
+    for group in together.values():
+        own = [positions[node, True] for node, _ in group]
+        assert [lending.first for _, lending in group] == [True] + [False] * (len(group) - 1)
+        assert [lending.until for _, lending in group] == [max(own), *own[1:]]
+    assert all(buffers[key].last == ends[lending.until] for key, lending in lent.items())
 
 
 def test_signatures_are_equal_for_all_shapes_of_a_layer():

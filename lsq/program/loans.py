@@ -1,0 +1,66 @@
+"""Gradients that lie in planned memory and are lent to autograd, which adds them to what is there and lets go of them.
+
+Autograd adds the gradient of a parameter to `parameter.grad`, or to an earlier contribution of the same step to a table
+that several layers share, which it holds until the last one came. Then the place is free again. Whoever keeps such a
+gradient (hooks, torch.autograd.grad) keeps it for good: it moves to memory of its own before its place is used again.
+"""
+
+import weakref
+
+import torch
+
+from lsq.memory.arena import Arena
+
+
+class Loan:
+    """A tensor in the arena in other hands, with a storage of its own, by which is seen whether anybody holds it.
+
+    Args:
+        tensor: that one.
+        memory: dies with its storage.
+        until: position of the pass, among those of the step, after which its place is needed.
+        keep: hold it until then, so that autograd never makes it the parameter's gradient. A contribution that others
+            are added to in place must not be held.
+        label: for people.
+    """
+
+    def __init__(self, tensor: torch.Tensor, memory: weakref.ref, *, until: int, keep: bool, label: str):
+        self.until, self.label = until, label
+        self._held = tensor if keep else None
+        self._tensor, self._memory = weakref.ref(tensor), memory
+
+    def end(self) -> bool:
+        """Whether nobody holds it any more; the tensor itself is moved away from whoever does, a view cannot be."""
+        self._held = None
+        if self._memory() is not None and (tensor := self._tensor()) is not None:
+            tensor.data = tensor.data.clone()
+        return self._memory() is None
+
+
+class Loans:
+    """What is lent out now."""
+
+    def __init__(self, arena: Arena):
+        self._arena = arena
+        self._open: list[Loan] = []
+
+    def lend(self, place: tuple[int, int, int], shape, dtype: torch.dtype, **options) -> torch.Tensor:
+        """A tensor at `place` to give away; `options` as Loan takes them."""
+        tensor, memory = self._arena.lend(*place[:2], shape, dtype)
+        self._open.append(Loan(tensor, memory, **options))
+        return tensor
+
+    def end(self, position: float) -> None:
+        """Take back what was lent until a pass before `position`.
+
+        Raises:
+            RuntimeError: somebody holds a view of it.
+        """
+        self._open = [loan for loan in self._open if loan.until >= position or not loan.end()]
+        held = next((loan for loan in self._open if loan.until < position), None)
+        if held is not None:
+            raise RuntimeError(
+                f"{held.label} lies in planned memory that is needed again, and something still holds a view of it; "
+                "clone the views of gradients that you keep, or train without a plan (release_memory; "
+                "--lsq-memory naive)"
+            )

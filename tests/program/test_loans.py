@@ -1,0 +1,199 @@
+"""Gradients in planned memory that are lent to autograd: the same numbers, and nothing that is kept is overwritten."""
+
+import gc
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.layers import VocabularyProjection
+from lsq.layers.memory import plan_memory
+from tests.dist.processes import run as run_processes
+from tests.layers.toy import PADDING, VOCABULARY, batch, largest, twins
+
+
+@pytest.fixture
+def pair():
+    """(planned, naive, memory): equal translators, whose parameters have gradients."""
+    planned, naive = twins(backward="int8", calibration_passes=0)
+    memory = plan_memory(planned, largest(planned))
+    for model in (planned, naive):
+        torch.manual_seed(0)
+        model(*batch(3, 7, 9)).backward()
+    return planned, naive, memory
+
+
+def inside(memory, tensor: torch.Tensor) -> bool:
+    base = memory.arena.tensor(0, 0, (1,), torch.uint8).data_ptr()
+    return base <= tensor.data_ptr() < base + memory.arena.size
+
+
+def both(planned, naive, step) -> tuple[list, list]:
+    """What `step(model)` returns for each, from the same random numbers."""
+    results = []
+    for model in (planned, naive):
+        torch.manual_seed(7)
+        results.append(list(step(model)))
+    return tuple(results)
+
+
+def equal(found, expected) -> bool:
+    return all((a is b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def gradients(model) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def backward(model, seed: int = 0):
+    model(*batch(3, 7, 9, seed=seed)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("options", [{"backward": "int8"}, {"twice": True}, {"mode": "float"}])
+@pytest.mark.parametrize("mode", ["planned", "guard"])
+def test_gradients_that_stay_or_go(options, to_none, mode):
+    planned, naive = twins(**options)
+    memory = plan_memory(planned, largest(planned), mode=mode)
+    for seed in range(4):
+        for model in (planned, naive):
+            torch.manual_seed(seed)
+            backward(model, seed)
+            backward(model, seed + 1)  # as with --update-freq 2
+        assert equal(gradients(planned), gradients(naive))
+        assert not any(inside(memory, gradient) for gradient in gradients(planned))
+        for model in (planned, naive):
+            model.zero_grad(set_to_none=to_none)
+    assert mode == "planned" or memory.fired == 0
+
+
+def test_contributions_to_a_shared_table_are_added_in_its_first_place(pair):
+    planned, _, memory = pair
+    table = planned.embedding.weight
+    shared = {key: one for key, one in memory.step.lent.items() if one.parameter.shape == table.shape}
+    assert [one.first for one in shared.values()].count(True) == 1 and len(shared) == 3
+    (first, lending), *_ = [(key, one) for key, one in shared.items() if one.first]
+    assert lending.until == max(one.until for one in shared.values())
+    before = table.grad.clone()
+    backward(planned)
+    segment, offset, _ = memory.step.places[first[0]][first[1]][first[2]]
+    total = memory.arena.tensor(segment, offset, table.shape, table.dtype)
+    torch.testing.assert_close(table.grad, before + total)
+    assert total.abs().sum() > 0
+
+
+def test_a_projection_of_its_own():
+    planned, naive = twins(backward="int8")
+    for model in (planned, naive):
+        torch.manual_seed(2)
+        model.projection = VocabularyProjection(VOCABULARY, 48, quant=model.projection.quant, padding_idx=PADDING)
+    plan_memory(planned, largest(planned))
+    for _ in range(3):
+        assert equal(*both(planned, naive, backward))
+
+
+def test_hooks_may_keep_gradients(pair):
+    planned, naive, memory = pair
+
+    def kept(model):
+        found = []
+        handles = [parameter.register_hook(found.append) for parameter in model.parameters()]
+        backward(model)
+        for handle in handles:
+            handle.remove()
+        backward(model, seed=1)  # over whatever is not held
+        return found
+
+    found, expected = both(planned, naive, kept)
+    memory.next_step()
+    assert equal(found, expected) and not any(inside(memory, gradient) for gradient in found)
+
+
+def test_gradients_that_are_asked_for(pair):
+    planned, naive, memory = pair
+
+    def asked(model):
+        found = torch.autograd.grad(model(*batch(3, 7, 9)), list(model.parameters()), allow_unused=True)
+        backward(model, seed=1)
+        return found
+
+    found, expected = both(planned, naive, asked)
+    memory.next_step()
+    assert equal(found, expected) and not any(inside(memory, one) for one in found if one is not None)
+
+
+def test_a_view_that_is_kept_is_an_error_until_it_is_gone(pair):
+    planned, naive, _ = pair
+    kept = []
+    handle = planned.encoder[0].feed_forward.fc1_weight.register_hook(lambda gradient: kept.append(gradient[1:]))
+    with pytest.raises(RuntimeError, match="d_feed_forward.fc1_weight of encoder.0 lies in planned memory .* a view"):
+        backward(planned)
+        planned(*batch(3, 7, 9))
+    handle.remove()
+    value = kept[0].clone()
+    with pytest.raises(RuntimeError, match="clone the views of gradients that you keep.*--lsq-memory naive"):
+        planned(*batch(3, 7, 9))
+    assert torch.equal(kept[0], value)
+    kept.clear()
+    gc.collect()
+    for model in (planned, naive):
+        model.zero_grad()
+    assert equal(*both(planned, naive, backward))
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+def test_the_first_contribution_may_be_left_out(pair, to_none):
+    """Without the loss, the table's first gradient is one that was planned to be added to another."""
+    planned, naive, memory = pair
+
+    def without_loss(model):
+        model.zero_grad(set_to_none=to_none)
+        source, target = batch(3, 7, 9)
+        (model.embedding(source).square().sum() + model.embedding(target).sum()).backward()
+        return [model.embedding.weight.grad]
+
+    for _ in range(2):
+        assert equal(*both(planned, naive, without_loss))
+        assert not inside(memory, planned.embedding.weight.grad)
+
+
+def test_a_layer_that_is_left_out(pair):
+    planned, naive, _ = pair
+
+    def shorter(model):
+        model.encoder, kept = model.encoder[:1], model.encoder
+        backward(model)
+        model.encoder = kept
+        return gradients(model)
+
+    assert equal(*both(planned, naive, shorter))
+    assert equal(*both(planned, naive, backward))
+
+
+def test_parameters_that_are_frozen_later(pair):
+    planned, naive, _ = pair
+    for model in (planned, naive):
+        model.encoder[0].feed_forward.fc1_weight.requires_grad_(False)
+    assert equal(*both(planned, naive, backward))
+
+
+def _train(rank: int) -> bool:
+    """Whether planned and naive workers have the same gradients after some steps."""
+    models = twins(backward="int8")
+    plan_memory(models[0], largest(models[0]))
+    found = []
+    for model in models:
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        torch.manual_seed(rank)
+        for step in range(4):
+            if step % 2:
+                model.zero_grad(set_to_none=step == 1)
+            with wrapped.no_sync() if step == 2 else torch.enable_grad():
+                wrapped(*batch(3, 7, 9, seed=2 * step + rank)).backward()
+        found.append([gradient.clone() for gradient in gradients(model)])
+    return equal(*found)
+
+
+def test_data_parallel_workers():
+    assert run_processes(_train, 2) == [True, True]
