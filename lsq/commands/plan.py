@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lsq.commands.options import count, one_line_errors, positive, seconds
-from lsq.memory.buffer import Buffer, Plan
-from lsq.memory.files import read_buffers, save_plan, write_plan
-from lsq.memory.memory_map import alive_at_peak, draw
-from lsq.memory.planner import METHODS, TIME_LIMIT, plan
+from lsq.planner.buffer import Buffer, Plan
+from lsq.planner.files import read_buffers, save_plan, write_plan
+from lsq.planner.memory_map import alive_at_peak, draw
+from lsq.planner.planner import METHODS, TIME_LIMIT, plan
 
 SHOWN = 10
 """Buffers and segments that are listed."""
@@ -100,7 +101,7 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
     from lsq.fairseq.memory import describe_training  # takes seconds, and a file needs none of it
 
     step = describe_training(parsed, given.vocabulary_size)
-    return given, list(step.buffers.values())
+    return given, [Buffer(**dataclasses.asdict(buffer)) for buffer in step.buffers.values()]
 
 
 def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Namespace:

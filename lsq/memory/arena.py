@@ -21,58 +21,50 @@ ADVICE = (mmap.MADV_HUGEPAGE, WIPE_ON_FORK) if sys.platform == "linux" else ()
 
 
 class Arena:
-    """One slab of bytes for each segment of a plan.
+    """The bytes of a plan.
 
-    On the CPU the slabs are untouched address space: the system gives memory to the pages that are written, once, and
-    they stay. A slab is given back when the arena and every tensor in it are gone.
+    On the CPU they are untouched address space: the system gives memory to the pages that are written, once, and they
+    stay. They are given back when the arena and every tensor in it are gone.
 
     Args:
-        capacities: bytes of each segment.
+        size: bytes.
         device: where, as torch names it.
 
     Raises:
         MemoryError: the system refuses so much.
     """
 
-    def __init__(self, capacities: Sequence[int], device: torch.device | str = "cpu"):
-        self.capacities = tuple(capacities)
+    def __init__(self, size: int, device: torch.device | str = "cpu"):
+        self.size = size
         self.device = torch.device(device)
-        self._slabs = [_slab(capacity, self.device) for capacity in self.capacities]
+        self._slab = _slab(size, self.device)
 
-    @property
-    def size(self) -> int:
-        """Bytes of all segments."""
-        return sum(self.capacities)
-
-    def tensor(self, segment: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor at byte `offset` of `segment`; what is there stays.
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor at byte `offset`; what is there stays.
 
         Raises:
-            ValueError: it does not lie inside the segment, or the offset is no multiple of the element's size.
+            ValueError: it does not lie inside the arena, or the offset is no multiple of the element's size.
         """
-        self._check(segment, offset, shape, dtype)
-        slab = self._slabs[segment]
-        start = (slab.storage_offset() + offset) // dtype.itemsize
+        self._check(offset, shape, dtype)
+        start = (self._slab.storage_offset() + offset) // dtype.itemsize
         return torch.empty(0, dtype=dtype, device=self.device).set_(
-            slab.untyped_storage(), start, tuple(shape), _strides(shape)
+            self._slab.untyped_storage(), start, tuple(shape), _strides(shape)
         )
 
 
-    def lend(
-        self, segment: int, offset: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[torch.Tensor, weakref.ref]:
+    def lend(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, weakref.ref]:
         """The same, not empty and on the CPU, with a storage of its own; the reference is dead once nothing uses it."""
-        self._check(segment, offset, shape, dtype)
-        memory = memoryview(self._slabs[segment].numpy())
+        self._check(offset, shape, dtype)
+        memory = memoryview(self._slab.numpy())
         tensor = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).resize_(tuple(shape))
         return tensor, weakref.ref(memory)
 
-    def _check(self, segment: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def _check(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = math.prod(shape) * dtype.itemsize
-        if offset < 0 or offset + size > self.capacities[segment] or offset % dtype.itemsize:
+        if offset < 0 or offset + size > self.size or offset % dtype.itemsize:
             raise ValueError(
-                f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit segment {segment} of "
-                f"{self.capacities[segment]} bytes"
+                f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit an arena of "
+                f"{self.size} bytes"
             )
 
 

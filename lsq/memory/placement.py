@@ -7,20 +7,20 @@ same; `reference` is what it is tested against, and what runs where the library 
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lsq.csrc import loader
-from lsq.memory.buffer import LARGEST, Block
+from lsq.memory.buffer import LARGEST
 
 UNPLACED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the blocks of one pool lie."""
+    """Where blocks lie."""
 
     offsets: list[int]
     """Bytes from the start of the segment."""
@@ -31,23 +31,28 @@ class Placement:
 
 
 def place(
-    blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int] = (LARGEST,), granularity: int = 1
-) -> Placement:
-    """Place blocks one after the other; those with a fixed offset go first, into segment 0.
+    blocks: Sequence, order: Sequence[int], limits: Sequence[int] = (LARGEST,), granularity: int = 1,
+    fixed: Mapping[int, int] | None = None,
+) -> Placement:  # fmt: skip
+    """Place blocks one after the other.
 
     Args:
-        blocks: those of one pool, none of size 0.
+        blocks: each has size (above 0), first, last and alignment, as a Buffer has.
         order: indices into `blocks`.
         limits: largest capacity in bytes of every segment that may be used. Of those that are still empty, only the
             first that is large enough is considered.
         granularity: capacities are multiples of so many bytes, or their limit.
+        fixed: offsets that are given, by index; those blocks go first, into segment 0.
     """
-    order = [i for i in order if blocks[i].offset is not None] + [i for i in order if blocks[i].offset is None]
+    fixed = fixed or {}
+    order = [*(i for i in order if i in fixed), *(i for i in order if i not in fixed)]
     run = _fused if loader.available() else reference
-    return run(blocks, order, limits, granularity)
+    return run(blocks, order, limits, granularity, fixed)
 
 
-def reference(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int], granularity: int) -> Placement:
+def reference(
+    blocks: Sequence, order: Sequence[int], limits: Sequence[int], granularity: int, fixed: Mapping[int, int]
+) -> Placement:
     """The plain implementation; `order` begins with the blocks that have fixed offsets."""
     offsets, segments, used = [0] * len(blocks), [UNPLACED] * len(blocks), [0] * len(limits)
     placed: list[list[tuple[int, int]]] = [[] for _ in limits]  # per segment, (offset, block) in order of offset
@@ -64,8 +69,8 @@ def reference(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[in
                 ]
                 for cost, offset in _places(block, neighbours, limit, used[segment], granularity):
                     found.append((cost, segment, offset))
-        if block.offset is not None:
-            found = [(None, 0, block.offset)] if block.offset + block.size <= limits[0] else []
+        if i in fixed:
+            found = [(None, 0, fixed[i])] if fixed[i] + block.size <= limits[0] else []
         if found:
             _, segments[i], offsets[i] = min(found)
             insort(placed[segments[i]], (offsets[i], i))
@@ -79,7 +84,7 @@ def capacity_of(used: int, limit: int, granularity: int) -> int:
 
 
 def _places(
-    block: Block, neighbours: Sequence[tuple[int, int]], limit: int, used: int, granularity: int
+    block, neighbours: Sequence[tuple[int, int]], limit: int, used: int, granularity: int
 ) -> Iterator[tuple[tuple[int, int, int], int]]:
     """Yield (cost, offset) of every place in a segment; cost: growth, kind, bytes left free beside it.
 
@@ -97,17 +102,19 @@ def _places(
         yield (capacity - capacity_of(used, limit, granularity), 1 if used else 2, capacity - end), start
 
 
-def _fused(blocks: Sequence[Block], order: Sequence[int], limits: Sequence[int], granularity: int) -> Placement:
+def _fused(
+    blocks: Sequence, order: Sequence[int], limits: Sequence[int], granularity: int, fixed: Mapping[int, int]
+) -> Placement:
     wanted = torch.tensor(order, dtype=torch.int64)
     limit = torch.tensor(limits, dtype=torch.int64)
     offsets, segments = torch.zeros(len(blocks), dtype=torch.int64), torch.full((len(blocks),), UNPLACED)
     used = torch.zeros_like(limit)
-    rows = table(blocks)
+    rows = table(blocks, fixed)
     loader.call("lsq_place", rows, wanted, len(order), limit, len(limits), granularity, offsets, segments, used)
     return Placement(offsets=offsets.tolist(), segments=segments.tolist(), used=used.tolist())
 
 
-def table(blocks: Sequence[Block]) -> torch.Tensor:
+def table(blocks: Sequence, fixed: Mapping[int, int]) -> torch.Tensor:
     """What C++ reads of blocks (struct Buffer of lsq/csrc/cpu/planner.h): int64 [n, 5]."""
-    rows = [(b.size, b.first, b.last, b.alignment, UNPLACED if b.offset is None else b.offset) for b in blocks]
+    rows = [(b.size, b.first, b.last, b.alignment, fixed.get(i, UNPLACED)) for i, b in enumerate(blocks)]
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)

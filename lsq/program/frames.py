@@ -18,7 +18,7 @@ from lsq.program.backend import Backend
 from lsq.program.loans import Loans
 from lsq.program.prepared import PreparedPass
 from lsq.program.program import Program
-from lsq.program.step import Place, StepPlan, is_placed, signature
+from lsq.program.step import StepPlan, is_placed, signature
 from lsq.program.tensor import VirtualTensor
 
 ADVICE = (
@@ -138,21 +138,22 @@ class PlannedFrame(Frame):
         if place is None:
             return allocate(tensor)
         if is_placed(tensor):
-            return self.memory.arena.tensor(*place[:2], tensor.shape, tensor.dtype)
+            return self.memory.arena.tensor(place, tensor.shape, tensor.dtype)
         lending = self.memory.step.lent[self.node, index, number]
         return self.memory.loans.lend(
             place, tensor.shape, tensor.dtype, until=lending.until, keep=not lending.first,
             label=f"{tensor.name} of {self.memory.names[self.node]}",
         )
 
-    def place(self, index: int, number: int) -> Place | None:
-        """Where tensor `number` of what operation `index` writes lies in this run; None: in fresh memory."""
-        lending = self.memory.step.lent.get((self.node, index, number))
+    def place(self, index: int, number: int) -> int | None:
+        """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh memory."""
+        key = self.node, index, number
+        lending = self.memory.step.lent.get(key)
         if lending is not None:
             parameter = self._parameters.get(lending.parameter.name)
             if parameter is None or (lending.first and parameter.grad is None):
                 return None
-        return self.memory.step.places[self.node][index][number]
+        return self.memory.step.places.get(key)
 
     @contextmanager
     def running(self, backward: bool) -> Iterator[None]:
@@ -178,7 +179,7 @@ class StepMemory:
     def __init__(self, step: StepPlan, owners: list[object], names: tuple[str, ...]):
         self.step = step
         self.names = names
-        self.arena = Arena(step.plan.capacities)
+        self.arena = Arena(step.plan.peak)
         self.loans = Loans(self.arena)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._positions = {(one.node, one.backward): position for position, one in enumerate(step.passes)}

@@ -13,7 +13,7 @@ import torch
 from lsq.program.frames import PlannedFrame, StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.program.step import Key, Place, is_placed, operations_of
+from lsq.program.step import Key, is_placed, operations_of
 from lsq.program.tensor import VirtualTensor
 
 MARGIN = 256
@@ -33,10 +33,9 @@ class Alive:
     """A tensor that the plan has alive."""
 
     label: str
-    segment: int
     start: int
     end: int
-    """Bytes from the start of the segment; `end` is where the red zone begins."""
+    """Bytes from the start of the arena; `end` is where the red zone begins."""
     last: int
     """The last operation of the step that may read it."""
     until: int | None
@@ -77,7 +76,7 @@ class GuardedFrame(PlannedFrame):
         for number, tensor in enumerate(made):
             place = self.place(index, number)
             if place is not None:
-                seen = self.memory.arena.tensor(*place[:2], tensor.shape, tensor.dtype)
+                seen = self.memory.arena.tensor(place, tensor.shape, tensor.dtype)
                 self.memory.write((self.node, index, number), seen, place, what)
         return made
 
@@ -120,7 +119,7 @@ class GuardedMemory(StepMemory):
         return self.step.starts[position] + index - operations_of(self.step.passes[position]).start
 
     def red_zone(self, one: Alive) -> torch.Tensor:
-        return self.arena.tensor(one.segment, one.end, (MARGIN,), torch.uint8)
+        return self.arena.tensor(one.end, (MARGIN,), torch.uint8)
 
     def check_red_zone(self, one: Alive, what: str) -> None:
         if (self.red_zone(one) != RED).any():
@@ -132,16 +131,15 @@ class GuardedMemory(StepMemory):
             if one.until is not None and one.until < position:
                 self._end(key, "after it was lent")
 
-    def write(self, key: Key, tensor: torch.Tensor, place: Place, what: str) -> None:
-        """`tensor` comes alive, to be written by operation `what`."""
+    def write(self, key: Key, tensor: torch.Tensor, start: int, what: str) -> None:
+        """`tensor` at byte `start` comes alive, to be written by operation `what`."""
         buffer, lending = self.step.buffers[key], self.step.lent.get(key)
-        segment, start, _ = place
         end = start + tensor.numel() * tensor.dtype.itemsize
         for other in self.alive.values():
-            if other.segment == segment and start < other.end + MARGIN and other.start < end + MARGIN:
+            if start < other.end + MARGIN and other.start < end + MARGIN:
                 self.fire(f"{what} writes {buffer.name} over {other.label}, which is still needed")
         one = Alive(
-            label=buffer.name, segment=segment, start=start, end=end, last=buffer.last, tensor=tensor,
+            label=buffer.name, start=start, end=end, last=buffer.last, tensor=tensor,
             until=lending and lending.until,
         )
         poison(tensor)

@@ -44,9 +44,9 @@ class Loans:
         self._arena = arena
         self._open: list[Loan] = []
 
-    def lend(self, place: tuple[int, int, int], shape, dtype: torch.dtype, **options) -> torch.Tensor:
-        """A tensor at `place` to give away; `options` as Loan takes them."""
-        tensor, memory = self._arena.lend(*place[:2], shape, dtype)
+    def lend(self, offset: int, shape, dtype: torch.dtype, **options) -> torch.Tensor:
+        """A tensor at byte `offset` to give away; `options` as Loan takes them."""
+        tensor, memory = self._arena.lend(offset, shape, dtype)
         self._open.append(Loan(tensor, memory, **options))
         return tensor
 

@@ -16,8 +16,6 @@ from lsq.program.program import Program
 from lsq.program.rehearsal import Pass
 from lsq.program.tensor import VirtualTensor
 
-Place = tuple[int, int, int]
-"""Segment, offset in bytes, and bytes reserved there."""
 Key = tuple[int, int, int]
 """Node, operation of its program and tensor that it writes."""
 
@@ -43,8 +41,8 @@ class StepPlan:
     buffers: dict[Key, Buffer]
     lent: dict[Key, Lending]
     plan: Plan
-    places: tuple[tuple[tuple[Place | None, ...], ...], ...]
-    """For each node, operation of its program and tensor that it writes: its place, None for what is not placed."""
+    places: dict[Key, int]
+    """Offsets in bytes."""
 
 
 def is_placed(tensor: VirtualTensor) -> bool:
@@ -139,25 +137,13 @@ def plan_step(passes: tuple[Pass, ...], names: tuple[str, ...], *, margin: int) 
     """
     buffers = buffers_of(passes, names, margin=margin)
     made = plan(list(buffers.values()))
-    programs = {one.node: one.program for one in passes}
-
-    def place(node: int, index: int, number: int) -> Place | None:
-        buffer = buffers.get((node, index, number))
-        return buffer and (made.segments[buffer.name], made.offsets[buffer.name], buffer.size - margin)
-
     return StepPlan(
         passes=passes,
         starts=_starts(passes),
         buffers=buffers,
         lent=lent_by(passes),
         plan=made,
-        places=tuple(
-            tuple(
-                tuple(place(node, index, number) for number in range(len(programs[node].written(index))))
-                for index in range(len(programs[node].operations))
-            )
-            for node in range(len(names))
-        ),
+        places={key: made.offsets[buffer.name] for key, buffer in buffers.items()},
     )
 
 

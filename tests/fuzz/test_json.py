@@ -1,4 +1,4 @@
-"""JSON that users hand in or edit: files of tuned products, reports of coverage, plans, markers."""
+"""JSON that users hand in or edit: files of tuned products, reports of coverage, markers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,9 +11,6 @@ from lsq.commands import stages
 from lsq.commands.stages import Stage
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.memory import files, validator
-from lsq.memory.buffer import Buffer
-from lsq.memory.planner import plan
 from lsq.tune import coverage
 from lsq.tune.coverage import Coverage, Line
 from tests.fuzz import trial
@@ -28,7 +25,6 @@ CPU_FILE = file(
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
 LINES = tuple(Line(key=key(rows), calls=rows, seconds=0.5, served=served) for rows, served in ((64, None), (8, key(8))))
 REPORT = Coverage(kind="cpu", device="Example CPU", files=("a.json",), lines=LINES)
-BUFFERS = [Buffer(name=f"b{number}", size=7 * number, first=number, last=2 * number) for number in range(5)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +36,6 @@ class Kind:
     read: Callable[[Path], Any]
     write: Callable[[Path, Any], object] | None = None
     """What is read means something: written again it is read as the same."""
-
-
-def read_plan(path: Path) -> object:
-    """As its reader is told to: checked before use."""
-    found = files.load_plan(path)
-    validator.check(BUFFERS, found)
-    return found
 
 
 KINDS = {
@@ -61,11 +50,6 @@ KINDS = {
         write=configuration_file.write,
     ),
     "coverage": Kind(sound=lambda path: coverage.write(path, REPORT), read=coverage.read, write=coverage.write),
-    "plan": Kind(
-        sound=lambda path: files.save_plan(plan(BUFFERS), path),
-        read=read_plan,
-        write=lambda path, found: files.save_plan(found, path),
-    ),
 }
 
 
@@ -79,7 +63,7 @@ def test_a_file_is_refused_or_means_what_it_says(tmp_path, name):
     def attempt(chance):
         path.write_bytes(mutated_json(content, chance))
         found = trial.outcome(lambda: kind.read(path), path.parent)
-        if found.refusal and not found.refusal.removeprefix("error: ").startswith(str(path)) and name != "plan":
+        if found.refusal and not found.refusal.removeprefix("error: ").startswith(str(path)):
             return trial.Outcome(fault=f"a message that does not name the file: {found.refusal}")
         if found.refusal is None and not found.fault and kind.write:
             kind.write(again, found.result)

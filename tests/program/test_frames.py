@@ -27,7 +27,7 @@ def program_of(layer, batch, time):
 
 
 def inside(memory, tensor):
-    base = memory.arena.tensor(0, 0, (1,), torch.uint8).data_ptr()
+    base = memory.arena.tensor(0, (1,), torch.uint8).data_ptr()
     return base <= tensor.data_ptr() < base + memory.arena.size
 
 
@@ -50,12 +50,12 @@ def test_tensors_of_any_batch_lie_at_the_planned_places(planned, batch, time):
     layer, memory = planned
     program = program_of(layer, batch, time)
     frame = memory.open(layer, program)
-    base = memory.arena.tensor(0, 0, (1,), torch.uint8).data_ptr()
+    base = memory.arena.tensor(0, (1,), torch.uint8).data_ptr()
     for index in range(len(program.operations)):
         tensors = frame.tensors_for(program, index)
         for number, (virtual, tensor) in enumerate(zip(program.written(index), tensors, strict=True)):
             if is_placed(virtual) and virtual.size:
-                assert tensor.data_ptr() == base + memory.step.places[0][index][number][1]
+                assert tensor.data_ptr() == base + memory.step.places[0, index, number]
                 assert tuple(tensor.shape) == virtual.shape and tensor.is_contiguous()
             elif virtual.size:
                 assert not inside(memory, tensor)

@@ -16,7 +16,7 @@ def guarded():
     torch.manual_seed(1)
     model = Translator(backward="int8")
     memory = plan_memory(model, largest(model), mode="guard")
-    memory.step = replace(memory.step, buffers=dict(memory.step.buffers), places=memory.step.places)
+    memory.step = replace(memory.step, buffers=dict(memory.step.buffers), places=dict(memory.step.places))
     return model, memory
 
 
@@ -44,9 +44,8 @@ def test_what_was_lent_ends_as_poison(guarded):
     step(model)
     step(model)
     key, lending = next((key, one) for key, one in memory.step.lent.items() if one.first and memory.step.buffers[key])
-    segment, offset, _ = memory.step.places[key[0]][key[1]][key[2]]
     memory.next_step()
-    assert memory.arena.tensor(segment, offset, lending.parameter.shape, torch.float32).isnan().all()
+    assert memory.arena.tensor(memory.step.places[key], lending.parameter.shape, torch.float32).isnan().all()
 
 
 def test_a_write_behind_what_was_lent(guarded):
@@ -90,10 +89,7 @@ def test_two_tensors_in_one_place(guarded):
         if a < b and one.first < other.first < one.last and one.size > MARGIN < other.size
         and memory.step.lent.keys().isdisjoint((a, b))
     )
-    places = [[list(row) for row in node] for node in memory.step.places]
-    segment, offset, _ = places[first[0]][first[1]][first[2]]
-    places[second[0]][second[1]][second[2]] = (segment, offset, memory.step.buffers[second].size)
-    memory.step = replace(memory.step, places=places)
+    memory.step.places[second] = memory.step.places[first]
     with pytest.raises(MemoryGuardError, match="writes .* over .*, which is still needed"):
         step(model)
 
@@ -127,6 +123,5 @@ def test_dead_tensors_are_poisoned(guarded):
     model, memory = guarded
     step(model)
     key = shortenable(memory)[-1]
-    segment, offset, size = memory.step.places[key[0]][key[1]][key[2]]
-    dead = memory.arena.tensor(segment, offset, (4,), torch.float32)
+    dead = memory.arena.tensor(memory.step.places[key], (4,), torch.float32)
     assert dead.isnan().all() or (dead.view(torch.uint8) == 0x80).all()

@@ -2,11 +2,10 @@ import random
 
 import pytest
 
-from lsq.memory.buffer import Buffer
-from lsq.memory.planner import plan
-from lsq.memory.segments import GRANULARITY, cut
-from lsq.memory.validator import check
-from tests.memory.instances import assert_separate, buffers_of, random_buffers
+from lsq.planner.buffer import Buffer
+from lsq.planner.planner import plan
+from lsq.planner.segments import GRANULARITY
+from tests.planner.instances import assert_separate, buffers_of, random_buffers
 
 UNIT = GRANULARITY
 
@@ -81,37 +80,3 @@ def test_a_buffer_that_is_too_large(options):
 def test_blocks_that_are_too_small_together():
     with pytest.raises(ValueError, match="of 15 bytes in 2 blocks, buffers of 9 bytes find no place"):
         plan(buffers_of((9, 0, 1), (9, 0, 1)), blocks=[10, 5])
-
-
-def test_cut_where_nothing_crosses():
-    buffers = buffers_of((10, 0, 1), (4, 2, 3), (6, 2, 3), (5, 0, 3))
-    made = plan(buffers)
-    assert made.peak == 15
-    pieces = cut(made, buffers)
-    check(buffers, pieces)
-    assert_separate(buffers, pieces)
-    assert sorted(pieces.used) == [5, 10] and pieces.peak == 15
-
-
-def test_cuts_keep_alignment():
-    generator = random.Random(2)
-    for _ in range(10):
-        buffers = random_buffers(generator, 60)
-        made = plan(buffers)
-        pieces = cut(made, buffers)
-        check(buffers, pieces)
-        assert_separate(buffers, pieces)
-        assert pieces.peak <= made.peak
-
-
-def test_a_dense_plan_has_no_cut():
-    buffers = buffers_of((6, 0, 0), (4, 1, 2), (4, 1, 2))
-    made = plan(buffers, method="greedy_by_size")
-    assert made.offsets == {"a": 0, "b": 0, "c": 4}
-    assert cut(made, buffers).used == (8,)
-
-
-def test_fixed_offsets_are_not_cut():
-    buffers = [Buffer(name="x", size=8, first=0, last=1, offset=0)]
-    with pytest.raises(ValueError, match="'x' has a fixed offset"):
-        cut(plan(buffers), buffers)

@@ -5,7 +5,7 @@ import random
 
 from hypothesis import strategies
 
-from lsq.memory.buffer import Buffer, Plan
+from lsq.planner.buffer import Buffer, Plan
 
 
 def buffers_of(*rows: tuple[int, ...], alignment: int = 1) -> list[Buffer]:

@@ -1,14 +1,14 @@
-"""Several segments instead of one: filled up to given sizes, or cut from a finished plan.
+"""Several segments instead of one, filled up to given sizes.
 
 LightSeq cuts a finished plan wherever no buffer crosses, which leaves the sizes of the pieces to chance. `fill`
 chooses segment and offset together, so that the pieces fit into free memory that is not in one piece.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lsq.memory.buffer import Block, Buffer, Plan
 from lsq.memory.placement import UNPLACED, Placement, capacity_of, place
+from lsq.planner.buffer import Block, fixed_offsets
 
 GRANULARITY = 2 * 2**20
 """Bytes; capacities are multiples of this, as CUDA's virtual memory has them."""
@@ -41,7 +41,8 @@ def fill(blocks: Sequence[Block], orders: Sequence[Callable], limits: Sequence[i
     for order in orders:
         wanted = order(blocks)
         for sequence in sequences:
-            placement = place(blocks, wanted, [limits[segment] for segment in sequence], GRANULARITY)
+            chosen = [limits[segment] for segment in sequence]
+            placement = place(blocks, wanted, chosen, GRANULARITY, fixed_offsets(blocks))
             found.append(_renumbered(placement, sequence))
     complete = [placement for placement in found if UNPLACED not in placement.segments]
     if not complete:
@@ -69,46 +70,3 @@ def _renumbered(placement: Placement, sequence: Sequence[int]) -> Placement:
         used[segment] = placement.used[number]
     segments = [segment if segment == UNPLACED else sequence[segment] for segment in placement.segments]
     return replace(placement, segments=segments, used=used)
-
-
-def cut(plan: Plan, buffers: Iterable[Buffer]) -> Plan:
-    """Cut every segment of a plan at every offset that no buffer crosses, as LightSeq does.
-
-    Offsets stay multiples of the strictest alignment of all buffers. Nothing is rounded up.
-
-    Raises:
-        ValueError: a buffer has a fixed offset, which a cut would change.
-    """
-    buffers = [buffer for buffer in buffers if buffer.size]
-    fixed = [buffer.name for buffer in buffers if buffer.offset is not None]
-    if fixed:
-        raise ValueError(f"buffer {fixed[0]!r} has a fixed offset; a plan with fixed offsets cannot be cut")
-    alignment = max((buffer.alignment for buffer in buffers), default=1)
-    offsets, segments = dict.fromkeys(plan.offsets, 0), {}
-    used, pools, starts = [], [], []
-    for segment, pool in enumerate(plan.pools):
-        used.append(0)
-        pools.append(pool)
-        starts.append(0)
-        first = len(used) - 1
-        segments.update({name: first for name, index in plan.segments.items() if index == segment})
-        members = sorted((b for b in buffers if plan.segments[b.name] == segment), key=lambda b: plan.offsets[b.name])
-        for buffer in members:
-            offset = plan.offsets[buffer.name]
-            start = offset - offset % alignment
-            if used[-1] and start >= starts[-1] + used[-1]:
-                used.append(0)
-                pools.append(pool)
-                starts.append(start)
-            offsets[buffer.name], segments[buffer.name] = offset - starts[-1], len(used) - 1
-            used[-1] = max(used[-1], offsets[buffer.name] + buffer.size)
-    return replace(
-        plan,
-        offsets=offsets,
-        segments=segments,
-        used=tuple(used),
-        capacities=tuple(used),
-        pools=tuple(pools),
-        method=f"{plan.method}, cut",
-        capacity_met=None,
-    )

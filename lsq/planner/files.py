@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lsq.files import write_text
-from lsq.memory.buffer import LARGEST, Buffer, Plan
+from lsq.memory.buffer import LARGEST
+from lsq.planner.buffer import Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
 NUMBER = re.compile("-?[0-9]+")
@@ -86,20 +87,6 @@ def _number(text: str, name: str, where: str) -> int:
     return value
 
 
-def write_buffers(buffers: Iterable[Buffer], path: Path) -> None:
-    """Write what `read_buffers` reads. Aliases, pools and fixed offsets have no column there.
-
-    Raises:
-        ValueError: a buffer has one of them.
-    """
-    rows = []
-    for buffer in buffers:
-        if buffer.alias is not None or buffer.offset is not None or buffer.pool != "default":
-            raise ValueError(f"buffer {buffer.name!r} has an alias, an offset or a pool, which this file cannot hold")
-        rows.append((buffer.name, buffer.first, buffer.last + 1, buffer.size, buffer.alignment))
-    write_text(path, _csv([(*REQUIRED, "alignment"), *rows]))
-
-
 def write_plan(plan: Plan, path: Path) -> None:
     """Write `id,offset,segment`, whole or not at all."""
     rows = [(name, offset, plan.segments[name]) for name, offset in plan.offsets.items()]
@@ -109,40 +96,6 @@ def write_plan(plan: Plan, path: Path) -> None:
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan with all it says as JSON, whole or not at all."""
     write_text(path, json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
-
-
-def load_plan(path: Path) -> Plan:
-    """Read what `save_plan` wrote. Check it before use (`lsq.memory.validator.check`): files can be changed.
-
-    Raises:
-        ValueError: the file holds something else.
-        OSError: it cannot be read.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        sequences = {name: tuple(content[name]) for name in ("used", "capacities", "pools")}
-        found = Plan(**{**content, **sequences})
-        _check_types(found)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a plan that save_plan wrote ({error})") from error
-    return found
-
-
-def _check_types(plan: Plan) -> None:
-    """Raise ValueError or AttributeError where a field is of another type than the planner gives it."""
-    if not len(plan.used) == len(plan.capacities) == len(plan.pools):
-        raise ValueError(f"{len(plan.used)} used, {len(plan.capacities)} capacities and {len(plan.pools)} pools")
-    numbers = (*plan.offsets.values(), *plan.segments.values(), *plan.used, *plan.capacities, plan.lower_bound)
-    for number in numbers:
-        if type(number) is not int or abs(number) > LARGEST:
-            raise ValueError(f"{number!r} stands where a whole number up to 2^62 must be")
-    for text in (*plan.pools, plan.method):
-        if not isinstance(text, str):
-            raise ValueError(f"{text!r} stands where a name must be")
-    if type(plan.seconds) not in (int, float) or not math.isfinite(plan.seconds):
-        raise ValueError(f"seconds is {plan.seconds!r}; it must be a finite number")
-    if plan.capacity_met not in (None, True, False):
-        raise ValueError(f"capacity_met is {plan.capacity_met!r}; it must be true, false or null")
 
 
 def _csv(rows: Iterable[Iterable]) -> str:

@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from lsq.memory.buffer import Buffer
-from lsq.memory.planner import plan
-from lsq.memory.validator import SHOWN, check, faults
-from tests.memory.instances import buffers_of
+from lsq.planner.buffer import Buffer
+from lsq.planner.planner import plan
+from lsq.planner.validator import SHOWN, check, faults
+from tests.planner.instances import buffers_of
 
 BUFFERS = [
     *buffers_of((8, 0, 2), (8, 2, 4), alignment=8),

@@ -7,7 +7,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from lsq.memory.buffer import Block, Buffer, Plan, blocks_of, live_load
+from lsq.memory.buffer import live_load
+from lsq.planner.buffer import Block, Buffer, Plan, blocks_of
 
 MEBIBYTE = 2**20
 COLOURED = 1000

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lsq.csrc import loader
-from lsq.memory import exact
-from lsq.memory.buffer import Buffer, blocks_of
-from lsq.memory.planner import plan
-from tests.memory.instances import (
+from lsq.planner import exact
+from lsq.planner.buffer import Buffer, blocks_of
+from lsq.planner.planner import plan
+from tests.planner.instances import (
     assert_separate,
     buffers_of,
     guillotine,

@@ -9,15 +9,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from lsq.csrc import loader
 from lsq.csrc.shared_library import LibraryError
-from lsq.memory.buffer import Block
-from lsq.memory.orders import busiest_loads
 from lsq.memory.placement import Placement, place, table
+from lsq.memory.planner import busiest_loads
+from lsq.planner.buffer import Block, fixed_offsets
 
 MOST_BLOCKS = 4096
 """The search compares every pair of blocks; of more, the smallest are set aside."""
@@ -97,7 +96,7 @@ class _Worker:
         Raises:
             _OutOfTime: the deadline came first.
         """
-        rows, wanted = table(blocks), torch.tensor(order, dtype=torch.int64)
+        rows, wanted = table(blocks, fixed_offsets(blocks)), torch.tensor(order, dtype=torch.int64)
         offsets, outcome = torch.zeros(len(blocks), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         self.control[0] = 0
         arguments = (rows, wanted, len(blocks), capacity, budget, self.control, offsets, outcome)
@@ -158,5 +157,5 @@ def _keys(blocks: Sequence[Block], generator: random.Random) -> Iterator[list[tu
 
 def _with_small(blocks: Sequence[Block], offsets: dict[int, int]) -> Placement:
     """Best fit of the blocks that have no offset yet, the largest first, around the others."""
-    fixed = [replace(block, offset=offsets.get(i, block.offset)) for i, block in enumerate(blocks)]
-    return place(fixed, sorted(range(len(blocks)), key=lambda i: -blocks[i].size))
+    order = sorted(range(len(blocks)), key=lambda i: -blocks[i].size)
+    return place(blocks, order, fixed=fixed_offsets(blocks) | offsets)

@@ -1,10 +1,9 @@
 """Proof that a plan is right, by a sweep over time that shares nothing with the planner's search."""
 
-import itertools
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from lsq.memory.buffer import Block, Buffer, Plan, blocks_of
+from lsq.memory.planner import overlaps
+from lsq.planner.buffer import Block, Buffer, Plan, blocks_of
 
 SHOWN = 5
 """Faults that an error message tells."""
@@ -49,27 +48,6 @@ def check(buffers: Iterable[Buffer], plan: Plan) -> None:
     if found:
         more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
         raise ValueError(f"the plan is wrong: {'; '.join(found[:SHOWN])}{more}")
-
-
-def overlaps(blocks: Sequence[Block], offsets: Sequence[int]) -> Iterator[tuple[int, Block, Block]]:
-    """Yield (time, one, other) where two blocks of one segment share bytes at one time.
-
-    A sweep over time keeps the blocks that are alive in order of their offsets and compares neighbours. At least
-    one pair is found wherever there are any, not every pair.
-    """
-    events = [(block.first, 1, number) for number, block in enumerate(blocks) if block.size]
-    events += [(block.last + 1, 0, number) for number, block in enumerate(blocks) if block.size]
-    alive: list[tuple[int, int]] = []
-    for time, starts, number in sorted(events):
-        entry = (offsets[number], number)
-        if not starts:
-            alive.pop(bisect_left(alive, entry))
-            continue
-        place = bisect_left(alive, entry)
-        insort(alive, entry)
-        for (start, below), (end, above) in itertools.pairwise(alive[max(0, place - 1) : place + 2]):
-            if start + blocks[below].size > end:
-                yield time, blocks[below], blocks[above]
 
 
 def _faults_of_buffer(buffer: Buffer, plan: Plan) -> Iterator[str]:

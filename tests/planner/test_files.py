@@ -1,13 +1,13 @@
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
-from lsq.memory.buffer import Buffer
-from lsq.memory.files import load_plan, read_buffers, save_plan, write_buffers, write_plan
-from lsq.memory.planner import plan
-from tests.memory.instances import buffers_of, random_buffers
+from lsq.planner.buffer import Buffer
+from lsq.planner.files import read_buffers, save_plan, write_plan
+from lsq.planner.planner import plan
+from tests.planner.instances import buffers_of, random_buffers
 
 
 @pytest.fixture
@@ -26,20 +26,6 @@ def test_read(path):
 def test_columns_may_stand_in_any_order(path):
     path.write_text("size,id,more,upper,lower\n10,a,?,3,0\n")
     assert read_buffers(path) == buffers_of((10, 0, 2))
-
-
-def test_buffers_survive_a_round_trip(path):
-    buffers = random_buffers(random.Random(1), 30)
-    write_buffers(buffers, path)
-    assert read_buffers(path) == buffers
-    assert [found.name for found in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("change", [{"alias": "b"}, {"offset": 0}, {"pool": "p"}])
-def test_what_a_file_cannot_hold_is_refused(path, change):
-    with pytest.raises(ValueError, match="'a' has an alias, an offset or a pool"):
-        write_buffers([replace(buffers_of((1, 0, 0))[0], **change)], path)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -74,39 +60,11 @@ def test_write_plan(path):
     assert path.read_text() == "id,offset,segment\na,0,0\nb,4,0\n"
 
 
-def test_a_plan_survives_a_round_trip(path):
+def test_a_plan_as_json_says_all(path):
     for options in ({}, {"capacity": 10**6}, {"cap": 2000}):
         made = plan(random_buffers(random.Random(2), 20), **options)
         save_plan(made, path)
-        assert load_plan(path) == made
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"used": [], "capacities": [], "pools": []}'])
-def test_other_files_are_no_plans(path, text):
-    path.write_text(text)
-    with pytest.raises(ValueError, match="is not a plan that save_plan wrote"):
-        load_plan(path)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("offsets", {"a": "0"}, "'0' stands where a whole number"),
-        ("segments", {"a": True}, "True stands where a whole number"),
-        ("used", [2**63], "9223372036854775808 stands where"),
-        ("capacities", [], "1 used, 0 capacities and 1 pools"),
-        ("pools", [None], "None stands where a name"),
-        ("lower_bound", 1.5, "1.5 stands where"),
-        ("seconds", float("nan"), "seconds is nan"),
-        ("capacity_met", "yes", "capacity_met is 'yes'"),
-        ("offsets", [0], "no attribute"),
-    ],
-)
-def test_fields_of_other_types_are_named(path, field, value, message):
-    save_plan(plan(buffers_of((4, 0, 1))), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
-    with pytest.raises(ValueError, match=f"is not a plan that save_plan wrote .*{message}"):
-        load_plan(path)
+        assert json.loads(path.read_text()) == json.loads(json.dumps(asdict(made)))
 
 
 def test_a_failed_write_leaves_the_file_as_it_was(path, monkeypatch):

@@ -1,0 +1,32 @@
+"""The orders in which buffers are placed, one after the other.
+
+Pisarchyk and Lee 2020 (Efficient Memory Management for Deep Neural Net Inference) place by size.
+"""
+
+from collections.abc import Sequence
+
+from lsq.memory.planner import by_load
+from lsq.planner.buffer import Block
+
+
+def by_size(blocks: Sequence[Block]) -> list[int]:
+    """Largest first; then as given."""
+    return sorted(range(len(blocks)), key=lambda i: -blocks[i].size)
+
+
+def by_area(blocks: Sequence[Block]) -> list[int]:
+    """Largest size times length of life first; then as given."""
+    return sorted(range(len(blocks)), key=lambda i: -blocks[i].size * (blocks[i].last - blocks[i].first + 1))
+
+
+def by_start(blocks: Sequence[Block]) -> list[int]:
+    """Earliest first; then the largest, as given."""
+    return sorted(range(len(blocks)), key=lambda i: (blocks[i].first, -blocks[i].size))
+
+
+ORDERS = {
+    "greedy_by_load": (by_load,),
+    "greedy_by_size": (by_size,),
+    "portfolio": (by_load, by_area, by_start, by_size),
+}
+"""Greedy method -> the orders that it tries; the best plan wins, at a tie the earlier."""
