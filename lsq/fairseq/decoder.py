@@ -97,7 +97,7 @@ class LSQDecoder(CPUStack, FairseqIncrementalDecoder):
         The losses are summed over the targets that are not padding. `memory`: as of `rows`.
         """
         packing = Packing(tokens.eq(self.padding_idx))
-        features = self.rows(tokens, packing, *memory)[-1]
+        features = self.last_rows(tokens, packing, *memory)
         return *self.output_projection.loss(features, packing.pack(target), label_smoothing), features
 
     def output_layer(self, features: Tensor) -> Tensor:

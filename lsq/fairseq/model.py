@@ -143,5 +143,5 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         if target is None:
             return run(features_only)
         source = Packing(src_tokens.eq(self.encoder.padding_idx))
-        memory = self.encoder.rows(src_tokens, source)[-1]
+        memory = self.encoder.last_rows(src_tokens, source)
         return self.decoder.loss(prev_output_tokens, target, label_smoothing, memory, source)

@@ -64,7 +64,7 @@ class TransformerLanguageModel(Stack, nn.Module):
                 another shape of targets, or label_smoothing not in [0, 1).
         """
         packing = Packing(tokens == self.padding_idx)
-        features = self.rows(tokens, packing)[-1]
+        features = self.last_rows(tokens, packing)
         if target is None:
             return packing.unpack(self.output_projection(features))
         if target.shape != tokens.shape:

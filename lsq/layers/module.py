@@ -305,4 +305,4 @@ def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:
     """
     if x.dim() == 0 or x.shape[-1] != width or x.numel() == 0:
         raise ValueError(f"the input is {tuple(x.shape)}; it must be [..., {width}] and not empty")
-    return x.reshape(-1, width)
+    return x if x.dim() == 2 else x.reshape(-1, width)  # as it is, so that planned memory knows it again

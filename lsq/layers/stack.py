@@ -20,6 +20,13 @@ class Stack:
             states.append(layer.rows(states[-1], packing, *memory))
         return [*states, self._normalised(states[-1])]
 
+    def last_rows(self, tokens: torch.Tensor, packing: Packing, *memory) -> torch.Tensor:
+        """The last of `rows` alone; the place of every other one is free as soon as the next layer has run."""
+        x = self.embedded(tokens, packing, 0)
+        for layer in self.layers:
+            x = layer.rows(x, packing, *memory)
+        return self._normalised(x)
+
     def step(self, tokens: torch.Tensor, states: dict[str, State], *memory) -> list[torch.Tensor]:
         """The same [B, H] for the last of tokens int64 [B, T] alone: those before were the last ones in earlier steps.
 

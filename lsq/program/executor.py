@@ -135,9 +135,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _placed(borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]) -> dict[VirtualTensor, torch.Tensor]:
-    """What crosses a border, as the program reads it."""
+    """What crosses a border, as the program reads it; no new view of what need not be copied. Autograd is off."""
     return {
-        virtual: tensor.detach().to(virtual.dtype).contiguous()
+        virtual: tensor.to(virtual.dtype).contiguous()
         for virtual, tensor in zip(borders, tensors, strict=True)
     }
 

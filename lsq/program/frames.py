@@ -77,7 +77,7 @@ class FreshFrame(Frame):
 
 
 class PlannedFrame(Frame):
-    """Tensors at the places of a plan; what crosses a border gets fresh memory, unless it is a gradient that is lent.
+    """Tensors at the places of a plan; what crosses a border is lent, or gets fresh memory.
 
     Args:
         memory: the plan's.
@@ -141,7 +141,7 @@ class PlannedFrame(Frame):
             return self.memory.arena.tensor(place, tensor.shape, tensor.dtype)
         lending = self.memory.step.lent[self.node, index, number]
         return self.memory.loans.lend(
-            place, tensor.shape, tensor.dtype, until=lending.until, keep=not lending.first,
+            place, tensor.shape, tensor.dtype, until=lending.until, keep=lending.keep,
             label=f"{tensor.name} of {self.memory.names[self.node]}",
         )
 
@@ -149,9 +149,9 @@ class PlannedFrame(Frame):
         """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh memory."""
         key = self.node, index, number
         lending = self.memory.step.lent.get(key)
-        if lending is not None:
+        if lending is not None and lending.parameter is not None:
             parameter = self._parameters.get(lending.parameter.name)
-            if parameter is None or (lending.first and parameter.grad is None):
+            if parameter is None or parameter.grad is None:
                 return None
         return self.memory.step.places.get(key)
 

@@ -1,8 +1,9 @@
-"""Gradients that lie in planned memory and are lent to autograd, which adds them to what is there and lets go of them.
+"""What crosses a border of a program and lies in planned memory: it is lent, and its place is needed again.
 
-Autograd adds the gradient of a parameter to `parameter.grad`, or to an earlier contribution of the same step to a table
-that several layers share, which it holds until the last one came. Then the place is free again. Whoever keeps such a
-gradient (hooks, torch.autograd.grad) keeps it for good: it moves to memory of its own before its place is used again.
+Lent are results that go straight into other programs, their gradients on the way back, and gradients of parameters
+that autograd adds to what is there: to `parameter.grad`, or to an earlier contribution of the same step, which it holds
+until the last one came. Whoever keeps one longer (a list of states, hooks, torch.autograd.grad) keeps it for good: it
+moves to memory of its own before its place is used again.
 """
 
 import weakref
@@ -61,6 +62,6 @@ class Loans:
         if held is not None:
             raise RuntimeError(
                 f"{held.label} lies in planned memory that is needed again, and something still holds a view of it; "
-                "clone the views of gradients that you keep, or train without a plan (release_memory; "
+                "clone the views of results and gradients that you keep, or train without a plan (release_memory; "
                 "--lsq-memory naive)"
             )

@@ -4,6 +4,7 @@ Everything around them is real: the model's own code, autograd, the order in whi
 for any model, however it shares, repeats or wires its layers.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,11 @@ class Pass:
     """Number of the program's run in the step; a forward and its backward share it."""
     program: Program
     backward: bool
-    leaves: tuple[int | None, ...]
-    """The tensors behind the program's parameters, numbered over the step; None for one that gathers no gradient."""
+    reads: tuple[int | None, ...]
+    """The tensors behind the program's inputs and parameters, numbered over the step; None: neither a result of another
+    program nor one for which autograd gathers a gradient."""
+    makes: tuple[int, ...]
+    """The same of its results."""
 
 
 class Rehearsal:
@@ -42,22 +46,30 @@ class Rehearsal:
         self.programs: list[Program] = []
         self.passes: list[Pass] = []
         self.owners: list[object] = []
-        self._leaves: list[tuple[int | None, ...]] = []
+        self._borders: list[tuple[tuple[int | None, ...], tuple[int, ...]]] = []
         self._numbers: dict[int, int] = {}
+        self._made: list[torch.Tensor] = []
+        """All that have one, so that each number stands for one tensor as long as the rehearsal goes on."""
+        self._count = itertools.count()
 
     def run(self, owner: object, program: Program, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
         self.programs.append(program)
         if not program.output_gradients:
             return _zeros(program.outputs)
-        borders = (*program.inputs, *program.parameters)
-        self._leaves.append(tuple(self._number(tensors.get(tensor.name)) for tensor in program.parameters))
-        return _Noted.apply(self, owner, program, *(tensors.get(tensor.name) for tensor in borders))
+        given = [tensors.get(tensor.name) for tensor in (*program.inputs, *program.parameters)]
+        makes = tuple(next(self._count) for _ in program.outputs)
+        self._borders.append((tuple(map(self._number, given)), makes))
+        results = _Noted.apply(self, owner, program, *given)
+        self._numbers.update(zip(map(id, results), makes, strict=True))
+        self._made += results
+        return results
 
     def _number(self, tensor: torch.Tensor | None) -> int | None:
-        if tensor is None or not (tensor.is_leaf and tensor.requires_grad):
-            return None
-        return self._numbers.setdefault(id(tensor), len(self._numbers))
+        if tensor is not None and id(tensor) not in self._numbers and tensor.is_leaf and tensor.requires_grad:
+            self._numbers[id(tensor)] = next(self._count)
+            self._made.append(tensor)
+        return self._numbers.get(id(tensor))
 
     def begin(self, owner: object, program: Program) -> int:
         """Note a forward pass; the node's number."""
@@ -71,7 +83,8 @@ class Rehearsal:
         self._note(node, program, backward=True)
 
     def _note(self, node: int, program: Program, *, backward: bool) -> None:
-        self.passes.append(Pass(node=node, program=program, backward=backward, leaves=self._leaves[node]))
+        reads, makes = self._borders[node]
+        self.passes.append(Pass(node=node, program=program, backward=backward, reads=reads, makes=makes))
 
 
 class _Noted(torch.autograd.Function):

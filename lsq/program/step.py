@@ -2,11 +2,12 @@
 
 The passes of a rehearsed step follow each other in one count of operations. What a forward pass saves lives until the
 backward pass of the same node has read it for the last time; everything else dies inside its pass, so temporaries of
-all layers share their bytes. Gradients that autograd adds to others are placed, too, and lent (lsq.program.loans). What
-else crosses a program's border (inputs, parameters, outputs) belongs to others and stays with PyTorch's allocator.
+all layers share their bytes. Of what crosses a program's border, results that go straight into other programs are
+placed, too, and gradients that go back or are added to others: they are lent (lsq.program.loans). The rest belongs to
+others and stays with PyTorch's allocator.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,13 +23,14 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Lending:
-    """A gradient of a parameter that may be lent to autograd."""
+    """A tensor that crosses a border of its program and may be lent."""
 
-    parameter: VirtualTensor
     until: int
     """Position of the pass after which nobody needs it."""
-    first: bool
-    """Nothing of this step is there yet to add it to, so that it may be lent only if there is a gradient already."""
+    keep: bool = False
+    """It is added to an earlier contribution, so that autograd must never take it for the whole."""
+    parameter: VirtualTensor | None = None
+    """The parameter of which it is the first gradient of the step; lent only if there is a gradient to add it to."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,23 +67,54 @@ def operations_of(one: Pass) -> range:
 
 
 def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
-    """The gradients of parameters that are the leaves of autograd's graph."""
+    """Results that other programs read, and gradients of those and of the leaves of autograd's graph."""
+    last_read = _last_reads(passes)
+    backward = {one.node: position for position, one in enumerate(passes) if one.backward}
+    gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
     found: dict[Key, Lending] = {}
     firsts: dict[int, Key] = {}
     for position, one in enumerate(passes):
-        program = one.program
-        gradients = dict(zip(program.differentiable, program.gradients, strict=True))
-        pairs = zip(program.parameters, one.leaves, strict=True)
-        leaves = {gradients.get(parameter): (parameter, leaf) for parameter, leaf in pairs}
-        for index in operations_of(one) if one.backward else ():
-            for number, tensor in enumerate(program.outputs_of[index]):
-                parameter, leaf = leaves.get(tensor, (None, None))
-                if leaf is not None:
-                    key = one.node, index, number
-                    first = firsts.setdefault(leaf, key)
-                    found[key] = Lending(parameter=parameter, until=position, first=first == key)
-                    found[first] = replace(found[first], until=position)
+        for key, border, source in crossing(one):
+            if not one.backward:
+                if source in last_read:
+                    found[key] = Lending(until=last_read[source])
+                continue
+            first = firsts.setdefault(source, key)
+            parameter = border if first == key and border.role == "parameter" else None
+            found[key] = Lending(until=position, keep=first != key, parameter=parameter)
+            found[first] = replace(found[first], until=max(position, gone_back.get(source, 0)))
     return found
+
+
+def crossing(one: Pass) -> Iterator[tuple[Key, VirtualTensor, int]]:
+    """(key, the border that it is or is the gradient of, number of the tensor there) of what a pass hands on."""
+    program = one.program
+    if one.backward:
+        gradients = dict(zip(program.differentiable, program.gradients, strict=True))
+        borders = zip((*program.inputs, *program.parameters), one.reads, strict=True)
+        known = {gradients.get(border): (border, source) for border, source in borders if source is not None}
+    else:
+        known = {border: (border, source) for border, source in zip(program.outputs, one.makes, strict=True)}
+    for index in operations_of(one):
+        for number, tensor in enumerate(program.outputs_of[index]):
+            if tensor in known:
+                yield (one.node, index, number), *known[tensor]
+
+
+def _last_reads(passes: Sequence[Pass]) -> dict[int, int]:
+    """Result -> position of the last forward pass that reads it, where no backward pass needs it."""
+    found: dict[int, int] = {}
+    needed = set()
+    for position, one in enumerate(passes):
+        if not one.backward:
+            program = one.program
+            borders = (*program.inputs, *program.parameters, *program.outputs)
+            for border, source in zip(borders, (*one.reads, *one.makes), strict=True):
+                if program.lifetimes[border][1] >= program.forward_length:
+                    needed.add(source)
+                elif border not in program.outputs:
+                    found[source] = position
+    return {source: position for source, position in found.items() if source not in needed}
 
 
 def buffers_of(passes: Sequence[Pass], names: Sequence[str], *, margin: int = 0) -> dict[Key, Buffer]:

@@ -43,7 +43,7 @@ def test_what_was_lent_ends_as_poison(guarded):
     model, memory = guarded
     step(model)
     step(model)
-    key, lending = next((key, one) for key, one in memory.step.lent.items() if one.first and memory.step.buffers[key])
+    key, lending = next((key, one) for key, one in memory.step.lent.items() if one.parameter is not None)
     memory.next_step()
     assert memory.arena.tensor(memory.step.places[key], lending.parameter.shape, torch.float32).isnan().all()
 

@@ -1,14 +1,17 @@
-"""Gradients in planned memory that are lent to autograd: the same numbers, and nothing that is kept is overwritten."""
+"""Results and gradients in planned memory that are lent: the same numbers, and nothing that is kept is overwritten."""
 
+import copy
 import gc
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.layers import VocabularyProjection
+from lsq.layers import Packing, TransformerEncoderLayer, VocabularyProjection
 from lsq.layers.memory import plan_memory
+from lsq.program.step import crossing
 from tests.dist.processes import run as run_processes
+from tests.layers.shapes import config_of
 from tests.layers.toy import PADDING, VOCABULARY, batch, largest, twins
 
 
@@ -71,10 +74,14 @@ def test_gradients_that_stay_or_go(options, to_none, mode):
 def test_contributions_to_a_shared_table_are_added_in_its_first_place(pair):
     planned, _, memory = pair
     table = planned.embedding.weight
-    shared = {key: one for key, one in memory.step.lent.items() if one.parameter.shape == table.shape}
-    assert [one.first for one in shared.values()].count(True) == 1 and len(shared) == 3
-    (first, lending), *_ = [(key, one) for key, one in shared.items() if one.first]
-    assert lending.until == max(one.until for one in shared.values())
+    tables = {}
+    for one in memory.step.passes:
+        for key, border, source in crossing(one):
+            if one.backward and border.shape == table.shape:
+                tables.setdefault(source, []).append(key)
+    ((first, *others),) = tables.values()
+    lent = [memory.step.lent[key] for key in (first, *others)]
+    assert [one.keep for one in lent] == [False, True, True] and lent[0].until == max(one.until for one in lent)
     before = table.grad.clone()
     backward(planned)
     total = memory.arena.tensor(memory.step.places[first], table.shape, table.dtype)
@@ -131,7 +138,7 @@ def test_a_view_that_is_kept_is_an_error_until_it_is_gone(pair):
         planned(*batch(3, 7, 9))
     handle.remove()
     value = kept[0].clone()
-    with pytest.raises(RuntimeError, match="clone the views of gradients that you keep.*--lsq-memory naive"):
+    with pytest.raises(RuntimeError, match="clone the views of results and gradients .*--lsq-memory naive"):
         planned(*batch(3, 7, 9))
     assert torch.equal(kept[0], value)
     kept.clear()
@@ -175,6 +182,101 @@ def test_parameters_that_are_frozen_later(pair):
     for model in (planned, naive):
         model.encoder[0].feed_forward.fc1_weight.requires_grad_(False)
     assert equal(*both(planned, naive, backward))
+
+
+class Stack(torch.nn.Module):
+    """Layers one after another on packed rows: results go straight from program to program."""
+
+    def __init__(self):
+        super().__init__()
+        config = config_of(backward="int8", dropout=0.1, calibration_passes=0)
+        self.layers = torch.nn.ModuleList(TransformerEncoderLayer(config) for _ in range(4))
+        self.look = lambda x: None
+
+    def forward(self, x):
+        packing = Packing(shape=(2, 4))
+        for layer in self.layers:
+            x = layer.rows(x, packing)
+            self.look(x)
+        return x.square().sum()
+
+
+@pytest.fixture(params=["planned", "guard"])
+def stacks(request):
+    """(planned, naive, memory, x): equal stacks of layers, and rows for them."""
+    torch.manual_seed(0)
+    planned, x = Stack(), torch.randn(8, 48)
+    naive = copy.deepcopy(planned)
+    memory = plan_memory(planned, lambda: planned(x), mode=request.param)
+    for model in (planned, naive):
+        torch.manual_seed(1)
+        model(x)
+    return planned, naive, memory, x
+
+
+def test_results_and_their_gradients_go_from_program_to_program(stacks):
+    planned, naive, memory, x = stacks
+    places = []
+    planned.look = lambda y: places.append(inside(memory, y))
+
+    def step(model):
+        model.zero_grad()
+        model(x).backward()
+        return gradients(model)
+
+    for _ in range(3):
+        assert equal(*both(planned, naive, step))
+    assert places == 3 * [True, True, True, False]
+    lent = [key for one in memory.step.passes for key, border, _ in crossing(one) if border.role != "parameter"]
+    assert len(memory.step.lent.keys() & set(lent)) == 6  # three results, and their gradients
+
+
+def test_results_may_be_kept(stacks):
+    planned, naive, memory, x = stacks
+
+    def step(model):
+        kept = []
+        model.look = lambda y: (y.retain_grad(), kept.append(y))
+        model(x).backward()
+        model.look = lambda y: None
+        model(x).backward()
+        return [*kept, *(y.grad for y in kept), *gradients(model)]
+
+    found, expected = both(planned, naive, step)
+    memory.next_step()
+    assert equal(found, expected) and not any(inside(memory, tensor) for tensor in found)
+
+
+def test_a_view_of_a_result_is_an_error(stacks):
+    planned, _, _, x = stacks
+    kept = []
+    planned.look = lambda y: kept.append(y.detach())
+    with pytest.raises(RuntimeError, match="of layers.0 lies in planned memory .*clone the views of results"):
+        planned(x).backward()
+
+
+def test_layers_that_are_left_out_read_what_others_made(stacks):
+    planned, naive, _, x = stacks
+
+    def step(model):
+        model.layers, kept = model.layers[::2], model.layers
+        model(x).backward()
+        model.layers = kept
+        return gradients(model)
+
+    for _ in range(2):
+        assert equal(*both(planned, naive, step))
+
+
+def test_a_step_that_never_goes_back(stacks):
+    planned, naive, _, x = stacks
+    kept = [planned(x), naive(x)]
+
+    def step(model):
+        model(x).backward()
+        return gradients(model)
+
+    assert equal(*both(planned, naive, step)) and len(kept) == 2
 
 
 def _train(rank: int) -> bool:

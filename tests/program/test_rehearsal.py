@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lsq.layers import TransformerEncoderLayer
+from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.program import rehearsal
 from tests.layers.shapes import config_of
 
@@ -47,18 +47,23 @@ def test_gradients_that_were_there_stay():
     assert all(torch.equal(parameter.grad, before[name]) for name, parameter in layer.named_parameters())
 
 
-def test_tensors_behind_parameters_are_numbered_over_the_step():
+def test_tensors_at_borders_are_numbered_over_the_step():
     layer, x = layer_and_input()
     twin = TransformerEncoderLayer(config_of(dropout=0.1))
     twin.feed_forward.fc1_weight = layer.feed_forward.fc1_weight
     twin.feed_forward.fc2_weight.requires_grad_(False)
-    rehearsed = rehearsal.rehearse(lambda: twin(layer(x)).sum(), layer.parameters())
-    first, second = ({one.name: n for one, n in zip(p.program.parameters, p.leaves, strict=True)}
-                     for p in rehearsed.passes[:2])  # fmt: skip
-    assert sorted(first.values()) == list(range(len(first)))
+    packing, rows = Packing(shape=(2, 5)), x.view(10, 48)
+    rehearsed = rehearsal.rehearse(lambda: twin.rows(layer.rows(rows, packing), packing).sum(), layer.parameters())
+    first, second = (
+        {one.name: n for one, n in zip((*p.program.inputs, *p.program.parameters), p.reads, strict=True)}
+        for p in rehearsed.passes[:2]
+    )
+    assert first["x"] is None and first["starts"] is None
+    assert second["x"] == rehearsed.passes[0].makes[0] != rehearsed.passes[1].makes[0]
     assert second["feed_forward.fc1_weight"] == first["feed_forward.fc1_weight"]
     assert second["feed_forward.fc2_weight"] is None
     assert second["feed_forward.fc2_bias"] not in first.values()
+    assert [one.reads for one in rehearsed.passes[2:]] == [one.reads for one in rehearsed.passes[1::-1]]
 
 
 def test_an_error_ends_the_rehearsal():

@@ -3,7 +3,7 @@
 import pytest
 
 from lsq.program.rehearsal import rehearse
-from lsq.program.step import buffers_of, is_placed, lent_by, node_names, operations_of, plan_step, signature
+from lsq.program.step import buffers_of, crossing, is_placed, lent_by, node_names, operations_of, plan_step, signature
 from tests.layers.toy import Translator, batch
 
 
@@ -63,6 +63,7 @@ def test_saved_tensors_of_all_layers_are_alive_at_the_turn():
 
 
 def test_of_what_crosses_a_border_gradients_of_parameters_alone_are_placed():
+    """The toy's layers are not connected by rows: views of the results go from one to the next."""
     _, rehearsal = rehearsed(backward="int8")
     lent = lent_by(rehearsal.passes)
     buffers = buffers_of(rehearsal.passes, range(len(rehearsal.owners)))
@@ -86,16 +87,16 @@ def test_what_is_lent_lives_to_the_end_of_a_pass():
     passes = rehearsal.passes
     buffers, lent = buffers_of(passes, range(len(rehearsal.owners))), lent_by(passes)
     ends = [sum(len(operations_of(one)) for one in passes[: position + 1]) - 1 for position in range(len(passes))]
-    positions = {(one.node, one.backward): position for position, one in enumerate(passes)}
     together = {}
-    for (node, *_), lending in lent.items():
-        one = passes[positions[node, True]]
-        together.setdefault(one.leaves[one.program.parameters.index(lending.parameter)], []).append((node, lending))
+    for position, one in enumerate(passes):
+        for key, border, source in crossing(one) if one.backward else ():
+            together.setdefault(source, []).append((position, border, lent[key]))
     assert sorted({len(group) for group in together.values()}) == [1, 2, 3]  # alone, of the layer run twice, the table
     for group in together.values():
-        own = [positions[node, True] for node, _ in group]
-        assert [lending.first for _, lending in group] == [True] + [False] * (len(group) - 1)
-        assert [lending.until for _, lending in group] == [max(own), *own[1:]]
+        own, borders, lendings = zip(*group, strict=True)
+        assert [lending.keep for lending in lendings] == [False] + [True] * (len(group) - 1)
+        assert [lending.parameter for lending in lendings] == [borders[0]] + [None] * (len(group) - 1)
+        assert [lending.until for lending in lendings] == [max(own), *own[1:]]
     assert all(buffers[key].last == ends[lending.until] for key, lending in lent.items())
 
 
