@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
-from lsq.layers.reference import ReferenceLayer, gelu_slope
 from lsq.ops.project import SLOPE_UNIT
 from lsq.quant import maximum_code, scale_of
 from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox
+from tests.layers.reference import ReferenceLayer, gelu_slope
 
 MARGIN = 3e-5
 """Smallest distance of x / scale from a border between two codes; its float32 error is below this."""

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lsq.config import QuantConfig
-from lsq.layers.reference import ReferenceLayer, vocabulary_loss
 from lsq.quant import calibrate, quantize
+from tests.layers.reference import ReferenceLayer, vocabulary_loss
 from tests.layers.shapes import HEADS, HIDDEN, INNER, config_of, padding_mask
 
 TIME, SOURCE, BATCH = 7, 9, 3

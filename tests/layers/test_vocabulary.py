@@ -6,8 +6,8 @@ from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_l
 
 from lsq.config import QuantConfig
 from lsq.layers import Embedding, VocabularyProjection
-from lsq.layers.reference import vocabulary_loss
 from tests.layers.oracle import compare_with_reference, only, prepare
+from tests.layers.reference import vocabulary_loss
 from tests.layers.shapes import assert_unbiased, gradients
 
 HIDDEN, PADDING = 48, 1
