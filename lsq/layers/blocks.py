@@ -12,6 +12,7 @@ import torch
 from lsq.config import LayerConfig
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
+from lsq.ops.heads import Heads, Projected
 from lsq.ops.project import Activation, Project
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
@@ -166,16 +167,19 @@ def attention(
     coded = isinstance(queries.rows, Coded)
     rounded = builder.coded(prefix + "context", size, prefix + "context_clip") if coded else None
     out = None if coded else builder.tensor(prefix + "context", size)
-    operands = zip(("q", "k", "v"), (queries.rows, memory.rows, memory.rows), strict=True)
-    builder.add(
-        Attention(
-            **{name if coded else name + "_floats": rows for name, rows in operands}, q_column=queries.column,
-            k_column=memory.key_column, v_column=memory.value_column, starts=queries.starts, key_starts=memory.starts,
-            heads=config.heads, width=config.hidden // config.heads, causal=causal,
-            dropout=builder.dropout(config.attention_dropout), longest=memory.longest, out=out, rounded=rounded,
-            log_sum=builder.tensor(prefix + "log_sum", (size[0], config.heads)) if builder.backward else None,
+    q, k, v = (
+        Projected(**{"coded" if coded else "floats": rows}, column=column)
+        for rows, column in (
+            (queries.rows, queries.column), (memory.rows, memory.key_column), (memory.rows, memory.value_column)
         )
-    )
+    )  # fmt: skip
+    heads = Heads(
+        q=q, k=k, v=v, starts=queries.starts, key_starts=memory.starts, count=config.heads,
+        width=config.hidden // config.heads, causal=causal, dropout=builder.dropout(config.attention_dropout),
+        longest=memory.longest,
+    )  # fmt: skip
+    log_sum = builder.tensor(prefix + "log_sum", (size[0], config.heads)) if builder.backward else None
+    builder.add(Attention(heads=heads, out=out, rounded=rounded, log_sum=log_sum))
     return rounded or out
 
 

@@ -28,7 +28,7 @@ from lsq.ops.products import (
 )
 from lsq.ops.project import SLOPE_UNIT, Activation
 from lsq.ops.transpose import transpose_codes
-from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Out, factor, size
+from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Out, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Dropout, RoundedGradient, Weight, dropped
 from lsq.quant import unpack_bits
@@ -83,10 +83,6 @@ class ProjectInputGradient(Operation):
     @size
     def part_rows(self) -> int:
         return PART_ROWS
-
-    @factor
-    def clip_factor(self) -> float:
-        return 1.0 if self.x is None else self.x.clip_factor
 
     @property
     def _upstream(self) -> torch.Tensor:
@@ -173,7 +169,7 @@ class ProjectInputGradient(Operation):
             PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
             **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
         )
-        return [*entries, end, kernels.finish_sums(partial, self.columns, (self.sum,), self.dclip, self.clip_factor)]
+        return [*entries, end, kernels.finish_sums(partial, self.columns, (self.sum,), self.dclip, self.x)]
 
     def _int8_entries(self, weight, product):
         entries = [transpose_codes(self.weight.codes, weight), *int8_products(self.gradient.codes, weight, product)]

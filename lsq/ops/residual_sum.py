@@ -125,5 +125,5 @@ def gradient_launches(
             PRODUCT=int(down.updated), ROUNDED=int(down.rounded is not None), **defines,
             **float_define(norm.dout, norm.z, *down.tensors), **row_defines(norm.columns),
         ),
-        kernels.finish_sums(partial, norm.columns, outs, None, 1.0),
+        kernels.finish_sums(partial, norm.columns, outs),
     ]  # fmt: skip

@@ -193,7 +193,7 @@ class RoundGradient(Operation):
         apart = rounds and sums and self.columns > WIDEST_TOGETHER
         passes = [(True, False), (False, True)] if apart else [(rounds, sums)]
         entries = [self._pass(partial, *each) for each in passes]
-        return [*entries, kernels.finish_sums(partial, self.columns, (self.sum,), None, 1.0)] if sums else entries
+        return [*entries, kernels.finish_sums(partial, self.columns, (self.sum,))] if sums else entries
 
     def _pass(self, partial, rounds: bool, sums: bool):
         return launch(

@@ -28,6 +28,11 @@ class Coded(Value):
         """Q."""
         return float(self.format.largest)
 
+    @factor
+    def clip_factor(self) -> float:
+        """What the sum of a clip's gradient is multiplied by: 1 (PACT), or that of LSQ where an error is kept."""
+        return 1.0 if self.error is None else arithmetic.lsq_factor(self.error.numel(), self.format.bits)
+
     def bare(self) -> Coded:
         """Codes and scale alone."""
         return Coded(format=self.format, codes=self.codes, scale=self.scale)
@@ -48,11 +53,6 @@ class Coded(Value):
         if self.clipped is None:
             return gradient, torch.zeros(1)
         return arithmetic.straight_through(gradient, self.codes, self.clipped, self.error, bits=self.format.bits)
-
-    @property
-    def clip_factor(self) -> float:
-        """What the sum of a clip's gradient is multiplied by: 1 (PACT), or that of LSQ where an error is kept."""
-        return 1.0 if self.error is None else arithmetic.lsq_factor(self.error.numel(), self.format.bits)
 
 
 class Weight(Value):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lsq.backends import run
-from lsq.ops.attention import Attention, AttentionGradient
-from lsq.ops.attention_reference import tensor_of
+from lsq.ops.attention import Attention, AttentionGradient, HeadsGradient
+from lsq.ops.heads import Heads, Projected
 from lsq.program.values import RoundedGradient
 from lsq.quant import random
 from tests.ops.compare import KEY, assert_accurate, compare, dropout_of, empty, on_cpu, on_reference, to_round
@@ -26,75 +26,74 @@ def offsets(lengths) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def values(rows: int, columns: int, coded: bool):
-    """(codes, floats) of about unit size, one of them None; floats that bfloat16 has, too."""
-    return (codes_of(rows, columns), None) if coded else (None, torch.randn(rows, columns).bfloat16().float())
+def values(rows: int, columns: int, coded: bool) -> dict:
+    """Codes or floats of about unit size, as fields of Projected; floats that bfloat16 has, too."""
+    if coded:
+        return {"coded": codes_of(rows, columns)}
+    return {"floats": torch.randn(rows, columns).bfloat16().float()}
 
 
 def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, to=None):
     """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats."""
     hidden, rows = heads * width, sum(lengths)
     if others is None:
-        together, floats = values(rows, 3 * hidden, coded)
-        q, k, q_floats, k_floats = together, together, floats, floats
+        q = k = values(rows, 3 * hidden, coded)
     else:
-        (q, q_floats), (k, k_floats) = values(rows, hidden, coded), values(sum(others), 2 * hidden, coded)
-    keys = lengths if others is None else others
-    return Attention(
-        q=q, k=k, v=k, q_floats=q_floats, k_floats=k_floats, v_floats=k_floats, q_column=0,
-        k_column=hidden if others is None else 0, v_column=2 * hidden if others is None else hidden,
-        starts=offsets(lengths), key_starts=offsets(keys), heads=heads, width=width, causal=causal,
-        dropout=dropout_of(dropout), longest=-(-max(keys, default=0) // 8) * 8, log_sum=empty(rows, heads),
-        out=empty(rows, hidden) if to is None else None, rounded=to,
+        q, k = values(rows, hidden, coded), values(sum(others), 2 * hidden, coded)
+    keys, first = (lengths, hidden) if others is None else (others, 0)
+    read = Heads(
+        q=Projected(**q, column=0), k=Projected(**k, column=first), v=Projected(**k, column=first + hidden),
+        starts=offsets(lengths), key_starts=offsets(keys), count=heads, width=width, causal=causal,
+        dropout=dropout_of(dropout), longest=-(-max(keys, default=0) // 8) * 8,
     )  # fmt: skip
+    return Attention(
+        heads=read, log_sum=empty(rows, heads), out=empty(rows, hidden) if to is None else None, rounded=to
+    )
 
 
 def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
     """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its log_sum."""
-    read = {field.name: getattr(forward, field.name) for field in forward.fields if not field.derived}
-    del read["out"], read["rounded"]
-    read["log_sum"] = on_reference(forward).log_sum
-    asked = {}
-    apart = tensor_of(forward.q, forward.q_floats) is not tensor_of(forward.k, forward.k_floats)
-    for name, coded, floats in (("dq", forward.q, forward.q_floats), ("dkv", forward.k, forward.k_floats))[: 1 + apart]:
-        shape = tensor_of(coded, floats).shape
-        asked[f"{name}_rounded" if to_rounded else name] = to_round_by_row(*shape) if to_rounded else empty(*shape)
-        asked[f"{name}_sum"] = empty(shape[1])
-        asked[f"{name}_clip"] = empty(1) if coded is not None else None
-    hidden = forward.heads * forward.width
-    return AttentionGradient(dcontext=torch.randn(forward.rows, hidden), **read, **asked)
+    heads, asked = forward.heads, []
+    for one in (heads.q, heads.k)[: 1 + (heads.q.tensor is not heads.k.tensor)]:
+        shape = one.tensor.shape
+        gradient = {"rounded": to_round_by_row(*shape)} if to_rounded else {"floats": empty(*shape)}
+        clip = empty(1) if one.coded is not None else None
+        asked.append(HeadsGradient(**gradient, sum=empty(shape[1]), clip=clip))
+    return AttentionGradient(
+        dcontext=torch.randn(heads.rows, heads.count * heads.width), heads=heads,
+        log_sum=on_reference(forward).log_sum, **dict(zip(("dq", "dkv"), asked, strict=False)),
+    )  # fmt: skip
 
 
 def dense(operation, dtype):
     """Padded [B, N, T, S] attention on the decoded values: leaves (of q and of k), context."""
-    tensors = [tensor_of(operation.q, operation.q_floats), tensor_of(operation.k, operation.k_floats)]
-    scales = [1.0 if one is None else one.scale.item() for one in (operation.q, operation.k)]
-    leaves = [(tensor.to(dtype) * scale).requires_grad_() for tensor, scale in zip(tensors, scales, strict=True)]
-    if tensors[0] is tensors[1]:
+    heads = operation.heads
+    leaves = [(one.tensor.to(dtype) * float(one.scale)).requires_grad_() for one in (heads.q, heads.k)]
+    if heads.q.tensor is heads.k.tensor:
         leaves[1] = leaves[0]
-    of_q, of_k = (one.diff().tolist() for one in (operation.starts, operation.key_starts))
-    width, hidden = operation.width, operation.heads * operation.width
+    of_q, of_k = (one.diff().tolist() for one in (heads.starts, heads.key_starts))
+    width, hidden = heads.width, heads.count * heads.width
 
     def padded(rows, lengths, column):
         sentences = rows[:, column : column + hidden].split(lengths)
         whole = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
         return whole.unflatten(2, (-1, width)).transpose(1, 2)
 
-    q = padded(leaves[0], of_q, operation.q_column)
-    k, v = (padded(leaves[1], of_k, column) for column in (operation.k_column, operation.v_column))
+    q = padded(leaves[0], of_q, heads.q.column)
+    k, v = (padded(leaves[1], of_k, one.column) for one in (heads.k, heads.v))
     scores = q @ k.transpose(2, 3) * width**-0.5
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     seen = torch.stack([
-        (key < keys) & ((key <= query + (keys - queries)) | torch.tensor(not operation.causal))
+        (key < keys) & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
         for queries, keys in zip(of_q, of_k, strict=True)
     ])[:, None]  # fmt: skip
     scores = scores.masked_fill(~seen, -math.inf)
     blind = ~seen.any(dim=3, keepdim=True)
     probabilities = scores.masked_fill(blind, 0.0).softmax(dim=3) * ~blind
-    if operation.dropout is not None:
+    if heads.dropout is not None:
         mask = random.dropout(
-            torch.ones(sum(of_q), operation.heads, operation.longest), operation.dropout.probability, KEY,
-            operation.dropout.subsequence,
+            torch.ones(sum(of_q), heads.count, heads.longest), heads.dropout.probability, KEY,
+            heads.dropout.subsequence,
         )
         whole = torch.nn.utils.rnn.pad_sequence(mask.split(of_q), batch_first=True).transpose(1, 2)
         probabilities = probabilities * whole[:, :, :, : k.shape[2]]
@@ -117,16 +116,16 @@ def test_as_accurate_as_dense_attention(options):
     leaves, exact = dense(forward, torch.float64)
     assert_accurate(found.out, exact.detach(), dense(forward, torch.float32)[1].detach())
     backward = gradient_of(forward)
-    for operation in (forward.q, forward.k):
-        if operation is not None:
-            operation.clipped.zero_()
+    for one in (forward.heads.q, forward.heads.k):
+        if one.coded is not None:
+            one.coded.clipped.zero_()
     found = compare(backward)
     single, context = dense(forward, torch.float32)
     wanted, near = (
         torch.autograd.grad((result * backward.dcontext).sum(), {id(one): one for one in of}.values())
         for of, result in ((leaves, exact), (single, context))
     )
-    gradients = [one for one in (found.dq, found.dkv) if one is not None]
+    gradients = [one.floats for one in (found.dq, found.dkv) if one is not None]
     for name, *values in zip(("dq", "dkv"), gradients, wanted, near, strict=False):
         assert_accurate(*values, name)
     assert len(gradients) == len(wanted)
@@ -153,8 +152,9 @@ def test_ends_of_gradients(options, to_rounded):
 
 def test_clips_that_learn_by_lsq():
     forward = attention()
-    forward.q = forward.k = forward.v = codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True)
-    assert compare(gradient_of(forward)).dq_clip.item() != 0.0
+    heads = forward.heads
+    heads.q.coded = heads.k.coded = heads.v.coded = codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True)
+    assert compare(gradient_of(forward)).dq.clip.item() != 0.0
 
 
 def test_both_passes_drop_the_same():
@@ -162,11 +162,11 @@ def test_both_passes_drop_the_same():
     forward = attention(coded=False, dropout=0.5)
     backward = gradient_of(forward)
     hidden = HEADS * 8
-    dv, values = on_cpu(backward).dq[:, 2 * hidden :], forward.v_floats[:, 2 * hidden :]
+    dv, values = on_cpu(backward).dq.floats[:, 2 * hidden :], forward.heads.v.floats[:, 2 * hidden :]
     torch.testing.assert_close(
         (on_cpu(forward).out * backward.dcontext).sum(), (dv * values).sum(), atol=1e-4, rtol=1e-5
     )
-    forward.dropout = dropout_of(0.5, subsequence=3)
+    forward.heads.dropout = dropout_of(0.5, subsequence=3)
     assert (on_cpu(forward).out - on_reference(forward).out).abs().max() < 1e-5
     assert ((on_cpu(forward).out * backward.dcontext).sum() - (dv * values).sum()).abs() > 0.1
 
@@ -174,35 +174,35 @@ def test_both_passes_drop_the_same():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_in_a_query_stays_in_its_row(value):
     forward = attention(coded=False)
-    forward.q_floats[20, 3] = value
+    forward.heads.q.floats[20, 3] = value
     bad = compare(forward).out.isnan()
     assert bad[20, :8].all() and bad.sum() == 8
 
 
 def test_nan_in_a_key_stays_in_its_sentence():
     forward = attention(coded=False)
-    forward.k_floats[20, 2 * 8 + 3] = math.nan
+    forward.heads.k.floats[20, 2 * 8 + 3] = math.nan
     bad = compare(forward).out.isnan()
     assert bad[8:41, :8].all() and bad.sum() == 33 * 8
 
 
 def test_a_poisoned_scale_poisons_everything():
     forward = attention(to=to_round(sum(LENGTHS), 16, 1.0))
-    forward.q.scale.fill_(math.nan)
+    forward.heads.q.coded.scale.fill_(math.nan)
     found = on_cpu(forward)
     assert found.rounded.scale.isnan() and not found.rounded.codes.any()
 
 
 def test_extreme_scores_do_not_overflow():
     forward = attention(coded=False)
-    forward.q_floats.mul_(1000.0)
+    forward.heads.q.floats.mul_(1000.0)
     assert compare(forward).out.isfinite().all()
 
 
 def test_no_keys_at_all():
     forward = attention((3, 2), (0, 0))
     assert not compare(forward).out.any()
-    assert not compare(gradient_of(forward)).dkv_sum.any()
+    assert not compare(gradient_of(forward)).dkv.sum.any()
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
@@ -210,7 +210,7 @@ def test_an_empty_batch(lengths):
     forward = attention(lengths, to=to_round(0, 16, 1.0))
     assert compare(forward).rounded.scale.item() == pytest.approx(1 / 127)
     found = compare(gradient_of(forward))
-    assert not found.dq_sum.any() and not found.dq_clip.any()
+    assert not found.dq.sum.any() and not found.dq.clip.any()
 
 
 def test_results_do_not_depend_on_threads():
@@ -255,10 +255,11 @@ def test_the_gradient_in_a_program(coded, others):
     builder, forward = Asked(), attention(others=others, coded=coded)
     forward.gradient(builder)
     (backward,) = builder.added
-    assert backward.q is forward.q and backward.dropout is forward.dropout and backward.log_sum is forward.log_sum
-    assert (backward.dq_rounded is not None) == coded == (backward.dq is None) == (backward.dq_clip is not None)
-    assert (backward.dkv_sum is not None) == (others is not None)
-    assert (backward.dkv_rounded is not None) == (others is not None and coded) == (backward.dkv_clip is not None)
+    assert backward.heads is forward.heads and backward.log_sum is forward.log_sum
+    assert (backward.dkv is not None) == (others is not None)
+    for one in filter(None, (backward.dq, backward.dkv)):
+        assert (one.rounded is not None) == coded == (one.floats is None) == (one.clip is not None)
+        assert one.sum is not None
 
 
 def test_long_sentences_take_little_memory():
@@ -273,5 +274,6 @@ def test_long_sentences_take_little_memory():
 @pytest.mark.parametrize("others", [None, OTHERS])
 def test_limits_of_offsets(others):
     forward = attention(others=others)
-    limits = {"starts": forward.starts[-1].item(), "key_starts": forward.key_starts[-1].item()}
+    heads = forward.heads
+    limits = {"heads.starts": heads.starts[-1].item(), "heads.key_starts": heads.key_starts[-1].item()}
     assert forward.limits() == gradient_of(forward).limits() == limits

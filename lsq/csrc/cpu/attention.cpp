@@ -5,10 +5,11 @@ using namespace lsq;
 
 namespace {
 
-class ForwardWorker : Worker<Attention> {
+class ForwardWorker : Worker {
 public:
-    explicit ForwardWorker(const Case<Attention>& given, float* rows)
-        : Worker(given), rows_(rows), context_(kBlock * stride_), scaled_(op_.width), flags_(op_.width + 8) {}
+    ForwardWorker(const Attention& op, const Case& given, float* rows)
+        : Worker(given), op_(op), rows_(rows), context_(kBlock * stride_), scaled_(heads_.width),
+          flags_(heads_.width + 8) {}
 
     // -> whether a value that was rounded was NaN
     bool run(const Pair& pair) {
@@ -17,13 +18,13 @@ public:
         bool missing = false;
         for (int64_t begin = 0; begin < pair.queries; begin += kBlock) {
             const int64_t rows = std::min(kBlock, pair.queries - begin), seen = pair.seen(begin + rows - 1);
-            given_.q.read(pair.first + begin, rows, pair.head * op_.width, op_.width, queries_.get(), stride_);
+            given_.q.read(pair.first + begin, rows, pair.head * heads_.width, heads_.width, queries_.get(), stride_);
             multiply_keys(queries_.get(), k_panels_.get(), rows, seen, scores_.get());
             float shares[kBlock];
             for (int64_t i = 0; i < rows; ++i) {
                 shares[i] = softmax(pair, begin + i, seen, scores_.get() + i * given_.wide);
             }
-            multiply(Left<false>{scores_.get(), given_.wide}, rows_of(v_.get(), stride_), rows, op_.width, seen, false,
+            multiply(Left<false>{scores_.get(), given_.wide}, rows_of(v_.get(), stride_), rows, heads_.width, seen, false,
                      context_.get(), stride_);
             for (int64_t i = 0; i < rows; ++i) {
                 missing |= write(pair, begin + i, shares[i], context_.get() + i * stride_);
@@ -51,14 +52,14 @@ private:
             sum += x[j];
         }
         std::fill(x + n, x + std::max(n, keys), 0.0f);
-        if (op_.log_sum) op_.log_sum[row * op_.heads + pair.head] = n ? largest + std::log(sum) : -infinity();
-        if (op_.dropout.threshold) draw(row, pair.head, n);
+        if (op_.log_sum) op_.log_sum[row * heads_.count + pair.head] = n ? largest + std::log(sum) : -infinity();
+        if (heads_.dropout.threshold) draw(row, pair.head, n);
         drop(n, x);
         return n ? given_.v.scale() / sum : 0.0f;
     }
 
     bool write(const Pair& pair, int64_t query, float share, float* x) {
-        const int64_t width = op_.width, element = ((pair.first + query) * op_.heads + pair.head) * width;
+        const int64_t width = heads_.width, element = ((pair.first + query) * heads_.count + pair.head) * width;
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) x[i] *= share;
         if (rows_) std::memcpy(rows_ + element, x, width * sizeof(float));
@@ -66,6 +67,7 @@ private:
         return round_row(op_.rounded, element, width, x, scaled_.data(), flags_.data());
     }
 
+    const Attention& op_;
     float* rows_;  // where the context goes as floats, if anywhere
     AlignedFloats context_;
     std::vector<float> scaled_;
@@ -84,17 +86,18 @@ bool round_all(const Coded& coded, int64_t n, const float* x) {
 }  // namespace
 
 LSQ_OPERATION(Attention, op) {
-    const Case<Attention> given(op);
-    const bool afterwards = op.rounded.codes && op.width % 8;  // heads do not begin at bytes of the clipped bits
-    std::vector<float> waiting(afterwards && !op.out ? op.rows * op.heads * op.width : 0);
+    const Case given(op.heads);
+    const int64_t width = op.heads.width, size = op.heads.rows * op.heads.count * width;
+    const bool afterwards = op.rounded.codes && width % 8;  // heads do not begin at bytes of the clipped bits
+    std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
     int missing = 0;
 #pragma omp parallel reduction(| : missing)
     {
-        ForwardWorker worker(given, rows);
+        ForwardWorker worker(op, given, rows);
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op, given.order[i]));
+        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op.heads, given.order[i]));
     }
-    if (afterwards) missing |= round_all(op.rounded, op.rows * op.heads * op.width, rows);
+    if (afterwards) missing |= round_all(op.rounded, size, rows);
     finish(op.rounded, missing);
 }

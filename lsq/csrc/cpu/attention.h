@@ -14,11 +14,7 @@ namespace lsq {
 constexpr int64_t kBlock = 32;  // queries at a time
 
 // One of q, k and v: codes, or floats where there are no codes.
-struct Operand {
-    const Coded& coded;
-    const float* floats;
-    int64_t columns, column;  // of the tensor, and where the first head begins
-
+struct Operand : Projected {
     float scale() const { return coded.codes ? coded.scale[0] : 1.0f; }
 
     // Rows [first, first + rows) of columns [at, at + width) to `out`, rows `stride` apart and zero beyond the columns.
@@ -37,10 +33,9 @@ struct Operand {
     }
 };
 
-// What both passes read of their operation, Attention or AttentionGradient.
-template <class Op>
+// What both passes make of the heads that they read.
 struct Case {
-    const Op& op;
+    const Heads& heads;
     Operand q, k, v;
     float share, factor;  // 1 / sqrt(D); what a product of queries and keys is multiplied by
     int64_t stride;       // of rows of a head in scratch
@@ -48,17 +43,16 @@ struct Case {
     int64_t wide;         // of rows of scores: not a power of two, lest all rows share a few lines of the cache
     std::vector<int64_t> order;  // pairs, the longest first
 
-    explicit Case(const Op& op)
-        : op(op), q{op.q, op.q_floats, op.q_columns, op.q_column}, k{op.k, op.k_floats, op.k_columns, op.k_column},
-          v{op.v, op.v_floats, op.v_columns, op.v_column},
-          share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(op.width)))),
-          factor(q.scale() * k.scale() * share), stride(whole_panels(op.width)), most(0), wide(0),
-          order(op.sentences * op.heads) {
+    explicit Case(const Heads& heads)
+        : heads(heads), q{heads.q}, k{heads.k}, v{heads.v},
+          share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
+          factor(q.scale() * k.scale() * share), stride(whole_panels(heads.width)), most(0), wide(0),
+          order(heads.sentences * heads.count) {
         const auto keys = [&](int64_t pair) {
-            const int64_t sentence = pair / op.heads;
-            return static_cast<int64_t>(op.key_starts[sentence + 1] - op.key_starts[sentence]);
+            const int64_t sentence = pair / heads.count;
+            return static_cast<int64_t>(heads.key_starts[sentence + 1] - heads.key_starts[sentence]);
         };
-        for (int64_t pair = 0; pair < op.sentences * op.heads; ++pair) most = std::max(most, whole_panels(keys(pair)));
+        for (size_t pair = 0; pair < order.size(); ++pair) most = std::max(most, whole_panels(keys(pair)));
         wide = most + 16;
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return keys(a) > keys(b); });
@@ -70,11 +64,10 @@ struct Pair {
     int64_t head, first, queries, first_key, keys;
     bool causal;
 
-    template <class Op>
-    Pair(const Op& op, int64_t number)
-        : head(number % op.heads), first(op.starts[number / op.heads]),
-          queries(op.starts[number / op.heads + 1] - first), first_key(op.key_starts[number / op.heads]),
-          keys(op.key_starts[number / op.heads + 1] - first_key), causal(op.causal) {}
+    Pair(const Heads& heads, int64_t number)
+        : head(number % heads.count), first(heads.starts[number / heads.count]),
+          queries(heads.starts[number / heads.count + 1] - first), first_key(heads.key_starts[number / heads.count]),
+          keys(heads.key_starts[number / heads.count + 1] - first_key), causal(heads.causal) {}
 
     // Keys that query `i` of the sentence sees.
     int64_t seen(int64_t i) const {
@@ -83,11 +76,10 @@ struct Pair {
 };
 
 // Scratch of one thread.
-template <class Op>
 class Worker {
 public:
-    explicit Worker(const Case<Op>& given)
-        : given_(given), op_(given.op), stride_(given.stride), k_(given.most * stride_), v_(given.most * stride_),
+    explicit Worker(const Case& given)
+        : given_(given), heads_(given.heads), stride_(given.stride), k_(given.most * stride_), v_(given.most * stride_),
           k_panels_(given.most * stride_), shuffled_(2 * kPanel * stride_), queries_(kBlock * stride_),
           scores_(kBlock * given.wide), words_(given.most + 8) {}
 
@@ -95,7 +87,7 @@ protected:
     // Keys and values of the pair as floats, rows filled up with zeros to whole panels.
     void read_keys(const Pair& pair) {
         for (const auto& [from, to] : {std::pair{&given_.k, k_.get()}, std::pair{&given_.v, v_.get()}}) {
-            from->read(pair.first_key, pair.keys, pair.head * op_.width, op_.width, to, stride_);
+            from->read(pair.first_key, pair.keys, pair.head * heads_.width, heads_.width, to, stride_);
             std::fill(to + pair.keys * stride_, to + whole_panels(pair.keys) * stride_, 0.0f);
         }
     }
@@ -110,27 +102,27 @@ protected:
 
     // out [rows, keys] = rows of D numbers times keys or values, transposed.
     void multiply_keys(const float* rows, const float* transposed, int64_t count, int64_t keys, float* out) const {
-        multiply(Left<false>{rows, stride_}, Right{transposed, kPanel, kPanel * stride_}, count, keys, op_.width, false,
+        multiply(Left<false>{rows, stride_}, Right{transposed, kPanel, kPanel * stride_}, count, keys, heads_.width, false,
                  out, given_.wide);
     }
 
     // Random words of keys [0, n) of a row.
     void draw(int64_t row, int64_t head, int64_t n) {
-        philox(op_.dropout.key[0], op_.dropout.subsequence, (row * op_.heads + head) * op_.longest, n, words_.data());
+        philox(heads_.dropout.key[0], heads_.dropout.subsequence, (row * heads_.count + head) * heads_.longest, n, words_.data());
     }
 
     // Dropout by the words that were drawn last.
     void drop(int64_t n, float* x) const {
-        if (!op_.dropout.threshold) return;
-        const uint32_t limit = static_cast<uint32_t>(op_.dropout.threshold);
+        if (!heads_.dropout.threshold) return;
+        const uint32_t limit = static_cast<uint32_t>(heads_.dropout.threshold);
         const uint32_t* words = words_.data();
-        const float keep = op_.dropout.keep;
+        const float keep = heads_.dropout.keep;
 #pragma omp simd
         for (int64_t j = 0; j < n; ++j) x[j] = words[j] >= limit ? x[j] * keep : 0.0f;
     }
 
-    const Case<Op>& given_;
-    const Op& op_;
+    const Case& given_;
+    const Heads& heads_;
     int64_t stride_;
     AlignedFloats k_, v_, k_panels_, shuffled_, queries_, scores_;
     std::vector<uint32_t> words_;

@@ -102,6 +102,6 @@ LSQ_EXPORT void lsq_finish_input_gradient(
     if (op.dclip) {
         double sum = 0.0;
         for (int64_t row = 0; row < op.rows; ++row) sum += clip_sums[row];
-        op.dclip[0] = static_cast<float>(sum * op.clip_factor);
+        op.dclip[0] = static_cast<float>(sum * op.x.clip_factor);
     }
 }

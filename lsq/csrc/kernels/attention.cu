@@ -46,9 +46,9 @@ struct Backward {
     int64_t longest, heads;
 
     __device__ __forceinline__ explicit Backward(const AttentionGradient& op)
-        : q(op.q, op.q_floats, op.q_columns, op.q_column), k(op.k, op.k_floats, op.k_columns, op.k_column),
-          v(op.v, op.v_floats, op.v_columns, op.v_column), upstream(Coded{}, op.dcontext, op.heads * WIDTH, 0),
-          factor(q, k), dropout(op.dropout), log_sum(op.log_sum), longest(op.longest), heads(op.heads) {}
+        : q(op.heads.q), k(op.heads.k), v(op.heads.v),
+          upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), factor(q, k), dropout(op.heads.dropout),
+          log_sum(op.log_sum), longest(op.heads.longest), heads(op.heads.count) {}
 
     // The probability of a key, whose product with the query is `product`.
     __device__ __forceinline__ float probability(float product, int64_t row, int head) const {
@@ -64,13 +64,12 @@ struct Backward {
 LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention op, Out<uint32_t> ticket) {
     __shared__ Tile queries, others;  // `others`: keys, then values, in the end the context
     __shared__ PairTile pairs;
-    const Operand q(op.q, op.q_floats, op.q_columns, op.q_column), k(op.k, op.k_floats, op.k_columns, op.k_column),
-        v(op.v, op.v_floats, op.v_columns, op.v_column);
+    const Operand q(op.heads.q), k(op.heads.k), v(op.heads.v);
     const Factor factor(q, k);
-    const DropoutMask dropout{op.dropout};
+    const DropoutMask dropout{op.heads.dropout};
     const int head = blockIdx.y;
-    const Place place(op.starts, op.sentences);
-    const Sentence sentence(op, place.sentence);
+    const Place place(op.heads.starts, op.heads.sentences);
+    const Sentence sentence(op.heads, place.sentence);
     const int64_t row = place.begin + place.first;  // of the first query
     load_tile(q, row, place.count, head, queries);
     float largest[kOwn], total[kOwn];
@@ -106,7 +105,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention o
             for (int j = 0; j < kOther; ++j) {
                 scores[i][j] = bounded_exponential(scores[i][j] - base);
                 sum += scores[i][j];
-                const int64_t element = ((row + own(i)) * op.heads + head) * op.longest + begin + other(j);
+                const int64_t element = ((row + own(i)) * op.heads.count + head) * op.heads.longest + begin + other(j);
                 scores[i][j] = drop(dropout, element, scores[i][j]);
             }
             total[i] = total[i] * shrink + warp_reduce<Sum, kAcross>(sum);
@@ -134,7 +133,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention o
             for (int c = 0; c < 4; ++c) to[c] = blind ? 0.0f : sums[i][four][c] * share;
         }
         if (log_sum && across() == 0 && own(i) < place.count) {
-            log_sum[(row + own(i)) * op.heads + head] = blind ? -infinity() : largest[i] + logarithm(total[i]);
+            log_sum[(row + own(i)) * op.heads.count + head] = blind ? -infinity() : largest[i] + logarithm(total[i]);
         }
     }
     __syncthreads();
@@ -146,7 +145,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention o
         const int own_row = part / kVectors, column = part % kVectors * kVector;
         float x[kVector];
         load8(others + own_row * kStride + column, x);
-        const int64_t element = ((row + own_row) * op.heads + head) * WIDTH + column;
+        const int64_t element = ((row + own_row) * op.heads.count + head) * WIDTH + column;
         if (out) store8(out + element, x);
         missing |= codes.write8(element, x);
     }
@@ -161,8 +160,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
     __shared__ PairTile weighted, plain;
     const Backward given(op);
     const int head = blockIdx.y;
-    const Place place(op.starts, op.sentences);
-    const Sentence sentence(op, place.sentence);
+    const Place place(op.heads.starts, op.heads.sentences);
+    const Sentence sentence(op.heads, place.sentence);
     const int64_t row = place.begin + place.first;
     load_tile(given.q, row, place.count, head, queries);
     load_tile(given.upstream, row, place.count, head, upstream);
@@ -203,7 +202,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
         total[i] = warp_reduce<Sum, kAcross>(total[i]);
-        if (across() == 0 && own(i) < place.count) sums[(row + own(i)) * op.heads + head] = total[i];
+        if (across() == 0 && own(i) < place.count) sums[(row + own(i)) * op.heads.count + head] = total[i];
 #pragma unroll
         for (int four = 0; four < kFours; ++four) {
 #pragma unroll
@@ -211,7 +210,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
         }
     }
     store_sums(of_weighted, given.k.scale * given.factor.share, place.count,
-               dq + (row * op.q_columns + op.q_column + head * WIDTH), op.q_columns);
+               dq + (row * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
 }
 LSQ_EXPORT(lsq_attention_query_gradient)
 
@@ -223,8 +222,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
     const Backward given(op);
     const float* totals = sums;
     const int head = blockIdx.y;
-    const Place place(op.key_starts, op.sentences);
-    const Sentence sentence(op, place.sentence);
+    const Place place(op.heads.key_starts, op.heads.sentences);
+    const Sentence sentence(op.heads, place.sentence);
     const int64_t row = place.begin + place.first;
     load_tile(given.k, row, place.count, head, keys);
     load_tile(given.v, row, place.count, head, values);
@@ -244,7 +243,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
         for (int j = 0; j < kOther; ++j) {
             const int64_t query = begin + other(j), query_row = sentence.query + query;
             const int64_t seen = other(j) < count ? sentence.seen(query) : 0;
-            const float total = seen ? totals[query_row * op.heads + head] : 0.0f;
+            const float total = seen ? totals[query_row * op.heads.count + head] : 0.0f;
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
                 const int64_t key = place.first + own(i), element = given.element(query_row, head, key);
@@ -261,8 +260,9 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
         add_products(slopes, queries, count, dk);
         add_products(dropped, upstream, count, dv);
     }
-    float* out = dkv + (row * op.k_columns + head * WIDTH);
-    store_sums(dk, given.q.scale * given.factor.share, place.count, out + op.k_column, op.k_columns);
-    store_sums(dv, 1.0f, place.count, out + op.v_column, op.k_columns);
+    const int64_t columns = given.k.columns;
+    float* out = dkv + (row * columns + head * WIDTH);
+    store_sums(dk, given.q.scale * given.factor.share, place.count, out + given.k.column, columns);
+    store_sums(dv, 1.0f, place.count, out + given.v.column, columns);
 }
 LSQ_EXPORT(lsq_attention_key_gradient)

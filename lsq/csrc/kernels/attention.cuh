@@ -41,9 +41,9 @@ struct Operand {
     int64_t columns, column;  // of the tensor, and where the first head begins
     float scale;
 
-    __device__ __forceinline__ Operand(const Coded& coded, const Float* values, int64_t columns, int64_t column)
-        : codes(coded.codes), floats(values), columns(columns), column(column), scale(1.0f) {
-        if (codes) scale = static_cast<const float*>(coded.scale)[0];
+    __device__ __forceinline__ explicit Operand(const Projected& from)
+        : codes(from.coded.codes), floats(from.floats), columns(from.columns), column(from.column), scale(1.0f) {
+        if (codes) scale = static_cast<const float*>(from.coded.scale)[0];
     }
 };
 
@@ -157,11 +157,10 @@ struct Sentence {
     int64_t query, queries, key, keys;  // first row of each, and how many there are
     bool causal;
 
-    template <class Op>
-    __device__ __forceinline__ Sentence(const Op& op, int64_t number)
-        : query(0), queries(0), key(0), keys(0), causal(op.causal) {
-        if (op.sentences == 0) return;
-        const int32_t *starts = op.starts, *key_starts = op.key_starts;
+    __device__ __forceinline__ Sentence(const Heads& heads, int64_t number)
+        : query(0), queries(0), key(0), keys(0), causal(heads.causal) {
+        if (heads.sentences == 0) return;
+        const int32_t *starts = heads.starts, *key_starts = heads.key_starts;
         query = starts[number], queries = starts[number + 1] - query;
         key = key_starts[number], keys = key_starts[number + 1] - key;
     }
@@ -173,7 +172,7 @@ struct Sentence {
     }
 };
 
-// x after dropout; `element`: see Attention.dropout.
+// x after dropout; `element`: see Heads.dropout.
 __device__ __forceinline__ float drop(const DropoutMask& dropout, int64_t element, float x) {
     if (dropout.threshold == 0) return x;
     const PhiloxWords group = philox_group(dropout.key[0], dropout.subsequence, element / 4);

@@ -7,13 +7,13 @@
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_attention_gradient_rows(const AttentionGradient op, In<float> gradient, Out<float> partial) {
 #if KEYS
-    const int64_t rows = op.key_rows;
-    const StraightThrough mask{op.k};
-    GradientSink sink{op.dkv, op.dkv_rounded};
+    const int64_t rows = op.heads.key_rows;
+    const StraightThrough mask{op.heads.k.coded};
+    GradientSink sink{op.dkv.floats, op.dkv.rounded};
 #else
-    const int64_t rows = op.rows;
-    const StraightThrough mask{op.q};
-    GradientSink sink{op.dq, op.dq_rounded};
+    const int64_t rows = op.heads.rows;
+    const StraightThrough mask{op.heads.q.coded};
+    GradientSink sink{op.dq.floats, op.dq.rounded};
 #endif
     const float* from = gradient;
     float clip = 0.0f;

@@ -1,0 +1,152 @@
+"""What attention and its gradient read: heads of queries, keys and values. The reference takes sentence after sentence.
+
+M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] .. starts[b + 1] - 1,
+and starts[B] is M. Head h of the queries stands in columns q.column + h * width of their tensor, and so for keys and
+values. N heads, T queries and S keys of one sentence, D columns of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from lsq.program.declare import Activations, In, Offsets, Value, size
+from lsq.program.values import Coded, Dropout
+
+
+class Projected(Value):
+    """Queries, keys or values where a projection wrote them."""
+
+    coded: In[Coded] | None
+    """[M, ...]; in the gradient, with what straight-through gradients need."""
+    floats: In[Activations] | None
+    """[M, ...], in the place of codes."""
+    column: int
+    """With which the first head begins."""
+
+    @size
+    def columns(self) -> int:
+        return self.tensor.shape[1]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Codes, or floats."""
+        return self.floats if self.coded is None else self.coded.codes
+
+    @property
+    def scale(self) -> torch.Tensor | float:
+        """Of the codes."""
+        return 1.0 if self.coded is None else self.coded.scale
+
+
+class Heads(Value):
+    """All heads of all sentences."""
+
+    q: In[Projected]
+    k: In[Projected]
+    """In self-attention in the tensor of `q`."""
+    v: In[Projected]
+    """In the tensor of `k`."""
+    starts: In[Offsets]
+    """[B + 1], of queries."""
+    key_starts: In[Offsets]
+    """[B + 1], of keys."""
+    count: int
+    """N."""
+    width: int
+    """D."""
+    causal: bool
+    """Query i of a sentence sees its keys up to i + (keys - queries)."""
+    dropout: In[Dropout] | None
+    """Of probabilities: key j of row m and head h is element (m * count + h) * longest + j."""
+    longest: int
+    """Keys of the longest sentence, rounded up to a multiple of 8."""
+
+    @size
+    def sentences(self) -> int:
+        return self.starts.shape[0] - 1
+
+    @size
+    def rows(self) -> int:
+        """M."""
+        return self.q.tensor.shape[0]
+
+    @size
+    def key_rows(self) -> int:
+        """S."""
+        return self.k.tensor.shape[0]
+
+    def limits(self) -> dict[str, int]:
+        """See Operation.limits."""
+        return {"heads.starts": self.rows, "heads.key_starts": self.key_rows}
+
+    def of_sentences(self) -> Iterator[Sentence]:
+        """Reference: sentence after sentence."""
+        share = torch.tensor(self.width**-0.5, dtype=torch.float32)
+        mask = None
+        if self.dropout is not None:
+            mask = self.dropout.apply(torch.ones(self.rows, self.count, self.longest))
+        starts, key_starts = self.starts.tolist(), self.key_starts.tolist()
+        for queries, keys in zip(map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True):
+            q, k, v = (
+                self.split(one.tensor[rows, self.columns_of(one)].float())
+                for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
+            )
+            scores = q @ k.transpose(1, 2) * (self.q.scale * self.k.scale * share)
+            hidden = torch.full(scores.shape[1:], self.causal).triu(1 + k.shape[1] - q.shape[1])
+            yield Sentence(
+                queries=queries, keys=keys, q=q, k=k, v=v, hidden=hidden,
+                scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.scale * share,
+                k_factor=self.q.scale * share, v_scale=self.v.scale,
+                mask=None if mask is None else mask[queries, :, : k.shape[1]].transpose(0, 1),
+            )
+
+    def columns_of(self, one: Projected) -> slice:
+        """Where all heads stand."""
+        return slice(one.column, one.column + self.count * self.width)
+
+    def split(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, N * D] -> [N, T, D]"""
+        return rows.view(rows.shape[0], self.count, self.width).transpose(0, 1)
+
+
+def rows_of(values: torch.Tensor) -> torch.Tensor:
+    """[N, T, D] -> [T, N * D]"""
+    return values.transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sentence:
+    """One sentence, all heads: q [N, T, D], k and v [N, S, D], as codes or floats."""
+
+    queries: slice
+    keys: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scores: torch.Tensor
+    """[N, T, S], -infinity where a key is not seen."""
+    hidden: torch.Tensor
+    """bool [T, S]"""
+    mask: torch.Tensor | None
+    """[N, T, S], what dropout multiplies by."""
+    q_factor: torch.Tensor | float
+    """What one of dscores @ k is worth in dq."""
+    k_factor: torch.Tensor | float
+    v_scale: torch.Tensor | float
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """[N, T, S], 0 for a query that sees nothing."""
+        return torch.where(self.hidden.all(dim=1)[:, None], 0.0, self.scores.softmax(dim=2))
+
+    @property
+    def log_sum(self) -> torch.Tensor:
+        """[N, T], NaN with the probabilities."""
+        return torch.where(self.probabilities.isnan().any(dim=2), math.nan, self.scores.logsumexp(dim=2))
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.mask is None else x * self.mask
