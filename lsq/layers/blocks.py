@@ -13,6 +13,7 @@ from lsq.config import LayerConfig
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
 from lsq.ops.heads import Heads, Projected
+from lsq.ops.prediction import Prediction
 from lsq.ops.project import Activation, Project
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
@@ -307,20 +308,14 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
     return out
 
 
-def vocabulary_loss(builder: Builder, x: Rows, weight, target: VirtualTensor, *, vocabulary: int, padding: int,
-                    smoothing: float) -> tuple[VirtualTensor, VirtualTensor]:  # fmt: skip
+def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    count, weight = tensor_of(x).shape[0], unpacked(builder, weight)
     rounded = normaliser = None
-    if builder.backward and isinstance(x, Coded) and builder.quant.backward == "int8":
-        rounded = builder.rounded_gradient("d_logits", (count, weight.codes.shape[0]), weight.scale)
+    if builder.backward and prediction.x is not None and builder.quant.backward == "int8":
+        size = (prediction.rows, prediction.columns)
+        rounded = builder.rounded_gradient("d_logits", size, prediction.weight.scale)
     elif builder.backward:
-        normaliser = builder.tensor("log_normaliser", (count,))
-    builder.add(
-        VocabularyLoss(
-            **split(x), weight=weight, target=target, vocabulary=vocabulary, padding=padding, smoothing=smoothing,
-            loss=loss, nll=nll, normaliser=normaliser, rounded=rounded,
-        )
-    )
+        normaliser = builder.tensor("log_normaliser", (prediction.rows,))
+    builder.add(VocabularyLoss(prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, rounded=rounded))
     return loss, nll

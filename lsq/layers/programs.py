@@ -13,7 +13,8 @@ from lsq.gemm import lookup
 from lsq.layers import blocks
 from lsq.layers.blocks import End, Memory, Sentences, Stream
 from lsq.ops.embedding import Embed
-from lsq.ops.rounding import Add
+from lsq.ops.prediction import Prediction
+from lsq.ops.rounding import Add, unpacked
 from lsq.program.backend import Backend
 from lsq.program.builder import Builder
 from lsq.program.parameters import Kind
@@ -169,11 +170,11 @@ def vocabulary_loss(
     b = mode.builder("vocabulary_loss", quant)
     x = blocks.quantize(b, b.input("x", (rows, sizes.hidden)), "input_clip")
     target = b.input("target", (rows,), torch.int64)
-    weight = b.weight("weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start)
-    losses = blocks.vocabulary_loss(
-        b, x, weight, target, vocabulary=sizes.words, padding=padding, smoothing=smoothing
+    weight = unpacked(b, b.weight("weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start))
+    prediction = Prediction(
+        **blocks.split(x), weight=weight, target=target, vocabulary=sizes.words, padding=padding, smoothing=smoothing
     )
-    for loss in losses:
+    for loss in blocks.vocabulary_loss(b, prediction):
         b.output(loss)
     return b.build()
 

@@ -14,36 +14,25 @@ M rows, V words, P padded words, K inputs.
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import torch
 
 from lsq.csrc import loader
 from lsq.csrc.launch import check, float_define, launch
-from lsq.ops import logit_blocks
 from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.prediction import Prediction
 from lsq.ops.rounding import unpacked
 from lsq.ops.weight_gradient import ProjectWeightGradient
-from lsq.program.declare import Activations, Floats, In, Indices, Out, factor, size
+from lsq.program.declare import Activations, Floats, In, Out, size
 from lsq.program.operation import Operation
-from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.program.values import RoundedGradient
 
 
 class VocabularyLoss(Operation):
     """The losses of a batch, summed over its rows, and what the backward pass needs."""
 
-    x: In[Coded] | None
-    """[M, K]; None in float mode."""
-    floats: In[Activations] | None
-    """[M, K], in float mode."""
-    weight: In[Weight]
-    """[P, K]; its values alone in float mode."""
-    target: In[Indices]
-    """[M]"""
-    vocabulary: int
-    """V."""
-    padding: int
-    """The target that counts for nothing."""
-    smoothing: float
+    prediction: In[Prediction]
     loss: Out[Floats]
     """[1]"""
     nll: Out[Floats]
@@ -53,58 +42,44 @@ class VocabularyLoss(Operation):
     rounded: Out[RoundedGradient] | None
     """[M, P], the gradient of the logits for a gradient of the loss of 1; its weight_scale is that of the weight."""
 
-    @size
-    def rows(self) -> int:
-        return self.target.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return logit_blocks.matrix(self).shape[0]
-
-    @factor
-    def target_weight(self) -> float:
-        return weights_of(self.vocabulary, self.smoothing)[0]
-
-    @factor
-    def each(self) -> float:
-        return weights_of(self.vocabulary, self.smoothing)[1]
-
     def limits(self):
-        return {"target": self.vocabulary}
+        return self.prediction.limits()
 
     def reference(self):
-        logits = logit_blocks.logits_of(self)
+        given = self.prediction
+        logits = given.logits()
         normaliser = logits.logsumexp(dim=1)
-        counted = self.target != self.padding
-        nll = torch.where(counted, normaliser - logits[torch.arange(self.rows), self.target], 0.0)
-        smooth = torch.where(counted, self.vocabulary * normaliser - logits.sum(dim=1), 0.0)
-        loss = (self.target_weight * nll + self.each * smooth).sum()
+        counted = given.target != given.padding
+        nll = torch.where(counted, normaliser - logits[torch.arange(given.rows), given.target], 0.0)
+        smooth = torch.where(counted, given.vocabulary * normaliser - logits.sum(dim=1), 0.0)
+        loss = (given.target_weight * nll + given.each * smooth).sum()
         rounded = None, None
         if self.rounded is not None:
-            rounded = self.rounded.encode(_gradient(self, logits, normaliser))
+            rounded = self.rounded.encode(given.gradient(logits, normaliser))
         return loss, nll.sum(), normaliser, *rounded
 
     def cpu_scratch(self):
         """Logits of a block, and both losses of each row."""
-        rows = (self.rows,), torch.float32
-        return [logit_blocks.cpu_block(self), rows, rows]
+        rows = (self.prediction.rows,), torch.float32
+        return [self.prediction.cpu_block(), rows, rows]
 
     def cpu(self, block, *losses):
-        for first, logits in logit_blocks.cpu_blocks(self, block):
+        for first, logits in self.prediction.cpu_blocks(block):
             loader.call("lsq_VocabularyLoss", self, logits, first, logits.shape[0], *losses)
         for total, each_row in zip((self.loss, self.nll), losses, strict=True):
             total.copy_(each_row.sum(dtype=torch.float64))
 
     def cuda_scratch(self):
         """The same, and the weight in the dtype of `floats`, where it has another."""
-        rows = (self.rows,), torch.float32
-        block, *narrow = logit_blocks.cuda_scratch(self)
+        rows = (self.prediction.rows,), torch.float32
+        block, *narrow = self.prediction.cuda_scratch()
         return [block, rows, rows, *narrow]
 
     def cuda(self, block, losses, nlls, *narrow):
-        defines = logit_blocks.row_defines(self)
+        defines = self.prediction.row_defines()
         threads = defines["ROW_THREADS"]
-        check(self.rounded is None or self.x is not None, "the gradient of float logits is not rounded: leave it out")
+        codes = self.prediction.x is not None
+        check(self.rounded is None or codes, "the gradient of float logits is not rounded: leave it out")
 
         def kernel(first, rows):
             return launch(
@@ -115,40 +90,36 @@ class VocabularyLoss(Operation):
         total = launch(
             "vocabulary_loss.cu", "lsq_sum_losses", self, losses, nlls, grid=2, block=threads, **defines
         )
-        return [*logit_blocks.cuda_blocks(self, block, narrow, kernel), total]
+        return [*self.prediction.cuda_blocks(block, narrow, kernel), total]
 
     def gradient(self, builder) -> None:
         dloss = builder.gradient_of(self.loss)
-        x, whole = self.x and self.x.bare(), unpacked(builder, self.weight)
-        weight = whole.bare() if self.x else whole
+        given = dataclasses.replace(self.prediction, weight=unpacked(builder, self.prediction.weight))
+        bare = given.bare()
         dlogits = gradient = None
         if self.rounded is None:
-            dlogits = builder.tensor("d_logits", (self.rows, self.columns))
+            dlogits = builder.tensor("d_logits", (given.rows, given.columns))
             builder.add(
-                VocabularyLossGradient(
-                    x=x, floats=self.floats, weight=weight, target=self.target, vocabulary=self.vocabulary,
-                    padding=self.padding, smoothing=self.smoothing, normaliser=self.normaliser, dloss=dloss,
-                    dlogits=dlogits,
-                )
-            )  # fmt: skip
+                VocabularyLossGradient(prediction=bare, normaliser=self.normaliser, dloss=dloss, dlogits=dlogits)
+            )
         else:
             gradient = copy.copy(self.rounded)
             gradient.scale = builder.like("d_logits.scale", self.rounded.scale)
             builder.add(ScaleRows(scale=self.rounded.scale, factor=dloss, out=gradient.scale))
-        source = self.floats if self.x is None else self.x.codes
+        source = given.operand
         dx = builder.tensor("d_" + source.name, source.shape)
         builder.add(
             ProjectInputGradient(
-                gradient=gradient, floats=dlogits, weight=weight, x=self.x, dx=dx,
-                dclip=builder.parameter_gradient(self.x and self.x.clip), dtype=builder.quant.backward_dtype,
+                gradient=gradient, floats=dlogits, weight=bare.weight, x=given.x, dx=dx,
+                dclip=builder.parameter_gradient(given.x and given.x.clip), dtype=builder.quant.backward_dtype,
             )
         )  # fmt: skip
         builder.add(
             ProjectWeightGradient(
-                gradient=gradient, floats=dlogits, x=x, x_floats=self.floats, weight=whole,
+                gradient=gradient, floats=dlogits, x=bare.x, x_floats=given.floats, weight=given.weight,
                 key=builder.key if gradient else None, subsequence=builder.next_subsequence() if gradient else 0,
-                lsq=builder.quant.clip_gradient == "lsq", dweight=builder.parameter_gradient(self.weight.values),
-                dclip=builder.parameter_gradient(self.weight.clip), dtype=builder.quant.backward_dtype,
+                lsq=builder.quant.clip_gradient == "lsq", dweight=builder.parameter_gradient(given.weight.values),
+                dclip=builder.parameter_gradient(given.weight.clip), dtype=builder.quant.backward_dtype,
             )
         )  # fmt: skip
         builder.accumulate(source, dx)
@@ -157,17 +128,7 @@ class VocabularyLoss(Operation):
 class VocabularyLossGradient(Operation):
     """The gradient of the logits, which are made again."""
 
-    x: In[Coded] | None
-    """[M, K]"""
-    floats: In[Activations] | None
-    """[M, K]"""
-    weight: In[Weight]
-    """[P, K]"""
-    target: In[Indices]
-    """[M]"""
-    vocabulary: int
-    padding: int
-    smoothing: float
+    prediction: In[Prediction]
     normaliser: In[Floats]
     """[M]"""
     dloss: In[Floats]
@@ -175,40 +136,24 @@ class VocabularyLossGradient(Operation):
     dlogits: Out[Activations]
     """[M, P], 0 beyond V and where the target is padding."""
 
-    @size
-    def rows(self) -> int:
-        return self.target.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return logit_blocks.matrix(self).shape[0]
-
-    @factor
-    def target_weight(self) -> float:
-        return weights_of(self.vocabulary, self.smoothing)[0]
-
-    @factor
-    def each(self) -> float:
-        return weights_of(self.vocabulary, self.smoothing)[1]
-
     def limits(self):
-        return {"target": self.vocabulary}
+        return self.prediction.limits()
 
     def reference(self):
-        return (_gradient(self, logit_blocks.logits_of(self), self.normaliser) * self.dloss,)
+        return (self.prediction.gradient(self.prediction.logits(), self.normaliser) * self.dloss,)
 
     def cpu_scratch(self):
-        return [logit_blocks.cpu_block(self)]
+        return [self.prediction.cpu_block()]
 
     def cpu(self, block):
-        for first, logits in logit_blocks.cpu_blocks(self, block):
+        for first, logits in self.prediction.cpu_blocks(block):
             loader.call("lsq_VocabularyLossGradient", self, logits, first, logits.shape[0])
 
     def cuda_scratch(self):
-        return logit_blocks.cuda_scratch(self)
+        return self.prediction.cuda_scratch()
 
     def cuda(self, block, *narrow):
-        defines = logit_blocks.row_defines(self) | float_define(self.dlogits)
+        defines = self.prediction.row_defines() | float_define(self.dlogits)
 
         def kernel(first, rows):
             return launch(
@@ -216,7 +161,7 @@ class VocabularyLossGradient(Operation):
                 block=defines["ROW_THREADS"], **defines,
             )  # fmt: skip
 
-        return logit_blocks.cuda_blocks(self, block, narrow, kernel)
+        return self.prediction.cuda_blocks(block, narrow, kernel)
 
 
 class ScaleRows(Operation):
@@ -238,18 +183,3 @@ class ScaleRows(Operation):
 
     def cuda(self):
         return [launch("vocabulary_loss.cu", "lsq_scale_rows", self, grid=max(1, -(-self.rows // 256)))]
-
-
-def weights_of(vocabulary: int, smoothing: float) -> tuple[float, float]:
-    """(weight of the target's term, weight of every word's term), as fairseq's label_smoothed_nll_loss has them."""
-    each = smoothing / (vocabulary - 1)
-    return 1.0 - smoothing - each, each
-
-
-def _gradient(op, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-    """Reference: d loss / d logits [M, P]."""
-    total = op.target_weight + op.each * op.vocabulary
-    gradient = (logits - normaliser[:, None]).exp() * total - op.each
-    gradient[torch.arange(op.rows), op.target] -= op.target_weight
-    gradient = torch.where((op.target == op.padding)[:, None], 0.0, gradient)
-    return torch.nn.functional.pad(gradient, (0, op.columns - op.vocabulary))

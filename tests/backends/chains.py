@@ -3,6 +3,7 @@
 import torch
 
 from lsq.ops.embedding import Embed
+from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
@@ -32,10 +33,11 @@ def chain(place: torch.device) -> tuple[Embed, ResidualNorm, VocabularyLoss]:
         sum=ResidualSum(residual=embed.x), weight=drawn(HIDDEN), bias=drawn(HIDDEN), mean=wanted(3), rstd=wanted(3),
         out=wanted(3, HIDDEN),
     )  # fmt: skip
-    loss = VocabularyLoss(
+    given = Prediction(
         floats=norm.out, weight=Weight(format=Format(name="weight", bits=8, grain=Grain.ROW), values=weight),
-        target=tokens + 1, vocabulary=WORDS, padding=1, smoothing=0.1, loss=wanted(1), nll=wanted(1),
+        target=tokens + 1, vocabulary=WORDS, padding=1, smoothing=0.1,
     )  # fmt: skip
+    loss = VocabularyLoss(prediction=given, loss=wanted(1), nll=wanted(1))
     return embed, norm, loss
 
 

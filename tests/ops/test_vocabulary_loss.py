@@ -7,10 +7,10 @@ import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
-from lsq.ops.logit_blocks import BLOCK_ROWS
+from lsq.ops.prediction import BLOCK_ROWS, Prediction
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
-from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient, weights_of
+from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient
 from lsq.program.parameters import Kind
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import GRADIENT, Format, Grain, fake_quantize, quantize
@@ -29,10 +29,11 @@ def operands(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
     """The losses of float logits; the weight has as many rows as there are words."""
-    return VocabularyLoss(
+    prediction = Prediction(
         floats=x, weight=Weight(format=WEIGHT, values=weight), target=target, vocabulary=weight.shape[0],
-        padding=PADDING, smoothing=smoothing, loss=empty(1), nll=empty(1), normaliser=empty(len(target)),
+        padding=PADDING, smoothing=smoothing,
     )  # fmt: skip
+    return VocabularyLoss(prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(len(target)))
 
 
 def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) -> VocabularyLoss:
@@ -43,10 +44,13 @@ def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) ->
     beyond = padded - vocabulary
     scale = torch.nn.functional.pad(scale, (0, beyond), value=1.0)
     weight_codes = torch.nn.functional.pad(weight_codes, (0, 0, 0, beyond))
-    return VocabularyLoss(
+    prediction = Prediction(
         x=Coded(format=format_of(), codes=codes, scale=x_scale),
         weight=Weight(format=WEIGHT, codes=weight_codes, scale=scale), target=target, vocabulary=vocabulary,
-        padding=PADDING, smoothing=smoothing, loss=empty(1), nll=empty(1), normaliser=empty(rows),
+        padding=PADDING, smoothing=smoothing,
+    )  # fmt: skip
+    return VocabularyLoss(
+        prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(rows),
         rounded=RoundedGradient(
             format=GRADIENT, codes=empty(rows, padded, dtype=torch.int8), scale=empty(rows), weight_scale=scale,
             key=KEY, subsequence=3,
@@ -56,10 +60,10 @@ def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) ->
 
 def gradient_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradient:
     """The gradient of losses that were computed."""
+    given = loss.prediction
     return VocabularyLossGradient(
-        x=loss.x, floats=loss.floats, weight=loss.weight, target=loss.target, vocabulary=loss.vocabulary,
-        padding=loss.padding, smoothing=loss.smoothing, normaliser=loss.normaliser, dloss=torch.tensor([dloss]),
-        dlogits=empty(loss.rows, loss.columns),
+        prediction=given, normaliser=loss.normaliser, dloss=torch.tensor([dloss]),
+        dlogits=empty(given.rows, given.columns),
     )  # fmt: skip
 
 
@@ -89,15 +93,16 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
     operation = of_codes(rows, vocabulary, padded, smoothing)
     found = compare(operation)
     gradient = compare(gradient_of(found)).dlogits
-    x, scale = operation.x.decode().double(), operation.weight.scale
-    weight = (operation.weight.codes * scale[:, None].double())[:vocabulary]
-    loss, nll, exact = by_fairseq(x, weight, operation.target, smoothing, torch.float64)
+    given = operation.prediction
+    x, scale = given.x.decode().double(), given.weight.scale
+    weight = (given.weight.codes * scale[:, None].double())[:vocabulary]
+    loss, nll, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
     torch.testing.assert_close(found.loss[0].double(), loss, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(found.nll[0].double(), nll, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(gradient[:, :vocabulary].double(), 2 * exact, rtol=1e-5, atol=1e-6)
     codes = found.rounded.codes
     assert not gradient[:, vocabulary:].any() and not codes[:, vocabulary:].any()
-    assert not codes[operation.target == PADDING].any()
+    assert not codes[given.target == PADDING].any()
     step = found.rounded.scale[:, None] / scale[:vocabulary]
     assert ((codes[:, :vocabulary] * step - exact).abs() <= 1.001 * step + 1e-7).all()
 
@@ -112,9 +117,9 @@ def test_only_what_is_wanted_is_written():
 
 def test_words_that_fairseq_smooths():
     """The target keeps 1 - e - e', every word gets e', and all together weigh 1."""
-    target, each = weights_of(33, 0.1)
-    assert target + 33 * each == pytest.approx(1.0)
-    assert each == pytest.approx(0.1 / 32)
+    given = of_codes(1, 33, 48, smoothing=0.1).prediction
+    assert given.target_weight + 33 * given.each == pytest.approx(1.0)
+    assert given.each == pytest.approx(0.1 / 32)
 
 
 def test_padding_counts_for_nothing():
@@ -137,8 +142,9 @@ def test_what_is_not_finite_reaches_loss_and_gradient(value):
 @pytest.mark.parametrize("value", ["x", "weight"])
 def test_a_poisoned_scale_reaches_loss_and_row_scales(value):
     operation = of_codes(7, 33, 48)
-    operation.target[operation.target == PADDING] = 5
-    getattr(operation, value).scale[0] = math.nan
+    target = operation.prediction.target
+    target[target == PADDING] = 5
+    getattr(operation.prediction, value).scale[0] = math.nan
     found = compare(operation)
     assert found.loss.isnan() and found.rounded.scale.isnan().all() and not found.rounded.codes.any()
 
@@ -186,14 +192,12 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
         rstd=made.tensor("rstd", (rows,)),
     )  # fmt: skip
     weight = made.weight("weight", (words, INNER), rows=padded)
-    loss = VocabularyLoss(
-        weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1, loss=made.tensor("loss", (1,)),
-        nll=made.tensor("nll", (1,)),
-    )  # fmt: skip
+    given = Prediction(weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1)
+    loss = VocabularyLoss(prediction=given, loss=made.tensor("loss", (1,)), nll=made.tensor("nll", (1,)))
     if made.quant.quantized:
-        norm.rounded = loss.x = made.coded("out", (rows, INNER), "clip")
+        norm.rounded = given.x = made.coded("out", (rows, INNER), "clip")
     else:
-        norm.out = loss.floats = made.tensor("out", (rows, INNER))
+        norm.out = given.floats = made.tensor("out", (rows, INNER))
     if made.quant.quantized and made.quant.backward == "int8":
         loss.rounded = made.rounded_gradient("d_logits", (rows, padded), weight.scale)
     else:
@@ -245,4 +249,4 @@ def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
 def test_limits_of_targets():
     """Padded words are no targets."""
     forward = on_cpu(of_codes(7, 33, 48))
-    assert forward.limits() == gradient_of(forward).limits() == {"target": 33}
+    assert forward.limits() == gradient_of(forward).limits() == {"prediction.target": 33}

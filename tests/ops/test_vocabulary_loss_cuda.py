@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lsq.csrc import compiler
-from lsq.ops import logit_blocks
+from lsq.ops import prediction
 from lsq.ops.vocabulary_loss import ScaleRows
 from tests.ops.compare import empty, on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, run
@@ -27,7 +27,7 @@ def test_codes(rows, vocabulary, padded, smoothing):
     operation = of_codes(rows, vocabulary, padded, smoothing)
     found, gradient = compare_both(operation)
     codes = found.rounded.codes
-    assert not codes[:, vocabulary:].any() and not codes[operation.target == PADDING].any()
+    assert not codes[:, vocabulary:].any() and not codes[operation.prediction.target == PADDING].any()
     assert not gradient.dlogits[:, vocabulary:].any()
 
 
@@ -45,14 +45,14 @@ def test_rows_longer_than_a_block():
 def test_the_largest_gradient_is_found(sharpness, smoothing):
     """Where it is the target's and where it is not: even and peaked distributions, little and much smoothing."""
     operation = of_codes(41, 33, 48, smoothing)
-    operation.weight.scale[:33] *= 10 ** torch.linspace(-3, 1, 33)[torch.randperm(33)]
-    operation.x.scale *= sharpness
+    operation.prediction.weight.scale[:33] *= 10 ** torch.linspace(-3, 1, 33)[torch.randperm(33)]
+    operation.prediction.x.scale *= sharpness
     found, wanted = compare_cuda(operation), on_cpu(operation)
     torch.testing.assert_close(found.rounded.scale, wanted.rounded.scale, rtol=3e-6, atol=0)
 
 
 def test_blocks_of_rows(monkeypatch):
-    monkeypatch.setattr(logit_blocks, "CUDA_BLOCK_ROWS", 16)
+    monkeypatch.setattr(prediction, "CUDA_BLOCK_ROWS", 16)
     compare_both(of_codes(41, 33, 48))
 
 
@@ -90,8 +90,9 @@ def test_what_is_not_finite_reaches_loss_and_gradient(value):
 @pytest.mark.parametrize("value", ["x", "weight"])
 def test_a_poisoned_scale_reaches_loss_and_row_scales(value):
     operation = of_codes(7, 33, 48)
-    operation.target[operation.target == PADDING] = 5
-    getattr(operation, value).scale[0] = math.nan
+    target = operation.prediction.target
+    target[target == PADDING] = 5
+    getattr(operation.prediction, value).scale[0] = math.nan
     found = compare_cuda(operation)
     assert found.loss.isnan() and found.rounded.scale.isnan().all() and not found.rounded.codes.any()
 
@@ -111,7 +112,7 @@ def test_a_word_that_cannot_be():
 def test_a_target_outside_the_vocabulary_makes_the_losses_nan(word):
     operation = of_floats(*operands(7, 33))
     normaliser = on_cpu(operation).normaliser
-    operation.target[2] = word
+    operation.prediction.target[2] = word
     found = run(operation)
     assert found.loss.isnan() and found.nll.isnan()
     torch.testing.assert_close(found.normaliser, normaliser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
@@ -49,10 +50,11 @@ def test_what_is_rounded_under_a_clip():
 
 def test_a_value_that_is_read_is_not_rounded_here():
     weight = Weight(format=None, codes=torch.zeros(16, 16, dtype=torch.int8), scale=torch.ones(16))
-    loss = VocabularyLoss(
-        x=rounded(3, 16), weight=weight, target=torch.zeros(3, dtype=torch.int64), vocabulary=5,
-        padding=1, smoothing=0.0, loss=empty(1), nll=empty(1),
+    given = Prediction(
+        x=rounded(3, 16), weight=weight, target=torch.zeros(3, dtype=torch.int64), vocabulary=5, padding=1,
+        smoothing=0.0,
     )  # fmt: skip
+    loss = VocabularyLoss(prediction=given, loss=empty(1), nll=empty(1))
     assert loss.rounding() is None
 
 

@@ -8,23 +8,21 @@ using namespace lsq;
 namespace {
 
 // Reads row `row` of a block into x [P].
-template <class Operation>
-void read_logits(const Operation& op, const void* logits, int64_t row, float* x) {
-    const int64_t n = op.columns;
-    if (!op.x.codes) {
+void read_logits(const Prediction& given, const void* logits, int64_t row, float* x) {
+    const int64_t n = given.columns;
+    if (!given.x.codes) {
         std::memcpy(x, static_cast<const float*>(logits) + row * n, n * sizeof(float));
         return;
     }
     const int32_t* sums = static_cast<const int32_t*>(logits) + row * n;
-    const float input = op.x.scale[0], *scale = op.weight.scale;
+    const float input = given.x.scale[0], *scale = given.weight.scale;
 #pragma omp simd
     for (int64_t v = 0; v < n; ++v) x[v] = static_cast<float>(sums[v]) * (input * scale[v]);
 }
 
 // What the gradient of a row weighs in all.
-template <class Operation>
-float factor_of(const Operation& op) {
-    return op.target_weight + op.each * static_cast<float>(op.vocabulary);
+float factor_of(const Prediction& given) {
+    return given.target_weight + given.each * static_cast<float>(given.vocabulary);
 }
 
 struct Row {
@@ -51,13 +49,14 @@ Row exponentials(float* x, int64_t vocabulary, int64_t target) {
 // Writes both losses of each row, and what is wanted of normalisers and rounded gradient.
 LSQ_EXPORT void lsq_VocabularyLoss(
     const VocabularyLoss& op, const void* logits, int64_t first, int64_t rows, float* losses, float* nlls) {
-    const int64_t n = op.columns, vocabulary = op.vocabulary;
-    const float factor = factor_of(op), each = op.each, target_weight = op.target_weight;
+    const Prediction& given = op.prediction;
+    const int64_t n = given.columns, vocabulary = given.vocabulary;
+    const float factor = factor_of(given), each = given.each, target_weight = given.target_weight;
     for_rows(rows, n, [&](int64_t row, Scratch& scratch) {
         float* x = scratch.a.data();
-        const int64_t m = first + row, word = op.target[m];
-        const bool counted = word != op.padding;
-        read_logits(op, logits, row, x);
+        const int64_t m = first + row, word = given.target[m];
+        const bool counted = word != given.padding;
+        read_logits(given, logits, row, x);
         const Row sums = exponentials(x, vocabulary, counted ? word : 0);
         const float normaliser = sums.largest + std::log(sums.sum);
         const float smooth = static_cast<float>(vocabulary) * normaliser - sums.total;
@@ -81,21 +80,22 @@ LSQ_EXPORT void lsq_VocabularyLoss(
 
 LSQ_EXPORT void lsq_VocabularyLossGradient(
     const VocabularyLossGradient& op, const void* logits, int64_t first, int64_t rows) {
-    const int64_t n = op.columns, vocabulary = op.vocabulary;
-    const float factor = factor_of(op), each = op.each, upstream = op.dloss[0];
+    const Prediction& given = op.prediction;
+    const int64_t n = given.columns, vocabulary = given.vocabulary;
+    const float factor = factor_of(given), each = given.each, upstream = op.dloss[0];
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
-        const int64_t m = first + row, word = op.target[m];
+        const int64_t m = first + row, word = given.target[m];
         float* x = op.dlogits + m * n;
-        if (word == op.padding) {
+        if (word == given.padding) {
             std::fill(x, x + n, 0.0f);
             continue;
         }
-        read_logits(op, logits, row, x);
+        read_logits(given, logits, row, x);
         const float shift = op.normaliser[m];
 #pragma omp simd
         for (int64_t v = 0; v < vocabulary; ++v) x[v] = (exponential(x[v] - shift) * factor - each) * upstream;
-        x[word] -= op.target_weight * upstream;
+        x[word] -= given.target_weight * upstream;
         std::fill(x + vocabulary, x + n, 0.0f);
     }
 }

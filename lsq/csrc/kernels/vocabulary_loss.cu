@@ -40,10 +40,9 @@ struct Logits {
     float x_scale;
     int vocabulary;
 
-    template <class Operation>
-    __device__ __forceinline__ Logits(const Operation& op, const Logit* row)
-        : row(row), weight_scale(op.weight.scale), x_scale(KIND == 1 ? *op.x.scale : 1.0f),
-          vocabulary(static_cast<int>(op.vocabulary)) {}
+    __device__ __forceinline__ Logits(const Prediction& given, const Logit* row)
+        : row(row), weight_scale(given.weight.scale), x_scale(KIND == 1 ? *given.x.scale : 1.0f),
+          vocabulary(static_cast<int>(given.vocabulary)) {}
 
     __device__ __forceinline__ float read(int64_t column) const {
 #if KIND == 1
@@ -138,10 +137,11 @@ struct Gradient {
 // One row of logits a block. A target outside the vocabulary makes the losses and the row's scale NaN.
 LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_vocabulary_loss(
     const VocabularyLoss op, In<Logit> sums, int64_t stride, int64_t first, Out<float> losses, Out<float> nlls) {
-    const int64_t columns = op.columns, vocabulary = op.vocabulary, m = first + blockIdx.x, word = op.target[m];
-    const float target_weight = op.target_weight, each = op.each;
-    const bool counted = word != op.padding;
-    const Logits logits(op, sums + blockIdx.x * stride);
+    const Prediction& given = op.prediction;
+    const int64_t columns = given.columns, vocabulary = given.vocabulary, m = first + blockIdx.x, word = given.target[m];
+    const float target_weight = given.target_weight, each = given.each;
+    const bool counted = word != given.padding;
+    const Logits logits(given, sums + blockIdx.x * stride);
     RowSums row;
     if (counted || op.normaliser) {
         each8(columns, [&](int column) { row.add8(logits, column); });
@@ -208,12 +208,13 @@ LSQ_EXPORT(lsq_vocabulary_loss)
 
 LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
     lsq_vocabulary_loss_gradient(const VocabularyLossGradient op, In<Logit> sums, int64_t stride, int64_t first) {
-    const int64_t columns = op.columns, m = first + blockIdx.x, word = op.target[m];
-    const Logits logits(op, sums + blockIdx.x * stride);
-    const float target_weight = op.target_weight, each = op.each;
-    const float factor = target_weight + each * static_cast<float>(op.vocabulary);
+    const Prediction& given = op.prediction;
+    const int64_t columns = given.columns, m = first + blockIdx.x, word = given.target[m];
+    const Logits logits(given, sums + blockIdx.x * stride);
+    const float target_weight = given.target_weight, each = given.each;
+    const float factor = target_weight + each * static_cast<float>(given.vocabulary);
     const float upstream = op.dloss[0], shift = op.normaliser[m];
-    const bool counted = word != op.padding, aligned = columns % kVector == 0;
+    const bool counted = word != given.padding, aligned = columns % kVector == 0;
     Float* line = op.dlogits + m * columns;
     each8(columns, [&](int column) {
         float x[kVector] = {}, scale[kVector];
@@ -245,7 +246,7 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS)
     const float* of_rows = blockIdx.x ? nlls : losses;
     double sum = 0.0;
 #pragma unroll 4
-    for (int64_t row = threadIdx.x; row < op.rows; row += ROW_THREADS) sum += of_rows[row];
+    for (int64_t row = threadIdx.x; row < op.prediction.rows; row += ROW_THREADS) sum += of_rows[row];
     part[threadIdx.x] = sum;
     for (int half = ROW_THREADS / 2; half; half /= 2) {
         __syncthreads();
