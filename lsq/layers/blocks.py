@@ -13,8 +13,9 @@ from lsq.config import LayerConfig
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
 from lsq.ops.heads import Heads, Projected
+from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.prediction import Prediction
-from lsq.ops.project import Activation, Project
+from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.rms_norm import RMSNorm
@@ -98,6 +99,17 @@ class End:
     activation: Activation = Activation.none
     dropout: float = 0.0
 
+    def nonlinearity(self, builder: Builder, shape: tuple[int, int]) -> Nonlinearity | None:
+        """What the builder's mode wants of activation and dropout, if anything."""
+        found = Nonlinearity(activation=self.activation, dropout=builder.dropout(self.dropout))
+        if builder.backward and self.activation is Activation.relu:
+            found.positive = builder.tensor(self.name + ".positive", (-(-math.prod(shape) // 8),), torch.uint8)
+        elif builder.backward and self.activation is Activation.gelu and builder.quant.quantized:
+            found.slope = builder.tensor(self.name + ".slope", shape, torch.int8)
+        elif builder.backward and self.activation is Activation.gelu:
+            found.before = builder.tensor(self.name + ".before", shape)
+        return None if found.activation is Activation.none and found.dropout is None else found
+
 
 def project(
     builder: Builder, x: Rows, weight: str, shape, end: End, *, bias: str | None = None, rows: int | None = None,
@@ -112,23 +124,10 @@ def project(
     w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start))
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     size = (tensor_of(x).shape[0], rows or shape[0])
-    quantized = builder.quant.quantized
-    rounded = builder.coded(end.name, size, end.clip) if end.clip and quantized else None
+    rounded = builder.coded(end.name, size, end.clip) if end.clip and builder.quant.quantized else None
     out = None if rounded else builder.tensor(end.name, size)
-    kept = {}
-    if builder.backward and end.activation is Activation.relu:
-        kept["positive"] = builder.tensor(end.name + ".positive", (-(-size[0] * size[1] // 8),), torch.uint8)
-    elif builder.backward and end.activation is Activation.gelu:
-        kept = (
-            {"slope": builder.tensor(end.name + ".slope", size, torch.int8)} if quantized
-            else {"before": builder.tensor(end.name + ".before", size)}
-        )  # fmt: skip
-    builder.add(
-        Project(
-            **split(x), weight=w, bias=added, activation=end.activation, dropout=builder.dropout(end.dropout),
-            out=out, rounded=rounded, **kept,
-        )
-    )
+    nonlinearity = end.nonlinearity(builder, size)
+    builder.add(Project(**split(x), weight=w, bias=added, out=out, rounded=rounded, nonlinearity=nonlinearity))
     return rounded or out
 
 

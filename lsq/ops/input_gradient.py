@@ -9,8 +9,6 @@ weight, padded to P in its codes, K columns.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from lsq import gemm
@@ -18,6 +16,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import row_defines
 from lsq.csrc.launch import FLOATS, Product, float_define, launch
 from lsq.ops import kernels
+from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import (
     converted,
     converted_scratch,
@@ -26,12 +25,10 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
-from lsq.ops.project import SLOPE_UNIT, Activation
 from lsq.ops.transpose import transpose_codes
-from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Out, size
+from lsq.program.declare import Activations, Floats, Host, In, Out, size
 from lsq.program.operation import Operation
-from lsq.program.values import Coded, Dropout, RoundedGradient, Weight, dropped
-from lsq.quant import unpack_bits
+from lsq.program.values import Coded, RoundedGradient, Weight
 
 PART_ROWS = 32
 """Rows that are summed apart on the CPU, whatever the blocks of the product."""
@@ -50,15 +47,8 @@ class ProjectInputGradient(Operation):
     """[N, K]; codes and scale alone, or, in float mode, values alone."""
     x: In[Coded] | None
     """[M, K]; None in float mode."""
-    activation: Activation = Activation.none
-    """Of the Project that made x, as are the next four; none of them if x was made otherwise."""
-    dropout: In[Dropout] | None
-    positive: In[Bits] | None
-    """One bit an element, of ReLU."""
-    slope: In[Codes] | None
-    """[M, K], of GELU, times SLOPE_UNIT."""
-    before: In[Activations] | None
-    """[M, K], what GELU was applied to, in float mode."""
+    nonlinearity: In[Nonlinearity] | None
+    """Of the Project that made x; None if x was made otherwise."""
     added: In[Activations] | None
     """[M, K], another gradient of the same."""
     dx: Out[Activations] | None
@@ -96,7 +86,7 @@ class ProjectInputGradient(Operation):
         dx, dclip = self._product(), torch.zeros(1)
         if self.x is not None:
             dx, dclip = self.x.straight_through(dx)
-        dx = self._before_activation(dropped(dx, self.dropout))
+        dx = dx if self.nonlinearity is None else self.nonlinearity.undo(dx)
         if self.added is not None:
             dx = dx + self.added
         rounded = self.rounded.encode(dx) if self.rounded is not None else (None, None)
@@ -109,17 +99,6 @@ class ProjectInputGradient(Operation):
         if self.weight.codes is None:
             return self.floats @ self.weight.values
         return float_product(self.floats, self.weight.codes.to(torch.float32) * self.weight.scale[:, None], self.dtype)
-
-    def _before_activation(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.activation == Activation.none:
-            return gradient
-        if self.activation == Activation.relu:
-            return torch.where(unpack_bits(self.positive, gradient.numel()).view(gradient.shape), gradient, 0.0)
-        if self.slope is not None:
-            return gradient * (self.slope.to(torch.float32) * (1.0 / SLOPE_UNIT))
-        y = self.before
-        density = torch.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
-        return gradient * (0.5 * (1 + torch.erf(y / math.sqrt(2))) + y * density)
 
     def cpu_scratch(self):
         rows, columns = self.rows, self.columns
@@ -163,7 +142,8 @@ class ProjectInputGradient(Operation):
 
     def cuda(self, partial, *scratch):
         entries, product = self._int8_entries(*scratch) if self.gradient is not None else self._float_entries(scratch)
-        given = [one for one in (self.floats, self.before, self.added, self.dx) if one is not None]
+        before = self.nonlinearity and self.nonlinearity.before
+        given = [one for one in (self.floats, before, self.added, self.dx) if one is not None]
         end = launch(
             "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
             PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),

@@ -5,13 +5,9 @@
 Of codes, the product is exact int32 sums; they become floats by one factor for each column. The backward pass undoes
 the end of a product in the operation that makes its gradient (ProjectInputGradient of the product that reads it), from
 what is kept here: a bit an element for ReLU, the slope as int8 for GELU. M rows, K inputs, P outputs.
-GELU is the exact one, x * Phi(x) (Hendrycks & Gimpel 2016).
 """
 
 from __future__ import annotations
-
-import math
-from enum import IntEnum
 
 import torch
 
@@ -20,25 +16,15 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR, patches
 from lsq.csrc.launch import TICKET, Product, float_define, launch
 from lsq.ops.kernels import check_columns
+from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.rounding import RoundGradient, unpacked
-from lsq.program.declare import Activations, Bits, Codes, Floats, In, Out, size
+from lsq.program.declare import Activations, Floats, In, Out, size
 from lsq.program.operation import Operation
-from lsq.program.values import Coded, Dropout, RoundedGradient, Weight, dropped
-from lsq.quant import pack_bits
+from lsq.program.values import Coded, RoundedGradient, Weight
 
 GEMM = "project"
 """What lsq.gemm calls the product of codes."""
-SLOPE_UNIT = 112
-"""|gelu'| < 1.13: the slope times this, rounded, is an int8 (csrc/arithmetic.h: kSlopeUnit)."""
-
-
-class Activation(IntEnum):
-    """What is applied to a product."""
-
-    none = 0
-    relu = 1
-    gelu = 2
 
 
 class Project(Operation):
@@ -52,18 +38,12 @@ class Project(Operation):
     """[P, K]"""
     bias: In[Floats] | None
     """[P]"""
-    activation: Activation = Activation.none
-    dropout: In[Dropout] | None
     out: Out[Activations] | None
     """[M, P]; of floats, always."""
     rounded: Out[Coded] | None
     """[M, P]; of codes, P is a multiple of 8."""
-    positive: Out[Bits] | None
-    """y > 0, for the backward pass of ReLU."""
-    slope: Out[Codes] | None
-    """[M, P], gelu'(y) * SLOPE_UNIT, rounded; 0 for NaN."""
-    before: Out[Activations] | None
-    """[M, P], y, for the backward pass of GELU in float mode."""
+    nonlinearity: Out[Nonlinearity] | None
+    """What comes between bias and rounding."""
 
     @size
     def rows(self) -> int:
@@ -93,8 +73,7 @@ class Project(Operation):
     @property
     def _ends(self) -> bool:
         """Whether anything is done to a product of floats."""
-        wanted = self.bias, self.dropout, self.positive, self.slope, self.before
-        return self.activation is not Activation.none or any(one is not None for one in wanted)
+        return self.bias is not None or self.nonlinearity is not None
 
     def _product(self) -> torch.Tensor:
         """y."""
@@ -105,20 +84,14 @@ class Project(Operation):
         return y if self.bias is None else y + self.bias
 
     def _result(self, y: torch.Tensor) -> torch.Tensor:
-        if self.activation is Activation.relu:
-            y = y.clamp_min(0.0)
-        elif self.activation is Activation.gelu:
-            y = torch.nn.functional.gelu(y)
-        return dropped(y, self.dropout)
+        return y if self.nonlinearity is None else self.nonlinearity.apply(y)
 
     def reference(self):
         y = self._product()
         result = self._result(y)
-        density = torch.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
-        slope = 0.5 * (1 + torch.erf(y / math.sqrt(2))) + y * density
-        codes = (slope * SLOPE_UNIT).round().nan_to_num(nan=0.0).to(torch.int8)
+        kept = self.nonlinearity.keep(y) if self.nonlinearity is not None else (None,) * 3
         rounded = self.rounded.encode(result) if self.rounded is not None else (None,) * 4
-        return result, *rounded, pack_bits(y > 0), codes, y
+        return result, *rounded, *kept
 
     def cpu_scratch(self):
         return [] if self.x is None else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
@@ -151,10 +124,11 @@ class Project(Operation):
 
     def _end(self, sums):
         check_columns(VECTOR, **{"the width of a product with an end": self.columns})
-        floats = [tensor for tensor in (self.floats, self.out, self.before) if tensor is not None]
+        end = self.nonlinearity or Nonlinearity()
+        floats = [tensor for tensor in (self.floats, self.out, end.before) if tensor is not None]
         return launch(
             "project.cu", "lsq_end", self, sums, TICKET, grid=patches(self.rows, self.columns),
-            ACTIVATION=int(self.activation), SUMS=int(sums is not None), **(float_define(*floats) if floats else {}),
+            ACTIVATION=int(end.activation), SUMS=int(sums is not None), **(float_define(*floats) if floats else {}),
         )
 
     def gradient(self, builder) -> None:
@@ -170,9 +144,8 @@ class Project(Operation):
         source, weight = self._operand, unpacked(builder, self.weight)
         end, producer = {}, builder.producer(source)
         if isinstance(producer, Project):
-            kept = ("activation", "dropout", "positive", "slope", "before")
-            end = {name: getattr(producer, name) for name in kept}
-            end["dx"], end["rounded"] = builder.product_gradient(source)
+            dx, rounded_dx = builder.product_gradient(source)
+            end = {"nonlinearity": producer.nonlinearity, "dx": dx, "rounded": rounded_dx}
             end["sum"] = builder.bias_gradient(source)
         else:
             end = {"added": builder.take_gradient(source), "dx": builder.tensor("d_" + source.name, source.shape)}
@@ -203,7 +176,7 @@ class Project(Operation):
         arrived = builder.gradient_of(result)
         if arrived is None:  # whoever reads the result has undone its end
             return builder.product_gradient_of(result)
-        if self.activation is not Activation.none or self.dropout is not None or self.rounded is not None:
+        if self.nonlinearity is not None or self.rounded is not None:
             raise ValueError(
                 f"the gradient of {result.name} comes from outside, where nothing undoes its activation, dropout or "
                 "rounding: a product at the end of a program has neither"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from lsq.ops.project import SLOPE_UNIT
+from lsq.ops.nonlinearity import SLOPE_UNIT
 from lsq.quant import maximum_code, scale_of
 from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox
 from tests.layers.reference import ReferenceLayer, gelu_slope

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.ops.project import SLOPE_UNIT
+from lsq.ops.nonlinearity import SLOPE_UNIT
 from lsq.quant import fake_quantize
 
 Dropout = Callable[[torch.Tensor, float], torch.Tensor]

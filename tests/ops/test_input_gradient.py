@@ -8,7 +8,7 @@ import torch
 from lsq import gemm
 from lsq.gemm.product_key import OPERATIONS
 from lsq.ops.input_gradient import ProjectInputGradient
-from lsq.ops.project import SLOPE_UNIT, Activation
+from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import GRADIENT, arithmetic, fake_quantize, pack_bits, quantize
 from tests.ops.compare import KEY, compare, dropout_of, empty, format_of, gradient_to_round, on_cpu, on_reference
@@ -57,17 +57,18 @@ def activated(kind, y):
     return [lambda y: y, torch.relu, torch.nn.functional.gelu][kind](y)
 
 
-def end_of(kind, y, mode):
-    """What the forward pass keeps of an activation of y."""
+def end_of(kind, mask, y, mode):
+    """An activation of y and its dropout, with what the forward pass keeps; None for neither."""
+    found = Nonlinearity(activation=kind, dropout=mask)
     if kind == Activation.relu:
-        return {"positive": pack_bits(y > 0)}
-    if kind == Activation.none:
-        return {}
-    if mode == "float mode":
-        return {"before": y}
-    leaf = y.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
-    return {"slope": (slope * SLOPE_UNIT).round().to(torch.int8)}
+        found.positive = pack_bits(y > 0)
+    elif kind == Activation.gelu and mode == "float mode":
+        found.before = y
+    elif kind == Activation.gelu:
+        leaf = y.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
+        found.slope = (slope * SLOPE_UNIT).round().to(torch.int8)
+    return None if kind == Activation.none and mask is None else found
 
 
 def case(
@@ -84,7 +85,7 @@ def case(
     operation = ProjectInputGradient(
         **upstream(mode, weight, rows),
         weight=Weight(format=format_of(), values=weight.values) if float_mode else weight.bare(),
-        x=None if float_mode else coded(x, bits=bits, lsq=lsq), activation=kind, dropout=mask, **end_of(kind, y, mode),
+        x=None if float_mode else coded(x, bits=bits, lsq=lsq), nonlinearity=end_of(kind, mask, y, mode),
         added=torch.randn(rows, columns) if added else None, dx=None if rounded else empty(rows, columns),
         rounded=gradient_to_round(rows, columns) if rounded else None, sum=empty(columns) if rest else None,
         dclip=empty(1) if rest else None, dtype=dtype,
@@ -96,9 +97,10 @@ def by_autograd(operation, y):
     """Gradients of y [M, K] and of the clip of x, in float64."""
     y = y.double().requires_grad_()
     clip = torch.full((1,), 1.2, dtype=torch.float64, requires_grad=True)
-    x, weight = activated(operation.activation, y), operation.weight
-    if operation.dropout is not None:
-        x = x * operation.dropout.apply(torch.ones(y.shape)).double()
+    end, weight = operation.nonlinearity or Nonlinearity(), operation.weight
+    x = activated(end.activation, y)
+    if end.dropout is not None:
+        x = x * end.dropout.apply(torch.ones(y.shape)).double()
     total = 0.0 * clip.sum()
     if operation.x is not None:
         bits, error = operation.x.format.bits, operation.x.error
@@ -119,7 +121,7 @@ def by_autograd(operation, y):
 def assert_is_autograds(found, y):
     exact, exact_clip = by_autograd(found, y)
     slack = 2e-6 * exact.abs().max() + 1e-5
-    if found.slope is not None:  # off by up to half a step
+    if found.nonlinearity and found.nonlinearity.slope is not None:  # off by up to half a step
         plain = on_reference(plain_of(found)).dx
         slack = slack + 0.51 / SLOPE_UNIT * plain.abs()
     assert ((found.dx - exact).abs() <= slack).all()
@@ -132,7 +134,8 @@ def plain_of(operation):
     """The same without an activation and what is added."""
     return ProjectInputGradient(
         gradient=operation.gradient, floats=operation.floats, weight=operation.weight, x=operation.x,
-        dropout=operation.dropout, dx=empty(*operation.dx.shape), sum=empty(COLUMNS), dclip=empty(1),
+        nonlinearity=Nonlinearity(dropout=operation.nonlinearity.dropout), dx=empty(*operation.dx.shape),
+        sum=empty(COLUMNS), dclip=empty(1),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lsq.csrc import geometry
-from lsq.ops.project import Activation
+from lsq.ops.nonlinearity import Activation
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.test_input_gradient import MODES, case

@@ -8,7 +8,8 @@ import torch
 from lsq import quant
 from lsq.backends import run
 from lsq.gemm.product_key import OPERATIONS
-from lsq.ops.project import GEMM, SLOPE_UNIT, Activation, Project
+from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
+from lsq.ops.project import GEMM, Project
 from lsq.program.values import Coded, Weight, dropped
 from lsq.quant import arithmetic
 from tests.ops.compare import ROWS, assert_accurate, compare, dropout_of, empty, format_of, on_cpu, to_round
@@ -33,28 +34,31 @@ def float_operands(rows, inner=48, outputs=33):
     return {"floats": floats, "weight": Weight(format=format_of(), values=weight), "bias": torch.randn(outputs)}
 
 
-def kept(activation, rows, columns, *, coded):
-    """What is kept for the backward pass."""
+def nonlinearity(activation, dropout, rows, columns, *, coded):
+    """An activation with what is kept for the backward pass, and dropout."""
+    found = Nonlinearity(activation=activation, dropout=dropout_of(dropout))
     if activation is Activation.relu:
-        return {"positive": empty(-(-rows * columns // 8), dtype=torch.uint8)}
-    if activation is Activation.gelu:
-        return {"slope": empty(rows, columns, dtype=torch.int8)} if coded else {"before": empty(rows, columns)}
-    return {}
+        found.positive = empty(-(-rows * columns // 8), dtype=torch.uint8)
+    elif activation is Activation.gelu and coded:
+        found.slope = empty(rows, columns, dtype=torch.int8)
+    elif activation is Activation.gelu:
+        found.before = empty(rows, columns)
+    return found if dropout or activation is not Activation.none else None
 
 
 def rounded_project(rows, outputs=32, activation=Activation.none, dropout=0.0, *, bits=8, **given):
     """A product of codes whose result is rounded."""
     return Project(
-        **operands(rows, outputs=outputs) | given, activation=activation, dropout=dropout_of(dropout),
-        rounded=to_round(rows, outputs, 0.7, bits=bits, error=True), **kept(activation, rows, outputs, coded=True),
+        **operands(rows, outputs=outputs) | given, rounded=to_round(rows, outputs, 0.7, bits=bits, error=True),
+        nonlinearity=nonlinearity(activation, dropout, rows, outputs, coded=True),
     )
 
 
 def float_project(rows, outputs=33, activation=Activation.none, dropout=0.0, **given):
     """A product of floats."""
     return Project(
-        **float_operands(rows, outputs=outputs) | given, activation=activation, dropout=dropout_of(dropout),
-        out=empty(rows, outputs), **kept(activation, rows, outputs, coded=False),
+        **float_operands(rows, outputs=outputs) | given, out=empty(rows, outputs),
+        nonlinearity=nonlinearity(activation, dropout, rows, outputs, coded=False),
     )
 
 
@@ -82,13 +86,13 @@ def test_codes_are_exact(rows, bits):
 def test_every_end_of_codes(activation, dropout, bias):
     found = compare(rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})))
     y = values_of(found)
-    torch.testing.assert_close(found.unrounded(run), dropped(PLAIN[activation](y), found.dropout))
+    torch.testing.assert_close(found.unrounded(run), dropped(PLAIN[activation](y), dropout_of(dropout)))
     if activation is Activation.relu:
-        assert torch.equal(found.positive, quant.pack_bits(y > 0))
+        assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
     if activation is Activation.gelu:
         leaf = y.double().requires_grad_()
         (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
-        assert ((found.slope / SLOPE_UNIT - slope).abs() <= 0.5001 / SLOPE_UNIT).all()
+        assert ((found.nonlinearity.slope / SLOPE_UNIT - slope).abs() <= 0.5001 / SLOPE_UNIT).all()
 
 
 @pytest.mark.parametrize("rows", [0, 7, 41])
@@ -104,11 +108,11 @@ def test_products_of_floats(activation, dropout, rows, outputs):
     """Rows of 33 do not begin at a byte of the packed bits."""
     found = compare(float_project(rows, outputs, activation, dropout))
     y = found.floats @ found.weight.values.t() + found.bias
-    torch.testing.assert_close(found.out, dropped(PLAIN[activation](y), found.dropout), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found.out, dropped(PLAIN[activation](y), dropout_of(dropout)), atol=2e-6, rtol=1e-5)
     if activation is Activation.relu:
-        assert torch.equal(found.positive, quant.pack_bits(y > 0))
+        assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
     if activation is Activation.gelu:
-        assert torch.equal(found.before, y)
+        assert torch.equal(found.nonlinearity.before, y)
 
 
 def test_a_product_without_an_end():
@@ -143,7 +147,7 @@ def test_nan_poisons_the_result(poisoned, activation):
     place[0] = math.nan
     found = compare(operation)
     assert found.rounded.scale.isnan() and not found.rounded.codes[:, 0].any()
-    assert activation is not Activation.gelu or not found.slope[:, 0].any()
+    assert activation is not Activation.gelu or not found.nonlinearity.slope[:, 0].any()
 
 
 @pytest.mark.parametrize("row", [0, BLOCK_ROWS + 8])
@@ -174,4 +178,4 @@ def test_results_do_not_depend_on_the_number_of_threads():
         found.append(on_cpu(operation))
     torch.set_num_threads(threads)
     assert torch.equal(found[0].rounded.codes, found[1].rounded.codes)
-    assert torch.equal(found[0].slope, found[1].slope)
+    assert torch.equal(found[0].nonlinearity.slope, found[1].nonlinearity.slope)

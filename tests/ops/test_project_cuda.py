@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from lsq.ops.project import Activation, Project
+from lsq.ops.nonlinearity import Activation
+from lsq.ops.project import Project
 from tests.ops.compare import ROWS, empty
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import float_project, operands, rounded_project

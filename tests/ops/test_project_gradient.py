@@ -7,7 +7,8 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.ops.input_gradient import ProjectInputGradient
-from lsq.ops.project import Activation, Project
+from lsq.ops.nonlinearity import Activation, Nonlinearity
+from lsq.ops.project import Project
 from lsq.ops.rounding import RoundGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import RoundedGradient, Weight
@@ -92,19 +93,20 @@ def differentiated(operation, builder):
 def test_the_end_of_a_project_before_is_undone():
     builder = StubBuilder()
     hidden = to_round(7, 16, 1.0)
-    first = project(
-        rounded=hidden, activation=Activation.relu, dropout=dropout_of(0.1), positive=empty(14, dtype=torch.uint8)
+    end = Nonlinearity(
+        activation=Activation.relu, dropout=dropout_of(0.1), positive=empty(14, dtype=torch.uint8)
     )
+    first = project(rounded=hidden, nonlinearity=end)
     second = project(hidden, out=empty(7, 16))
     builder.producers[hidden.codes] = first
     builder.of_products[second.out] = None, gradient_to_round(7, 16)
     dx, dweight = differentiated(second, builder)
-    assert (dx.activation, dx.dropout, dx.positive) == (Activation.relu, first.dropout, first.positive)
+    assert dx.nonlinearity is end
     assert dx.rounded is builder.of_products[hidden.codes][1] and dx.dx is None and dx.added is None
     assert dx.sum == builder.parameter_gradient(first.bias)
     assert dweight.subsequence == 9 and dweight.key is KEY and dweight.lsq
     before, _ = differentiated(first, builder)
-    assert before.gradient is dx.rounded and before.activation is Activation.none
+    assert before.gradient is dx.rounded and before.nonlinearity is None
 
 
 @pytest.mark.parametrize("earlier", [None, empty(7, 16)])
@@ -131,7 +133,7 @@ def test_a_product_at_the_end_of_a_program(backward):
 
 def test_an_end_that_nothing_undoes_is_refused():
     builder = StubBuilder()
-    operation = project(out=empty(7, 16), activation=Activation.relu)
+    operation = project(out=empty(7, 16), nonlinearity=Nonlinearity(activation=Activation.relu))
     builder.filed[operation.out] = empty(7, 16)
     with pytest.raises(ValueError, match="output comes from outside"):
         operation.gradient(builder)

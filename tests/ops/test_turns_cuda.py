@@ -11,7 +11,7 @@ import torch
 
 from lsq.csrc import emulator, geometry
 from lsq.ops import embedding, kernels, transpose
-from lsq.ops.project import Activation
+from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
 from lsq.ops.vocabulary_loss import ScaleRows
 from tests.ops import cuda, test_input_gradient_cuda, test_rounding_cuda, test_two_layouts, test_weight_gradient_cuda

@@ -8,10 +8,10 @@ namespace {
 constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
 
 // gradient *= activation', of row `row`, which starts at a byte of `positive`.
-void undo_activation(const ProjectInputGradient& op, int64_t row, float* gradient) {
-    const int64_t n = op.columns, first = row * n;
-    if (op.activation == Activation::relu) {
-        const uint8_t* positive = op.positive + first / 8;
+void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gradient) {
+    const int64_t first = row * n;
+    if (end.activation == Activation::relu) {
+        const uint8_t* positive = end.positive + first / 8;
         int64_t i = 0;
         for (; i + 8 <= n; i += 8) {
             const uint32_t eight = positive[i / 8];
@@ -19,12 +19,12 @@ void undo_activation(const ProjectInputGradient& op, int64_t row, float* gradien
             for (int64_t j = 0; j < 8; ++j) gradient[i + j] = eight & (1u << j) ? gradient[i + j] : 0.0f;
         }
         for (; i < n; ++i) gradient[i] = positive[i / 8] >> (i % 8) & 1 ? gradient[i] : 0.0f;
-    } else if (op.slope) {
-        const int8_t* slope = op.slope + first;
+    } else if (end.slope) {
+        const int8_t* slope = end.slope + first;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) gradient[i] *= slope_of(slope[i]);
-    } else if (op.before) {
-        const float* before = op.before + first;
+    } else if (end.before) {
+        const float* before = end.before + first;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) gradient[i] *= gelu_slope(before[i]);
     }
@@ -43,8 +43,8 @@ float finished_row(const ProjectInputGradient& op, int64_t row, const void* prod
         std::memcpy(g, product, n * sizeof(float));
     }
     const float clip_sum = straight_through(op.x, row * n, n, g);
-    apply(op.dropout, row * n, n, g, scratch.words.data());
-    undo_activation(op, row, g);
+    apply(op.nonlinearity.dropout, row * n, n, g, scratch.words.data());
+    undo_activation(op.nonlinearity, row, n, g);
     if (op.added) {
         const float* added = op.added + row * n;
 #pragma omp simd

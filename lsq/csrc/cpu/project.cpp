@@ -7,20 +7,20 @@ namespace {
 
 // y -> activation(y), in place, and what the backward pass wants to know of y: row `row` of n values. `flags` is
 // n bytes, y > 0.
-void activate(const Project& op, int64_t row, int64_t n, float* y, uint8_t* flags) {
-    if (op.before) std::memcpy(op.before + row * n, y, n * sizeof(float));
-    if (op.activation == Activation::gelu && op.slope) {
-        int8_t* slope = op.slope + row * n;
+void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t* flags) {
+    if (end.before) std::memcpy(end.before + row * n, y, n * sizeof(float));
+    if (end.activation == Activation::gelu && end.slope) {
+        int8_t* slope = end.slope + row * n;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
             const float x = y[i];
             slope[i] = slope_code(gelu_slope(x));
             y[i] = gelu(x);
         }
-    } else if (op.activation == Activation::gelu) {
+    } else if (end.activation == Activation::gelu) {
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) y[i] = gelu(y[i]);
-    } else if (op.activation == Activation::relu) {
+    } else if (end.activation == Activation::relu) {
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
             flags[i] = y[i] > 0.0f;
@@ -46,13 +46,14 @@ void end(const Project& op, int64_t first, int64_t rows, const Read& read) {
             for (int64_t row = begin; row < past; ++row) {
                 float* y = op.out ? op.out + row * n : scratch.a.data();
                 read(row, y);
-                activate(op, row, n, y, flags.data() + (row - begin) * n);
-                apply(op.dropout, row * n, n, y, scratch.words.data());
+                activate(op.nonlinearity, row, n, y, flags.data() + (row - begin) * n);
+                apply(op.nonlinearity.dropout, row * n, n, y, scratch.words.data());
                 if (op.rounded.codes) {
                     missing |= round_row(op.rounded, row * n, n, y, scratch.c.data(), scratch.flags.data());
                 }
             }
-            if (op.positive) pack_bits(flags.data(), (past - begin) * n, op.positive + begin * n / 8);
+            uint8_t* positive = op.nonlinearity.positive;
+            if (positive) pack_bits(flags.data(), (past - begin) * n, positive + begin * n / 8);
         }
     }
     if (!op.rounded.scale) return;

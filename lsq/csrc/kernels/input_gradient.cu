@@ -29,8 +29,8 @@ struct ActivationSlope {
     const int8_t* slope;
     const Float* before;
 
-    __device__ __forceinline__ explicit ActivationSlope(const ProjectInputGradient& op)
-        : kind(op.activation), positive(op.positive), slope(op.slope), before(op.before) {}
+    __device__ __forceinline__ explicit ActivationSlope(const Nonlinearity& end)
+        : kind(end.activation), positive(end.positive), slope(end.slope), before(end.before) {}
 
     // Elements [element, element + 8) of the gradient.
     __device__ __forceinline__ void apply8(int64_t element, float (&gradient)[kVector]) const {
@@ -61,8 +61,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     const float* row_scale = op.gradient.scale;
     const Float* added = op.added;
     const StraightThrough straight{op.x};
-    const DropoutMask dropout{op.dropout};
-    const ActivationSlope slope{op};
+    const DropoutMask dropout{op.nonlinearity.dropout};
+    const ActivationSlope slope{op.nonlinearity};
     GradientSink sink{op.dx, op.rounded};
     float clip_sum = 0.0f;
     const auto load = [&](int64_t row) {

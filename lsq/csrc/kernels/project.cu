@@ -22,19 +22,19 @@ using Given = Float;
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
 // y -> activation(y), in place, and what the backward pass wants to know of elements [element, element + 8).
-__device__ __forceinline__ void activate8(const Project& op, int64_t element, float (&y)[kVector]) {
-    if (op.before) store8(static_cast<Float*>(op.before) + element, y);
-    if (kActivation == Activation::relu && op.positive) {
+__device__ __forceinline__ void activate8(const Nonlinearity& end, int64_t element, float (&y)[kVector]) {
+    if (end.before) store8(static_cast<Float*>(end.before) + element, y);
+    if (kActivation == Activation::relu && end.positive) {
         uint32_t bits = 0;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) bits |= static_cast<uint32_t>(y[i] > 0.0f) << i;
-        static_cast<uint8_t*>(op.positive)[element / kVector] = static_cast<uint8_t>(bits);
+        static_cast<uint8_t*>(end.positive)[element / kVector] = static_cast<uint8_t>(bits);
     }
-    if (kActivation == Activation::gelu && op.slope) {
+    if (kActivation == Activation::gelu && end.slope) {
         int8_t slope[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) slope[i] = slope_code(gelu_slope(y[i]));
-        store8(static_cast<int8_t*>(op.slope) + element, slope);
+        store8(static_cast<int8_t*>(end.slope) + element, slope);
     }
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void activate8(const Project& op, int64_t element, fl
 LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_end(const Project op, In<int32_t> sums, Out<uint32_t> ticket) {
     const int64_t row = patch_row(), column = patch_column(), columns = op.columns;
     const CodeSink codes{op.rounded};
-    const DropoutMask dropout{op.dropout};
+    const DropoutMask dropout{op.nonlinearity.dropout};
     const float* bias = op.bias;
     Float* out = op.out;
 #if SUMS
@@ -87,7 +87,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_end(const Project op, In<int32_t
 #endif
 #pragma unroll
             for (int i = 0; i < kVector; ++i) y[i] += added[i];
-            activate8(op, element, y);
+            activate8(op.nonlinearity, element, y);
             dropout.apply8(element, y);
             if (out) store8(out + element, y);
             missing |= codes.write8(element, y);
