@@ -1,7 +1,7 @@
 """Reads the structs that Python declares, and writes them as one C++ header for the CPU library and the kernels.
 
 A class that inherits from Value or Operation declares a struct: its annotated fields in order, then its properties
-marked @size (int64_t) or @factor (float). Annotations:
+marked @size (int64_t) or @factor (float) and sizes read off a tensor by extent(...). Annotations:
 
     In[T]      read by the operation          T | None   may be missing: a null pointer
     Out[T]     written by it                  Host[...]  known to Python alone: not in the struct
@@ -122,6 +122,8 @@ def _fields(node: ast.ClassDef) -> Iterator[Field]:
             marks = [MARKS.get(ast.unparse(mark)) for mark in one.decorator_list]
             if any(marks):
                 yield Field(one.name, marks[0], derived=True)
+        elif isinstance(one, ast.Assign) and ast.unparse(one.value).startswith("extent("):
+            yield Field(one.targets[0].id, MARKS["size"], derived=True)
 
 
 def layout(name: str) -> tuple[int, list[tuple[str, int]]]:

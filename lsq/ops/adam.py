@@ -12,7 +12,7 @@ import torch
 
 from lsq.csrc.launch import TICKET, check, launch
 from lsq.ops.kernels import check_columns
-from lsq.program.declare import Codes, Floats, In, Out, size
+from lsq.program.declare import Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 from lsq.quant import quantize
@@ -85,20 +85,12 @@ class Adam(Operation):
         """N."""
         return self.weight.shape[0] if self.rounded is not None else 0
 
-    @size
-    def rows(self) -> int:
-        """P."""
-        return self.rounded.codes.shape[0] if self.rounded is not None else 0
-
-    @size
-    def columns(self) -> int:
-        """K."""
-        return self.weight.shape[1] if self.rounded is not None else 0
-
-    @size
-    def clips(self) -> int:
-        """N or 1."""
-        return self.rounded.clip.shape[0] if self.rounded is not None else 0
+    rows = extent(0, "rounded.codes")
+    """P."""
+    columns = extent(1, "rounded.codes")
+    """K."""
+    clips = extent(0, "rounded.clip")
+    """N or 1."""
 
     def reference(self):
         size, lack1, lack2, epsilon, decay, factor = self.numbers

@@ -6,7 +6,7 @@ import torch
 
 from lsq.csrc.geometry import THREADS
 from lsq.csrc.launch import float_define, launch
-from lsq.program.declare import Activations, Codes, In, Out, size
+from lsq.program.declare import Activations, Codes, In, Out, extent, size
 from lsq.program.operation import Operation
 
 WORD = 16
@@ -37,10 +37,8 @@ class Append(Operation):
         """P."""
         return self._operands[0].shape[0] // max(1, self.batch)
 
-    @size
-    def columns(self) -> int:
-        """W."""
-        return self._operands[1].shape[1]
+    columns = extent(1, "now", "now_floats")
+    """W."""
 
     def reference(self):
         before, now = self._operands

@@ -10,7 +10,7 @@ import torch
 from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines, rows_at_a_time
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.kernels import zero
-from lsq.program.declare import Activations, Floats, In, Indices, Out, size
+from lsq.program.declare import Activations, Floats, In, Indices, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Dropout, dropped
 
@@ -40,21 +40,10 @@ class Embed(Operation):
     x: Out[Activations]
     """[M, H]"""
 
-    @size
-    def rows(self) -> int:
-        return self.tokens.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.weight.shape[1]
-
-    @size
-    def vocabulary(self) -> int:
-        return self.weight.shape[0]
-
-    @size
-    def positions(self) -> int:
-        return self.table.shape[0]
+    rows = extent(0, "tokens")
+    columns = extent(1, "weight")
+    vocabulary = extent(0, "weight")
+    positions = extent(0, "table")
 
     def limits(self):
         return {"tokens": self.vocabulary, "places": self.positions}
@@ -98,21 +87,10 @@ class EmbedGradient(Operation):
     dtable: Out[Floats] | None
     """[P, H]"""
 
-    @size
-    def rows(self) -> int:
-        return self.tokens.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.gradient.shape[1]
-
-    @size
-    def vocabulary(self) -> int:
-        return self.dweight.shape[0]
-
-    @size
-    def positions(self) -> int:
-        return 0 if self.dtable is None else self.dtable.shape[0]
+    rows = extent(0, "tokens")
+    columns = extent(1, "gradient")
+    vocabulary = extent(0, "dweight")
+    positions = extent(0, "dtable")
 
     def limits(self):
         places = {} if self.dtable is None else {"places": self.positions}

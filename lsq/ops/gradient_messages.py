@@ -16,7 +16,7 @@ import torch
 from lsq.csrc.geometry import THREADS, VECTOR
 from lsq.csrc.launch import FLOATS, check, float_define, launch
 from lsq.ops.gradient_layout import MessageLayout
-from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, size
+from lsq.program.declare import AnyFloats, Bytes, Floats, Host, In, Key, Out, Value, extent, size
 from lsq.program.operation import Operation
 from lsq.quant import arithmetic
 from lsq.quant.random import uniform
@@ -104,15 +104,10 @@ class PackGradients(Operation):
         if self.error is not None:
             _require("their error", self.error, (layout.values,), [torch.float32])
 
-    @size
-    def rows(self) -> int:
-        """R."""
-        return self.x.shape[0]
-
-    @size
-    def values(self) -> int:
-        """v."""
-        return self.x.shape[1]
+    rows = extent(0, "x")
+    """R."""
+    values = extent(1, "x")
+    """v."""
 
     @size
     def shards(self) -> int:
@@ -169,10 +164,8 @@ class SumMessages(Operation):
         _require("messages to add up", self.messages.data, ("at least one", given.message_bytes), [torch.uint8])
         _require("their sum", self.sum.data, (made.message_bytes,), [torch.uint8])
 
-    @size
-    def count(self) -> int:
-        """N."""
-        return self.messages.data.shape[0]
+    count = extent(0, "messages.data")
+    """N."""
 
     def reference(self):
         total = _sum_in_order(self.messages.decode().unbind(0)) * self.factor
@@ -207,20 +200,16 @@ class UnpackGradients(Operation):
         _require("messages to unpack", self.messages.data, wanted, [torch.uint8])
         _require("their values", self.x, (layout.values,), FLOATS)
 
-    @size
-    def copies(self) -> int:
-        """R."""
-        return self.messages.data.shape[0]
+    copies = extent(0, "messages.data")
+    """R."""
 
     @size
     def shards(self) -> int:
         """S."""
         return self.messages.layout.shards
 
-    @size
-    def values(self) -> int:
-        """v."""
-        return self.x.shape[0]
+    values = extent(0, "x")
+    """v."""
 
     @size
     def dtype(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.program.declare import Activations, In, Offsets, Value, size
+from lsq.program.declare import Activations, In, Offsets, Value, extent, size
 from lsq.program.values import Coded, Dropout
 
 
@@ -27,9 +27,7 @@ class Projected(Value):
     column: int
     """With which the first head begins."""
 
-    @size
-    def columns(self) -> int:
-        return self.tensor.shape[1]
+    columns = extent(1, "tensor")
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -69,15 +67,10 @@ class Heads(Value):
     def sentences(self) -> int:
         return self.starts.shape[0] - 1
 
-    @size
-    def rows(self) -> int:
-        """M."""
-        return self.q.tensor.shape[0]
-
-    @size
-    def key_rows(self) -> int:
-        """S."""
-        return self.k.tensor.shape[0]
+    rows = extent(0, "q.tensor")
+    """M."""
+    key_rows = extent(0, "k.tensor")
+    """S."""
 
     def limits(self) -> dict[str, int]:
         """See Operation.limits."""

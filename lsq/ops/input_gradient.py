@@ -26,7 +26,7 @@ from lsq.ops.products import (
     narrow_scratch,
 )
 from lsq.ops.transpose import transpose_codes
-from lsq.program.declare import Activations, Floats, Host, In, Out, size
+from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 
@@ -62,13 +62,8 @@ class ProjectInputGradient(Operation):
     dtype: Host[str] = "float32"
     """Of the product of floats."""
 
-    @size
-    def rows(self) -> int:
-        return self._upstream.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self._weight.shape[1]
+    rows = extent(0, "gradient.codes", "floats")
+    columns = extent(1, "_weight")
 
     @size
     def part_rows(self) -> int:

@@ -14,7 +14,7 @@ from lsq import gemm
 from lsq.csrc.geometry import VECTOR
 from lsq.csrc.launch import Launch, Product, check
 from lsq.ops.products import converted, converted_scratch
-from lsq.program.declare import Activations, In, Indices, Value, factor, size
+from lsq.program.declare import Activations, In, Indices, Value, extent, factor
 from lsq.program.operation import Spec
 from lsq.program.values import Coded, Weight
 
@@ -43,15 +43,10 @@ class Prediction(Value):
     """The target that counts for nothing."""
     smoothing: float
 
-    @size
-    def rows(self) -> int:
-        """M."""
-        return self.target.shape[0]
-
-    @size
-    def columns(self) -> int:
-        """P."""
-        return self.matrix.shape[0]
+    rows = extent(0, "target")
+    """M."""
+    columns = extent(0, "matrix")
+    """P."""
 
     @factor
     def each(self) -> float:

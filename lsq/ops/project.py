@@ -19,7 +19,7 @@ from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.rounding import RoundGradient, unpacked
-from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 
@@ -45,14 +45,9 @@ class Project(Operation):
     nonlinearity: Out[Nonlinearity] | None
     """What comes between bias and rounding."""
 
-    @size
-    def rows(self) -> int:
-        return self._operand.shape[0]
-
-    @size
-    def columns(self) -> int:
-        """P."""
-        return self._matrix.shape[0]
+    rows = extent(0, "_operand")
+    columns = extent(0, "_matrix")
+    """P."""
 
     @property
     def product_weight(self) -> Weight:

@@ -12,7 +12,7 @@ import torch
 
 from lsq.ops import residual_sum
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
-from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
 
@@ -35,13 +35,8 @@ class ResidualNorm(Operation):
     rounded: Out[Coded] | None
     """[M, H]"""
 
-    @size
-    def rows(self) -> int:
-        return self.sum.residual.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.sum.residual.shape[1]
+    rows = extent(0, "sum.residual")
+    columns = extent(1, "sum.residual")
 
     def _values(self):
         z = self.sum.compute()
@@ -95,17 +90,8 @@ class ResidualNormGradient(Operation):
     """[H]"""
     sum: Out[ResidualSumGradient]
 
-    @size
-    def rows(self) -> int:
-        return self._upstream.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self._upstream.shape[1]
-
-    @property
-    def _upstream(self) -> torch.Tensor:
-        return self.sum.dz if self.dout is None else self.dout
+    rows = extent(0, "dout", "sum.dz")
+    columns = extent(1, "dout", "sum.dz")
 
     def reference(self):
         if self.dout is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lsq.ops import residual_sum
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
-from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
 
@@ -28,13 +28,8 @@ class RMSNorm(Operation):
     rounded: Out[Coded] | None
     """[M, H]"""
 
-    @size
-    def rows(self) -> int:
-        return self.sum.residual.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.sum.residual.shape[1]
+    rows = extent(0, "sum.residual")
+    columns = extent(1, "sum.residual")
 
     def _values(self):
         z = self.sum.compute()
@@ -79,13 +74,8 @@ class RMSNormGradient(Operation):
     """[H]"""
     sum: Out[ResidualSumGradient]
 
-    @size
-    def rows(self) -> int:
-        return self.dout.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.dout.shape[1]
+    rows = extent(0, "dout")
+    columns = extent(1, "dout")
 
     def reference(self):
         normalised = self.z * self.rstd[:, None]

@@ -15,7 +15,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import kernels
-from lsq.program.declare import Activations, Codes, Floats, In, Out, size
+from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import WeightFormat
@@ -173,13 +173,8 @@ class RoundGradient(Operation):
     sum: Out[Floats] | None
     """[N], the gradient summed over rows: that of the product's bias."""
 
-    @size
-    def rows(self) -> int:
-        return self.gradient.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.gradient.shape[1]
+    rows = extent(0, "gradient")
+    columns = extent(1, "gradient")
 
     def reference(self):
         codes, scale = self.rounded.encode(self.gradient) if self.rounded is not None else (None, None)

@@ -13,7 +13,7 @@ from lsq.csrc.geometry import MANY_BLOCKS, padded, row_blocks, row_defines
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.transpose import RoundedColumns, column_scratch, transpose_codes
-from lsq.program.declare import Activations, Codes, Floats, Host, In, Key, Out, factor, size
+from lsq.program.declare import Activations, Codes, Floats, Host, In, Key, Out, extent, factor
 from lsq.program.operation import Operation
 from lsq.quant import GRADIENT, Format, arithmetic
 
@@ -54,9 +54,7 @@ class RoundTwoLayouts(Operation):
             "RoundTwoLayouts needs row_scale where codes have the rows' scales, and nowhere else",
         )
 
-    @size
-    def rows(self) -> int:
-        return self.x.shape[0]
+    rows = extent(0, "x")
 
     @factor
     def largest(self) -> float:

@@ -24,7 +24,7 @@ from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.prediction import Prediction
 from lsq.ops.rounding import unpacked
 from lsq.ops.weight_gradient import ProjectWeightGradient
-from lsq.program.declare import Activations, Floats, In, Out, size
+from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
 
@@ -174,9 +174,7 @@ class ScaleRows(Operation):
     out: Out[Floats]
     """[M]"""
 
-    @size
-    def rows(self) -> int:
-        return self.scale.shape[0]
+    rows = extent(0, "scale")
 
     def reference(self):
         return (self.scale * self.factor,)

@@ -25,7 +25,7 @@ from lsq.ops.products import (
     narrow_scratch,
 )
 from lsq.ops.transpose import RoundedColumns, column_scratch, transpose_codes, transposed_scratch
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import arithmetic
@@ -56,21 +56,10 @@ class ProjectWeightGradient(Operation):
     dtype: Host[str] = "float32"
     """Of the product of floats."""
 
-    @size
-    def rows(self) -> int:
-        return self._upstream.shape[0]
-
-    @size
-    def weight_rows(self) -> int:
-        return self.dweight.shape[0]
-
-    @size
-    def columns(self) -> int:
-        return self.dweight.shape[1]
-
-    @size
-    def clips(self) -> int:
-        return 0 if self.weight.clip is None else self.weight.clip.shape[0]
+    rows = extent(0, "gradient.codes", "floats")
+    weight_rows = extent(0, "dweight")
+    columns = extent(1, "dweight")
+    clips = extent(0, "weight.clip")
 
     @factor
     def clip_factor(self) -> float:

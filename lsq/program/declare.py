@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from typing import Generic, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Generic, Self, TypeVar
 
 import torch
 
@@ -30,68 +30,27 @@ class Host(Generic[T]):
     """Marks a field that only Python knows."""
 
 
-class Activations:
-    """float32; on a GPU it may be bfloat16 or float16."""
+Activations = Annotated[torch.Tensor, torch.float32, torch.bfloat16, torch.float16]
+"""float32; on a GPU it may be bfloat16 or float16."""
+Floats = Annotated[torch.Tensor, torch.float32]
+Codes = Annotated[torch.Tensor, torch.int8]
+"""Of whatever format."""
+Bits = Annotated[torch.Tensor, torch.uint8]
+"""Element i of what they tell of is bit i % 8 of byte i // 8."""
+Sums = Annotated[torch.Tensor, torch.int32]
+Offsets = Annotated[torch.Tensor, torch.int32]
+"""Where each sentence begins among the rows."""
+Indices = Annotated[torch.Tensor, torch.int64]
+"""Whole numbers from 0; Operation.limits says up to where."""
+Key = Annotated[torch.Tensor, torch.int64]
+"""[1], the key of random numbers (lsq.quant.random)."""
+Bytes = Annotated[torch.Tensor, torch.uint8]
+"""Memory in which several things lie."""
+AnyFloats = Annotated[torch.Tensor, torch.float32, torch.bfloat16, torch.float16]
+"""On every device; a size of the operation tells C++ which, see csrc.launch.FLOATS."""
 
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Floats:
-    """float32."""
-
-    dtypes = (torch.float32,)
-
-
-class Codes:
-    """int8, of whatever format."""
-
-    dtypes = (torch.int8,)
-
-
-class Bits:
-    """uint8: element i of what they tell of is bit i % 8 of byte i // 8."""
-
-    dtypes = (torch.uint8,)
-
-
-class Sums:
-    """int32."""
-
-    dtypes = (torch.int32,)
-
-
-class Offsets:
-    """int32: where each sentence begins among the rows."""
-
-    dtypes = (torch.int32,)
-
-
-class Indices:
-    """int64, whole numbers from 0; Operation.limits says up to where."""
-
-    dtypes = (torch.int64,)
-
-
-class Key:
-    """int64 [1], the key of random numbers (lsq.quant.random)."""
-
-    dtypes = (torch.int64,)
-
-
-class Bytes:
-    """uint8: memory in which several things lie."""
-
-    dtypes = (torch.uint8,)
-
-
-class AnyFloats:
-    """float32, bfloat16 or float16 on every device; a size of the operation tells C++ which, see csrc.launch.FLOATS."""
-
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
-
-
-_KINDS = (Activations, Floats, Codes, Bits, Sums, Offsets, Indices, Key, Bytes, AnyFloats)
-KINDS = {kind.__name__: kind.dtypes for kind in _KINDS}
+KINDS: dict[str, tuple[torch.dtype, ...]] = {kind: globals()[kind].__metadata__ for kind in declarations.TENSORS}
+"""Kinds of tensors, by name, with the dtypes that they may have."""
 
 
 class size(property):
@@ -100,6 +59,28 @@ class size(property):
 
 class factor(property):
     """Marks a property that C++ sees as float."""
+
+
+def extent(axis: int, *places: str) -> size:
+    """A size that is read off a tensor: `rows = extent(0, "x")`.
+
+    `places` are dotted names; the first tensor that is there counts, and 0 stands for none of them.
+    """
+
+    paths = [place.split(".") for place in places]
+
+    def find(holder: "Declared") -> int:
+        found = (attribute(holder, path) for path in paths)
+        return next((tensor.shape[axis] for tensor in found if tensor is not None), 0)
+
+    return size(find)
+
+
+def attribute(holder, path: Sequence[str]):
+    """What `holder` has at the end of a path of names; None where it, or a value on the way, is missing."""
+    for part in path:
+        holder = None if holder is None else getattr(holder, part)
+    return holder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +98,7 @@ class Leaf:
 
     def of(self, holder: "Declared"):
         """What `holder` has there; None where it, or the value that would have it, is missing."""
-        for part in self.path:
-            holder = getattr(holder, part)
-            if holder is None:
-                return None
-        return holder
+        return attribute(holder, self.path)
 
 
 class Declared:

@@ -56,14 +56,15 @@ def test_fields_come_first_and_marked_properties_after_them():
         "class Scale(Operation):\n"
         "    x: In[Activations]\n    how: Host[str]\n    times: float = 2.0\n    out: Out[Floats] | None\n"
         "    @property\n    def unseen(self): ...\n"
-        "    @size\n    def rows(self): ...\n    @factor\n    def keep(self): ...\n"
+        "    @size\n    def rows(self): ...\n    columns = extent(1, 'x')\n    unit = 3\n"
+        "    @factor\n    def keep(self): ...\n"
         "class Mode(IntEnum):\n    slow = 0\n    fast = 1\n"
         "class Other(object):\n    x: int\n"
     )
     scale, mode = declarations._declared(tree)
     assert [(field.name, field.kind, field.derived) for field in scale.fields] == [
         ("x", "Activations", False), ("times", "float", False), ("out", "Floats", False), ("rows", "int", True),
-        ("keep", "float", True),
+        ("columns", "int", True), ("keep", "float", True),
     ]  # fmt: skip
     assert (mode.name, mode.members) == ("Mode", (("slow", 0), ("fast", 1)))
 

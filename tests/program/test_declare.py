@@ -22,6 +22,7 @@ from lsq.program.declare import (
     Out,
     Value,
     address_words,
+    extent,
     factor,
     size,
 )  # fmt: skip
@@ -62,6 +63,9 @@ class Sample(Operation):
     def rows(self) -> int:
         return self.x.shape[0]
 
+    first = extent(0, "grid.codes", "x")
+    results = extent(0, "out")
+
 
 def grid(numel: int = 3) -> Grid:
     return Grid(codes=torch.zeros(numel, dtype=torch.int8), scale=torch.ones(1), limit=torch.ones(1), kind="grid")
@@ -78,6 +82,13 @@ def test_what_may_be_missing_is_missing_unless_given():
         Sample(x=torch.randn(3, 2), made=grid())
     with pytest.raises(TypeError, match="unknown"):
         sample(unknown=1)
+
+
+def test_sizes_are_read_off_the_first_tensor_that_is_there():
+    one = sample()
+    assert (one.first, one.results) == (3, 0)
+    one.grid, one.out = grid(7), torch.ones(5)
+    assert (one.first, one.results) == (7, 5)
 
 
 def test_leaves_say_who_writes_what():
@@ -133,11 +144,11 @@ def test_sizes_are_those_of_the_bound_tensors():
 def test_a_struct_holds_addresses_numbers_and_nulls():
     one = sample(mode=Mode.fast, factor=0.25)
     x, made = one.x.data_ptr(), one.made
-    held = struct.unpack("PfqPPPf4xPPPf4xPqq", one.pack())
+    held = struct.unpack("PfqPPPf4xPPPf4xPqqqq", one.pack())
     pointers = made.codes.data_ptr(), made.scale.data_ptr(), made.limit.data_ptr()
-    assert held == (x, 0.25, 3, 0, 0, 0, 0.0, *pointers, 0.5, 0, 7, 3)
-    again = struct.unpack("PfqPPPf4xPPPf4xPqq", sample(grid=grid(), x=one.x).pack(lambda tensor: tensor.numel()))
-    assert again == (6, 1.0, 0, 3, 1, 1, 0.5, 3, 1, 1, 0.5, 0, 7, 3)
+    assert held == (x, 0.25, 3, 0, 0, 0, 0.0, *pointers, 0.5, 0, 7, 3, 3, 0)
+    again = struct.unpack("PfqPPPf4xPPPf4xPqqqq", sample(grid=grid(), x=one.x).pack(lambda tensor: tensor.numel()))
+    assert again == (6, 1.0, 0, 3, 1, 1, 0.5, 3, 1, 1, 0.5, 0, 7, 3, 3, 0)
 
 
 def test_a_struct_is_as_long_as_the_header_says():
