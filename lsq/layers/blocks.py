@@ -53,20 +53,18 @@ class Sentences:
 
 @dataclass(frozen=True, kw_only=True)
 class Queries:
-    """What attends: rows of one tensor, whose queries begin at a column."""
+    """What attends: rows of one tensor that begin with queries."""
 
     rows: Rows
-    column: int
     starts: VirtualTensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What is attended to: keys and values in one tensor [S, ...]."""
+    """What is attended to: keys, and values behind them, in one tensor [S, ...]."""
 
     rows: Rows
     key_column: int
-    value_column: int
     starts: VirtualTensor
     longest: int
 
@@ -124,93 +122,71 @@ def project(
     w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start))
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     size = (tensor_of(x).shape[0], rows or shape[0])
-    rounded = builder.coded(end.name, size, end.clip) if end.clip and builder.quant.quantized else None
-    out = None if rounded else builder.tensor(end.name, size)
+    rounded, out = result(builder, end, size)
     nonlinearity = end.nonlinearity(builder, size)
     builder.add(Project(**split(x), weight=w, bias=added, out=out, rounded=rounded, nonlinearity=nonlinearity))
     return rounded or out
 
 
-def project_self(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> Rows:
-    """Queries, keys and values side by side [M, 3H]."""
-    hidden = config.hidden
-    return project(
-        builder, x, prefix + "qkv_weight", (3 * hidden, hidden), End(name=prefix + "qkv", clip=prefix + "qkv_clip"),
-        bias=prefix + "qkv_bias", bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
-    )
+def result(builder: Builder, end: End, shape: tuple[int, int]) -> tuple[Coded | None, VirtualTensor | None]:
+    """(rounded, floats), one of them None: where a result [M, N] with that end goes."""
+    if end.clip and builder.quant.quantized:
+        return builder.coded(end.name, shape, end.clip), None
+    return None, builder.tensor(end.name, shape)
 
 
-def project_query(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> Rows:
-    """Queries [M, H] for attention over a memory."""
+def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, parts: int) -> Rows:
+    """So many of queries, keys and values side by side [M, parts * H]; `name`: of the result and its parameters."""
     hidden = config.hidden
     return project(
-        builder, x, prefix + "query_weight", (hidden, hidden), End(name=prefix + "query", clip=prefix + "query_clip"),
-        bias=prefix + "query_bias", bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
+        builder, x, name + "_weight", (parts * hidden, hidden), End(name=name, clip=name + "_clip"),
+        bias=name + "_bias", bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
     )
 
 
 def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str) -> Rows:
     """Keys and values side by side [S, 2H]."""
-    hidden = config.hidden
-    return project(
-        builder, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value_weight", (2 * hidden, hidden),
-        End(name=prefix + "key_value", clip=prefix + "key_value_clip"), bias=prefix + "key_value_bias",
-        bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
-    )
+    return project_heads(builder, config, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value", 2)
 
 
 def attention(
     builder: Builder, config: LayerConfig, queries: Queries, memory: Memory, prefix: str, *, causal: bool
-) -> Rows:
-    """Context rows [M, H], rounded."""
-    size = (tensor_of(queries.rows).shape[0], config.hidden)
-    coded = isinstance(queries.rows, Coded)
-    rounded = builder.coded(prefix + "context", size, prefix + "context_clip") if coded else None
-    out = None if coded else builder.tensor(prefix + "context", size)
-    q, k, v = (
-        Projected(**{"coded" if coded else "floats": rows}, column=column)
-        for rows, column in (
-            (queries.rows, queries.column), (memory.rows, memory.key_column), (memory.rows, memory.value_column)
-        )
-    )  # fmt: skip
+) -> VirtualTensor:
+    """Attention and its output projection: floats [M, H], bias inside, before dropout."""
+    hidden, rows = config.hidden, tensor_of(queries.rows).shape[0]
+    rounded, out = result(builder, End(name=prefix + "context", clip=prefix + "context_clip"), (rows, hidden))
     heads = Heads(
-        q=q, k=k, v=v, starts=queries.starts, key_starts=memory.starts, count=config.heads,
-        width=config.hidden // config.heads, causal=causal, dropout=builder.dropout(config.attention_dropout),
-        longest=memory.longest,
+        q=heads_in(queries.rows, 0), k=heads_in(memory.rows, memory.key_column),
+        v=heads_in(memory.rows, memory.key_column + hidden), starts=queries.starts, key_starts=memory.starts,
+        count=config.heads, width=hidden // config.heads, causal=causal,
+        dropout=builder.dropout(config.attention_dropout), longest=memory.longest,
     )  # fmt: skip
-    log_sum = builder.tensor(prefix + "log_sum", (size[0], config.heads)) if builder.backward else None
+    log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=out, rounded=rounded, log_sum=log_sum))
-    return rounded or out
+    return project(
+        builder, rounded or out, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"),
+        bias=prefix + "out_bias", bound=xavier(hidden, hidden),
+    )
+
+
+def heads_in(rows: Rows, column: int) -> Projected:
+    """The heads that begin at a column."""
+    return Projected(**{"coded" if isinstance(rows, Coded) else "floats": rows}, column=column)
 
 
 def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Sentences, starts, prefix: str, *,
                    causal: bool) -> VirtualTensor:  # fmt: skip
-    """Attention of packed sentences to themselves: normalised rows -> floats [M, H], bias inside, before dropout."""
-    qkv = project_self(builder, config, x, prefix)
-    memory = Memory(
-        rows=qkv, key_column=config.hidden, value_column=2 * config.hidden, starts=starts, longest=sentences.longest
-    )
-    context = attention(
-        builder, config, Queries(rows=qkv, column=0, starts=starts), memory, prefix, causal=causal
-    )
-    return project_out(builder, config, context, prefix)
+    """Attention of packed sentences to themselves: normalised rows -> as `attention`."""
+    qkv = project_heads(builder, config, x, prefix + "qkv", 3)
+    memory = Memory(rows=qkv, key_column=config.hidden, starts=starts, longest=sentences.longest)
+    return attention(builder, config, Queries(rows=qkv, starts=starts), memory, prefix, causal=causal)
 
 
 def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, memory: Memory,
                     prefix: str) -> VirtualTensor:  # fmt: skip
-    """Attention to a memory: normalised rows -> floats [M, H], bias inside, before dropout."""
-    queries = Queries(rows=project_query(builder, config, x, prefix), column=0, starts=starts)
-    context = attention(builder, config, queries, memory, prefix, causal=False)
-    return project_out(builder, config, context, prefix)
-
-
-def project_out(builder: Builder, config: LayerConfig, context: Rows, prefix: str) -> VirtualTensor:
-    """The output projection of an attention: floats [M, H]."""
-    hidden = config.hidden
-    return project(
-        builder, context, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"), bias=prefix + "out_bias",
-        bound=xavier(hidden, hidden),
-    )
+    """Attention to a memory: normalised rows -> as `attention`."""
+    queries = Queries(rows=project_heads(builder, config, x, prefix + "query", 1), starts=starts)
+    return attention(builder, config, queries, memory, prefix, causal=False)
 
 
 def feed_forward(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:

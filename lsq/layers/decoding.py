@@ -106,10 +106,8 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
         b, config, stream, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
     )
-    memory = Memory(
-        rows=blocks.as_codes(every, cross, cross_scale), key_column=0, value_column=hidden, starts=source_starts,
-        longest=source.longest,
-    )
+    rows = blocks.as_codes(every, cross, cross_scale)
+    memory = Memory(rows=rows, key_column=0, starts=source_starts, longest=source.longest)
     update = blocks.cross_attention(b, config, stream.rows, starts, memory, "encoder_attn.")
     finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
     b.output(blocks.tensor_of(every))
@@ -123,12 +121,9 @@ def _attend_to_history(
     hidden, batch = config.hidden, blocks.tensor_of(rows).shape[0]
     history = b.input("history", (batch * past, 3 * hidden), codes_dtype(config))
     all_starts = b.input("history_starts", (batch + 1,), torch.int32)
-    qkv = blocks.project_self(b, config, rows, "self_attn.")
+    qkv = blocks.project_heads(b, config, rows, "self_attn.qkv", 3)
     every = blocks.append(b, history, qkv, batch)
-    memory = Memory(
-        rows=every, key_column=hidden, value_column=2 * hidden, starts=all_starts,
-        longest=Sentences.of(0, 0, past + 1).longest,
-    )
-    queries = Queries(rows=qkv, column=0, starts=starts)
-    context = blocks.attention(b, config, queries, memory, "self_attn.", causal=False)
-    return blocks.project_out(b, config, context, "self_attn."), every
+    longest = Sentences.of(0, 0, past + 1).longest
+    memory = Memory(rows=every, key_column=hidden, starts=all_starts, longest=longest)
+    queries = Queries(rows=qkv, starts=starts)
+    return blocks.attention(b, config, queries, memory, "self_attn.", causal=False), every
