@@ -1,8 +1,6 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
 import contextlib
-import functools
-import logging
 import math
 from collections.abc import Callable, Iterator
 
@@ -13,6 +11,7 @@ from lsq import quant
 from lsq.backends import Backend, backend, for_device
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
+from lsq.layers.upgrade import upgrade
 from lsq.ops.calibration import calibrate
 from lsq.ops.rounding import RoundWeight
 from lsq.program import rehearsal
@@ -23,10 +22,7 @@ from lsq.program.parameters import CLIPS, Parameter
 from lsq.program.program import Program
 from lsq.quant.random import draw_key
 
-logger = logging.getLogger(__name__)
-
 _BEFORE = "_clip_before"
-_OUTDATED_CLIPS, _OUTDATED_COUNTS = ("hidden_clip", "out_clip"), ("calibrated", "passes")
 _CALIBRATED_AT = frozenset(2**k for k in range(1, 32))
 _WEIGHTS_CALIBRATED_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
@@ -269,23 +265,8 @@ class ProgramModule(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):
         self._codes.clear()
         self._forget_clips()
-        self._upgrade(state_dict, prefix)
+        upgrade(state_dict, prefix, self.declared)
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
-
-    def _upgrade(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
-        """Drop what earlier versions kept: clips of products before their bias, and counts of inner modules."""
-        parts = {name.rpartition(".")[0] for name in self.declared}
-        outdated = {f"{part}.{name}" for part in parts - {""} for name in (*_OUTDATED_CLIPS, *_OUTDATED_COUNTS)}
-        outdated = {*outdated, *_OUTDATED_CLIPS} - self.declared.keys()
-        found = [name for name in outdated if state_dict.pop(prefix + name, None) is not None]
-        if found and prefix + "calibrated" in state_dict:
-            _warn_of_older_version()
-            state_dict[prefix + "calibrated"] = torch.tensor(False)
-
-
-@functools.cache  # once, not for every layer
-def _warn_of_older_version() -> None:
-    logger.warning("a checkpoint of an older version; clips of activations are measured again")
 
 
 @contextlib.contextmanager

@@ -5,8 +5,7 @@ import torch
 from fairseq import checkpoint_utils
 
 from lsq.fairseq import checkpoint
-from lsq.layers import quantized_tensors
-from lsq.layers.module import _warn_of_older_version
+from lsq.layers import quantized_tensors, upgrade
 
 FAIRSEQ = "--arch transformer --criterion label_smoothed_cross_entropy --task translation"
 
@@ -167,9 +166,9 @@ def aged():
                 state.update((f"{layer}{block}.{name}", value) for name, value in more.items())
         return state
 
-    _warn_of_older_version.cache_clear()
+    upgrade._warn.cache_clear()
     yield aged
-    _warn_of_older_version.cache_clear()
+    upgrade._warn.cache_clear()
 
 
 BLOCKS = {"self_attn": "out_clip", "encoder_attn": "out_clip", "feed_forward": "hidden_clip"}

@@ -7,7 +7,6 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer
-from lsq.layers.module import _warn_of_older_version
 from lsq.ops.calibration import calibrate
 from lsq.ops.rounding import RoundWeight
 from tests.layers.oracle import recorded
@@ -269,22 +268,6 @@ def test_a_state_dict_brings_everything(tmp_path):
             outputs.append(layer(x))
         assert torch.equal(*outputs)
     assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
-
-
-@pytest.mark.parametrize("build", [TransformerEncoderLayer, FeedForward])
-def test_a_checkpoint_of_an_older_version_is_measured_again(build, caplog):
-    """Products were rounded before their bias, under clips that are gone, and blocks counted for themselves."""
-    layer = build(config_of())
-    prefix = "feed_forward." if build is TransformerEncoderLayer else ""
-    state = layer.state_dict() | {"calibrated": torch.tensor(True), prefix + "hidden_clip": torch.ones(1)}
-    if prefix:
-        state |= {"feed_forward.calibrated": torch.tensor(True), "feed_forward.passes": torch.tensor(3)}
-    _warn_of_older_version.cache_clear()
-    for _ in range(2):
-        layer.load_state_dict(state)
-        assert not layer.calibrated and caplog.text.count("of an older version") == 1
-    layer.load_state_dict(layer.state_dict() | {"calibrated": torch.tensor(True)})
-    assert layer.calibrated
 
 
 def test_float_mode_has_no_trace_of_quantisation():
