@@ -17,6 +17,7 @@ from lsq.csrc.geometry import VECTOR, patches
 from lsq.csrc.launch import TICKET, Product, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
+from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.rounding import RoundGradient, unpacked
 from lsq.program.declare import Activations, Floats, In, Out, extent
@@ -127,17 +128,11 @@ class Project(Operation):
         )
 
     def gradient(self, builder) -> None:
-        # They import this module.
-        from lsq.ops.input_gradient import ProjectInputGradient
-        from lsq.ops.weight_gradient import ProjectWeightGradient
-
-        floats, rounded = self._upstream(builder)
-        if floats is None and rounded is None:
+        upstream = self._upstream(builder)
+        if upstream == (None, None):
             return
-        coded = self.x is not None
-        dtype = builder.quant.backward_dtype if coded and rounded is None else "float32"
         source, weight = self._operand, unpacked(builder, self.weight)
-        end, producer = {}, builder.producer(source)
+        producer = builder.producer(source)
         if isinstance(producer, Project):
             dx, rounded_dx = builder.product_gradient(source)
             end = {"nonlinearity": producer.nonlinearity, "dx": dx, "rounded": rounded_dx}
@@ -145,20 +140,7 @@ class Project(Operation):
         else:
             end = {"added": builder.take_gradient(source), "dx": builder.tensor("d_" + source.name, source.shape)}
             builder.accumulate(source, end["dx"])
-        builder.add(
-            ProjectInputGradient(
-                gradient=rounded, floats=floats, weight=weight.bare() if coded else weight, x=self.x,
-                dclip=builder.parameter_gradient(self.x.clip) if coded else None, dtype=dtype, **end,
-            )
-        )
-        random = {} if rounded is None else {"key": builder.key, "subsequence": builder.next_subsequence()}
-        builder.add(
-            ProjectWeightGradient(
-                gradient=rounded, floats=floats, x=self.x, x_floats=self.floats, weight=weight,
-                lsq=builder.quant.clip_gradient == "lsq", dweight=builder.parameter_gradient(self.weight.values),
-                dclip=builder.parameter_gradient(self.weight.clip), dtype=dtype, **random,
-            )
-        )
+        append_gradients(builder, self, weight, upstream, **end)
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
         """The gradient of the product, as floats or rounded; that of the bias is taken care of.

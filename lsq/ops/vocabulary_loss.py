@@ -20,10 +20,9 @@ import torch
 
 from lsq.csrc import loader
 from lsq.csrc.launch import check, float_define, launch
-from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.prediction import Prediction
+from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
-from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
@@ -95,33 +94,18 @@ class VocabularyLoss(Operation):
     def gradient(self, builder) -> None:
         dloss = builder.gradient_of(self.loss)
         given = dataclasses.replace(self.prediction, weight=unpacked(builder, self.prediction.weight))
-        bare = given.bare()
         dlogits = gradient = None
         if self.rounded is None:
             dlogits = builder.tensor("d_logits", (given.rows, given.columns))
-            builder.add(
-                VocabularyLossGradient(prediction=bare, normaliser=self.normaliser, dloss=dloss, dlogits=dlogits)
-            )
+            bare, normaliser = given.bare(), self.normaliser
+            builder.add(VocabularyLossGradient(prediction=bare, normaliser=normaliser, dloss=dloss, dlogits=dlogits))
         else:
             gradient = copy.copy(self.rounded)
             gradient.scale = builder.like("d_logits.scale", self.rounded.scale)
             builder.add(ScaleRows(scale=self.rounded.scale, factor=dloss, out=gradient.scale))
         source = given.operand
         dx = builder.tensor("d_" + source.name, source.shape)
-        builder.add(
-            ProjectInputGradient(
-                gradient=gradient, floats=dlogits, weight=bare.weight, x=given.x, dx=dx,
-                dclip=builder.parameter_gradient(given.x and given.x.clip), dtype=builder.quant.backward_dtype,
-            )
-        )  # fmt: skip
-        builder.add(
-            ProjectWeightGradient(
-                gradient=gradient, floats=dlogits, x=bare.x, x_floats=given.floats, weight=given.weight,
-                key=builder.key if gradient else None, subsequence=builder.next_subsequence() if gradient else 0,
-                lsq=builder.quant.clip_gradient == "lsq", dweight=builder.parameter_gradient(given.weight.values),
-                dclip=builder.parameter_gradient(given.weight.clip), dtype=builder.quant.backward_dtype,
-            )
-        )  # fmt: skip
+        append_gradients(builder, given, given.weight, (dlogits, gradient), dx=dx)
         builder.accumulate(source, dx)
 
 

@@ -1,0 +1,30 @@
+"""What the backward pass of a product appends to a program: the gradients of its input and of its weight."""
+
+from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.weight_gradient import ProjectWeightGradient
+from lsq.program.values import Weight
+
+
+def append_gradients(builder, product, weight: Weight, upstream: tuple, **end) -> None:
+    """Append both to a lsq.program.builder.Builder.
+
+    Args:
+        builder: where to.
+        product: has x [M, K] or, in float mode, floats: a Project or a Prediction.
+        weight: [N, K], as products read it.
+        upstream: its gradient as floats or as a RoundedGradient [M, P]; the other one is None.
+        end: fields of ProjectInputGradient: where its result goes, and what is done to it.
+    """
+    x, (floats, rounded) = product.x, upstream
+    narrow = x is not None and rounded is None
+    common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
+    dclip = builder.parameter_gradient(x and x.clip)
+    builder.add(ProjectInputGradient(x=x, weight=weight.bare() if x else weight, dclip=dclip, **common, **end))
+    if rounded is not None:
+        common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
+    builder.add(
+        ProjectWeightGradient(
+            x=x and x.bare(), x_floats=product.floats, weight=weight, lsq=builder.quant.clip_gradient == "lsq",
+            dweight=builder.parameter_gradient(weight.values), dclip=builder.parameter_gradient(weight.clip), **common,
+        )
+    )  # fmt: skip
