@@ -26,7 +26,7 @@ QUICK = [ProductKey(op="project", m=8, n=32, k=16), ProductKey(op="project_weigh
 def rows_of(entry: Entry, backend: CpuBackend, rounds: int) -> dict:
     """The row of the table for one entry."""
     trial = backend.trial(entry.key)
-    untuned = CpuConfiguration.default(entry.key.op)
+    untuned = CpuConfiguration.default(entry.key)
     sides = {
         "tuned": lambda repeats: trial.seconds(entry.configuration, repeats),
         "float32": trial.float_seconds,
@@ -80,7 +80,7 @@ def quick_file() -> ConfigurationFile:
     entries = [
         Entry(
             key=key,
-            configuration=CpuConfiguration.default(key.op),
+            configuration=CpuConfiguration.default(key),
             times=Times(chosen=1, default=1, float=1),
             spread=0,
             date="2026-01-01T00:00:00Z",

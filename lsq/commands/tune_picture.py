@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.product_key import OPERATIONS
+from lsq.gemm.product_key import REQUESTS
 
 MARKERS = "osD^vP"
 
@@ -42,7 +42,7 @@ def draw(file: ConfigurationFile, path: Path) -> None:
 
 
 def _panel(axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float], compared: str) -> None:
-    for number, op in enumerate(OPERATIONS):
+    for number, op in enumerate(REQUESTS):
         chosen = [entry for entry in entries if entry.key.op == op]
         if not chosen:
             continue

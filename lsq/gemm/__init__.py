@@ -3,7 +3,7 @@
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view. lsq.tune makes the files.
 """
 
-from lsq.gemm.cpu import multiply_into, requested, row_blocks, scratch_for
+from lsq.gemm.cpu import requested, row_blocks, scratch_for
 from lsq.gemm.cpu_product import int8_product, reference
 from lsq.gemm.lookup import set_files
 from lsq.gemm.product_key import LARGEST_INNER
@@ -11,7 +11,6 @@ from lsq.gemm.product_key import LARGEST_INNER
 __all__ = [
     "LARGEST_INNER",
     "int8_product",
-    "multiply_into",
     "reference",
     "requested",
     "row_blocks",

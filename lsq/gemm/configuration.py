@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
-from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, OPERATIONS, TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TOKEN_STEP, ProductKey
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")
@@ -45,14 +45,9 @@ class CpuConfiguration:
         check_whole("rows", self.rows, 0, LARGEST_DIMENSION)
 
     @classmethod
-    def default(cls, op: str) -> "CpuConfiguration":
-        """How an operation runs where nothing was tuned.
-
-        Raises:
-            ValueError: no such operation.
-        """
-        check_choice("op", op, OPERATIONS)
-        return cls(rows=OPERATIONS[op].rows)
+    def default(cls, key: ProductKey) -> "CpuConfiguration":
+        """How a product runs where nothing was tuned."""
+        return cls(rows=key.request.rows)
 
     def check_key(self, key: ProductKey) -> None:
         """Refuse a product that this configuration cannot run.
@@ -60,8 +55,8 @@ class CpuConfiguration:
         Raises:
             ValueError: it cannot.
         """
-        if key.dtype != "int8" or key.out != "int32" or key.batch > 1:
-            raise ValueError(f"kind is 'cpu', which multiplies matrices of int8 to int32, not {key}: tune again")
+        if key.op == MATMUL:
+            raise ValueError(f"kind is 'cpu', which multiplies for its operations alone, not {key}: tune again")
         if self.a_layout == "mk" and key.layout[0] == "n":
             raise ValueError('a_layout is "mk"; a lies so already: use "as_is" or "padded"')
         if self.b_layout == {"t": "nk", "n": "kn"}[key.layout[1]]:

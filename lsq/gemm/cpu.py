@@ -1,8 +1,7 @@
 """The int8 products of the CPU's operations, each run as it is tuned.
 
-An operation declares scratch memory with `scratch_for` and multiplies with `row_blocks`, or with `multiply_into` where
-the sums are its result. Every call is counted and timed. `requested` notes what is asked for, so that what is to be
-tuned follows from the operations themselves.
+An operation declares scratch memory with `scratch_for` and multiplies with `row_blocks`. Every call is counted and
+timed. `requested` notes what is asked for, so that what is to be tuned follows from the operations themselves.
 """
 
 import functools
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from lsq.gemm import lookup
-from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, multiply
+from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks
 from lsq.gemm.product_key import ProductKey
 
 _notes = threading.local()
@@ -39,7 +38,7 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     """(shape, dtype) of the scratch memory for a product [M, K] x [N, K], and for any with fewer tokens.
 
     Args:
-        op: one of product_key.OPERATIONS.
+        op: one of product_key.REQUESTS.
         m, n, k: 0 where there is nothing to multiply.
 
     Raises:
@@ -57,7 +56,7 @@ def row_blocks(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) 
     """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
 
     Args:
-        op: one of product_key.OPERATIONS, whose layout the operands have.
+        op: one of product_key.REQUESTS, whose layout the operands have.
         memory: what `scratch_for` asks for; each block of sums overwrites the one before.
 
     Raises:
@@ -73,13 +72,3 @@ def row_blocks(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) 
         yield block
         began = time.perf_counter()
     table.add_seconds(use, seconds)
-
-
-def multiply_into(op: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, memory: torch.Tensor) -> None:
-    """out int32 [M, N] = a [M, K] times b [N, K] transposed; arguments and errors as of `row_blocks`."""
-    key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
-    use = table.use(key)
-    configuration = use.configuration
-    began = time.perf_counter()
-    multiply(a, b, out, configuration, carve(memory, key, configuration))
-    table.add_seconds(use, time.perf_counter() - began)

@@ -49,49 +49,21 @@ def _unambiguous(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided(x.shape, (columns, 1) if rows == 1 else (1, rows))
 
 
-def multiply(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    configuration: CpuConfiguration,
-    scratch: Mapping[str, torch.Tensor],
-) -> None:
-    """out int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed.
-
-    Args:
-        a, b: either may be a transposed view.
-        out: contiguous.
-        configuration: how.
-        scratch: what `carve` cuts for it, for this product or a larger one of the same layout.
-
-    Raises:
-        ValueError: K could overflow the sums.
-        KeyError: a part of `scratch` is missing.
-    """
-    if not (scratch or configuration.rows):  # the default, without the microseconds of a block
-        int8_product(a, b, out=out)
-        return
-    for first, left, right in _blocks(a, b, configuration, scratch):
-        int8_product(left, right, out=out[first : first + left.shape[0]])
-
-
 def configured_blocks(
     a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, scratch: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
 
-    The sums lie in `scratch["sums"]`; each block overwrites the one before. Arguments and errors as of `multiply`.
+    Args:
+        a, b: int8; either may be a transposed view.
+        configuration: how.
+        scratch: what `carve` cuts for it, for this product or a larger one of the same layout. The sums lie in
+            `scratch["sums"]`; each block, which are as equal as they can be, overwrites the one before.
+
+    Raises:
+        ValueError: K could overflow the sums.
+        KeyError: a part of `scratch` is missing.
     """
-    for first, left, right in _blocks(a, b, configuration, scratch):
-        sums = scratch["sums"][: left.shape[0]]
-        int8_product(left, right, out=sums)
-        yield first, sums
-
-
-def _blocks(
-    a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, scratch: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(first row, rows of a, b) for each block, the blocks as equal as they can be, copied where they should be."""
     total, inner = a.shape
     if "b" in scratch:
         b = scratch["b"][:, :inner].copy_(b)
@@ -99,7 +71,8 @@ def _blocks(
     size = -(-total // blocks)
     for first in range(0, total, size):
         rows = a[first : first + size]
-        yield first, scratch["a"][: len(rows), :inner].copy_(rows) if "a" in scratch else rows, b
+        copied = scratch["a"][: len(rows), :inner].copy_(rows) if "a" in scratch else rows
+        yield first, int8_product(copied, b, out=scratch["sums"][: len(rows)])
 
 
 class Part(NamedTuple):
@@ -133,8 +106,8 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     """What running a product needs.
 
     Returns:
-        some of "a" int8 [block rows, K] and "b" int8 [N, K]: copies; "sums" int32 [block rows, N], unless they are the
-        operation's output. Not to be changed: it is kept.
+        "sums" int32 [block rows, N], and perhaps "a" int8 [block rows, K] and "b" int8 [N, K]: copies. Not to be
+        changed: it is kept.
     """
     rows = min(key.m, configuration.rows or key.m)
     found = {}
@@ -143,9 +116,7 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     if configuration.b_layout != "as_is":
         along_n = {"nk": False, "kn": True}.get(configuration.b_layout, key.layout[1] == "n")
         found["b"] = Part((key.n, key.k), torch.int8, along_n)
-    if not key.request.in_place:
-        found["sums"] = Part((rows, key.n), torch.int32)
-    return found
+    return {**found, "sums": Part((rows, key.n), torch.int32)}
 
 
 def scratch_bytes(key: ProductKey, configuration: CpuConfiguration) -> int:

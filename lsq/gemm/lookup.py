@@ -30,7 +30,7 @@ class Use:
         """As it stands in files: with its number of tokens rounded."""
         self.entry = entry
         """What serves it: the entry of its key, or of another batch size; None: untuned."""
-        self.configuration = CpuConfiguration.default(key.op) if entry is None else entry.configuration
+        self.configuration = CpuConfiguration.default(key) if entry is None else entry.configuration
         self.calls = 0
         self.seconds = 0.0
 
@@ -95,7 +95,7 @@ class Table:
 
         They do not fall when the batch grows.
         """
-        largest = cpu_product.scratch_bytes(key, CpuConfiguration.default(key.op))
+        largest = cpu_product.scratch_bytes(key, CpuConfiguration.default(key))
         family = self._families.get(key.family, ())
         at_least = bisect.bisect_left(family, rounded_tokens(key.tokens), key=lambda entry: entry.key.tokens)
         for place, entry in enumerate(family[: at_least + 1]):

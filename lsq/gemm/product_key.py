@@ -46,22 +46,20 @@ class Request:
     """How its operands lie."""
     rows: int
     """Rows of sums that are made at a time unless tuned; 0: all at once."""
-    in_place: bool = False
-    """The sums are the operation's output, so that they need no scratch memory."""
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
 
-MATMUL = "matmul"
-"""Any product by itself, as a GPU runs all of them."""
-OPERATIONS = {
+REQUESTS = {
     "project": Request(layout="nt", rows=512),
     "project_input_gradient": Request(layout="nn", rows=512),
     "project_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
     "vocabulary_loss": Request(layout="nt", rows=256),
-    MATMUL: Request(layout="nt", rows=0, in_place=True),
 }
-"""Who multiplies. How many rows of sums are best depends on what reads them, so that each has entries of its own."""
+"""Who multiplies on the CPU. How many rows of sums are best depends on what reads them: each has entries of its own."""
+MATMUL = "matmul"
+"""Any product by itself, as a GPU runs all of them."""
+_BY_ITSELF = Request(layout="nt", rows=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class ProductKey:
     """
 
     op: str = MATMUL
-    """One of OPERATIONS."""
+    """One of REQUESTS, or MATMUL."""
     m: int
     n: int
     k: int
@@ -94,7 +92,7 @@ class ProductKey:
     stride_out: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("op", self.op, OPERATIONS)
+        check_choice("op", self.op, (*REQUESTS, MATMUL))
         for name in ("m", "n", "k", "batch"):
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
@@ -125,7 +123,7 @@ class ProductKey:
     @property
     def request(self) -> Request:
         """What its operation says of it."""
-        return OPERATIONS[self.op]
+        return REQUESTS.get(self.op, _BY_ITSELF)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

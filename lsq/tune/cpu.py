@@ -9,7 +9,7 @@ and rounds its result; float32 takes 8 times as long, and its sums are exact for
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from lsq.config import QuantConfig
 from lsq.csrc import loader
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, multiply, scratch_bytes
+from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes
 from lsq.gemm.product_key import ProductKey
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Weight
@@ -47,7 +47,7 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
     Raises:
         ValueError: the CPU has no choice with such a product.
     """
-    default = CpuConfiguration.default(key.op)
+    default = CpuConfiguration.default(key)
     default.check_key(key)
     usual = default.rows if default.rows < key.m else 0
     a_layouts = ("as_is", "padded", *(["mk"] if key.layout[0] == "t" else []))
@@ -82,39 +82,39 @@ class CpuBackend:
 class CpuTrial:
     """One product on the CPU, with what reads its sums.
 
-    An operation that is not in place reads its sums at once, block by block, so that the best number of rows depends on
-    the caches that both share. Here the end of Project stands for all readers.
+    An operation reads its sums at once, block by block, so that the best number of rows depends on the caches that both
+    share. Here the end of Project stands for all readers.
     """
 
     def __init__(self, key: ProductKey, cache: int) -> None:
         self.key, self._cache = key, cache
-        self._reads = not key.request.in_place and loader.available()
         generator = torch.Generator().manual_seed(0)
         a, b = (laid(whole_numbers(key, name, LARGEST, generator), key, name)[0] for name in ("a", "b"))
         a, b = a.t() if key.layout[0] == "t" else a, b if key.layout[1] == "t" else b.t()
-        result = torch.zeros(key.m, key.n, dtype=torch.int32 if key.request.in_place else torch.int8)
+        result = torch.zeros(key.m, key.n, dtype=torch.int8)
         self._sets = _copies((a, b, result), cache)
         self._checksums = RowChecksums(a, b)
         self._memory = torch.zeros(0, dtype=torch.int8)
-        self._readers = [_reader(result) for _, _, result in self._sets] if self._reads else []
+        self._readers = [_reader(result) for _, _, result in self._sets]
         self._floats: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
 
     def fault(self, configuration: CpuConfiguration) -> str | None:
-        for first, sums in self._blocks(*self._sets[0], configuration, self._scratch(configuration)):
+        a, b, _ = self._sets[0]
+        for first, sums in configured_blocks(a, b, configuration, self._scratch(configuration)):
             wrong = self._checksums.first_wrong_row(sums, first)
             if wrong is not None:
                 return f"row {wrong} of the result is wrong"
         return None
 
     def seconds(self, configuration: CpuConfiguration, repeats: int) -> float:
-        memory = self._scratch(configuration)
+        memory, reads = self._scratch(configuration), loader.available()
         start = time.perf_counter()
         for _ in range(repeats):
             number, self._next = self._next, (self._next + 1) % len(self._sets)
-            a, b, result = self._sets[number]
-            for first, sums in self._blocks(a, b, result, configuration, memory):
-                if self._reads:
+            a, b, _ = self._sets[number]
+            for first, sums in configured_blocks(a, b, configuration, memory):
+                if reads:
                     loader.call("lsq_end_sums", self._readers[number], sums, first, sums.shape[0])
         return (time.perf_counter() - start) / repeats
 
@@ -131,14 +131,6 @@ class CpuTrial:
 
     def close(self) -> None:
         """Nothing: memory goes with the object."""
-
-    def _blocks(self, a, b, result, configuration, memory) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, sums), the way the operation has them."""
-        if self.key.request.in_place:
-            multiply(a, b, result, configuration, memory)
-            yield 0, result
-        else:
-            yield from configured_blocks(a, b, configuration, memory)
 
     def _scratch(self, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
         """Scratch memory is the same for all: touched before it is timed, and warm, as planned memory is."""

@@ -173,7 +173,7 @@ def test_mistakes_in_lists_are_named(tmp_path, content, message):
 
 def test_a_picture_alone(tmp_path, monkeypatch):
     output = tmp_path / "file.json"
-    configuration_file.write(output, file(entry(64), entry(32), key_entry("matmul")))
+    configuration_file.write(output, file(entry(64), entry(32), key_entry("vocabulary_loss")))
     for name in ("a.png", "a.svg", "a.pdf"):
         assert main("--output", output, "--plot", tmp_path / name) == 0
         assert (tmp_path / name).stat().st_size > 1000

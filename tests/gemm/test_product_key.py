@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lsq.gemm.product_key import LARGEST_INNER, OPERATIONS, ProductKey, key_of, rounded_tokens
+from lsq.gemm.product_key import LARGEST_INNER, REQUESTS, ProductKey, key_of, rounded_tokens
 from tests.gemm.operands import asked, codes, matmul, product
 from tests.gemm.tuned import key
 
@@ -77,7 +77,7 @@ def test_no_such_product(changes, message):
 
 
 def test_an_operation_says_all_but_the_size():
-    for op, request in OPERATIONS.items():
+    for op, request in REQUESTS.items():
         assert asked(op, 8, 16, 32).layout == request.layout
         assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=request.layout, batch=1)
 

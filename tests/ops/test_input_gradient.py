@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.gemm.product_key import OPERATIONS
+from lsq.gemm.product_key import REQUESTS
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import GRADIENT, arithmetic, fake_quantize, pack_bits, quantize
 from tests.ops.compare import KEY, compare, dropout_of, empty, format_of, gradient_to_round, on_cpu, on_reference
 
-BLOCK_ROWS = OPERATIONS["project_input_gradient"].rows
+BLOCK_ROWS = REQUESTS["project_input_gradient"].rows
 COLUMNS, OUTPUTS, PADDED = 48, 29, 32
 MODES = ("int8", "float", "float mode")
 

@@ -7,14 +7,14 @@ import torch
 
 from lsq import quant
 from lsq.backends import run
-from lsq.gemm.product_key import OPERATIONS
+from lsq.gemm.product_key import REQUESTS
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import GEMM, Project
 from lsq.program.values import Coded, Weight, dropped
 from lsq.quant import arithmetic
 from tests.ops.compare import ROWS, assert_accurate, compare, dropout_of, empty, format_of, on_cpu, to_round
 
-BLOCK_ROWS = OPERATIONS[GEMM].rows
+BLOCK_ROWS = REQUESTS[GEMM].rows
 PLAIN = {Activation.none: lambda x: x, Activation.relu: torch.relu, Activation.gelu: torch.nn.functional.gelu}
 
 

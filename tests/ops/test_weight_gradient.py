@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from lsq.gemm.product_key import OPERATIONS
+from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Weight
 from lsq.quant import fake_quantize
 from tests.ops.compare import KEY, compare, empty, format_of, on_cpu, on_reference
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
 
-BLOCK_ROWS = OPERATIONS["project_weight_gradient"].rows
+BLOCK_ROWS = REQUESTS["project_weight_gradient"].rows
 
 
 def case(rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=OUTPUTS, dtype="float32", padded=PADDED):
