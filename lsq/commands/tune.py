@@ -2,15 +2,11 @@
 
 import argparse
 import contextlib
-import csv
-import dataclasses
 import math
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,24 +14,20 @@ from tqdm import tqdm
 from lsq.commands.options import count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
-from lsq.gemm import configuration_file, device, json_file
+from lsq.gemm import configuration_file, device
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.product_key import TOKEN_STEP, ProductKey
-from lsq.tune import coverage
+from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
+from lsq.tune import product_list
 from lsq.tune.cpu import CpuBackend
 from lsq.tune.cublaslt import CublasBackend
 from lsq.tune.search import Summary, tune
 from lsq.tune.trial import Backend, Outcome
 
-KEY_OPERATIONS = 2e10
-"""What a product costs the tuner beside its size, in operations: for the time left."""
+KEY_ARITHMETIC = 2e10
+"""What a product costs the tuner beside its size, in multiplications and additions: for the time left."""
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""
 LISTED = 5
-FIELDS = [field.name for field in dataclasses.fields(ProductKey)]
-NEEDED = ("op", "m", "n", "k")
-"""Columns of a list of products."""
-DIGITS = re.compile("[0-9]{1,19}")
 BACKWARD = {"both": ("float", "int8"), "float": ("float",), "int8": ("int8",)}
 
 
@@ -54,8 +46,10 @@ def parser() -> ArgumentParser:
     one_line_errors(made)
     what = made.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()
     what.add_argument("--arch", metavar="NAME", help="the products of training and generation with this architecture")
-    what.add_argument("--missing", type=Path, metavar="REPORT", help="what a run missed, from its report of coverage")
-    what.add_argument("--shapes", type=Path, metavar="FILE", help="a list as --list prints it: CSV with op, m, n, k")
+    what.add_argument(
+        "--shapes", type=Path, metavar="FILE",
+        help="a list as --list prints it, or as a training writes it with --lsq-gemm-coverage: CSV with op, m, n, k",
+    )
     training = made.add_argument_group("with --arch; further options of fairseq-train may follow")
     training.add_argument("--max-tokens", type=count, default=4096, metavar="N", help="of a batch")
     training.add_argument("--step", type=count, metavar="N", help="tokens from one batch size to the next")
@@ -86,12 +80,12 @@ def run(arguments: list[str]) -> int:
     if training and given.arch is None:
         parser().error(f"unrecognized arguments: {' '.join(training)}")
     if not (given.arch or given.missing or given.shapes or given.plot):
-        parser().error("say what to tune: --arch NAME, --missing REPORT or --shapes FILE")
+        parser().error("say what to tune: --arch NAME or --shapes FILE")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     keys, kind = products(given, training)
     if given.list:
-        print_keys(keys)
+        print(product_list.text(keys), end="")
         return 0
     try:
         validators = device.here(kind)
@@ -119,16 +113,13 @@ def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey
         ValueError, OSError: a mistake in the options or the files.
     """
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    keys: list[ProductKey] = []
-    if given.missing is not None:
-        report = coverage.read(given.missing)
-        if given.device not in (None, report.kind):
-            raise ValueError(f"{given.missing} is of a run on {report.kind}, and --device is {given.device}")
-        kind, keys = report.kind, [line.key for line in report.missed]
-    elif given.shapes is not None:
-        keys = read_keys(given.shapes)
-    elif given.arch is not None:
+    if given.shapes is None:
         keys = _of_training(given, training, kind)
+    else:
+        keys = product_list.read(given.shapes)
+        kind = kind if not keys else "cuda" if keys[0].op == MATMUL else "cpu"
+        if given.device not in (None, kind):
+            raise ValueError(f"{given.shapes} lists products of a run on {kind}, and --device is {given.device}")
     return list(dict.fromkeys(key.rounded() for key in keys)), kind
 
 
@@ -165,49 +156,11 @@ def _default_path(name: str) -> Path:
     return folder / name
 
 
-def print_keys(keys: Sequence[ProductKey]) -> None:
-    """Print products as CSV: op, m, n, k, and whichever other fields one of them needs."""
-    rows = [{"op": key.op, **key.fields()} for key in keys]
-    used = {name for row in rows for name in row} | set(NEEDED)
-    writer = csv.DictWriter(sys.stdout, [name for name in FIELDS if name in used], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def read_keys(path: Path) -> list[ProductKey]:
-    """The products in a CSV file with a heading of fields of ProductKey; op, m, n and k are needed.
-
-    Raises:
-        ValueError: the file holds something else; the message says where and what is allowed.
-        OSError: it cannot be read.
-    """
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ValueError(f"no column {', '.join(missing)}; the heading is {','.join(FIELDS)}")
-            keys = [_read_key(row) for row in reader]
-        except (csv.Error, ValueError) as error:
-            raise ValueError(f"{path}: line {max(1, reader.line_num)}: {error} (correct the file)") from None
-    if not keys:
-        raise ValueError(f"{path} has no products; give one line {','.join(NEEDED)} for each")
-    return keys
-
-
-def _read_key(row: dict[str | None, Any]) -> ProductKey:
-    if None in row or None in row.values():
-        raise ValueError("the heading and this line have different numbers of columns")
-    texts = {name: text.strip() for name, text in row.items()}
-    values = {name: int(text) if DIGITS.fullmatch(text) else text for name, text in texts.items() if text}
-    return json_file.record(ProductKey, values, "")
-
-
 @contextlib.contextmanager
 def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
     """Within this context, what to call after each product: a bar with the time left, which goes by operations."""
     shown = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} so far, {remaining} left{postfix}"
-    total = sum(KEY_OPERATIONS + key.operations for key in keys)
+    total = sum(KEY_ARITHMETIC + key.arithmetic for key in keys)
     done, gains = 0, []
     first = f"0 of {len(keys)} products"
     with tqdm(desc=first, total=total, bar_format=shown, disable=quiet or None, file=sys.stderr) as bar:
@@ -219,7 +172,7 @@ def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[Pro
                 gains.append(outcome.default / outcome.chosen)
             bar.set_description_str(f"{done} of {len(keys)} products", refresh=False)
             bar.set_postfix_str(f"{_mean(gains):.3f} times as fast" if gains else "", refresh=False)
-            cost = KEY_OPERATIONS + key.operations
+            cost = KEY_ARITHMETIC + key.arithmetic
             if outcome is None:  # took no time
                 bar.total -= cost
                 bar.refresh()

@@ -49,7 +49,7 @@ def _panel(axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float],
         gains = [gain(entry) for entry in chosen]
         mean = math.exp(sum(map(math.log, gains)) / len(gains))
         axes.plot(
-            [entry.key.operations for entry in chosen], gains, MARKERS[number], color=f"C{number}", alpha=0.7,
+            [entry.key.arithmetic for entry in chosen], gains, MARKERS[number], color=f"C{number}", alpha=0.7,
             markersize=5, markeredgewidth=0, label=f"{op}: {mean:.2f} on average",
         )
     axes.axhline(1, color="black", linewidth=0.8)

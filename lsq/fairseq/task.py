@@ -41,7 +41,7 @@ class TaskOptions(GradientOptions):
     )
     lsq_gemm_coverage: Optional[str] = field(  # noqa: UP045
         default=None,
-        metadata={"help": "write to this file, after training, which products were tuned; for `lsq tune --missing`"},
+        metadata={"help": "write to this file, after training, which products were not tuned; for `lsq tune --shapes`"},
     )
     max_tokens: Optional[int] = II("dataset.max_tokens")  # noqa: UP045  fairseq cannot read int | None
     batch_size: Optional[int] = II("dataset.batch_size")  # noqa: UP045

@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from lsq import gemm
+from lsq import files, gemm
 from lsq.gemm import lookup
-from lsq.tune import coverage
+from lsq.tune import coverage, product_list
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,10 @@ def use_file(path: str | None) -> None:
 
 
 def report(path: str | None) -> None:
-    """Log which products were tuned, and write the report to `path` for `lsq tune --missing`; nothing if none ran."""
-    found = coverage.of(lookup.table())
-    if not found.lines:
+    """Log which products were tuned, and list the others in `path` for `lsq tune --shapes`; nothing if none ran."""
+    table = lookup.table()
+    if not table.uses():
         return
-    logger.info(found.text())
+    logger.info(coverage.text(table))
     if path:
-        coverage.write(Path(path), found)
+        files.write_text(Path(path), product_list.text(coverage.missed(table)))

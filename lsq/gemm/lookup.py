@@ -34,6 +34,11 @@ class Use:
         self.calls = 0
         self.seconds = 0.0
 
+    @property
+    def hit(self) -> bool:
+        """Whether there is an entry for this very product."""
+        return self.entry is not None and self.entry.key == self.key
+
 
 class Table:
     """The entries that hold for one device, and how often each product was asked for. Threads may share it.

@@ -189,7 +189,7 @@ class ProductKey:
         return tuple(value for name, value in vars(self).items() if name != self.request.tokens)
 
     @property
-    def operations(self) -> int:
+    def arithmetic(self) -> int:
         """Multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 

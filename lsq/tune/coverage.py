@@ -1,167 +1,63 @@
-"""Which products a run asked for, and which of them were tuned: for the log, and for `lsq tune --missing`."""
+"""Which products a run asked for, and which of them were tuned: for the log, and as a list for `lsq tune --shapes`."""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-from lsq.gemm import json_file
-from lsq.gemm.configuration_file import product_key, texts
-from lsq.gemm.device import FORMAT, check_format
-from lsq.gemm.json_file import check_choice, check_number, check_text, check_whole, shown
-from lsq.gemm.lookup import Table
+from lsq.gemm.lookup import Table, Use
 from lsq.gemm.product_key import ProductKey
 
-_REMEDY = "correct or delete the file, or have a run write it again"
-_LARGEST_COUNT = 2**62
-_LARGEST_SECONDS = 1e12
 SHOWN = 10
 """Missed products that the text lists."""
+MEASURES: dict[str, Callable[[Use], float]] = {
+    "calls": lambda use: use.calls, "arithmetic": lambda use: use.calls * use.key.arithmetic,
+    "time": lambda use: use.seconds,
+}  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One product.
+def missed(table: Table) -> list[ProductKey]:
+    """The products without an entry of their own, those that take longest first."""
+    return [use.key for use in _ordered(table) if not use.hit]
 
-    Raises:
-        ValueError: a value of the wrong type or out of range.
+
+def shares(table: Table, measure: str) -> tuple[float, float] | None:
+    """(share with an entry of their own, share that ran by the nearest batch size's); None if there were none.
+
+    Args:
+        measure: one of MEASURES.
     """
-
-    key: ProductKey
-    """As it stands in files: with its number of tokens rounded."""
-    calls: int
-    seconds: float
-    """How long all calls took; 0 where that was not measured."""
-    served: ProductKey | None
-    """The entry by which it ran: its own, or that of the nearest batch size; None: it ran as untuned."""
-
-    def __post_init__(self) -> None:
-        check_whole("calls", self.calls, 0, _LARGEST_COUNT)
-        check_number("seconds", self.seconds, _LARGEST_SECONDS)
-
-    @property
-    def hit(self) -> bool:
-        """Whether there is an entry for this very product."""
-        return self.served == self.key
-
-    @property
-    def operations(self) -> int:
-        """Multiplications and additions of all calls."""
-        return self.calls * self.key.operations
+    uses = [(use, MEASURES[measure](use)) for use in table.uses()]
+    total = sum(size for _, size in uses)
+    if not total:
+        return None
+    own = sum(size for use, size in uses if use.hit)
+    served = sum(size for use, size in uses if use.entry is not None)
+    return own / total, (served - own) / total
 
 
-@dataclass(frozen=True, kw_only=True)
-class Coverage:
-    """The products of a run, those that take longest first: by time where it was measured, else by operations.
-
-    Raises:
-        ValueError: a value of the wrong type or out of range.
-    """
-
-    format: int = FORMAT
-    kind: str
-    """"cpu" or "cuda"."""
-    device: str
-    files: tuple[str, ...]
-    """The files that the entries came from."""
-    lines: tuple[Line, ...]
-
-    def __post_init__(self) -> None:
-        check_format(self.format)
-        check_choice("kind", self.kind, ("cpu", "cuda"))
-        check_text("device", self.device)
-        for place, name in enumerate(self.files):
-            if not isinstance(name, str):
-                raise ValueError(f"files[{place}] is {shown(name)}; it must be a path")
-        order = sorted(self.lines, key=lambda line: (-line.seconds, -line.operations, str(line.key)))
-        object.__setattr__(self, "lines", tuple(order))
-
-    @property
-    def missed(self) -> list[Line]:
-        """The products that have no entry of their own."""
-        return [line for line in self.lines if not line.hit]
-
-    def shares(self, measure: str) -> tuple[float, float] | None:
-        """(share with an entry of their own, share that ran by the nearest batch size's); None if there were none.
-
-        Args:
-            measure: "calls", "operations" or "seconds".
-        """
-        total = sum(getattr(line, measure) for line in self.lines)
-        if not total:
-            return None
-        own = sum(getattr(line, measure) for line in self.lines if line.hit)
-        served = sum(getattr(line, measure) for line in self.lines if line.served is not None)
-        return own / total, (served - own) / total
-
-    def text(self) -> str:
-        """For logs: the shares, and the missed products that matter most."""
-        calls = sum(line.calls for line in self.lines)
-        if not calls:
-            return f"tuned products on {self.device}: none was asked for"
-        lines = [f"tuned products on {self.device}: {calls} calls of {len(self.lines)} products"]
-        for measure, name in (("calls", "calls"), ("operations", "operations"), ("seconds", "time")):
-            shares = self.shares(measure)
-            if shares is not None:
-                own, near = shares
-                rest = 1 - own - near
-                lines.append(f"  {name}: {own:.1%} tuned, {near:.1%} as the nearest batch size, {rest:.1%} not")
-        lines += [f"  from {path}" for path in self.files] or ["  there is no file for this device"]
-        missed = self.missed
-        for line in missed[:SHOWN]:
-            time = f", {line.seconds:.3f} s" if line.seconds else ""
-            served = f"ran as {line.served.tokens} tokens" if line.served else "ran untuned"
-            lines.append(f"  missed {line.key}: {line.calls} calls{time}; {served}")
-        if len(missed) > SHOWN:
-            lines.append(f"  and {len(missed) - SHOWN} more")
-        return "\n".join(lines)
+def text(table: Table) -> str:
+    """For logs: the shares, and the missed products that matter most."""
+    uses = _ordered(table)
+    calls = sum(use.calls for use in uses)
+    if not calls:
+        return f"tuned products on {table.here.device}: none was asked for"
+    lines = [f"tuned products on {table.here.device}: {calls} calls of {len(uses)} products"]
+    for measure in MEASURES:
+        found = shares(table, measure)
+        if found is not None:
+            own, near = found
+            lines.append(
+                f"  {measure}: {own:.1%} tuned, {near:.1%} as the nearest batch size, {1 - own - near:.1%} not"
+            )
+    lines += [f"  from {each.path}" for each in table.used] or ["  there is no file for this device"]
+    rest = [use for use in uses if not use.hit]
+    for use in rest[:SHOWN]:
+        time = f", {use.seconds:.3f} s" if use.seconds else ""
+        served = f"ran as {use.entry.key.tokens} tokens" if use.entry else "ran untuned"
+        lines.append(f"  missed {use.key}: {use.calls} calls{time}; {served}")
+    if len(rest) > SHOWN:
+        lines.append(f"  and {len(rest) - SHOWN} more")
+    return "\n".join(lines)
 
 
-def of(table: Table) -> Coverage:
-    """What was asked of a table of tuned products so far."""
-    lines = [
-        Line(key=use.key, calls=use.calls, seconds=use.seconds, served=None if use.entry is None else use.entry.key)
-        for use in table.uses()
-    ]
-    files = tuple(str(each.path) for each in table.used)
-    return Coverage(kind=table.here.kind, device=table.here.device, files=files, lines=tuple(lines))
-
-
-def write(path: Path, coverage: Coverage) -> None:
-    """Write a report as JSON, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    head = {name: value for name, value in vars(coverage).items() if name != "lines"}
-    json_file.write(path, head, "lines", [_fields(line) for line in coverage.lines])
-
-
-def read(path: Path) -> Coverage:
-    """Read what `write` wrote.
-
-    Raises:
-        ValueError: it is no such file; the message says where, what stands there, and what is allowed.
-        OSError: it cannot be read.
-    """
-    return json_file.read(path, _coverage, _REMEDY)
-
-
-def _coverage(content: Any) -> Coverage:
-    if isinstance(content, dict):
-        check_format(content.get("format"))
-    return json_file.record(
-        Coverage, content, "", files=texts, lines=lambda lines, place: json_file.sequence(lines, place, _line)
-    )
-
-
-def _line(value: Any, place: str) -> Line:
-    return json_file.record(Line, value, place, key=product_key, served=_served)
-
-
-def _served(value: Any, place: str) -> ProductKey | None:
-    return None if value is None else product_key(value, place)
-
-
-def _fields(line: Line) -> dict[str, Any]:
-    served = None if line.served is None else line.served.fields()
-    return {"key": line.key.fields(), "calls": line.calls, "seconds": line.seconds, "served": served}
+def _ordered(table: Table) -> list[Use]:
+    """By time where it was measured, else by arithmetic."""
+    return sorted(table.uses(), key=lambda use: (-use.seconds, -MEASURES["arithmetic"](use), str(use.key)))

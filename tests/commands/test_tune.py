@@ -13,11 +13,9 @@ from lsq import cli
 from lsq.commands import tune
 from lsq.gemm import configuration_file, device
 from lsq.lock import locked_file
-from lsq.tune import coverage
-from lsq.tune.coverage import Coverage, Line
 from lsq.tune.search import Summary
 from lsq.tune.trial import Settings
-from tests.gemm.operands import asked, matmul
+from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, entry, file, key
 from tests.tune.fakes import FakeBackend
 
@@ -72,15 +70,23 @@ def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatc
     assert found.path == tmp_path / "lsq" / "gemm" / device.file_name(here) and found.refusal is None
 
 
-def test_missed_products_of_a_run(tmp_path, capsys):
-    lines = tuple(Line(key=each, calls=3, seconds=0.0, served=None) for each in KEYS)
-    report = tmp_path / "report.json"
-    coverage.write(report, Coverage(kind="cpu", device="x", files=(), lines=lines))
-    assert main("--missing", report, "--output", tmp_path / "file.json", "--quiet") == 0
-    assert {each.key for each in configuration_file.read(tmp_path / "file.json").entries} == set(KEYS)
-    coverage.write(report, Coverage(kind="cuda", device="x", files=(), lines=()))
-    assert main("--missing", report) == 2
-    assert "of a run on cuda, and --device is cpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("op", "kind", "device"), [("matmul", "cuda", "cpu"), ("project", "cpu", "cuda")], ids=["of a GPU", "of a CPU"]
+)
+def test_a_list_is_of_one_kind_of_device(tmp_path, capsys, op, kind, device):
+    listed = tmp_path / "list.csv"
+    listed.write_text(f"op,m,n,k\n{op},64,128,256\n")
+    assert tune.products(*tune.parser().parse_known_args(["--shapes", str(listed)]))[1] == kind
+    assert cli.main(["tune", "--shapes", str(listed), "--device", device]) == 2
+    assert f"lists products of a run on {kind}, and --device is {device}" in capsys.readouterr().err
+
+
+def test_a_list_may_hold_nothing(tmp_path, capsys):
+    """As of a run whose products are all tuned."""
+    listed = tmp_path / "list.csv"
+    listed.write_text("op,m,n,k\n")
+    assert main("--shapes", listed, "--output", tmp_path / "file.json", "--quiet") == 0
+    assert "tuned      0 products" in capsys.readouterr().out
 
 
 def test_products_of_an_architecture(capsys):
@@ -127,50 +133,6 @@ def test_the_list_can_be_tuned(tmp_path, capsys):
     assert len(configuration_file.read(tmp_path / "file.json").entries) == len(listed.read_text().splitlines()) - 1
 
 
-FULL = matmul(m=8, n=16, dtype="bfloat16", out="float32", layout="tn", batch=2, leading_a=16, stride_b=0)
-
-
-def test_lists_of_products(tmp_path, capsys):
-    listed = tmp_path / "shapes.csv"
-    listed.write_bytes(
-        b"\xef\xbb\xbfop,m,n,k,dtype,out,layout,batch,leading_a,stride_b\r\nproject, 64,128,256,,,,,,\r\n"
-        b",8,16,64,bfloat16,float32,tn,2,16,0\r\n"
-    )
-    keys = tune.read_keys(listed)
-    assert keys == [asked("project", 64, 128, 256), FULL]
-    tune.print_keys(keys)
-    listed.write_text(capsys.readouterr().out)
-    assert tune.read_keys(listed) == keys
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("op,m,n\n", r"shapes\.csv: line 1: no column k; the heading is op,m,n,k,dtype.*\(correct the file\)$"),
-        ("", "no column op, m, n, k"),
-        ("op,m,n,k\nproject,1,16\n", "line 2: the heading and this line have different numbers of columns"),
-        ("op,m,n,k\nproject,1,16,16,5\n", "line 2: .*different numbers of columns"),
-        ("op,m,n,k\nproject,x,16,16\n", "line 2: m is 'x'"),
-        ("op,m,n,k\nproject,0,16,16\n", "line 2: m is 0"),
-        ("op,m,n,k\nproject," + "9" * 50 + ",16,16\n", "line 2: m is '999"),
-        ("op,m,n,k\nproject,٦٤,48,64\n", "line 2: m is .*; it must be a whole number"),
-        ("op,m,n,k\nproject,6_4,48,64\n", "line 2: m is '6_4'; it must be a whole number"),
-        ("op,m,n,k\nconv,1,16,16\n", "line 2: op is 'conv'; allowed"),
-        ("op,m,n,k,layout\nproject,1,16,16,nn\n", "line 2: layout is 'nn'; project says that itself"),
-        ("op,m,n,k,colour\nproject,1,16,16,red\n", "line 2: .*unknown field 'colour'"),
-        ("op,m,n,k\nproject,1,,16\n", "line 2: .*no field 'n'"),
-        ("op,m,n,k\n", "shapes.csv has no products; give one line op,m,n,k"),
-        (b"\xff\xfe\0", "line 1: .*can't decode"),
-        ("x" * 200_000, "line 1: field larger"),
-    ],
-)
-def test_mistakes_in_lists_are_named(tmp_path, content, message):
-    listed = tmp_path / "shapes.csv"
-    listed.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=message):
-        tune.read_keys(listed)
-
-
 def test_a_picture_alone(tmp_path, monkeypatch):
     output = tmp_path / "file.json"
     configuration_file.write(output, file(entry(64), entry(32), key_entry("vocabulary_loss")))
@@ -186,8 +148,8 @@ def key_entry(op):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "say what to tune: --arch NAME, --missing REPORT or --shapes FILE"),
-        (["--shapes", "x.csv", "--missing", "y"], "not allowed with argument"),
+        ([], "say what to tune: --arch NAME or --shapes FILE"),
+        (["--shapes", "x.csv", "--arch", "y"], "not allowed with argument"),
         (["--shapes", "x.csv", "--colour", "red"], "unrecognized arguments: --colour red"),
         ([*TINY, "--colour", "red"], "unrecognized arguments: --colour red"),
         (["--shapes", "x.csv", "--seconds", "0"], "'0' is not a number of seconds above 0"),
@@ -279,6 +241,7 @@ def test_ctrl_c_on_the_command_line(tmp_path):
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(shapes, capsys, monkeypatch):
+    shapes.write_text("op,m,n,k\nmatmul,64,128,256\n")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["tune", "--shapes", str(shapes), "--device", "cuda"]) == 2
     printed = capsys.readouterr().err

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from lsq import gemm
-from lsq.gemm import configuration_file, device
+from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CpuConfiguration, Entry, Times, now
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.tune import coverage
+from lsq.tune import coverage, product_list
 
 BACKWARD = "--lsq-backward int8 --max-update 3"
 
@@ -37,19 +37,19 @@ def tuned_file(path, keys, **changes):
 
 def test_training_is_the_same_to_the_bit_and_says_what_was_tuned(train, tmp_path, caplog):
     gemm.set_files([])
-    report = tmp_path / "report.json"
+    listed = tmp_path / "missed.csv"
     with caplog.at_level(logging.INFO):
-        plain = train(tmp_path / "plain", f"{BACKWARD} --lsq-gemm-coverage {report}")["model"]
-    missed = coverage.read(report).missed
-    assert missed and all(line.seconds > 0 and line.served is None for line in missed)
-    assert "ran untuned" in caplog.text
+        plain = train(tmp_path / "plain", f"{BACKWARD} --lsq-gemm-coverage {listed}")["model"]
+    missed = product_list.read(listed)
+    assert {use.key for use in lookup.table().uses() if use.seconds > 0 and use.entry is None} == set(missed)
+    assert missed and "ran untuned" in caplog.text
 
-    path = tuned_file(tmp_path / "tuned.json", [line.key for line in missed])
+    path = tuned_file(tmp_path / "tuned.json", missed)
     tuned = train(
-        tmp_path / "tuned", f"{BACKWARD} --lsq-gemm-config {path} --lsq-gemm-coverage {report}"
+        tmp_path / "tuned", f"{BACKWARD} --lsq-gemm-config {path} --lsq-gemm-coverage {listed}"
     )["model"]
-    assert coverage.read(report).shares("calls") == (1.0, 0.0)
-    assert coverage.read(report).files == (str(path),)
+    assert product_list.read(listed) == [] and coverage.shares(lookup.table(), "calls") == (1.0, 0.0)
+    assert [each.path for each in lookup.table().used] == [path]
     assert all(torch.equal(plain[name], tuned[name]) for name in plain)
 
 

@@ -1,4 +1,4 @@
-"""JSON that users hand in or edit: files of tuned products, reports of coverage, markers."""
+"""JSON that users hand in or edit: files of tuned products, markers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +11,9 @@ from lsq.commands import stages
 from lsq.commands.stages import Stage
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.tune import coverage
-from lsq.tune.coverage import Coverage, Line
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
-from tests.gemm.tuned import GPU, cublas_entry, entry, file, key
+from tests.gemm.tuned import GPU, cublas_entry, entry, file
 
 CPU_FILE = file(
     entry(8),
@@ -23,8 +21,6 @@ CPU_FILE = file(
     entry(op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
 )
 GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
-LINES = tuple(Line(key=key(rows), calls=rows, seconds=0.5, served=served) for rows, served in ((64, None), (8, key(8))))
-REPORT = Coverage(kind="cpu", device="Example CPU", files=("a.json",), lines=LINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +45,6 @@ KINDS = {
         read=configuration_file.read,
         write=configuration_file.write,
     ),
-    "coverage": Kind(sound=lambda path: coverage.write(path, REPORT), read=coverage.read, write=coverage.write),
 }
 
 

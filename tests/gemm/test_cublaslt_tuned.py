@@ -15,7 +15,6 @@ from lsq.csrc.launch_list import aligned_workspace
 from lsq.gemm.configuration_file import Found
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, algorithm_fault, tuned_products
 from lsq.gemm.lookup import Table
-from lsq.tune import coverage
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes, matmul, product, run
 from tests.gemm.tuned import GPU, cublas_entry, file
@@ -52,7 +51,7 @@ def test_an_entry_decides(tuned, candidates):
     products, choice = tuned(cublas_entry(last))
     assert products.get(matmul()).algorithm == last
     assert products.get(matmul(m=42)).algorithm == candidates(matmul(m=42))[0]
-    assert {line.key.m: line.hit for line in coverage.of(choice.table).lines} == {41: True, 42: False}
+    assert {use.key.m: use.hit for use in choice.table.uses()} == {41: True, 42: False}
     assert not choice.refused
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
     run(products, product(a, b, out), aligned_workspace(WORKSPACE_BYTES, CPU))
@@ -64,7 +63,7 @@ def test_an_entry_serves_its_own_product_alone(tuned, candidates):
     others = [matmul(m=42), matmul(batch=3), matmul(leading_a=80), matmul(out="int8", alpha="vector")]
     for other in others:
         assert products.get(other).algorithm == candidates(other)[0]
-    assert {line.key: line.hit for line in coverage.of(choice.table).lines} == dict.fromkeys(others, False)
+    assert {use.key: use.hit for use in choice.table.uses()} == dict.fromkeys(others, False)
 
 
 def test_batches_are_served_too(tuned, candidates):
@@ -72,7 +71,7 @@ def test_batches_are_served_too(tuned, candidates):
     last = candidates(matmul(**batched))[-1]
     products, choice = tuned(cublas_entry(last, **batched))
     assert products.get(matmul(**batched)).algorithm == last
-    assert [line.hit for line in coverage.of(choice.table).lines] == [True]
+    assert [use.hit for use in choice.table.uses()] == [True]
 
 
 def refusals(tuned, entries, caplog, **options):
@@ -83,7 +82,7 @@ def refusals(tuned, entries, caplog, **options):
         for m in (41, 43, 41, 43):
             assert products.get(matmul(m=m)).algorithm == first[m]
     assert sorted((key.m, count) for key, count in choice.refused.items()) == [(41, 1), (43, 1)]
-    assert {line.key.m: line.hit for line in coverage.of(choice.table).lines} == {41: False, 43: False}
+    assert {use.key.m: use.hit for use in choice.table.uses()} == {41: False, 43: False}
     (record,) = caplog.records
     assert "matmul 41 x 48 x 64" in record.getMessage() and "lsq configs verify" in record.getMessage()
     return record.getMessage()

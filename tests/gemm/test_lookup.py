@@ -15,7 +15,6 @@ from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import Found
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import REQUESTS
-from lsq.tune import coverage
 from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
 
@@ -36,7 +35,7 @@ def table(*entries):
 def test_exact_up_to_512_then_the_next_multiple_of_32():
     made = table(entry(41), entry(1024))
     served = {m: made.use(key(m)).entry for m in (40, 41, 42, 512, 992, 993, 1000, 1024, 1025)}
-    hits = [line.key.m for line in coverage.of(made).lines if line.hit]
+    hits = [use.key.m for use in made.uses() if use.hit]
     assert sorted(hits) == [41, 1024]
     assert served[993] is served[1000] is served[1024] and served[41].key == key(41)
 
@@ -60,9 +59,8 @@ def test_counts():
         made.use(key(m))
     for m, seconds in ((41, 0.5), (1001, 0.25), (1002, 0.25)):
         made.add_seconds(made.use(key(m)), seconds)
-    lines = {line.key.m: (line.hit, line.calls, line.seconds) for line in coverage.of(made).lines}
-    assert lines == {41: (True, 2, 0.5), 1024: (True, 5, 0.5), 7: (False, 1, 0.0)}
-    assert coverage.of(made).files == ("file.json",)
+    uses = {use.key.m: (use.hit, use.calls, use.seconds) for use in made.uses()}
+    assert uses == {41: (True, 2, 0.5), 1024: (True, 5, 0.5), 7: (False, 1, 0.0)}
 
 
 def test_the_nearest_batch_size_serves_on_the_cpu():
@@ -71,7 +69,7 @@ def test_the_nearest_batch_size_serves_on_the_cpu():
     found = [made.use(key(m)).configuration.rows for m in sizes]
     assert found == [8, 8, 16, 16, 1024, 1024, 1024]
     assert made.use(asked("project", 8, 64, 256)).configuration == DEFAULT
-    assert {line.key.m: line.served.m for line in coverage.of(made).lines if line.served} == {
+    assert {use.key.m: use.entry.key.m for use in made.uses() if use.entry} == {
         1: 8, 8: 8, 9: 16, 13: 16, 608: 1024, 544: 1024, 5024: 1024
     }
 
@@ -128,14 +126,13 @@ def test_threads_lose_no_count():
         thread.start()
     for thread in threads:
         thread.join()
-    assert {line.key.m: line.calls for line in coverage.of(made).lines} == dict.fromkeys(range(38, 44), 2000)
+    assert {use.key.m: use.calls for use in made.uses()} == dict.fromkeys(range(38, 44), 2000)
 
 
 def test_without_any_file(machine):
     assert lookup.table().use(key(41)).configuration == DEFAULT
     assert lookup.table().largest_scratch(key(41)) == 41 * 128 * 4
-    report = coverage.of(lookup.table())
-    assert report.shares("calls") == (0.0, 0.0) and report.files == () and report.device == CPU.device
+    assert not lookup.table().used and lookup.table().here == CPU
 
 
 def test_files_complete_one_another(machine, caplog):
@@ -145,7 +142,7 @@ def test_files_complete_one_another(machine, caplog):
     assert {each.key.m: each.configuration.rows for each in found.file.entries} == {8: 96, 9: 32, 10: 32}
     assert found.file.validators == CPU
     assert not caplog.records
-    assert len(coverage.of(lookup.table()).files) == 2
+    assert len(lookup.table().used) == 2
 
 
 def test_the_table_is_loaded_once(machine):

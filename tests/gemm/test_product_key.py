@@ -86,7 +86,7 @@ def test_text():
     assert str(key()) == "project 64 x 128 x 256 (int8 to int32, nt)"
     scaled = matmul(out="int8", alpha="vector", batch=3, leading_out=64)
     assert str(scaled) == "matmul 3 times 41 x 48 x 64 (int8 to int8, nt, alpha vector, leading_out 64)"
-    assert key().operations == 2 * 64 * 128 * 256 and matmul(batch=3).operations == 3 * matmul().operations
+    assert key().arithmetic == 2 * 64 * 128 * 256 and matmul(batch=3).arithmetic == 3 * matmul().arithmetic
 
 
 def test_what_is_packed_need_not_be_said():
