@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata
@@ -70,22 +69,44 @@ class Report:
     """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell."""
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
-    host_library: str
-    """Which C++ library runs the fused loops, or that plain torch does, or that the library cannot be used."""
+    host_library: str | None
+    """Which C++ library runs the fused loops; None: plain torch does, as none was built."""
     faults: dict[str, str]
     """Libraries that were built but cannot be used -> why, and what to do."""
     packages: dict[str, str | None]
     """Version of each required and optional package; None where it is not installed."""
-    int8_path: str
-    """What runs an int8 layer here, in words."""
     product: ProductCheck
-    advice: tuple[str, ...]
-    """What to do, most important first; empty when there is nothing to do."""
 
     @property
     def healthy(self) -> bool:
         """Whether training works: exact int8 products, no unusable library, every required package installed."""
         return self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What the user can do about what was found, most important first; empty when there is nothing to do."""
+        advice = []
+        if not self.product.exact:
+            advice.append(
+                "int8 products are wrong on this machine: do not train in int8 here. Another version of torch "
+                "may be right; please report the CPU and the versions above."
+            )
+        advice += [f"The {name} cannot be used: {fault}" for name, fault in self.faults.items()]
+        missing = [name for name in REQUIRED if not self.packages[name]]
+        if missing:
+            advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
+        if self.host_library is None:
+            advice.append(
+                "The C++ library is missing, so plain torch runs the fused loops, slower. Install a C++17 "
+                "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) and install "
+                "lsq again (in a clone: make library)."
+            )
+        if self.cpu_features and not INT8_FEATURES.intersection(self.cpu_features):
+            advice.append(
+                "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with AVX-512 "
+                "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than float32."
+            )
+        return tuple(advice)
 
 
 def installed_version(package: str) -> str | None:
@@ -140,49 +161,11 @@ def library_faults() -> dict[str, str]:
     return faults
 
 
-def advise(
-    *,
-    checked: ProductCheck,
-    has_library: bool,
-    packages: dict[str, str | None],
-    features: tuple[str, ...],
-    faults: dict[str, str],
-) -> tuple[str, ...]:
-    """What the user can do about what was found, most important first."""
-    advice = []
-    if not checked.exact:
-        advice.append(
-            "int8 products are wrong on this machine: do not train in int8 here. Another version of torch "
-            "may be right; please report the CPU and the versions above."
-        )
-    advice += [f"The {name} cannot be used: {fault}" for name, fault in faults.items()]
-    missing = [name for name in REQUIRED if not packages[name]]
-    if missing:
-        advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
-    if not has_library:
-        advice.append(
-            "The C++ library is missing, so plain torch runs the fused loops, slower. Install a C++17 "
-            "compiler with OpenMP (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++) and install "
-            "lsq again (in a clone: make library)."
-        )
-    if features and not INT8_FEATURES.intersection(features):
-        advice.append(
-            "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with AVX-512 "
-            "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than float32."
-        )
-    return tuple(advice)
-
-
 def report() -> Report:
     """Look at this machine; takes well under a second."""
-    features = tuple(name for flag, name in processor.CPU_FEATURES.items() if flag in processor.cpu_features())
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    packages = {name: installed_version(name) for name in REQUIRED + OPTIONAL}
-    checked = check_product()
     faults = library_faults()
-    unusable = "C++ library" in faults
-    has_library = unusable or loader.available()
-    loops = "the C++ library" if has_library else "plain torch"
+    usable = "C++ library" not in faults
     return Report(
         version=lsq.__version__,
         python=platform.python_version(),
@@ -190,18 +173,14 @@ def report() -> Report:
         cpu=processor.cpu_model(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        cpu_features=features,
-        gpus=tuple(
-            f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus
+        cpu_features=tuple(
+            name for flag, name in processor.CPU_FEATURES.items() if flag in processor.cpu_features()
         ),
-        host_library="UNUSABLE (see below)" if unusable else loader.description(),
+        gpus=tuple(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus),
+        host_library="UNUSABLE (see below)" if not usable else loader.description() if loader.available() else None,
         faults=faults,
-        packages=packages,
-        int8_path=f"CPU: matrix products by oneDNN (torch._int_mm), the loops between them by {loops}",
-        product=checked,
-        advice=advise(
-            checked=checked, has_library=has_library, packages=packages, features=features, faults=faults
-        ),
+        packages={name: installed_version(name) for name in REQUIRED + OPTIONAL},
+        product=check_product(),
     )
 
 
@@ -209,14 +188,15 @@ def text(found: Report) -> str:
     """The report for people."""
     m, n, k = found.product.shape
     seen = "; ".join(found.gpus)
+    loops = "the C++ library" if found.host_library else "plain torch"
     gpu = f"{seen} (not used: layers of this version run on the CPU)" if seen else "none that torch can use"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
         ("CPU", f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}"),
         ("CPU features", ", ".join(found.cpu_features) or "unknown"),
         ("GPU", gpu),
-        ("C++ library", found.host_library),
-        ("int8 path", found.int8_path),
+        ("C++ library", found.host_library or "none (plain PyTorch)"),
+        ("int8 path", f"CPU: matrix products by oneDNN (torch._int_mm), the loops between them by {loops}"),
         (
             "int8 product",
             f"{'exact' if found.product.exact else 'WRONG'}; {m} x {n} x {k} in "
@@ -239,8 +219,7 @@ def run(*, as_json: bool = False) -> int:
     """Print the report, as text or as one JSON object; the exit status: 0 if training works here, else 1."""
     found = report()
     if as_json:
-        json.dump(dataclasses.asdict(found) | {"healthy": found.healthy}, sys.stdout)
-        print()
+        print(json.dumps(dataclasses.asdict(found) | {"advice": found.advice, "healthy": found.healthy}))
     else:
         print(text(found))
     return 0 if found.healthy else 1
