@@ -1,8 +1,8 @@
 """What one launch costs the host: lists of launches replayed by one call, against one call from Python for each launch.
 
 Without a GPU, the driver is a stub whose launches do nothing (stub_driver.cpp, built with g++), so that the
-figure is the launcher's own cost. With one, launches go to it (`--gpu`): the list on a stream, the same list as a
-captured graph, and the list that first writes its slots.
+figure is the launcher's own cost. With one, launches go to it (`--gpu`): the list on a stream, and the same list as a
+captured graph.
 """
 
 import tempfile
@@ -16,22 +16,20 @@ import torch
 from lsq.csrc.device import Device
 from lsq.csrc.launch import Launch, launch
 
+KERNEL = str(Path(__file__).with_name("store_values.cu"))
 LAUNCHES = 100
 ARGUMENTS = 11
 
 
 def entries(memory: torch.Tensor, count: int) -> list[Launch]:
     """Launches of a kernel that does next to nothing."""
-    return [
-        launch("slots.cu", "lsq_store_slots", memory, 0, 1, *[number] * 8, grid=1, block=32) for number in range(count)
-    ]
+    return [launch(KERNEL, "store_values", memory, 0, 1, *[number] * 8, grid=1, block=32) for number in range(count)]
 
 
 def sides(device: Device, count: int) -> dict:
     """Name of each side -> a function that launches `count` kernels."""
     memory = torch.zeros(64, dtype=torch.int64, device=device.place)
     work = device.list(entries(memory, count))
-    with_slots = device.list(entries(memory, count), slots={"memory": memory})
     single = [device.list([entry]) for entry in entries(memory, count)]
 
     def one_by_one() -> None:
@@ -41,7 +39,6 @@ def sides(device: Device, count: int) -> dict:
     found = {
         "one call each": one_by_one,
         "list": work.run,
-        "list with slots": lambda: with_slots.run(memory=memory),
     }
     if device.place.type == "cuda":
         graph = torch.cuda.CUDAGraph()

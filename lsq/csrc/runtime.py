@@ -105,19 +105,18 @@ class Replay:
             ctypes.c_void_p(workspace[0]), ctypes.c_int64(workspace[1]),
         )
 
-    def close(self, slot_launches: int) -> None:
-        """End the list; its first `slot_launches` entries are those that write the values of a call into slots."""
-        self._library.lsq_list_close(self._list, ctypes.c_int64(slot_launches))
+    def close(self) -> None:
+        """End the list."""
+        self._library.lsq_list_close(self._list)
 
-    def run(self, stream: int, values: bytes | None = None, work: bool = True) -> None:
-        """Write the slots, then launch the rest, if `work`. `values`: 8 bytes for each slot; None: leave them.
+    def run(self, stream: int) -> None:
+        """Launch everything.
 
         Raises:
             RuntimeError: an entry failed; the message names it.
         """
         if self._library.lsq_list_run(
-            self._list, ctypes.c_void_p(stream), values, ctypes.c_int64(len(values) // 8 if values else 0),
-            ctypes.c_int64(work), self._message, ctypes.c_int64(MESSAGE_BYTES),
+            self._list, ctypes.c_void_p(stream), self._message, ctypes.c_int64(MESSAGE_BYTES)
         ):
             _raise(self._message)
 

@@ -16,8 +16,8 @@ def where() -> CUDA:
 
 
 def test_all_operations_are_one_list(monkeypatch, where):
-    made, replay = [], LaunchList._call
-    monkeypatch.setattr(LaunchList, "_call", lambda self, *values: (made.append(self), replay(self, *values)))
+    made, replay = [], LaunchList.run
+    monkeypatch.setattr(LaunchList, "run", lambda self: (made.append(self), replay(self)))
     embed, norm, _ = chain(where.place)
     where.prepare([(embed, ()), (norm, ()), (embed, ())])()
     assert len(made) == 1 and len(made[0]._entries) == 3

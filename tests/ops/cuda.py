@@ -1,8 +1,8 @@
 """Runs the CUDA implementation of an operation and compares it with the reference and with the CPU implementation.
 
-In the emulator or on a GPU; tests/conftest.py says where. Every operation runs twice: threads in order with direct
-pointers, then threads backwards with slots in place of all pointers, so that a missing barrier and a pointer that is
-not resolved are found. With TEST_SANITIZE=1 in the environment, the emulator runs under the sanitizers, once.
+In the emulator or on a GPU; tests/conftest.py says where. Every operation runs twice, threads in order and then
+backwards, so that a missing barrier is found. With TEST_SANITIZE=1 in the environment, the emulator runs under the
+sanitizers, once.
 """
 
 import ctypes
@@ -12,7 +12,6 @@ import torch
 
 from lsq.backends import cuda
 from lsq.csrc import emulator
-from lsq.csrc.launch import Launch, Product
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import assert_close, assert_same, on_cpu, on_reference, scratch_rubbish, written
@@ -62,7 +61,7 @@ def compare_cuda(operation: Operation, dtype: torch.dtype = torch.float32, exact
     """
     narrow = in_dtype(operation, dtype)
     wide = in_dtype(narrow, torch.float32)
-    results = [run(narrow, order=order, slots=order > 0) for order in ORDERS]
+    results = [run(narrow, order=order) for order in ORDERS]
     first, second = (written(results[0]), written(results[-1]))
     for name, tensor in first.items():
         same = tensor is None or same_bits(tensor, second[name])
@@ -77,7 +76,7 @@ def compare_cuda(operation: Operation, dtype: torch.dtype = torch.float32, exact
     return results[0]
 
 
-def run(operation: Operation, *, order: int = 0, slots: bool = False) -> Operation:
+def run(operation: Operation, *, order: int = 0) -> Operation:
     """Run the CUDA implementation; the operation with everything on the CPU.
 
     Memory that it does not write holds rubbish.
@@ -95,12 +94,7 @@ def run(operation: Operation, *, order: int = 0, slots: bool = False) -> Operati
     scratch = [
         scratch_rubbish(fences.around(torch.Size(shape), dtype)) for shape, dtype in bound.cuda_scratch()
     ]
-    entries = bound.cuda(*scratch)
-    if slots:
-        named = slot_tensors(entries)
-        target.list(entries, slots=named, title=operation.name).run(**named)
-    else:
-        target.list(entries, title=operation.name).run()
+    target.list(bound.cuda(*scratch), title=operation.name).run()
     fences.check()
     return bound.bind(torch.Tensor.cpu)
 
@@ -129,23 +123,6 @@ class Fences:
         """Raise AssertionError where something was written since."""
         for number, (byte, fence) in enumerate(self._fences):
             assert (fence == byte).all(), f"{self._name}: writes {'after' if number % 2 else 'before'} a tensor"
-
-
-def slot_tensors(entries) -> dict[str, torch.Tensor]:
-    """Every tensor that launches take and products do not, under names."""
-    fixed = {
-        tensor.data_ptr()
-        for entry in entries if isinstance(entry, Product)
-        for tensor in (entry.a, entry.b, entry.out, entry.alpha) if isinstance(tensor, torch.Tensor)
-    }  # fmt: skip
-    found = {
-        tensor.data_ptr(): tensor
-        for entry in entries if isinstance(entry, Launch)
-        for argument in entry.arguments
-        for tensor in ((*argument.inputs, *argument.outputs) if isinstance(argument, Operation) else (argument,))
-        if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in {0, *fixed}
-    }  # fmt: skip
-    return {f"tensor_{number}": tensor for number, tensor in enumerate(found.values())}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -105,11 +105,6 @@ def float_operands():
     assert not out.any()
 
 
-def slots():
-    """Every operation that is compared writes its slots."""
-    compare_cuda(step(state(8), numbers()))
-
-
 def transposition():
     """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 22 runs, 8 at a time."""
     for tile in (128, 16):
@@ -187,7 +182,7 @@ CASES = {
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
     "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms, "rms_norm.cu": rms_norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
-    "slots.cu": slots, "sums.cu": sums, "transpose.cu": transposition, "two_layouts.cu": two_layouts,
+    "sums.cu": sums, "transpose.cu": transposition, "two_layouts.cu": two_layouts,
     "vocabulary_loss.cu": losses, "weight_gradient.cu": weight_gradients,
 }  # fmt: skip
 """What runs all kernels of a source."""

@@ -88,9 +88,6 @@ inline int __float_as_int(float x) { return emulator::reinterpret<int>(x); }
 inline float __int_as_float(int x) { return emulator::reinterpret<float>(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 
-template <typename T>
-inline T __ldg(const T* address) { return *address; }
-
 inline void __threadfence() {}
 
 // No other thread runs between the load and the store; two of them are no race.

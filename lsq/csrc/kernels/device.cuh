@@ -37,17 +37,12 @@ using Float = float16;
 #error "FLOAT is 0 (float32), 1 (bfloat16) or 2 (float16)"
 #endif
 
-// An address on the device; with its lowest bit set, the address of a slot that holds the address. Slots are written
-// before every call, so a launch that was captured in a graph can work on other tensors the next time.
+// An address on the device.
 template <class T>
 struct Pointer {
     uint64_t address;
 
-    __device__ __forceinline__ operator T*() const {
-        uint64_t resolved = address;
-        if (address & 1) resolved = __ldg(reinterpret_cast<const unsigned long long*>(address - 1));
-        return reinterpret_cast<T*>(resolved);
-    }
+    __device__ __forceinline__ operator T*() const { return reinterpret_cast<T*>(address); }
     __device__ __forceinline__ explicit operator bool() const { return address != 0; }
 };
 template <class T>

@@ -55,8 +55,6 @@ LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char
     return fail(status, std::string(name) + " cannot be used: " + cuda.explain(status), message, capacity);
 }
 
-LSQ_EXPORT void lsq_module_unload(void* driver, void* module) { static_cast<Driver*>(driver)->module_unload(module); }
-
 LSQ_EXPORT void* lsq_list_create(void* driver) { return new LaunchList(*static_cast<Driver*>(driver)); }
 
 LSQ_EXPORT void lsq_list_destroy(void* list) { delete static_cast<LaunchList*>(list); }
@@ -81,14 +79,10 @@ LSQ_EXPORT void lsq_list_add_product(void* list, const char* what, const void* p
     static_cast<LaunchList*>(list)->add(what, call);
 }
 
-LSQ_EXPORT void lsq_list_close(void* list, int64_t slot_launches) {
-    static_cast<LaunchList*>(list)->close(static_cast<size_t>(slot_launches));
-}
+LSQ_EXPORT void lsq_list_close(void* list) { static_cast<LaunchList*>(list)->close(); }
 
-// slots: `count` values of 8 bytes for this call, or null; work 0: only write the slots.
-LSQ_EXPORT int64_t lsq_list_run(void* list, void* stream, const uint64_t* slots, int64_t count, int64_t work,
-                                char* message, int64_t capacity) {
+LSQ_EXPORT int64_t lsq_list_run(void* list, void* stream, char* message, int64_t capacity) {
     std::string text;
-    const int status = static_cast<LaunchList*>(list)->run(stream, slots, static_cast<size_t>(count), work, text);
+    const int status = static_cast<LaunchList*>(list)->run(stream, text);
     return status ? fail(status, text, message, capacity) : 0;
 }

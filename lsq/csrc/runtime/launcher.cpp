@@ -16,8 +16,7 @@ void LaunchList::add(const std::string& what, const ProductCall& call) {
     products_.push_back(call);
 }
 
-void LaunchList::close(size_t slot_launches) {
-    slot_launches_ = slot_launches;
+void LaunchList::close() {
     for (size_t begin : begins_) parameters_.push_back(&words_[begin]);
 }
 
@@ -32,13 +31,8 @@ int LaunchList::start(const Entry& entry, void* stream) {
                           l.shared_bytes, stream, parameters_.data() + l.first_parameter, nullptr);
 }
 
-int LaunchList::run(void* stream, const uint64_t* slots, size_t count, bool work, std::string& message) {
-    for (size_t slot = 0; slot < count; ++slot) {
-        const Launch& writer = launches_[entries_[slot / kSlotsAtOnce].index];
-        words_[begins_[writer.first_parameter + kFirstSlotValue + slot % kSlotsAtOnce]] = slots[slot];
-    }
-    const size_t end = work ? entries_.size() : slot_launches_;
-    for (size_t i = slots ? 0 : slot_launches_; i < end; ++i) {
+int LaunchList::run(void* stream, std::string& message) {
+    for (size_t i = 0; i < entries_.size(); ++i) {
         if (const int status = start(entries_[i], stream)) {
             message = explain(i, status);
             return status;

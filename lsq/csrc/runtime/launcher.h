@@ -1,8 +1,6 @@
 // A list of kernel launches and matrix products at fixed addresses, replayed on a stream by one call.
 //
-// A run allocates nothing, looks nothing up and does not synchronise, so that it can be captured in a CUDA graph. What
-// differs from call to call (addresses of inputs, numbers) lies in slots of device memory that a kernel reads through
-// tagged pointers; see kernels/device.cuh and kernels/slots.cu.
+// A run allocates nothing, looks nothing up and does not synchronise, so that it can be captured in a CUDA graph.
 #pragma once
 
 #include <array>
@@ -13,8 +11,6 @@
 #include "driver.h"
 
 namespace lsq {
-
-constexpr size_t kSlotsAtOnce = 8, kFirstSlotValue = 3;  // parameters of lsq_store_slots in kernels/slots.cu
 
 struct Launch {
     void* function;
@@ -41,11 +37,10 @@ public:
     void add(const std::string& what, const Launch& launch, const uint64_t* words, size_t count, const int64_t* begins,
              size_t parameters);
     void add(const std::string& what, const ProductCall& call);
-    // Must be called once after the last `add`. The first `slot_launches` entries write slots: lsq_store_slots.
-    void close(size_t slot_launches);
-    // Writes slots, kSlotsAtOnce with each slot launch (`slots` null: not at all), then does the rest, if `work`.
+    // Must be called once after the last `add`.
+    void close();
     // Returns 0, or the status of the first entry that failed, which `message` then explains.
-    int run(void* stream, const uint64_t* slots, size_t count, bool work, std::string& message);
+    int run(void* stream, std::string& message);
 
 private:
     struct Entry {
@@ -63,7 +58,6 @@ private:
     std::vector<uint64_t> words_;
     std::vector<size_t> begins_;     // of each parameter in `words_`
     std::vector<void*> parameters_;  // the same as addresses
-    size_t slot_launches_ = 0;
 };
 
 }  // namespace lsq
