@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import common
 import torch
 
+from lsq.backends import cuda
 from lsq.csrc import compiler
-from lsq.csrc.device import Device, emulated_device, gpu_device
-from lsq.gemm.cublaslt import Products, first_candidate
+from lsq.csrc.device import Device
+from lsq.gemm.cublaslt import Choose, first_candidate
 
 CPU, CUDA, EMULATOR = "cpu", "cuda", "emulator"
 ROTATION = 4
@@ -49,15 +50,15 @@ def add_options(parser: argparse.ArgumentParser, *devices: str) -> None:
     )
 
 
-def open_device(name: str, choose: Callable = first_candidate) -> Device:
+def open_device(name: str, choose: Choose = first_candidate) -> Device:
     """The GPU ("cuda") or the emulator, with `choose` to pick algorithms of products, see lsq.gemm.cublaslt.Products.
 
     Raises:
         RuntimeError: there is no GPU that can be used, or no C++ compiler for the emulator.
     """
     if name == EMULATOR:
-        return emulated_device(lambda library: Products(torch.device("cpu"), library=str(library), choose=choose))
-    return gpu_device(0, lambda: Products(torch.device("cuda", 0), choose=choose))
+        return cuda.emulated_device(choose=choose)
+    return cuda.gpu(0, choose)
 
 
 def on_gpu(device: Device) -> bool:

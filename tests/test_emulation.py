@@ -9,7 +9,7 @@ import torch
 from lsq import backends, emulation
 from lsq.backends import cuda
 from lsq.cli import main
-from lsq.csrc import device, emulator
+from lsq.csrc import emulator
 from lsq.ops.rounding import Round
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -52,7 +52,7 @@ def test_differences(found, wanted, floats, integers):
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    caches = backends.backend, cuda.emulated_device, device.emulated_driver, emulator._compiler_version
+    caches = backends.backend, cuda.emulated_device, emulator._compiler_version
     for cached in caches:
         cached.cache_clear()
     assert main(["doctor", "--emulate"]) == 1

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lsq.csrc import device
+from lsq.csrc import compiler, emulator
 from lsq.csrc.device import Device
 from lsq.csrc.launch_list import LaunchList
+from lsq.csrc.runtime import Driver
 from lsq.gemm import lookup
-from lsq.gemm.cublaslt import Products, tuned_products
+from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
 from lsq.program.backend import Backend, Call
 from lsq.program.operation import Operation, Spec
 
@@ -21,17 +22,50 @@ KEPT = 1024
 
 
 @functools.cache
-def emulated_device(sanitize: bool = False) -> Device:
-    """The emulator; `sanitize`: see lsq.csrc.emulator."""
-    return device.emulated_device(
-        lambda library: Products(torch.device("cpu"), library=str(library)), sanitize=sanitize
+def emulated_device(sanitize: bool = False, choose: Choose = first_candidate) -> Device:
+    """The emulator: runs kernels on the CPU, for tests and for `lsq doctor --emulate`.
+
+    Args:
+        sanitize: see lsq.csrc.emulator.
+        choose: picks the algorithms of products.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
+    place = torch.device("cpu")
+    return Device(
+        name="CUDA emulator on the CPU", driver=Driver(str(emulator.build_driver(sanitize))), place=place,
+        compile=lambda kernel: emulator.compile_kernels(kernel.source, kernel.defines, sanitize),
+        products=Products(place, library=str(emulator.build_products(sanitize)), choose=choose),
     )
 
 
 @functools.cache
-def gpu(index: int = 0) -> Device:
-    """The GPU of that number; raises what lsq.csrc.device.gpu_device does."""
-    return device.gpu_device(index, lambda: tuned_products(torch.device("cuda", index), lookup.table("cuda"))[0])
+def gpu(index: int = 0, choose: Choose | None = None) -> Device:
+    """A GPU that PyTorch sees, by its number.
+
+    Args:
+        choose: picks the algorithms of products; None: as they are tuned.
+
+    Raises:
+        RuntimeError: there is no such GPU, or its driver is older than the compiler.
+        ValueError: the GPU is too old for the kernels.
+    """
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()}); install the NVIDIA "
+            "driver and a CUDA build of PyTorch, or train on the CPU"
+        )
+    place = torch.device("cuda", index)
+    target = compiler.architecture(torch.cuda.get_device_capability(place))
+    driver = Driver("libcuda.so.1")
+    compiler.check_driver(driver.version)
+    torch.zeros(1, device=place)  # makes the context that kernels are loaded into
+    return Device(
+        name=torch.cuda.get_device_name(place), driver=driver, place=place,
+        compile=lambda kernel: compiler.compile_kernels(kernel.source, kernel.defines, target).image,
+        products=Products(place, choose=choose or TunedChoice(lookup.table("cuda"))),
+    )
 
 
 class CUDA(Backend):

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,28 +13,6 @@ ALIGNMENT = 16
 WORKSPACE_ALIGNMENT = 256
 
 
-class ReadyProduct(Protocol):
-    """A product with its algorithm, e.g. lsq.gemm.cublaslt.ChosenProduct."""
-
-    address: int
-    """The handle that the launcher runs."""
-    workspace_bytes: int
-
-    def __str__(self) -> str: ...
-
-
-class Products(Protocol):
-    """What finds an algorithm for a product, e.g. lsq.gemm.cublaslt.Products."""
-
-    def prepare(self, product: Product) -> ReadyProduct:
-        """The product, ready to run.
-
-        Raises:
-            ValueError: the operands cannot be multiplied.
-            RuntimeError: the library has no algorithm for them.
-        """
-
-
 class LaunchList:
     """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
 
@@ -43,7 +20,7 @@ class LaunchList:
     the caller must synchronise.
 
     Args:
-        device: the lsq.csrc.device.Device where it runs.
+        device: the lsq.csrc.device.Device where it runs, whose `products` prepare products.
         entries: what an operation's `cuda` returns, or several of these one after another.
         title: what to call the list in errors.
         forget: keep no tensor alive, but work on whatever lies at the same addresses later.
@@ -108,7 +85,7 @@ class LaunchList:
         values = [self._argument(value, what) for value in entry.arguments]
         self._replay.add_launch(what, function, entry.grid, entry.block, entry.shared, values)
 
-    def _add_product(self, entry: Product, prepared: ReadyProduct, title: str) -> None:
+    def _add_product(self, entry: Product, prepared, title: str) -> None:
         what = f"{title}: {prepared}" if title else str(prepared)
         place, vector = self.device.place, isinstance(entry.alpha, torch.Tensor)
         a, b, out = (tensor_address(tensor, place, what) for tensor in (entry.a, entry.b, entry.out))

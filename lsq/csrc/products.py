@@ -4,7 +4,6 @@ Which product for which tensors is decided in lsq/gemm/cublaslt.py; here everyth
 """
 
 import ctypes
-import functools
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +12,6 @@ import torch
 
 from lsq.csrc import runtime
 
-_MESSAGE_BYTES = 1024
 _LONGEST_LIST = 4096
 
 ALGORITHM_BYTES = 64
@@ -84,31 +82,15 @@ class _Spec(ctypes.Structure):
     ]
 
 
-@functools.cache
-def _calls() -> ctypes.CDLL:
-    library = runtime.library()
-    for name in ("close", "destroy"):
-        getattr(library, f"lsq_product_{name}").restype = None
-    library.lsq_product_version.restype = ctypes.c_int64
-    return library
-
-
 def _call(name: str, *arguments) -> None:
-    """Call a function that returns a status and fills a message.
+    """Call a function of the launcher.
 
     Raises:
-        ProductError: the status is not 0.
+        ProductError: its status is not 0.
     """
-    function = getattr(_calls(), f"lsq_product_{name}")
-    function.restype = ctypes.c_int64
-    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-    status = function(*map(_convert, arguments), message, ctypes.c_int64(_MESSAGE_BYTES))
+    status, message = runtime.call(f"lsq_product_{name}", *arguments)
     if status:
-        raise ProductError(status, message.value.decode(errors="replace"))
-
-
-def _convert(argument):
-    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
+        raise ProductError(status, message)
 
 
 def _checked(data: bytes) -> bytes:
@@ -137,7 +119,7 @@ class ProductLibrary:
 
     def version(self) -> int:
         """10000 * major + 100 * minor + patch; algorithms are valid for this version alone."""
-        return _calls().lsq_product_version(self._handle)
+        return runtime.library().lsq_product_version(self._handle)
 
     def product(self, **spec: int) -> "Matmul":
         """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha as in ALPHAS.
@@ -192,7 +174,7 @@ class ProductLibrary:
 
     def close(self) -> None:
         """Let the library go; its products stay usable."""
-        _calls().lsq_product_close(self._handle)
+        runtime.library().lsq_product_close(self._handle)
         self._handle = ctypes.c_void_p()
 
 
@@ -284,5 +266,5 @@ class Matmul:
 
     def close(self) -> None:
         """Free it; nothing may run it any more."""
-        _calls().lsq_product_destroy(self._handle)
+        runtime.library().lsq_product_destroy(self._handle)
         self._handle = ctypes.c_void_p()

@@ -25,18 +25,24 @@ def library() -> ctypes.CDLL:
             f"the launcher {LIBRARY.name} is not built; install g++ (Debian: apt-get install g++) and install lsq again"
         )
     found = shared_library.load(LIBRARY, "runtime")
-    for name in ("lsq_driver_open", "lsq_function_load", "lsq_list_run"):
-        getattr(found, name).restype = ctypes.c_int64
     found.lsq_list_create.restype = ctypes.c_void_p
     return found
 
 
-def _message() -> ctypes.Array:
-    return ctypes.create_string_buffer(MESSAGE_BYTES)
+def call(name: str, *arguments) -> tuple[int, str]:
+    """Call a function that returns a status and fills a message: both. Whole numbers go as int64."""
+    function = getattr(library(), name)
+    function.restype = ctypes.c_int64
+    numbers = (ctypes.c_int64(argument) if isinstance(argument, int) else argument for argument in arguments)
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
+    status = function(*numbers, message, ctypes.c_int64(MESSAGE_BYTES))
+    return status, message.value.decode(errors="replace")
 
 
-def _raise(buffer: ctypes.Array) -> None:
-    raise RuntimeError(buffer.value.decode(errors="replace"))
+def _call(name: str, *arguments) -> None:
+    status, message = call(name, *arguments)
+    if status:
+        raise RuntimeError(message)
 
 
 class Driver:
@@ -50,12 +56,8 @@ class Driver:
     """
 
     def __init__(self, path: str):
-        handle, version, message = ctypes.c_void_p(), ctypes.c_int64(), _message()
-        if library().lsq_driver_open(
-            path.encode(), ctypes.byref(handle), ctypes.byref(version), message, ctypes.c_int64(MESSAGE_BYTES)
-        ):
-            _raise(message)
-        self.handle = handle
+        self.handle, version = ctypes.c_void_p(), ctypes.c_int64()
+        _call("lsq_driver_open", path.encode(), ctypes.byref(self.handle), ctypes.byref(version))
         self.version = (version.value // 1000, version.value % 1000 // 10)
         """Newest CUDA version that it supports."""
 
@@ -67,12 +69,9 @@ class Driver:
         Raises:
             RuntimeError: the driver refuses it.
         """
-        module, function, message = ctypes.c_void_p(), ctypes.c_void_p(), _message()
-        if library().lsq_function_load(
-            self.handle, image, name.encode(), ctypes.c_int64(shared), ctypes.byref(module), ctypes.byref(function),
-            message, ctypes.c_int64(MESSAGE_BYTES),
-        ):
-            _raise(message)
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        places = ctypes.byref(module), ctypes.byref(function)
+        _call("lsq_function_load", self.handle, image, name.encode(), shared, *places)
         return function.value
 
 
@@ -83,7 +82,7 @@ class Replay:
         self._library = library()
         self._driver = driver
         self._list = ctypes.c_void_p(self._library.lsq_list_create(driver.handle))
-        self._message = _message()
+        self._message = ctypes.create_string_buffer(MESSAGE_BYTES)
 
     def add_launch(self, what: str, function: int, grid, block, shared: int, values: list[bytes]) -> None:
         """Append a launch; `what` names it in errors, `values` holds the bytes of each argument, a multiple of 8."""
@@ -118,7 +117,7 @@ class Replay:
         if self._library.lsq_list_run(
             self._list, ctypes.c_void_p(stream), self._message, ctypes.c_int64(MESSAGE_BYTES)
         ):
-            _raise(self._message)
+            raise RuntimeError(self._message.value.decode(errors="replace"))
 
     def __del__(self) -> None:
         self._library.lsq_list_destroy(self._list)

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -84,13 +83,13 @@ class ChosenProduct:
         return f"product {key.dtype} {batch}[{key.m}, {key.k}] x [{key.n}, {key.k}]"
 
 
-Choose = Callable[[ProductKey, list[CublasConfiguration]], CublasConfiguration]
+Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasConfiguration]
 """Picks the algorithm of a product, among the library's proposals or from elsewhere."""
 
 
-def first_candidate(key: ProductKey, candidates: list[CublasConfiguration]) -> CublasConfiguration:
+def first_candidate(products: "Products", key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
     """The proposal that the library thinks best."""
-    return candidates[0]
+    return found[0]
 
 
 class Products:
@@ -204,7 +203,7 @@ class Products:
                     f"cuBLASLt has no algorithm for {key} within a workspace of {self.workspace_bytes} bytes; "
                     "allow a larger workspace or other shapes"
                 )
-            wanted = self._choose(key, found)
+            wanted = self._choose(self, key, found)
             with self.current():
                 algorithm = self.algorithm(native.check(wanted.algorithm))
                 if algorithm.workspace_bytes > self.workspace_bytes:
@@ -242,16 +241,14 @@ class TunedChoice:
         self.table = table
         self.refused: Counter[ProductKey] = Counter()
         """How many products ran otherwise than their entry says."""
-        self.products: Products
-        """What checks the algorithms; to be set before the first product."""
 
-    def __call__(self, key: ProductKey, candidates: list[CublasConfiguration]) -> CublasConfiguration:
+    def __call__(self, products: Products, key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
         """The algorithm for a product."""
         use = self.table.use(key)
         if use.entry is None:
-            return first_candidate(key, candidates)
+            return first_candidate(products, key, found)
         try:
-            fault = algorithm_fault(self.products, key, use.entry.configuration)
+            fault = algorithm_fault(products, key, use.entry.configuration)
         except (RuntimeError, ValueError) as error:
             fault = str(error)
         if fault is None:
@@ -264,7 +261,7 @@ class TunedChoice:
             )
         self.refused[key] += 1
         use.entry = None  # counted as missed
-        return first_candidate(key, candidates)
+        return first_candidate(products, key, found)
 
 
 def algorithm_fault(products: Products, key: ProductKey, said: CublasConfiguration) -> str | None:
@@ -280,19 +277,3 @@ def algorithm_fault(products: Products, key: ProductKey, said: CublasConfigurati
     if held.workspace_bytes > products.workspace_bytes:
         return f"it needs a workspace of {held.workspace_bytes} bytes, of {products.workspace_bytes} allowed"
     return None
-
-
-def tuned_products(device: torch.device, table: Table, **options: Any) -> tuple[Products, TunedChoice]:
-    """Products that run as tuned, and what chooses for them.
-
-    Args:
-        device: where the tensors lie.
-        table: the entries, of this device.
-        options: of Products, without `choose`.
-
-    Raises:
-        RuntimeError: the library is not found or cannot be loaded.
-    """
-    choice = TunedChoice(table)
-    choice.products = Products(device, choose=choice, **options)
-    return choice.products, choice

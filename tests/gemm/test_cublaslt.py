@@ -178,7 +178,7 @@ def test_parts_of_the_sum_are_never_rounded_to_the_output(products):
 def test_the_algorithm_may_come_from_elsewhere(workspace):
     wishes = []
 
-    def last(wanted, found):
+    def last(_, wanted, found):
         wishes.append(wanted)
         return found[-1]
 
@@ -199,7 +199,7 @@ def test_the_algorithm_may_come_from_elsewhere(workspace):
     ],
 )
 def test_damaged_algorithms_are_refused(products, data, message):
-    choose = lambda _, found: dataclasses.replace(found[0], algorithm=data)  # noqa: E731
+    choose = lambda _, key, found: dataclasses.replace(found[0], algorithm=data)  # noqa: E731
     broken = Products(CPU, library=emulated().path, choose=choose)
     with pytest.raises(RuntimeError, match=message):
         broken.get(matmul())
@@ -237,7 +237,7 @@ def test_out_of_memory_names_the_shapes(products, workspace):
 
 
 def test_the_workspace_is_checked(workspace):
-    products = Products(CPU, library=emulated().path, choose=lambda _, found: found[1])
+    products = Products(CPU, library=emulated().path, choose=lambda _, key, found: found[1])
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
     need = products.prepare(product(a, b, out)).algorithm.workspace_bytes
     assert need > 0

@@ -13,7 +13,7 @@ import torch
 
 from lsq.csrc.launch_list import aligned_workspace
 from lsq.gemm.configuration_file import Found
-from lsq.gemm.cublaslt import WORKSPACE_BYTES, algorithm_fault, tuned_products
+from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice, algorithm_fault
 from lsq.gemm.lookup import Table
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes, matmul, product, run
@@ -30,7 +30,8 @@ def tuned():
 
     def tuned(*entries, **options):
         found = Found(path=Path("file.json"), source="user", file=file(*entries, validators=GPU), refusal=None)
-        products, choice = tuned_products(CPU, Table(GPU, [found]), library=emulated().path, **options)
+        choice = TunedChoice(Table(GPU, [found]))
+        products = Products(CPU, library=emulated().path, choose=choice, **options)
         made.append(products)
         return products, choice
 

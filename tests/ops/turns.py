@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from lsq.csrc import emulator
-from lsq.csrc.device import Device, emulated_driver
+from lsq.csrc.device import Device
 from lsq.csrc.launch import Kernel
+from lsq.csrc.runtime import Driver
 from lsq.gemm.cublaslt import Products
 
 UNROLLED = re.compile(r"\s*#pragma unroll\s*$")
@@ -94,7 +95,7 @@ class CountingDevice(Device):
         self._counts: dict[tuple[str, str], list[ctypes.Array]] = {}
         products = Products(torch.device("cpu"), library=str(emulator.build_products()))
         super().__init__(
-            name="emulator", driver=emulated_driver(), compile=self._counting, products=products,
+            name="emulator", driver=Driver(str(emulator.build_driver())), compile=self._counting, products=products,
             place=torch.device("cpu"),
         )  # fmt: skip
 
