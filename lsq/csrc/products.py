@@ -82,6 +82,24 @@ class _Spec(ctypes.Structure):
     ]
 
 
+def find_cublaslt() -> str:
+    """Path of libcublasLt where CUDA's packages, its toolkit or the system have it.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    try:
+        from cuda import pathfinder
+
+        return pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise RuntimeError(
+            f"no libcublasLt was found ({reason}): install CUDA's libraries with `pip install lsq[cuda13]`, or a build "
+            "of torch for CUDA"
+        ) from error
+
+
 def _call(name: str, *arguments) -> None:
     """Call a function of the launcher.
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.csrc.find import find_cublaslt
 from lsq.csrc.launch import Product
-from lsq.csrc.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary
+from lsq.csrc.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.lookup import Table
 from lsq.gemm.product_key import MATMUL, ProductKey, key_of

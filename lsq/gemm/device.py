@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 
 from lsq.csrc import processor
-from lsq.csrc.find import find_cublaslt
-from lsq.csrc.products import ProductLibrary
+from lsq.csrc.products import ProductLibrary, find_cublaslt
 from lsq.gemm.json_file import check_text, check_whole, shown
 
 FORMAT = 2

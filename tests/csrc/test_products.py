@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lsq.csrc import find
-from lsq.csrc.products import ALPHAS, CONFIGURATION, DTYPES, ProductError, ProductLibrary
+from lsq.csrc.launch_list import aligned_workspace
+from lsq.csrc.products import ALPHAS, CONFIGURATION, DTYPES, ProductError, ProductLibrary, find_cublaslt
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes
 
@@ -230,49 +230,31 @@ def test_libraries_that_are_not_cublaslt(tmp_path):
     assert caught.value.status < 0
 
 
-class NotFound(Exception):
-    """What pathfinder raises."""
-
-
-def pathfinder(load):
-    return SimpleNamespace(
-        load_nvidia_dynamic_lib=load, DynamicLibNotFoundError=NotFound, DynamicLibNotAvailableError=NotFound
-    )
-
-
-def missing(name):
-    raise NotFound(name)
-
-
-def test_pathfinder_is_asked_first(monkeypatch):
-    finder = pathfinder(lambda name: SimpleNamespace(abs_path=f"/toolkit/{name}"))
+def test_the_library_is_found_by_pathfinder(monkeypatch):
+    load = lambda name: SimpleNamespace(abs_path=f"/toolkit/{name}")  # noqa: E731
+    finder = SimpleNamespace(load_nvidia_dynamic_lib=load)
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(pathfinder=finder))
-    assert find.find_cublaslt() == "/toolkit/cublasLt"
+    assert find_cublaslt() == "/toolkit/cublasLt"
 
 
-@pytest.mark.parametrize("cuda", [None, SimpleNamespace(pathfinder=pathfinder(missing))])
-def test_then_the_files_beside_torch(monkeypatch, tmp_path, cuda):
+def no_library(name):
+    raise RuntimeError(f"{name} is\nnowhere")
+
+
+FINDS_NOTHING = SimpleNamespace(load_nvidia_dynamic_lib=no_library)
+
+
+@pytest.mark.parametrize("cuda", [None, SimpleNamespace(pathfinder=FINDS_NOTHING)])
+def test_without_any_library_the_message_names_the_extra(monkeypatch, cuda):
     monkeypatch.setitem(sys.modules, "cuda", cuda)
-    for folder, version in (("cublas", 12), ("cu13", 13)):
-        made = tmp_path / "nvidia" / folder / "lib" / f"libcublasLt.so.{version}"
-        made.parent.mkdir(parents=True)
-        made.touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path), "/absent"])
-    assert find.find_cublaslt() == str(tmp_path / "nvidia" / "cu13" / "lib" / "libcublasLt.so.13")
-
-
-def test_without_any_library_the_message_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda", None)
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(find, "_SONAME", "libcublasLt-that-is-nowhere.so")
-    with pytest.raises(RuntimeError, match=r"no libcublasLt was found.*pip install lsq\[cuda13\]"):
-        find.find_cublaslt()
+    with pytest.raises(RuntimeError, match=r"no libcublasLt was found \(.*\): install .*pip install lsq\[cuda13\]"):
+        find_cublaslt()
 
 
 def test_the_real_library_takes_our_descriptions():
     """Without a GPU as well: every function exists, and descriptors, layouts and their attributes are accepted."""
     try:
-        path = find.find_cublaslt()
+        path = find_cublaslt()
     except RuntimeError as error:
         pytest.skip(f"libcublasLt is not installed: {error}")
     library = ProductLibrary(path)
