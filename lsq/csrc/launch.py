@@ -77,11 +77,11 @@ class Launch:
 class Product:
     """out [M, N] = alpha * a [M, K] times b [N, K] transposed, see lsq.gemm.product_key.
 
-    Both operands are contiguous along K in the plain case, the only one for int8. Batches stand in front.
+    Both operands are contiguous along K in the plain case, the only one for int8.
     """
 
     a: torch.Tensor
-    """[M, K], or [K, M] if `transpose_a`; or [batch, M, K] ..."""
+    """[M, K], or [K, M] if `transpose_a`."""
     b: torch.Tensor
     """[N, K], as weights are, or [K, N] if `transpose_b`."""
     out: torch.Tensor

@@ -76,8 +76,8 @@ class _Spec(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("m", "n", "k", "dtype", "out_dtype", "alpha", "transpose_a", "transpose_b", "batch"),
-            *("leading_a", "leading_b", "leading_out", "stride_a", "stride_b", "stride_out"),
+            *("m", "n", "k", "dtype", "out_dtype", "alpha", "transpose_a", "transpose_b"),
+            *("leading_a", "leading_b", "leading_out"),
         )
     ]
 

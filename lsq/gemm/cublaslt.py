@@ -28,9 +28,7 @@ WORKSPACE_BYTES = 32 * 2**20
 CANDIDATES = 16
 """How many proposals of the library are looked at."""
 
-INT8_MULTIPLES = {
-    "k": 16, "leading_a": 16, "leading_b": 16, "stride_a": 16, "stride_b": 16, "n": 4, "leading_out": 4,
-}
+INT8_MULTIPLES = {"k": 16, "leading_a": 16, "leading_b": 16, "n": 4, "leading_out": 4}
 """Numbers of an int8 product that must be multiples."""
 
 
@@ -78,8 +76,7 @@ class ChosenProduct:
 
     def __str__(self) -> str:
         key = self.key
-        batch = f"{key.batch} times " if key.batch > 1 else ""
-        return f"product {key.dtype} {batch}[{key.m}, {key.k}] x [{key.n}, {key.k}]"
+        return f"product {key.dtype} [{key.m}, {key.k}] x [{key.n}, {key.k}]"
 
 
 Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasConfiguration]
@@ -151,7 +148,7 @@ class Products:
         """
         check_key(key)
         return self.library.product(
-            m=key.m, n=key.n, k=key.k, batch=key.batch, dtype=DTYPES[key.dtypes["a"]],
+            m=key.m, n=key.n, k=key.k, dtype=DTYPES[key.dtypes["a"]],
             out_dtype=DTYPES[key.dtypes["out"]], alpha=ALPHAS[key.alpha], transpose_a=int(key.layout[0] == "t"),
             transpose_b=int(key.layout[1] == "n"), **key.places,
         )

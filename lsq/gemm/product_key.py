@@ -81,19 +81,14 @@ class ProductKey:
     alpha: str = "one"
     layout: str | None = None
     """One of LAYOUTS; by default the operation's."""
-    batch: int = 1
     leading_a: int | None = None
     """Elements from one row of a, as it lies, to the next; None: the rows are packed."""
     leading_b: int | None = None
     leading_out: int | None = None
-    stride_a: int | None = None
-    """Elements from one matrix of the batch to the next, 0: the same one; None: the matrices are packed."""
-    stride_b: int | None = None
-    stride_out: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("op", self.op, (*REQUESTS, MATMUL))
-        for name in ("m", "n", "k", "batch"):
+        for name in ("m", "n", "k"):
             check_whole(name, getattr(self, name), 1, LARGEST_DIMENSION)
         check_choice("dtype", self.dtype, OUTS)
         check_choice("out", self.out, OUTS[self.dtype])
@@ -111,14 +106,11 @@ class ProductKey:
 
     def _check_places(self) -> None:
         places = self.places
-        for name, (rows, columns) in self.matrices.items():
-            leading, stride = f"leading_{name}", f"stride_{name}"
+        for name, (_, columns) in self.matrices.items():
+            leading = f"leading_{name}"
             check_whole(leading, places[leading], columns, LARGEST_DIMENSION)
-            extent = (rows - 1) * places[leading] + columns
-            check_whole(stride, places[stride], extent * (name == "out" and self.batch > 1), LARGEST_DIMENSION)
-            for place, packed in ((leading, columns), (stride, rows * places[leading] * (self.batch > 1))):
-                if getattr(self, place) == packed:
-                    object.__setattr__(self, place, None)
+            if places[leading] == columns:
+                object.__setattr__(self, leading, None)
 
     @property
     def request(self) -> Request:
@@ -134,14 +126,9 @@ class ProductKey:
 
     @property
     def places(self) -> dict[str, int]:
-        """leading_a to stride_out, with those of packed matrices filled in."""
-        found = {}
-        for name, (rows, columns) in self.matrices.items():
-            leading, stride = getattr(self, f"leading_{name}"), getattr(self, f"stride_{name}")
-            leading = columns if leading is None else leading
-            packed = rows * leading if self.batch > 1 else 0
-            found |= {f"leading_{name}": leading, f"stride_{name}": packed if stride is None else stride}
-        return found
+        """leading_a to leading_out, with those of packed matrices filled in."""
+        packed = {f"leading_{name}": columns for name, (_, columns) in self.matrices.items()}
+        return packed | {name: vars(self)[name] for name in packed if vars(self)[name] is not None}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -153,8 +140,7 @@ class ProductKey:
         """Elements from the first to the last of a, b and out."""
         places = self.places
         return {
-            name: (self.batch - 1) * places[f"stride_{name}"] + (rows - 1) * places[f"leading_{name}"] + columns
-            for name, (rows, columns) in self.matrices.items()
+            name: (rows - 1) * places[f"leading_{name}"] + columns for name, (rows, columns) in self.matrices.items()
         }
 
     @property
@@ -191,13 +177,12 @@ class ProductKey:
     @property
     def arithmetic(self) -> int:
         """Multiplications and additions."""
-        return 2 * self.batch * self.m * self.n * self.k
+        return 2 * self.m * self.n * self.k
 
     def __str__(self) -> str:
-        batch = f"{self.batch} times " if self.batch > 1 else ""
         rest = [self.layout, *([] if self.alpha == "one" else [f"alpha {self.alpha}"])]
         rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.places]
-        return f"{self.op} {batch}{self.m} x {self.n} x {self.k} ({self.dtype} to {self.out}, {', '.join(rest)})"
+        return f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out}, {', '.join(rest)})"
 
 
 def rounded_tokens(tokens: int) -> int:
@@ -210,8 +195,8 @@ def rounded_tokens(tokens: int) -> int:
 def key_of(product: Product) -> ProductKey:
     """The key of a product of tensors, which may be on "meta".
 
-    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N], all of them batched ([batch, rows,
-    columns]) or none; rows contiguous, at multiples of 16 bytes. alpha is a float or float32 [N].
+    a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous, at multiples of 16 bytes.
+    alpha is a float or float32 [N].
 
     Raises:
         ValueError: shapes, dtypes, devices, strides or addresses that do not fit.
@@ -219,20 +204,18 @@ def key_of(product: Product) -> ProductKey:
     a, b, alpha = product.a, product.b, product.alpha
     tensors = {"a": a, "b": b, "out": product.out}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    if {tensor.dim() for tensor in tensors.values()} not in ({2}, {3}):
-        raise ValueError(f"the tensors of a product are all matrices or all batches of matrices, not {shapes}")
-    m, k = reversed(a.shape[-2:]) if product.transpose_a else a.shape[-2:]
-    n, inner = reversed(b.shape[-2:]) if product.transpose_b else b.shape[-2:]
-    if inner != k or product.out.shape[-2:] != (m, n) or len({tuple(t.shape[:-2]) for t in tensors.values()}) > 1:
+    if any(tensor.dim() != 2 for tensor in tensors.values()):
+        raise ValueError(f"the tensors of a product are matrices, not {shapes}")
+    m, k = reversed(a.shape) if product.transpose_a else a.shape
+    n, inner = reversed(b.shape) if product.transpose_b else b.shape
+    if inner != k or product.out.shape != (m, n):
         raise ValueError(
             f"{shapes} do not fit: out [M, N] of a {'[K, M]' if product.transpose_a else '[M, K]'} "
             f"and b {'[K, N]' if product.transpose_b else '[N, K]'}"
         )
     if a.dtype != b.dtype:
         raise ValueError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
-    places = {}
-    for name, tensor in tensors.items():
-        places[f"leading_{name}"], places[f"stride_{name}"] = _spacing(name, tensor)
+    places = {f"leading_{name}": _leading(name, tensor) for name, tensor in tensors.items()}
     vector = isinstance(alpha, torch.Tensor)
     if vector:
         tensors["alpha"] = alpha
@@ -249,7 +232,6 @@ def key_of(product: Product) -> ProductKey:
         out=_name(product.out.dtype),
         alpha="vector" if vector else "one" if alpha == 1 else "scalar",
         layout=("t" if product.transpose_a else "n") + ("n" if product.transpose_b else "t"),
-        batch=a.shape[0] if a.dim() == 3 else 1,
         **places,
     )
 
@@ -258,13 +240,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _spacing(name: str, tensor: torch.Tensor) -> tuple[int | None, int | None]:
-    """The leading dimension and the stride of the batch; None where there is a single row or matrix."""
+def _leading(name: str, tensor: torch.Tensor) -> int | None:
+    """Elements from one row to the next; None where there is a single one."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"the rows of {name} are contiguous, not strided by {tensor.stride(-1)}; copy it first")
     if tensor.data_ptr() % ADDRESS_MULTIPLE:
         raise ValueError(
             f"{name} starts at a multiple of {ADDRESS_MULTIPLE} bytes, not at {tensor.data_ptr():#x}; copy it"
         )
-    leading = tensor.stride(-2) if tensor.shape[-2] > 1 else None
-    return leading, tensor.stride(0) if tensor.dim() == 3 and tensor.shape[0] > 1 else None
+    return tensor.stride(0) if tensor.shape[0] > 1 else None

@@ -89,7 +89,7 @@ class CpuTrial:
     def __init__(self, key: ProductKey, cache: int) -> None:
         self.key, self._cache = key, cache
         generator = torch.Generator().manual_seed(0)
-        a, b = (laid(whole_numbers(key, name, LARGEST, generator), key, name)[0] for name in ("a", "b"))
+        a, b = (laid(whole_numbers(key, name, LARGEST, generator), key, name) for name in ("a", "b"))
         a, b = a.t() if key.layout[0] == "t" else a, b if key.layout[1] == "t" else b.t()
         result = torch.zeros(key.m, key.n, dtype=torch.int8)
         self._sets = _copies((a, b, result), cache)

@@ -160,7 +160,7 @@ class _Operands:
         self.native: Matmul = backend.products.describe(key)
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """a [batch, M, K], b [batch, N, K], out [batch, M, N] of the first set."""
+        """a [M, K], b [N, K], out [M, N] of the first set."""
         a, b, out = self.sets[0].values()
         return a.mT if self.key.layout[0] == "t" else a, b.mT if self.key.layout[1] == "n" else b, out
 
@@ -188,8 +188,8 @@ class CublasTrial:
         self._own = _Operands(backend, key)
         self._floats: _Operands | None = None
         a, b, _ = self._own.operands()
-        sums = key.out == "int32" and key.batch == 1
-        self._checksums = RowChecksums(a[0], b[0]) if sums else None
+        sums = key.out == "int32"
+        self._checksums = RowChecksums(a, b) if sums else None
         self._expected = None if sums else self._exact(a, b)
 
     def fault(self, configuration: CublasConfiguration) -> str | None:
@@ -205,7 +205,7 @@ class CublasTrial:
         except ProductError as error:
             return str(error)
         if self._checksums is not None:
-            wrong = self._checksums.first_wrong_row(out[0])
+            wrong = self._checksums.first_wrong_row(out)
             return None if wrong is None else f"row {wrong} of the result is wrong"
         differing = int((out != self._expected).sum())
         return f"{differing} of {out.numel()} results are wrong" if differing else None
@@ -235,14 +235,14 @@ class CublasTrial:
                 operands.native.close()
 
     def _exact(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The result [batch, M, N] of the first set, rounded once."""
+        """The result [M, N] of the first set, rounded once."""
         key = self._own.key
         alpha = self._own.vector if key.alpha == "vector" else self._own.alpha or 1.0
         wide = b.double().mT
         parts = []
-        for block in a.split(max(1, REFERENCE_ELEMENTS // (key.n * key.batch)), dim=1):
+        for block in a.split(max(1, REFERENCE_ELEMENTS // key.n)):
             scaled = (block.double() @ wide).float() * alpha
             if key.out == "int8":
                 scaled = scaled.round().clamp(-LARGEST - 1, LARGEST)
             parts.append(scaled.to(getattr(torch, key.out)))
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts)

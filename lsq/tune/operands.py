@@ -23,15 +23,14 @@ def whole_numbers(key: ProductKey, name: str, largest: int, generator: torch.Gen
     There, sums are largest: narrow instructions saturate.
     """
     made = torch.randint(-largest, largest + 1, (key.lengths[name],), dtype=torch.int8, generator=generator)
-    first = laid(made, key, name)[0]
-    first[0], first[:, 0] = largest, -largest
+    matrix = laid(made, key, name)
+    matrix[0], matrix[:, 0] = largest, -largest
     return made
 
 
 def laid(flat: torch.Tensor, key: ProductKey, name: str) -> torch.Tensor:
-    """Elements [length] as the matrices [batch, rows, columns] "a", "b" or "out" that lie as a key says."""
-    strides = key.places[f"stride_{name}"], key.places[f"leading_{name}"], 1
-    return flat.as_strided((key.batch, *key.matrices[name]), strides)
+    """Elements [length] as the matrix "a", "b" or "out" that lies as a key says."""
+    return flat.as_strided(key.matrices[name], (key.places[f"leading_{name}"], 1))
 
 
 class RowChecksums:

@@ -73,15 +73,13 @@ def test_halves_round_to_even(products, workspace):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("batch", [None, 3])
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-def test_float_products_in_every_form(products, workspace, dtype, wide, batch, transpose_a, transpose_b):
+def test_float_products_in_every_form(products, workspace, dtype, wide, transpose_a, transpose_b):
     m, n, k = 41, 24, 56
-    lead = () if batch is None else (batch,)
-    a = torch.randn(*lead, *((k, m) if transpose_a else (m, k))).to(dtype)
-    b = torch.randn(*lead, *((k, n) if transpose_b else (n, k))).to(dtype)
-    out = torch.empty(*lead, m, n, dtype=torch.float32 if wide else dtype)
+    a = torch.randn((k, m) if transpose_a else (m, k)).to(dtype)
+    b = torch.randn((k, n) if transpose_b else (n, k)).to(dtype)
+    out = torch.empty(m, n, dtype=torch.float32 if wide else dtype)
     run(products, product(a, b, out, alpha=0.125, transpose_a=transpose_a, transpose_b=transpose_b), workspace)
     plain = exact(a.transpose(-1, -2) if transpose_a else a, b.transpose(-1, -2) if transpose_b else b)
     # Sums in double, in another order: a value may round to the other neighbour.
@@ -122,22 +120,6 @@ def test_views_with_leading_dimensions(products, workspace):
     run(products, product(a, b, out), workspace)
     assert torch.equal(out, exact(a, b).int())
     assert not whole_out[:, :16].any() and not whole_out[:, 64:].any()
-
-
-def test_batches_of_int8_may_share_an_operand(products, workspace):
-    a, b = codes(3, 7, 32), codes(16, 32).expand(3, 16, 32)
-    out = torch.empty(3, 7, 16, dtype=torch.int32)
-    assert key_of(product(a, b, out)).stride_b == 0
-    run(products, product(a, b, out), workspace)
-    assert torch.equal(out, exact(a, b).int())
-
-
-def test_heads_side_by_side_are_a_batch(products, workspace):
-    """[tokens, heads, width] as [heads, tokens, width], the way attention's operands lie."""
-    q, k = torch.randn(9, 4, 8), torch.randn(11, 4, 8)
-    out = torch.empty(4, 9, 11)
-    run(products, product(q.transpose(0, 1), k.transpose(0, 1), out), workspace)
-    torch.testing.assert_close(out, torch.einsum("ihd,jhd->hij", q, k))
 
 
 def test_equal_specs_share_a_product_and_runs_look_nothing_up(products, workspace):
@@ -277,7 +259,6 @@ def test_the_default_workspace_is_aligned():
         ({"leading_a": 72}, "leading_a .* multiple of 16, not 72"),
         ({"leading_b": 68}, "leading_b .* multiple of 16, not 68"),
         ({"leading_out": 49}, "leading_out .* multiple of 4, not 49"),
-        ({"batch": 2, "stride_a": 41 * 64 + 8}, "stride_a .* multiple of 16"),
         ({"layout": "tt"}, "layout \"nt\", not 'tt': neither transposed; write the transpose first"),
         ({"layout": "nn"}, "layout \"nt\", not 'nn'"),
     ],

@@ -61,18 +61,10 @@ def test_an_entry_decides(tuned, candidates):
 
 def test_an_entry_serves_its_own_product_alone(tuned, candidates):
     products, choice = tuned(cublas_entry(candidates(matmul())[-1]))
-    others = [matmul(m=42), matmul(batch=3), matmul(leading_a=80), matmul(out="int8", alpha="vector")]
+    others = [matmul(m=42), matmul(leading_a=80), matmul(out="int8", alpha="vector")]
     for other in others:
         assert products.get(other).algorithm == candidates(other)[0]
     assert {use.key: use.hit for use in choice.table.uses()} == dict.fromkeys(others, False)
-
-
-def test_batches_are_served_too(tuned, candidates):
-    batched = {"batch": 3, "dtype": "bfloat16", "out": "bfloat16", "layout": "nn"}
-    last = candidates(matmul(**batched))[-1]
-    products, choice = tuned(cublas_entry(last, **batched))
-    assert products.get(matmul(**batched)).algorithm == last
-    assert [use.hit for use in choice.table.uses()] == [True]
 
 
 def refusals(tuned, entries, caplog, **options):

@@ -54,18 +54,14 @@ def test_a_family_is_all_but_the_tokens():
         ({"dtype": "float64"}, "dtype is 'float64'; allowed: 'int8', 'bfloat16'"),
         (PROJECT | {"dtype": "bfloat16", "out": "float32"}, "dtype is 'bfloat16'; project says that itself: leave it"),
         (PROJECT | {"layout": "nn"}, "layout is 'nn'; project says that itself"),
-        (PROJECT | {"batch": 2}, "batch is 2; project says that itself"),
         (PROJECT | {"leading_a": 64}, "leading_a is 64; project says that itself"),
         ({"op": "matmul", "dtype": "float32", "out": "int32"}, "out is 'int32'; allowed: 'float32'"),
         ({"dtype": "float16", "out": "bfloat16"}, "out is 'bfloat16'; allowed: 'float16', 'float32'"),
         ({"alpha": "scalar"}, "alpha is 'scalar'; allowed: 'one'"),
         ({"dtype": "float32", "out": "float32", "alpha": "vector"}, "alpha is 'vector'; allowed: 'one', 'scalar'"),
         ({"out": "int8", "alpha": "two"}, "alpha is 'two'; allowed: 'one', 'scalar', 'vector'"),
-        ({"batch": 0}, "batch is 0; it must be a whole number from 1"),
         ({"leading_a": 31}, "leading_a is 31; it must be a whole number from 32"),
         ({"leading_out": 15}, "leading_out is 15; it must be a whole number from 16"),
-        ({"stride_b": -1}, "stride_b is -1; it must be a whole number from 0"),
-        ({"batch": 2, "stride_out": 8 * 16 - 4}, "stride_out is 124; it must be a whole number from 128"),
         ({"layout": "kn"}, "layout is 'kn'; allowed: 'nt', 'nn', 'tt', 'tn'"),
         ({"layout": ["nt"]}, "layout is a list; allowed"),
     ],
@@ -79,32 +75,30 @@ def test_no_such_product(changes, message):
 def test_an_operation_says_all_but_the_size():
     for op, request in REQUESTS.items():
         assert asked(op, 8, 16, 32).layout == request.layout
-        assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=request.layout, batch=1)
+        assert asked(op, 8, 16, 32) == ProductKey(op=op, m=8, n=16, k=32, layout=request.layout)
 
 
 def test_text():
     assert str(key()) == "project 64 x 128 x 256 (int8 to int32, nt)"
-    scaled = matmul(out="int8", alpha="vector", batch=3, leading_out=64)
-    assert str(scaled) == "matmul 3 times 41 x 48 x 64 (int8 to int8, nt, alpha vector, leading_out 64)"
-    assert key().arithmetic == 2 * 64 * 128 * 256 and matmul(batch=3).arithmetic == 3 * matmul().arithmetic
+    scaled = matmul(out="int8", alpha="vector", leading_out=64)
+    assert str(scaled) == "matmul 41 x 48 x 64 (int8 to int8, nt, alpha vector, leading_out 64)"
+    assert key().arithmetic == 2 * 64 * 128 * 256
 
 
 def test_what_is_packed_need_not_be_said():
     assert matmul() == matmul(leading_a=64, leading_b=64, leading_out=48)
-    assert matmul(batch=2) == matmul(batch=2, stride_a=41 * 64, stride_b=48 * 64, stride_out=41 * 48)
-    assert hash(matmul()) == hash(matmul(stride_a=0))
+    assert hash(matmul()) == hash(matmul(leading_a=64))
     assert matmul().fields() == {"m": 41, "n": 48, "k": 64}
-    apart = matmul(batch=2, dtype="float32", out="float32", layout="tn", leading_a=80, stride_b=0)
-    assert apart.fields().keys() == {"m", "n", "k", "dtype", "out", "layout", "batch", "leading_a", "stride_b"}
+    apart = matmul(dtype="float32", out="float32", layout="tn", leading_a=80)
+    assert apart.fields().keys() == {"m", "n", "k", "dtype", "out", "layout", "leading_a"}
     assert ProductKey(**apart.fields()) == apart
 
 
 def test_places_and_lengths():
-    apart = matmul(batch=2, layout="tn", leading_a=80, stride_b=0)
+    apart = matmul(layout="tn", leading_a=80)
     assert apart.matrices == {"a": (64, 41), "b": (64, 48), "out": (41, 48)}
-    strides = {"stride_a": 64 * 80, "stride_b": 0, "stride_out": 41 * 48}
-    assert apart.places == {"leading_a": 80, "leading_b": 48, "leading_out": 48} | strides
-    assert apart.lengths == {"a": 64 * 80 + 63 * 80 + 41, "b": 64 * 48, "out": 2 * 41 * 48}
+    assert apart.places == {"leading_a": 80, "leading_b": 48, "leading_out": 48}
+    assert apart.lengths == {"a": 63 * 80 + 41, "b": 64 * 48, "out": 41 * 48}
     assert matmul().bytes == 41 * 64 + 48 * 64 + 4 * 41 * 48
 
 
@@ -112,15 +106,13 @@ def test_places_and_lengths():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("layout", ["nt", "nn", "tt", "tn"])
 def test_keys_of_tensors(place, dtype, layout):
-    a = torch.empty(3, *((56, 41) if layout[0] == "t" else (41, 56)), dtype=dtype, device=place)
-    b = torch.empty(*((56, 24) if layout[1] == "n" else (24, 56)), dtype=dtype, device=place).expand(3, -1, -1)
-    out = torch.empty(3, 41, 32, dtype=torch.float32, device=place)[:, :, :24]
+    a = torch.empty((56, 41) if layout[0] == "t" else (41, 56), dtype=dtype, device=place)
+    b = torch.empty((56, 24) if layout[1] == "n" else (24, 56), dtype=dtype, device=place)
+    out = torch.empty(41, 32, dtype=torch.float32, device=place)[:, :24]
     found = key_of(product(a, b, out, alpha=0.5, transpose_a=layout[0] == "t", transpose_b=layout[1] == "n"))
     name = str(dtype).removeprefix("torch.")
-    wanted = ProductKey(
-        m=41, n=24, k=56, dtype=name, out="float32", alpha="scalar", layout=layout, batch=3, leading_out=32, stride_b=0
-    )
-    assert found == wanted and found.leading_a is None and found.stride_out is None
+    wanted = ProductKey(m=41, n=24, k=56, dtype=name, out="float32", alpha="scalar", layout=layout, leading_out=32)
+    assert found == wanted and found.leading_a is None
 
 
 def test_keys_of_codes():
@@ -141,8 +133,8 @@ def misaligned(shape, dtype):
         ({"a": codes(41, 80)}, r"a \[41, 80\], b \[48, 64\], out \[41, 48\] do not fit.*a \[M, K\] and b \[N, K\]"),
         ({"b": codes(64, 48)}, "do not fit"),
         ({"out": torch.empty(41, 47, dtype=torch.int32)}, "do not fit"),
-        ({"a": codes(2, 41, 64)}, "all matrices or all batches"),
-        ({"a": codes(64)}, "all matrices or all batches"),
+        ({"a": codes(2, 41, 64)}, r"a product are matrices, not a \[2, 41, 64\]"),
+        ({"a": codes(64)}, "a product are matrices"),
         ({"b": torch.randn(48, 64)}, "a is torch.int8 and b is torch.float32"),
         ({"a": codes(64, 41).t()}, "rows of a are contiguous, not strided by 41"),
         ({"b": misaligned((48, 64), torch.int8)}, "b starts at a multiple of 16 bytes, not at 0x"),

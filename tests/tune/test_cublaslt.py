@@ -29,7 +29,7 @@ KEYS = {
     "bfloat16": matmul(k=128, dtype="bfloat16", out="bfloat16", layout="nn"),
     "wide bfloat16": matmul(m=40, k=56, dtype="bfloat16", out="float32", layout="tn"),
     "float32": matmul(m=7, n=24, k=128, dtype="float32", out="float32", alpha="scalar"),
-    "batch": matmul(batch=3, m=9, n=8, k=24, dtype="bfloat16", out="bfloat16", layout="tn", leading_out=16, stride_b=0),
+    "apart": matmul(m=9, n=8, k=24, dtype="bfloat16", out="bfloat16", layout="tn", leading_out=16),
 }
 
 
@@ -98,7 +98,7 @@ def test_wrong_results_are_refused(products, monkeypatch, kind):
     def wrong(self, operands, **options):
         run(self, operands, **options)
         if chosen[-1] == found[1].algorithm and trial._own.native is self:
-            trial._own.sets[0]["out"][0, 3, 5] += 1
+            trial._own.sets[0]["out"][3, 5] += 1
 
     monkeypatch.setattr(Matmul, "run", wrong)
     outcome = compare(trial, found, SETTINGS)

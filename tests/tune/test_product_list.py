@@ -5,14 +5,14 @@ import pytest
 from lsq.tune import product_list
 from tests.gemm.operands import asked, matmul
 
-FULL = matmul(m=8, n=16, dtype="bfloat16", out="float32", layout="tn", batch=2, leading_a=16, stride_b=0)
+FULL = matmul(m=8, n=16, dtype="bfloat16", out="float32", layout="tn", leading_a=16)
 
 
 def test_lists_of_products(tmp_path):
     listed = tmp_path / "shapes.csv"
     listed.write_bytes(
-        b"\xef\xbb\xbfop,m,n,k,dtype,out,layout,batch,leading_a,stride_b\r\nproject, 64,128,256,,,,,,\r\n"
-        b",8,16,64,bfloat16,float32,tn,2,16,0\r\n"
+        b"\xef\xbb\xbfop,m,n,k,dtype,out,layout,leading_a\r\nproject, 64,128,256,,,,\r\n"
+        b",8,16,64,bfloat16,float32,tn,16\r\n"
     )
     keys = product_list.read(listed)
     assert keys == [asked("project", 64, 128, 256), FULL]

@@ -23,8 +23,6 @@ struct Layout {
     int32_t type;
     uint64_t rows, columns;
     int64_t leading;
-    int32_t batch;
-    int64_t stride;
 };
 // A product as its descriptors describe it: D[m,n] = alpha * op(A)[m,k] * op(B)[k,n].
 struct Problem {
@@ -143,15 +141,10 @@ inline void multiply_floats(const Job& job, const char* a, const char* b, char* 
 
 inline void multiply(const Job& job) {
     const Problem& p = job.problem;
-    const int64_t size = bytes_of(p.a.type), out_size = bytes_of(p.d.type);
-    for (int64_t i = 0; i < p.d.batch; ++i) {
-        const char *a = job.a + i * p.a.stride * size, *b = job.b + i * p.b.stride * size;
-        char* d = job.d + i * p.d.stride * out_size;
-        if (p.a.type == kInt8) {
-            multiply_integers(job, reinterpret_cast<const int8_t*>(a), reinterpret_cast<const int8_t*>(b), d);
-        } else {
-            multiply_floats(job, a, b, d);
-        }
+    if (p.a.type == kInt8) {
+        multiply_integers(job, reinterpret_cast<const int8_t*>(job.a), reinterpret_cast<const int8_t*>(job.b), job.d);
+    } else {
+        multiply_floats(job, job.a, job.b, job.d);
     }
 }
 

@@ -113,9 +113,7 @@ inline int describe(const Desc* desc, const Layout* a, const Layout* b, const La
                       size(desc->transpose_b ? b->columns : b->rows) == k &&
                       size(desc->transpose_b ? b->rows : b->columns) == n;
     const bool spaced = a->leading >= size(a->rows) && b->leading >= size(b->rows) && d->leading >= m;
-    const bool batched = a->batch == d->batch && b->batch == d->batch && d->batch > 0 &&
-                         (d->batch == 1 || d->stride >= d->leading * (n - 1) + m);
-    if (!fits || !spaced || !batched) return kInvalidValue;
+    if (!fits || !spaced) return kInvalidValue;
     if (!types_supported(desc->compute, desc->scale, a->type, b->type, c->type, d->type)) return kNotSupported;
     const bool integers = a->type == kInt8, vector = desc->pointer_mode == kAlphaDeviceVectorBetaHost;
     if (desc->pointer_mode != kHost && !(vector && integers && desc->scale == kFloat32)) return kNotSupported;
@@ -138,7 +136,7 @@ inline int fits(const Problem& problem, const Algorithm* algorithm, Candidate& r
     const bool splits = split ? known->split_k && one_scheme && problem.k % (16 * algorithm->split_k) == 0
                               : algorithm->split_k == 1 && algorithm->scheme == kNone;
     if (!configured || !splits) return kNotSupported;
-    const size_t outputs = static_cast<size_t>(problem.m * problem.n) * problem.d.batch;
+    const size_t outputs = static_cast<size_t>(problem.m * problem.n);
     const size_t part = algorithm->scheme == kComputeType ? 4 * outputs
                         : algorithm->scheme == kOutputType ? bytes_of(problem.d.type) * outputs : 1024;
     std::memcpy(result.algorithm, algorithm, sizeof *algorithm);

@@ -95,16 +95,8 @@ LSQ_EXPORT int cublasLtMatmulDescDestroy(Desc* desc) {
 
 LSQ_EXPORT int cublasLtMatrixLayoutCreate(Layout** layout, int32_t type, uint64_t rows, uint64_t columns,
                                           int64_t leading) {
-    *layout = new Layout{type, rows, columns, leading, 1, 0};
+    *layout = new Layout{type, rows, columns, leading};
     return called("cublasLtMatrixLayoutCreate");
-}
-
-LSQ_EXPORT int cublasLtMatrixLayoutSetAttribute(Layout* layout, int32_t attribute, const void* value, size_t bytes) {
-    switch (attribute) {
-        case 5: return take(layout->batch, value, bytes);
-        case 6: return take(layout->stride, value, bytes);
-    }
-    return kInvalidValue;
 }
 
 LSQ_EXPORT int cublasLtMatrixLayoutDestroy(Layout* layout) {

@@ -12,7 +12,6 @@ namespace {
 enum ComputeType : int32_t { kCompute32F = 68, kCompute32I = 72 };
 enum Operation : int32_t { kPlain = 0, kTransposed = 1 };
 enum DescAttribute : int32_t { kDescPointerMode = 2, kDescTransposeA = 3, kDescTransposeB = 4 };
-enum LayoutAttribute : int32_t { kLayoutBatchCount = 5, kLayoutBatchStride = 6 };
 enum PreferenceAttribute : int32_t {
     kPreferenceWorkspace = 1,
     kPreferenceReductionSchemes = 3,
@@ -69,7 +68,6 @@ CublasLt::CublasLt(const char* path) {
     load(library, desc_set, "cublasLtMatmulDescSetAttribute");
     load(library, desc_destroy, "cublasLtMatmulDescDestroy");
     load(library, layout_create, "cublasLtMatrixLayoutCreate");
-    load(library, layout_set, "cublasLtMatrixLayoutSetAttribute");
     load(library, layout_destroy, "cublasLtMatrixLayoutDestroy");
     load(library, preference_create, "cublasLtMatmulPreferenceCreate");
     load(library, preference_set, "cublasLtMatmulPreferenceSetAttribute");
@@ -169,27 +167,20 @@ MatrixProduct::MatrixProduct(std::shared_ptr<CublasLt> library, const ProductSpe
     attribute(kDescTransposeA, spec.transpose_b ? kPlain : kTransposed);
     attribute(kDescTransposeB, spec.transpose_a ? kTransposed : kPlain);
 
-    a_ = spec.transpose_a ? layout(spec.type, spec.m, spec.k, spec.leading_a, spec.stride_a)
-                          : layout(spec.type, spec.k, spec.m, spec.leading_a, spec.stride_a);
-    b_ = spec.transpose_b ? layout(spec.type, spec.n, spec.k, spec.leading_b, spec.stride_b)
-                          : layout(spec.type, spec.k, spec.n, spec.leading_b, spec.stride_b);
-    out_ = layout(spec.out_type, spec.n, spec.m, spec.leading_out, spec.stride_out);
+    a_ = spec.transpose_a ? layout(spec.type, spec.m, spec.k, spec.leading_a)
+                          : layout(spec.type, spec.k, spec.m, spec.leading_a);
+    b_ = spec.transpose_b ? layout(spec.type, spec.n, spec.k, spec.leading_b)
+                          : layout(spec.type, spec.k, spec.n, spec.leading_b);
+    out_ = layout(spec.out_type, spec.n, spec.m, spec.leading_out);
 }
 
 void MatrixProduct::expect(int status, const char* call) const { library_->expect(status, call, describe()); }
 
-MatrixProduct::Descriptor MatrixProduct::layout(int64_t type, int64_t rows, int64_t columns, int64_t leading,
-                                                int64_t stride) const {
+MatrixProduct::Descriptor MatrixProduct::layout(int64_t type, int64_t rows, int64_t columns, int64_t leading) const {
     void* made = nullptr;
     expect(library_->layout_create(&made, static_cast<int32_t>(type), rows, columns, leading),
            "cublasLtMatrixLayoutCreate");
-    Descriptor owner(made, library_->layout_destroy);
-    if (spec_.batch > 1) {
-        const auto count = static_cast<int32_t>(spec_.batch);
-        expect(set(library_->layout_set, made, kLayoutBatchCount, count), "cublasLtMatrixLayoutSetAttribute");
-        expect(set(library_->layout_set, made, kLayoutBatchStride, stride), "cublasLtMatrixLayoutSetAttribute");
-    }
-    return owner;
+    return Descriptor(made, library_->layout_destroy);
 }
 
 // Parts of a split K must not be rounded or saturated to the output's type before they are summed.
@@ -283,8 +274,7 @@ int MatrixProduct::run(const void* a, const void* b, void* out, const void* alph
 std::string MatrixProduct::describe() const {
     const std::string a = spec_.transpose_a ? shape(spec_.k, spec_.m) + "^T" : shape(spec_.m, spec_.k);
     const std::string b = spec_.transpose_b ? shape(spec_.k, spec_.n) : shape(spec_.n, spec_.k) + "^T";
-    const std::string batch = spec_.batch > 1 ? std::to_string(spec_.batch) + " times " : "";
-    const std::string operands = batch + name(spec_.type) + " " + a + " x " + b;
+    const std::string operands = std::string(name(spec_.type)) + " " + a + " x " + b;
     return operands + " -> " + name(spec_.out_type) + " " + shape(spec_.m, spec_.n);
 }
 

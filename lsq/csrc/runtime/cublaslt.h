@@ -1,7 +1,7 @@
 // Matrix products of cuBLASLt. The library is opened at run time and no CUDA header is needed: the enums carry the
 // documented values of cublasLt.h, and only those that are used.
 //
-// out[M,N] = alpha * a[M,K] * b[N,K]^T, for every matrix of a batch, everything row-major. cuBLASLt is column-major:
+// out[M,N] = alpha * a[M,K] * b[N,K]^T, everything row-major. cuBLASLt is column-major:
 // our out is its matrix D[N,M], our b its operand A, our a its operand B. The only form that it has for int8 ("TN") is
 // this one, both operands contiguous along K. Its vector alpha, one number per row of D, is one per column of out.
 #pragma once
@@ -43,16 +43,14 @@ struct Candidate {
 };
 static_assert(sizeof(Algorithm) == 64 && sizeof(Candidate) == 96, "the layout of cublasLt.h");
 
-// What is multiplied. Strides and leading dimensions count elements; the order of the fields is that of products.py.
+// What is multiplied. Leading dimensions count elements; the order of the fields is that of products.py.
 struct ProductSpec {
     int64_t m, n, k;
     int64_t type, out_type;  // DataType
     int64_t alpha;           // Alpha
     int64_t transpose_a;     // 1: a lies as [K,M]
     int64_t transpose_b;     // 1: b lies as [K,N]
-    int64_t batch;
     int64_t leading_a, leading_b, leading_out;
-    int64_t stride_a, stride_b, stride_out;  // from one matrix of the batch to the next
 };
 
 struct Error : std::runtime_error {
@@ -82,7 +80,6 @@ class CublasLt {
     int (*desc_set)(void* desc, int32_t attribute, const void* value, size_t bytes);
     int (*desc_destroy)(void* desc);
     int (*layout_create)(void** layout, int32_t type, uint64_t rows, uint64_t columns, int64_t leading);
-    int (*layout_set)(void* layout, int32_t attribute, const void* value, size_t bytes);
     int (*layout_destroy)(void* layout);
     int (*preference_create)(void** preference);
     int (*preference_set)(void* preference, int32_t attribute, const void* value, size_t bytes);
@@ -141,7 +138,7 @@ class MatrixProduct {
    private:
     using Descriptor = std::unique_ptr<void, int (*)(void*)>;
     void expect(int status, const char* call) const;
-    Descriptor layout(int64_t type, int64_t rows, int64_t columns, int64_t leading, int64_t stride) const;
+    Descriptor layout(int64_t type, int64_t rows, int64_t columns, int64_t leading) const;
     uint32_t reduction_schemes() const;
 
     std::shared_ptr<CublasLt> library_;
