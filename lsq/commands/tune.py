@@ -23,8 +23,6 @@ from lsq.tune.cublaslt import CublasBackend
 from lsq.tune.search import Summary, tune
 from lsq.tune.trial import Backend, Outcome
 
-KEY_ARITHMETIC = 2e10
-"""What a product costs the tuner beside its size, in multiplications and additions: for the time left."""
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""
 LISTED = 5
@@ -158,26 +156,15 @@ def _default_path(name: str) -> Path:
 
 @contextlib.contextmanager
 def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
-    """Within this context, what to call after each product: a bar with the time left, which goes by operations."""
-    shown = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} so far, {remaining} left{postfix}"
-    total = sum(KEY_ARITHMETIC + key.arithmetic for key in keys)
-    done, gains = 0, []
-    first = f"0 of {len(keys)} products"
-    with tqdm(desc=first, total=total, bar_format=shown, disable=quiet or None, file=sys.stderr) as bar:
+    """Within this context, what to call after each product."""
+    gains = []
+    with tqdm(total=len(keys), desc="tuning", unit="product", disable=quiet or None, file=sys.stderr) as bar:
 
         def progress(key: ProductKey, outcome: Outcome | None) -> None:
-            nonlocal done
-            done += 1
             if outcome is not None:
                 gains.append(outcome.default / outcome.chosen)
-            bar.set_description_str(f"{done} of {len(keys)} products", refresh=False)
-            bar.set_postfix_str(f"{_mean(gains):.3f} times as fast" if gains else "", refresh=False)
-            cost = KEY_ARITHMETIC + key.arithmetic
-            if outcome is None:  # took no time
-                bar.total -= cost
-                bar.refresh()
-            else:
-                bar.update(cost)
+                bar.set_postfix_str(f"{_mean(gains):.3f} times as fast", refresh=False)
+            bar.update()
 
         yield progress
 

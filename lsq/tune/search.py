@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lsq.gemm import configuration_file
@@ -16,24 +16,24 @@ from lsq.lock import locked_file
 from lsq.tune.trial import Backend, Outcome, Settings, compare
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Summary:
     """What a run of the tuner did."""
 
     path: Path
-    entries: tuple[Entry, ...]
-    """Measured now."""
-    skipped: int
-    """Products that had an entry already."""
-    failed: tuple[tuple[ProductKey, str], ...]
-    """Products that cannot be tuned here, and why."""
-    refused: int
-    """Candidates that computed wrong results or did not run."""
-    incomplete: int
-    """Entries for which the time was too short for every candidate."""
     left: int
     """Products that were not reached."""
-    interrupted: bool
+    entries: list[Entry] = field(default_factory=list)
+    """Measured now."""
+    skipped: int = 0
+    """Products that had an entry already."""
+    failed: list[tuple[ProductKey, str]] = field(default_factory=list)
+    """Products that cannot be tuned here, and why."""
+    refused: int = 0
+    """Candidates that computed wrong results or did not run."""
+    incomplete: int = 0
+    """Entries for which the time was too short for every candidate."""
+    interrupted: bool = False
     """By Ctrl-C."""
 
 
@@ -83,44 +83,33 @@ def tune(
     settings = settings or Settings()
     deadline = clock() + seconds
     rounded = list(dict.fromkeys(key.rounded() for key in keys))
-    entries, failed = [], []
-    skipped = refused = incomplete = 0
-    interrupted = False
+    summary = Summary(path=path, left=len(rounded))
     with locked_file(path, "choose another --output"):
         file = opened(path, validators)
         known = set() if again else {entry.key for entry in file.entries}
         try:
             for key in rounded:
+                outcome = None
                 if key in known:
-                    skipped += 1
-                    progress(key, None)
-                    continue
-                if clock() >= deadline:
+                    summary.skipped += 1
+                elif clock() >= deadline:
                     break
-                try:
-                    outcome = _tune_one(backend, key, settings, deadline, clock)
-                except (RuntimeError, ValueError, MemoryError) as error:
-                    failed.append((key, str(error)))
-                    progress(key, None)
-                    continue
-                entries.append(_entry(key, outcome))
-                file = file.with_entries(entries[-1:])
-                configuration_file.write(path, file)
-                refused += len(outcome.refused)
-                incomplete += not outcome.complete
+                else:
+                    try:
+                        outcome = _tune_one(backend, key, settings, deadline, clock)
+                    except (RuntimeError, ValueError, MemoryError) as error:
+                        summary.failed.append((key, str(error)))
+                if outcome is not None:
+                    summary.entries.append(_entry(key, outcome))
+                    file = file.with_entries(summary.entries[-1:])
+                    configuration_file.write(path, file)
+                    summary.refused += len(outcome.refused)
+                    summary.incomplete += not outcome.complete
+                summary.left -= 1
                 progress(key, outcome)
         except KeyboardInterrupt:
-            interrupted = True
-    return Summary(
-        path=path,
-        entries=tuple(entries),
-        skipped=skipped,
-        failed=tuple(failed),
-        refused=refused,
-        incomplete=incomplete,
-        left=len(rounded) - skipped - len(failed) - len(entries),
-        interrupted=interrupted,
-    )
+            summary.interrupted = True
+    return summary
 
 
 def _tune_one(backend, key, settings, deadline, clock) -> Outcome:

@@ -51,7 +51,7 @@ def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys, m
     assert main("--shapes", shapes, "--output", output, "--plot", picture) == 0
     printed = capsys.readouterr()
     assert f"file       {output}\ntuned      2 products\n" in printed.out
-    assert "2 of 2 products: 100%" in printed.err and "left" in printed.err
+    assert "tuning: 100%" in printed.err and "2/2" in printed.err and "times as fast" in printed.err
     found = configuration_file.read(output)
     assert found.validators == device.here("cpu") and {one.key for one in found.entries} == set(KEYS)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -208,9 +208,8 @@ def test_interruption_and_failures_are_told(shapes, tmp_path, capsys, monkeypatc
 
 
 def test_long_lists_of_failures_are_cut(tmp_path):
-    failed = tuple((key(m), "reason") for m in range(1, 9))
-    counts = {"skipped": 0, "refused": 2, "incomplete": 1, "left": 0}
-    text = tune.report(Summary(path=tmp_path, entries=(), failed=failed, interrupted=False, **counts))
+    failed = [(key(m), "reason") for m in range(1, 9)]
+    text = tune.report(Summary(path=tmp_path, left=0, failed=failed, refused=2, incomplete=1))
     assert text.count("failed ") == 5 and "and 3 more" in text
     assert "2 candidates were refused" in text and "1 had no time" in text
 

@@ -98,7 +98,7 @@ def test_products_that_fail_are_told_and_the_others_go_on(path):
             raise RuntimeError("no such product")
 
     summary, _ = run(path, FakeBackend(TIMES, before=fail))
-    assert summary.failed == ((KEYS[1], "no such product"),) and len(known(path)) == 2 and summary.left == 0
+    assert summary.failed == [(KEYS[1], "no such product")] and len(known(path)) == 2 and summary.left == 0
     wrong, _ = run(path, FakeBackend(TIMES, faults={512: "row 1"}), again=True)
     assert len(wrong.failed) == 3 and "untuned" in wrong.failed[0][1] and len(known(path)) == 2
 
