@@ -45,7 +45,7 @@ def build_driver(sanitize: bool = False) -> Path:
     """The emulated libcuda: path of libemulated_cuda, built if it is not cached.
 
     Args:
-        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer; see `sanitizer_environment`.
+        sanitize: with AddressSanitizer and UndefinedBehaviorSanitizer, for a process started with them preloaded.
 
     Raises:
         RuntimeError: no compiler, the build failed, or the cache folder cannot be written.
@@ -89,25 +89,6 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize:
         libraries = [os.fspath(driver), *KERNEL_LIBRARIES]
         _link([*flags, *KERNEL_LINK, "-x", "c++-cpp-output", "-", "-x", "none", *libraries], target, text)
     return MAGIC + os.fsencode(target) + b"\0"
-
-
-def sanitizer_environment() -> dict[str, str]:
-    """The variables with which a child process must be started that loads libraries built with `sanitize=True`.
-
-    Raises:
-        RuntimeError: no compiler, or it has no sanitizer libraries.
-    """
-    libraries = []
-    for name in ("libasan.so", "libubsan.so"):
-        path = Path(_run([*_compiler(), f"-print-file-name={name}"]).strip())
-        if not path.is_absolute():
-            raise RuntimeError(f"{_compiler()[0]} has no {name}; install g++ with its sanitizer libraries")
-        libraries.append(os.fspath(path.resolve()))
-    return {
-        "LD_PRELOAD": " ".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
 
 
 def _build_library(stem: str, sources: tuple[Path, ...], sanitize: bool) -> Path:

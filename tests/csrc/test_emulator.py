@@ -12,6 +12,7 @@ import torch
 
 from lsq.csrc import emulator
 from tests.csrc.emulated import ORDERS, CudaError, Driver, Module, memory
+from tests.csrc.sanitizers import sanitizer_environment
 
 ROOT = Path(__file__).parents[2]
 LAUNCH_FAILED = 719
@@ -225,7 +226,7 @@ def test_other_processors_switch_by_ucontext(monkeypatch):
 def sanitized(source, launch):
     """The finished child process that makes one launch under the sanitizers."""
     code = f"from tests.csrc.emulated import *\nModule({source!r}, sanitize=True).launch({launch})\nprint('finished')"
-    environment = os.environ | emulator.sanitizer_environment() | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | sanitizer_environment() | {"PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lsq.csrc import emulator
+from tests.csrc.sanitizers import sanitizer_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_KERNEL = (
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 def repeated(files):
     """The finished child process that repeats tests of kernels; pytest leaves what sanitizers write where it is."""
-    environment = os.environ | emulator.sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | sanitizer_environment() | {"TEST_SANITIZE": "1", "OMP_NUM_THREADS": "1"}
     options = ["-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-k", "cuda and not gpu"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
