@@ -170,12 +170,11 @@ def fastest_copy(timings: Mapping[str, common.Timing]) -> float:
 
 def conditions(device: Device, **more) -> dict:
     """What figures on a device depend on; to be asked for just after measuring, while its clocks are still up."""
-    cublaslt = device.products.library.version()
     libraries = {
         "driver_supports": ".".join(map(str, device.driver.version)),
         "torch": torch.version.cuda,
         "nvrtc": _nvrtc_version(),
-        "cublaslt": f"{cublaslt // 10000}.{cublaslt // 100 % 100}.{cublaslt % 100}",
+        "cublaslt": device.products.library.version(),
     }
     if on_gpu(device):
         return {**hardware(device.place), "cuda": libraries, **more}

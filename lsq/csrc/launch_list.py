@@ -20,7 +20,7 @@ class LaunchList:
     the caller must synchronise.
 
     Args:
-        device: the lsq.csrc.device.Device where it runs, whose `products` prepare products.
+        device: the lsq.csrc.device.Device where it runs.
         entries: what an operation's `cuda` returns, or several of these one after another.
         title: what to call the list in errors.
         forget: keep no tensor alive, but work on whatever lies at the same addresses later.
@@ -35,7 +35,7 @@ class LaunchList:
         self._entries = list(entries)
         self._tickets = self._new_tickets()
         prepared = [device.products.prepare(entry) for entry in self._entries if isinstance(entry, Product)]
-        largest = max((product.workspace_bytes for product in prepared), default=0)
+        largest = max((one.algorithm.workspace_bytes for one in prepared), default=0)
         self._workspace = aligned_workspace(largest, device.place)
         self._replay = Replay(device.driver)
         for entry in self._entries:
@@ -91,7 +91,8 @@ class LaunchList:
         a, b, out = (tensor_address(tensor, place, what) for tensor in (entry.a, entry.b, entry.out))
         alphas = tensor_address(entry.alpha, place, what) if vector else None
         memory = self._workspace.data_ptr(), self._workspace.numel()
-        self._replay.add_product(what, prepared.address, a, b, out, alphas, 1.0 if vector else entry.alpha, memory)
+        alpha = 1.0 if vector else entry.alpha
+        self._replay.add_product(what, prepared.native.address, a, b, out, alphas, alpha, memory)
 
 
 def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:

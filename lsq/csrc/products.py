@@ -135,9 +135,10 @@ class ProductLibrary:
         self._handle = ctypes.c_void_p()
         _call("open", os.fsencode(path), ctypes.byref(self._handle))
 
-    def version(self) -> int:
-        """10000 * major + 100 * minor + patch; algorithms are valid for this version alone."""
-        return runtime.library().lsq_product_version(self._handle)
+    def version(self) -> str:
+        """Such as "13.0.2"; algorithms are valid for this version alone."""
+        number = runtime.library().lsq_product_version(self._handle)
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def product(self, **spec: int) -> "Matmul":
         """Describe a product; keyword arguments as the fields of _Spec, dtypes as in DTYPES, alpha as in ALPHAS.

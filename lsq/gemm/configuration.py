@@ -4,6 +4,7 @@ An entry is a key with its configuration and its measured times; files (configur
 a ValueError that begins with the name of the field, so that who reads a file can put the place before it.
 """
 
+import contextlib
 import dataclasses
 import datetime
 from dataclasses import dataclass
@@ -183,10 +184,7 @@ def now() -> str:
 
 
 def _check_date(value: object) -> None:
-    try:
-        if isinstance(value, str) and value.isascii() and len(value) == len("2026-01-31T23:59:59Z"):
-            datetime.datetime.strptime(value, _DATE)
+    with contextlib.suppress(ValueError, TypeError):
+        if datetime.datetime.strptime(value, _DATE).strftime(_DATE) == value:
             return
-    except ValueError:
-        pass
     raise ValueError(f"date is {shown(value)}; it must be a time in UTC like 2026-01-31T23:59:59Z")

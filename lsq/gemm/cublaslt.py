@@ -64,16 +64,6 @@ class ChosenProduct:
     native: Matmul
     algorithm: CublasConfiguration
 
-    @property
-    def address(self) -> int:
-        """What the launcher runs."""
-        return self.native.address
-
-    @property
-    def workspace_bytes(self) -> int:
-        """The smallest workspace to run it with."""
-        return self.algorithm.workspace_bytes
-
     def __str__(self) -> str:
         key = self.key
         return f"product {key.dtype} [{key.m}, {key.k}] x [{key.n}, {key.k}]"

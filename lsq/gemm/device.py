@@ -107,8 +107,8 @@ def _named(validators: Validators) -> str:
     return f"the {'CPU' if validators.kind == 'cpu' else 'GPU'} {shown(validators.device)}"
 
 
-def here(kind: str = "cpu", device: torch.device | None = None) -> Validators:
-    """The validators of the CPU, or of a GPU (the current one unless given) with the libcublasLt that is installed.
+def here(kind: str = "cpu") -> Validators:
+    """The validators of the CPU, or of the current GPU with the libcublasLt that is installed.
 
     Raises:
         ValueError: no such kind.
@@ -127,7 +127,7 @@ def here(kind: str = "cpu", device: torch.device | None = None) -> Validators:
         raise RuntimeError(
             "torch sees no GPU here; install the NVIDIA driver and a CUDA build of PyTorch, or use the CPU"
         )
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return CudaValidators(
         device=_printable(properties.name),
         sm=10 * properties.major + properties.minor,
@@ -147,14 +147,9 @@ def onednn_version() -> str:
 def _cublaslt_version() -> str:
     library = ProductLibrary(find_cublaslt())
     try:
-        return version_text(library.version())
+        return library.version()
     finally:
         library.close()
-
-
-def version_text(number: int) -> str:
-    """cuBLASLt's number of its version, 10000 * major + 100 * minor + patch, as "major.minor.patch"."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def file_name(validators: Validators) -> str:

@@ -93,11 +93,6 @@ def test_this_gpu():
     assert re.fullmatch(r"\d+\.\d+\.\d+", found.library_version)
 
 
-def test_version_text():
-    assert device.version_text(130002) == "13.0.2"
-    assert device.version_text(121311) == "12.13.11"
-
-
 def test_onednn_version(monkeypatch):
     device.onednn_version.cache_clear()
     monkeypatch.setattr(torch.__config__, "show", lambda: "PyTorch built with:\n  - GCC 13.3\n")
