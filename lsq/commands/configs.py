@@ -3,18 +3,15 @@
 from argparse import ArgumentParser
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from lsq.commands.options import one_line_errors
+from lsq.commands.tune import backend
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
-from lsq.gemm.cublaslt import Products
 from lsq.gemm.device import Validators, difference
-from lsq.tune.cpu import CpuBackend
-from lsq.tune.cublaslt import CublasBackend
-from lsq.tune.trial import Backend, entry_fault
+from lsq.tune.trial import entry_fault
 
 KINDS = ("cpu", "cuda")
 
@@ -130,7 +127,7 @@ def verify(path: Path, *, quiet: bool) -> int:
     if refusal is not None:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
     faults = 0
-    runner = backend(file.validators.kind)
+    runner = backend(file.validators.kind, cache=0)  # one set of operands: nothing is timed
     hidden = quiet or None  # None: where there is no terminal
     with tqdm(file.entries, desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
         for entry in bar:
@@ -140,17 +137,6 @@ def verify(path: Path, *, quiet: bool) -> int:
                 bar.write(f"{entry.key}: {fault}")
     print(f"{len(file.entries)} entries checked; {faults or 'none'} wrong.")
     return 1 if faults else 0
-
-
-def backend(kind: str) -> Backend:
-    """What runs the entries of a kind of device, on one set of operands: nothing is timed.
-
-    Raises:
-        RuntimeError: there is no libcublasLt where one is needed.
-    """
-    if kind == "cuda":
-        return CublasBackend(Products(torch.device("cuda", torch.cuda.current_device())), cache=0)
-    return CpuBackend(cache=0)
 
 
 def export(output: Path, kind: str) -> int:

@@ -136,15 +136,19 @@ def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[P
     )
 
 
-def backend(kind: str, exhaustive: bool) -> Backend:
+def backend(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> Backend:
     """What runs products on a device of this kind.
+
+    Args:
+        cache: bytes that the operands of a product exceed together; None: those of the device's cache.
 
     Raises:
         RuntimeError: there is no libcublasLt.
     """
     if kind == "cpu":
-        return CpuBackend()
-    return CublasBackend(Products(torch.device("cuda", torch.cuda.current_device())), exhaustive=exhaustive)
+        return CpuBackend(cache)
+    products = Products(torch.device("cuda", torch.cuda.current_device()))
+    return CublasBackend(products, exhaustive=exhaustive, cache=cache)
 
 
 def _default_path(name: str) -> Path:

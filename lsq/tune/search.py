@@ -121,7 +121,7 @@ def _tune_one(backend, key, settings, deadline, clock) -> Outcome:
             break
         with contextlib.closing(backend.trial(key)) as trial:
             again = compare(trial, [candidates[0], outcome.configuration], settings)
-        counts = {name: getattr(outcome, name) for name in ("tried", "refused", "complete")}
+        counts = {name: getattr(outcome, name) for name in ("refused", "complete")}
         outcome = dataclasses.replace(again, **counts)
     return outcome
 

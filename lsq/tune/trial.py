@@ -55,14 +55,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How long to measure.
-
-    Raises:
-        ValueError: a value out of range.
-    """
+    """How long to measure."""
 
     rounds: int = 7
-    """Measurements of each candidate that stays."""
+    """Measurements of each candidate that stays; medians and spreads need at least 3."""
     final_rounds: int = 11
     """Measurements of the best and the default against each other, after that."""
     confirmations: int = 2
@@ -78,14 +74,6 @@ class Settings:
     pruning: tuple[float, ...] = (1.5, 1.25, 1.1)
     """After each round, those so many times as slow as the best are dropped; the last number holds from then on."""
 
-    def __post_init__(self) -> None:
-        if min(self.rounds, self.final_rounds) < 3:
-            raise ValueError(
-                f"rounds is {self.rounds} and final_rounds {self.final_rounds}; medians and spreads need at least 3"
-            )
-        if self.finalists < 1 or not self.pruning or min(self.screening, *self.pruning) <= 1:
-            raise ValueError("finalists is at least 1, and screening and pruning are factors above 1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -97,8 +85,6 @@ class Outcome:
     float: float
     spread: float
     """Interquartile range of the chosen one's times, relative to their median."""
-    tried: int
-    """Candidates that were timed."""
     refused: tuple[tuple[Configuration, str], ...]
     """Candidates with wrong results, or that do not run, and why."""
     complete: bool
@@ -125,7 +111,7 @@ def compare(
     Raises:
         RuntimeError: the default itself computes wrong results.
     """
-    screened, tried, refused, complete = _screen(trial, candidates, settings, deadline, clock)
+    screened, refused, complete = _screen(trial, candidates, settings, deadline, clock)
     float_repeats = _repeats(trial.float_seconds(1), settings)
     race = _Race(trial, screened, settings)
     for _ in range(settings.rounds):
@@ -146,14 +132,13 @@ def compare(
         default=final.median(0),
         float=statistics.median(floats),
         spread=final.spread(best),
-        tried=tried,
         refused=tuple(refused),
         complete=complete,
     )
 
 
 def _screen(trial, candidates, settings, deadline, clock):
-    """Check and time each once: ({place: (candidate, repeats)}, number timed, refused, whether all were taken up)."""
+    """Check and time each once: ({place: (candidate, repeats)}, refused, whether all were taken up)."""
     first_times: dict[int, float] = {}
     refused = []
     complete = True
@@ -172,7 +157,7 @@ def _screen(trial, candidates, settings, deadline, clock):
     ranked = sorted((place for place in first_times if place and first_times[place] <= limit), key=first_times.get)
     kept = [0, *ranked[: settings.finalists]]
     runners = {place: (candidates[place], _repeats(first_times[place], settings)) for place in kept}
-    return runners, len(first_times), refused, complete
+    return runners, refused, complete
 
 
 def _repeats(seconds: float, settings: Settings) -> int:

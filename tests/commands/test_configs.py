@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(machine, capsys):
 def test_verify(machine, monkeypatch, capsys):
     path = machine.add(machine.user, "a", entry(8), entry(9))
     faults = {8: None, 9: "its sums are wrong"}
-    monkeypatch.setattr(configs, "backend", lambda kind: None)
+    monkeypatch.setattr(configs, "backend", lambda kind, cache: None)
     monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: faults[entry.key.m])
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
     wrong, total = capsys.readouterr().out.splitlines()

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lsq.csrc.launch_list import aligned_workspace
 from lsq.csrc.products import ALPHAS, CONFIGURATION, DTYPES, ProductError, ProductLibrary, find_cublaslt
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes
