@@ -8,6 +8,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,38 +73,18 @@ def write(path: Path, file: ConfigurationFile) -> None:
     json_file.write(path, {"validators": validators}, "entries", [_fields(entry) for entry in file.entries])
 
 
-def product_key(value: Any, place: str) -> ProductKey:
-    """The key of a product from its fields, as json_file.record's converter.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return json_file.record(ProductKey, value, place)
-
-
-def texts(value: Any, place: str) -> tuple[Any, ...]:
-    """A list as a tuple, as json_file.record's converter; what it holds is checked by the record.
-
-    Raises:
-        ValueError: it is none.
-    """
-    return json_file.sequence(value, place, lambda item, _: item)
-
-
 def _file(content: Any) -> ConfigurationFile:
     # The validators come first: of a later format nothing else can be judged.
     json_file.check_fields(content, ["validators", "entries"], "")
     validators = _validators(content["validators"], "validators")
-    made, converters = {"cpu": (CpuConfiguration, {}), "cuda": (CublasConfiguration, {"algorithm": _bytes})}[
-        validators.kind
-    ]
-
-    def entry(value: Any, place: str) -> Entry:
-        return json_file.record(
-            Entry, value, place, key=product_key, times=lambda times, place: json_file.record(Times, times, place),
-            configuration=lambda fields, place: json_file.record(made, fields, place, **converters),
-        )
-
+    record = json_file.record
+    configurations = {
+        "cpu": partial(record, CpuConfiguration), "cuda": partial(record, CublasConfiguration, algorithm=_bytes),
+    }  # fmt: skip
+    entry = partial(
+        record, Entry, key=partial(record, ProductKey), times=partial(record, Times),
+        configuration=configurations[validators.kind],
+    )
     return ConfigurationFile(validators=validators, entries=json_file.sequence(content["entries"], "entries", entry))
 
 
@@ -117,8 +98,12 @@ def _validators(value: Any, place: str) -> Validators:
     except ValueError as error:
         raise ValueError(json_file.within(place, str(error))) from None
     if fields.pop("kind") == "cpu":
-        return json_file.record(CpuValidators, fields, place, features=texts)
+        return json_file.record(CpuValidators, fields, place, features=_names)
     return json_file.record(CudaValidators, fields, place)
+
+
+def _names(value: Any, place: str) -> tuple[Any, ...]:
+    return json_file.sequence(value, place, lambda item, _: item)
 
 
 def _bytes(value: Any, place: str) -> bytes:
