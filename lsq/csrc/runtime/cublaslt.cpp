@@ -10,7 +10,7 @@ namespace lsq {
 namespace {
 
 enum ComputeType : int32_t { kCompute32F = 68, kCompute32I = 72 };
-enum Operation : int32_t { kPlain = 0, kTransposed = 1 };
+enum Transposition : int32_t { kPlain = 0, kTransposed = 1 };
 enum DescAttribute : int32_t { kDescPointerMode = 2, kDescTransposeA = 3, kDescTransposeB = 4 };
 enum PreferenceAttribute : int32_t {
     kPreferenceWorkspace = 1,
