@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
     given, training = parser().parse_known_args(arguments)
     if training and given.arch is None:
         parser().error(f"unrecognized arguments: {' '.join(training)}")
-    if not (given.arch or given.missing or given.shapes or given.plot):
+    if not (given.arch or given.shapes or given.plot):
         parser().error("say what to tune: --arch NAME or --shapes FILE")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
@@ -91,10 +91,10 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"products are to be tuned on {kind}, and {error}") from None
     path = given.output or _default_path(device.file_name(validators))
     status = 0
-    if given.arch or given.missing or given.shapes:
+    if given.arch or given.shapes:
         with _progress(keys, given.quiet) as progress:
             summary = tune(
-                backend(kind, given.exhaustive), keys, path, validators, again=given.again,
+                backend(kind, exhaustive=given.exhaustive), keys, path, validators, again=given.again,
                 seconds=given.seconds or math.inf, progress=progress,
             )
         print(report(summary))
@@ -111,9 +111,10 @@ def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey
         ValueError, OSError: a mistake in the options or the files.
     """
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if given.shapes is None:
+    keys: list[ProductKey] = []
+    if given.arch is not None:
         keys = _of_training(given, training, kind)
-    else:
+    elif given.shapes is not None:
         keys = product_list.read(given.shapes)
         kind = kind if not keys else "cuda" if keys[0].op == MATMUL else "cpu"
         if given.device not in (None, kind):

@@ -8,8 +8,6 @@ variance. M rows, H columns.
 
 from __future__ import annotations
 
-import torch
-
 from lsq.ops import residual_sum
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.program.declare import Activations, Floats, In, Out, extent
