@@ -5,6 +5,7 @@ Their tensors are virtual: lsq.program.samples draws real ones for any of them, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -206,13 +207,15 @@ def counted(operation: Operation) -> dict[int, tuple[torch.Tensor, int]]:
     found = {}
     for leaf in operation.leaves():
         tensor, holder = leaf.of(operation), operation
+        if tensor is None:
+            continue
         for part in leaf.path[:-1]:
             holder = getattr(holder, part)
-        if tensor is None or isinstance(holder, Weight) and holder.codes is not None and tensor is holder.values:
+        if isinstance(holder, Weight) and holder.codes is not None and tensor is holder.values:
             continue
         size = tensor.numel() * tensor.element_size()
         if not leaf.written and len(leaf.path) == 1 and tensor.dim() == 2:
-            looked_up = [getattr(operation, name).numel() for name, end in limits.items() if end == len(tensor)]
+            looked_up = [attrgetter(name)(operation).numel() for name, end in limits.items() if end == len(tensor)]
             size = min([size, *(count * tensor.shape[1] * tensor.element_size() for count in looked_up)])
         found[tensor.data_ptr()] = tensor, size
     return found

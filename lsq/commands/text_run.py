@@ -174,7 +174,7 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
         **scores(hypotheses, prepared.lines("test", "tgt"), options.bleu_tokenizer),
         "test_pairs": len(hypotheses),
         "updates": curve.updates,
-        "training_seconds": round(curve.seconds, 1),
+        "training_seconds": round(curve.seconds, 3),
         "best_update": best,
         "best_validation_loss": curve.validation.get(best),
         "options": {**key, "--beam": options.beam, "more": options.extra},

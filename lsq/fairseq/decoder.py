@@ -91,14 +91,12 @@ class LSQDecoder(CPUStack, FairseqIncrementalDecoder):
         """What `step` of a layer takes beside x and its state; nothing without an encoder."""
         return ()
 
-    def loss(self, tokens: Tensor, target: Tensor, label_smoothing: float, *memory) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, nll_loss, features float32 [M, H]) of tokens and target int64 [B, T]; the logits are never stored.
+    def loss(self, features: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, nll_loss, features) of features float32 [M, H] and targets int64 [M]; the logits are never stored.
 
-        The losses are summed over the targets that are not padding. `memory`: as of `rows`.
+        The losses are summed over the targets that are not padding.
         """
-        packing = Packing(tokens.eq(self.padding_idx))
-        features = self.last_rows(tokens, packing, *memory)
-        return *self.output_projection.loss(features, packing.pack(target), label_smoothing), features
+        return *self.output_projection.loss(features, targets, label_smoothing), features
 
     def output_layer(self, features: Tensor) -> Tensor:
         """features float32 [B, T, H] -> logits float32 [B, T, V]."""

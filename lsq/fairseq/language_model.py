@@ -17,7 +17,7 @@ from lsq.fairseq.decoder import LSQDecoder
 from lsq.fairseq.memory import bounding_batch
 from lsq.fairseq.model import LSQModel
 from lsq.fairseq.task import LSQTask, TaskOptions
-from lsq.layers import TransformerEncoderLayer
+from lsq.layers import Packing, TransformerEncoderLayer
 
 MODEL, TASK = "lsq_transformer_lm", "lsq_language_modeling"
 SUFFIXES = """
@@ -80,7 +80,9 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         self.calibrate(lambda: self.decoder(src_tokens))
         if target is None:
             return self.decoder(src_tokens, **extra)
-        return self.decoder.loss(src_tokens, target, label_smoothing)
+        packing = Packing(src_tokens.eq(self.decoder.padding_idx))
+        features = self.decoder.last_rows(src_tokens, packing)
+        return self.decoder.loss(features, packing.pack(target), label_smoothing)
 
 
 def base_architecture(args: Namespace) -> None:

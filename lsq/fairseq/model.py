@@ -143,5 +143,9 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         if target is None:
             return run(features_only)
         source = Packing(src_tokens.eq(self.encoder.padding_idx))
-        memory = self.encoder.last_rows(src_tokens, source)
-        return self.decoder.loss(prev_output_tokens, target, label_smoothing, memory, source)
+        packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx))
+        # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed again.
+        features = self.decoder.last_rows(
+            prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source
+        )
+        return self.decoder.loss(features, packing.pack(target), label_smoothing)

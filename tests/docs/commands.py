@@ -24,7 +24,7 @@ from fairseq import checkpoint_utils, options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from torch.distributed import run as torchrun
 
-from lsq.commands import COMMANDS, train
+from lsq.commands import train
 from tests.docs.pages import ROOT
 from tests.docs.reader import Reader
 
@@ -58,18 +58,23 @@ def until_parsed() -> Iterator[list[argparse.Namespace]]:
     assert parsed, "the program has no command line of argparse's"
 
 
+def command(name: str):
+    """The module of a subcommand of lsq."""
+    return importlib.import_module(f"lsq.commands.{name.replace('-', '_')}")
+
+
 # Ways to follow a command: way(reader, its words with those of the rule's `extra`)
 
 
 def run_lsq(reader: Reader, words: list[str]) -> None:
     """Run a subcommand of lsq in this process, and let go of what a process would when it ends."""
-    assert importlib.import_module(COMMANDS[words[1]].module).run(words[2:]) == 0
+    assert command(words[1]).run(words[2:]) == 0
     gc.collect()  # a training reports when its task is dropped
 
 
 def parse_lsq(reader: Reader, words: list[str]) -> None:
     """Parse the command line of a subcommand of lsq; one that only makes data leaves the folder for them."""
-    module = importlib.import_module(COMMANDS[words[1]].module)
+    module = command(words[1])
     with until_parsed() as parsed:
         module.run(words[2:])
     if words[1] == "numbers" or getattr(parsed[0], "prepare_only", False):

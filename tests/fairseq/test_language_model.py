@@ -11,7 +11,6 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq_cli import eval_lm
-from test_task import ONE_OF_TWO, USER_DIR, start
 
 from lsq.commands import generate, limits
 from lsq.commands.plan import parse_step
@@ -21,6 +20,7 @@ from lsq.fairseq import checkpoint, language_model, memory, signals
 from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
+from tests.fairseq.test_task import ONE_OF_TWO, USER_DIR, start
 
 TINY = (
     "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2 "
@@ -220,7 +220,7 @@ def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
     assert state["cfg"]["model"].lsq_from is None
     for given, message in (
         ("--decoder-attention-heads 2", "--decoder-attention-heads: 4 in the checkpoint, 2 here"),
-        ("--no-decoder-final-norm", "decoder.layer_norm.weight: only in the checkpoint"),
+        ("--no-decoder-final-norm", r"decoder.layer_norm.weight: \[32\] in the checkpoint, nothing here"),
     ):
         with pytest.raises(ValueError, match=message):
             build(f"{same} --lsq-from {path} {given}")

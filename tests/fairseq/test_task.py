@@ -57,7 +57,7 @@ def start(arguments: list[str]) -> subprocess.Popen:
 
 
 def command(toy, folder, options: str) -> list[str]:
-    from conftest import SHORT, TINY
+    from tests.fairseq.conftest import SHORT, TINY
 
     return [str(toy), "--user-dir", str(USER_DIR), *TINY, *SHORT, "--save-dir", str(folder), *options.split()]
 

@@ -12,7 +12,7 @@ from lsq.program.frames import FreshFrame
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of
 
-SERVING = ("decoder without backward", "memory", "step")
+SERVING = ("decoder without backward", "memory", "step", "causal step")
 """How the names of programs for inference begin."""
 
 
