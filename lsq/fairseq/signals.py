@@ -17,10 +17,18 @@ from lsq.layers import TensorStatistics, observe, quantized_tensors
 
 logger = logging.getLogger(__name__)
 
+LEAST_INTERVAL = 25
+"""Updates between two collections, at least: an update that is looked at takes about half as long again."""
 LARGEST_CLIPPED_SHARE = 0.05
 """A tensor with a larger share of its values clipped is warned of."""
 SMALLEST_CODE = 7
 """An 8-bit tensor whose largest |code| is at most this uses fewer than 4 of the 7 bits of a magnitude."""
+
+
+def interval_of(log_interval: int) -> int:
+    """Updates between two collections in a training that logs that often: a multiple of it, LEAST_INTERVAL or more."""
+    log_interval = max(log_interval, 1)
+    return log_interval * -(-LEAST_INTERVAL // log_interval)
 
 
 def complaint(statistics: TensorStatistics, bits: int) -> str | None:
@@ -49,7 +57,7 @@ class TrainingSignals:
     """
 
     def __init__(self, model: nn.Module, *, bits: int, interval: int, folder: str | None = None):
-        self.model, self.bits, self.interval, self.folder = model, bits, max(interval, 1), folder
+        self.model, self.bits, self.interval, self.folder = model, bits, interval, folder
         self.clips = dict(quantized_tensors(model))
         self.last: dict[str, TensorStatistics] = {}
         self.last_update = 0

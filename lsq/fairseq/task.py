@@ -15,7 +15,7 @@ from omegaconf import II
 from lsq.fairseq import tuned_products
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
-from lsq.fairseq.signals import TrainingSignals
+from lsq.fairseq.signals import TrainingSignals, interval_of
 from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
@@ -105,7 +105,7 @@ class LSQTask(GradientTask):
             self.signals = TrainingSignals(
                 model,
                 bits=model.decoder.output_projection.quant.bits,
-                interval=self.cfg.log_interval,
+                interval=interval_of(self.cfg.log_interval),
                 folder=self.cfg.tensorboard_logdir or None,
             )
             # fairseq tells no task that training is over: the summaries come when it drops the task, or at exit

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lsq.fairseq.signals import TrainingSignals, complaint
+from lsq.fairseq.signals import TrainingSignals, complaint, interval_of
 from lsq.layers import TensorStatistics, quantized_tensors
 
 HEALTHY = TensorStatistics(kind="activation", clip=2.0, clipped_share=0.01, zero_share=0.1, largest_code=127)
@@ -48,6 +48,11 @@ def step(build, batch):
         return signals, one
 
     return step
+
+
+@pytest.mark.parametrize(("log_interval", "interval"), [(0, 25), (1, 25), (10, 30), (25, 25), (100, 100)])
+def test_seldom_enough_to_cost_little(log_interval, interval):
+    assert interval_of(log_interval) == interval
 
 
 def test_first_and_every_interval_are_collected(step):
@@ -127,7 +132,8 @@ def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
     assert [*heading.split()[:3], warned] == ["tensor", "kind", "clip", "0 of 54 tensors were warned of"]
 
 
-def test_training_logs_signals_and_summary(train, tmp_path, caplog):
+def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("lsq.fairseq.signals.LEAST_INTERVAL", 2)
     caplog.set_level(logging.INFO)
     train(tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board")
     summaries = [record.message for record in caplog.records if "Quantised tensors at update 2" in record.message]
