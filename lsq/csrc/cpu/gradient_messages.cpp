@@ -64,9 +64,7 @@ struct Rounder {
 void pack_halves(const int8_t* codes, int64_t n, uint8_t* out) {
 #pragma omp simd
     for (int64_t i = 0; i < n / 2; ++i) {
-        uint16_t pair;  // the first in the low byte
-        std::memcpy(&pair, codes + 2 * i, 2);
-        out[i] = static_cast<uint8_t>((pair & 0x0Fu) | (pair >> 4 & 0xF0u));
+        out[i] = static_cast<uint8_t>((codes[2 * i] & 0x0F) | codes[2 * i + 1] << 4);  // the first in the low half
     }
 }
 

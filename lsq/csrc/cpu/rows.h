@@ -66,7 +66,8 @@ inline bool round_row(
         float* error = coded.error + first;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            error[i] = outside[i] ? 0.0f : (static_cast<float>(out[i]) - scaled[i]) / q;
+            const float off = (static_cast<float>(out[i]) - scaled[i]) / q;
+            error[i] = outside[i] ? 0.0f : off;
         }
     }
     return missing != 0;

@@ -39,12 +39,12 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
         const int64_t offset = row * n % 4;
         philox(op.key[0], op.subsequence, row * n - offset, n + offset, scratch.words.data());
         const uint32_t* drawn = scratch.words.data() + offset;
-        const float scale = row_scale[row], *factor = reciprocal.data();
+        const float scale = row_scale[row], most = q, *factor = reciprocal.data();
         const int8_t* line = codes + row * n;
         int8_t* out = rounded + row * n;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            out[i] = round_at_random(static_cast<float>(line[i]) * scale * factor[i], drawn[i], q);
+            out[i] = round_at_random(static_cast<float>(line[i]) * scale * factor[i], drawn[i], most);
         }
         return 0;
     });
