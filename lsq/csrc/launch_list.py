@@ -1,12 +1,15 @@
 """Launches and products with their tensors, turned into a list that C++ replays with one call."""
 
 import contextlib
+import ctypes
+import itertools
+import struct
 from collections.abc import Sequence
 
 import torch
 
+from lsq.csrc import runtime
 from lsq.csrc.launch import TICKET, Launch, Product, check
-from lsq.csrc.runtime import Replay, address, argument
 
 ALIGNMENT = 16
 """Bytes to whose multiples the addresses of tensors must be aligned."""
@@ -37,13 +40,15 @@ class LaunchList:
         prepared = [device.products.prepare(entry) for entry in self._entries if isinstance(entry, Product)]
         largest = max((one.algorithm.workspace_bytes for one in prepared), default=0)
         self._workspace = aligned_workspace(largest, device.place)
-        self._replay = Replay(device.driver)
+        self._library = runtime.library()
+        self._list = ctypes.c_void_p(self._library.lsq_list_create(device.driver.handle))
+        self._message = ctypes.create_string_buffer(runtime.MESSAGE_BYTES)
         for entry in self._entries:
             if isinstance(entry, Launch):
                 self._add_launch(entry, title)
             else:
                 self._add_product(entry, prepared.pop(0), title)
-        self._replay.close()
+        self._library.lsq_list_close(self._list)
         if forget:
             self._entries = []
 
@@ -53,12 +58,15 @@ class LaunchList:
         Raises:
             RuntimeError: a launch failed; the message names the kernel or product and its sizes.
         """
-        try:
-            self._replay.run(self.device.stream())
-        except RuntimeError:
+        stream, size = ctypes.c_void_p(self.device.stream()), ctypes.c_int64(runtime.MESSAGE_BYTES)
+        if self._library.lsq_list_run(self._list, stream, self._message, size):
             with contextlib.suppress(RuntimeError):  # a GPU whose context is lost takes no more work
                 self._ticket_memory.zero_()  # a kernel that did not finish leaves them as they are
-            raise
+            raise RuntimeError(self._message.value.decode(errors="replace"))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_list"):
+            self._library.lsq_list_destroy(self._list)
 
     def _new_tickets(self):
         launches = [entry for entry in self._entries if isinstance(entry, Launch)]
@@ -68,31 +76,41 @@ class LaunchList:
         return iter(range(first, first + 8 * wanted, 8))
 
     def _argument(self, value, what: str) -> bytes:
-        if value is None:
-            return address(0)
-        if value is TICKET:
-            return address(next(self._tickets))
+        """What a kernel reads: 8 bytes of a pointer, an int64_t or (in the first four) a float, or a struct."""
         place = self.device.place
-        if isinstance(value, torch.Tensor):
-            return address(contiguous_address(value, place, what))
         if hasattr(value, "pack"):
             return value.pack(lambda tensor: contiguous_address(tensor, place, what))
-        return argument(value)
+        if isinstance(value, float):
+            return struct.pack("<fxxxx", value)
+        if value is None:
+            value = 0
+        elif value is TICKET:
+            value = next(self._tickets)
+        elif isinstance(value, torch.Tensor):
+            value = contiguous_address(value, place, what)
+        return struct.pack("<q", value)
 
     def _add_launch(self, entry: Launch, title: str) -> None:
         what = f"{title}: {entry.kernel}" if title else str(entry.kernel)
         function = self.device.function(entry.kernel, entry.shared)
         values = [self._argument(value, what) for value in entry.arguments]
-        self._replay.add_launch(what, function, entry.grid, entry.block, entry.shared, values)
+        *begins, count = itertools.accumulate((len(value) // 8 for value in values), initial=0)
+        self._library.lsq_list_add_launch(
+            self._list, what.encode(), ctypes.c_void_p(function), (ctypes.c_int64 * 6)(*entry.grid, *entry.block),
+            ctypes.c_int64(entry.shared), b"".join(values), ctypes.c_int64(count),
+            (ctypes.c_int64 * len(values))(*begins), ctypes.c_int64(len(values)),
+        )
 
     def _add_product(self, entry: Product, prepared, title: str) -> None:
         what = f"{title}: {prepared}" if title else str(prepared)
         place, vector = self.device.place, isinstance(entry.alpha, torch.Tensor)
         a, b, out = (tensor_address(tensor, place, what) for tensor in (entry.a, entry.b, entry.out))
         alphas = tensor_address(entry.alpha, place, what) if vector else None
-        memory = self._workspace.data_ptr(), self._workspace.numel()
-        alpha = 1.0 if vector else entry.alpha
-        self._replay.add_product(what, prepared.native.address, a, b, out, alphas, alpha, memory)
+        self._library.lsq_list_add_product(
+            self._list, what.encode(), *map(ctypes.c_void_p, (prepared.native.address, a, b, out, alphas)),
+            ctypes.c_float(1.0 if vector else entry.alpha), ctypes.c_void_p(self._workspace.data_ptr()),
+            ctypes.c_int64(self._workspace.numel()),
+        )
 
 
 def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
