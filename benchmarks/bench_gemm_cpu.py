@@ -18,14 +18,14 @@ from lsq.gemm import configuration_file, lookup
 from lsq.gemm.configuration import CpuConfiguration, Entry, Times
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.product_key import ProductKey
-from lsq.tune.cpu import CpuBackend
+from lsq.tune.cpu import CpuTrial
 
 QUICK = [ProductKey(op="project", m=8, n=32, k=16), ProductKey(op="project_weight_gradient", m=16, n=32, k=8)]
 
 
-def rows_of(entry: Entry, backend: CpuBackend, rounds: int) -> dict:
+def rows_of(entry: Entry, cache: int | None, rounds: int) -> dict:
     """The row of the table for one entry."""
-    trial = backend.trial(entry.key)
+    trial = CpuTrial(entry.key, cache)
     untuned = CpuConfiguration.default(entry.key)
     sides = {
         "tuned": lambda repeats: trial.seconds(entry.configuration, repeats),
@@ -103,8 +103,8 @@ def main(arguments: list[str] | None = None) -> None:
     entries = file.entries[:: options.every]
     if not entries:
         raise SystemExit("no product is tuned for this CPU and this number of threads; run `lsq tune` first")
-    backend = CpuBackend(cache=2**10) if options.quick else CpuBackend()
-    table = [rows_of(entry, backend, options.rounds) for entry in tqdm(entries, disable=None, leave=False)]
+    cache = 2**10 if options.quick else None
+    table = [rows_of(entry, cache, options.rounds) for entry in tqdm(entries, disable=None, leave=False)]
     figures = list(classes(table))
     print(common.table(figures), end="\n\n")
     common.report(

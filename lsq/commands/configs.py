@@ -6,7 +6,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lsq.commands.options import one_line_errors
-from lsq.commands.tune import backend
+from lsq.commands.tune import trials
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import Entry
 from lsq.gemm.configuration_file import ConfigurationFile
@@ -127,7 +127,7 @@ def verify(path: Path, *, quiet: bool) -> int:
     if refusal is not None:
         raise ValueError(f"{path}: {refusal}; verify it on the device that it was made on")
     faults = 0
-    runner = backend(file.validators.kind, cache=0)  # one set of operands: nothing is timed
+    runner = trials(file.validators.kind, cache=0)  # one set of operands: nothing is timed
     hidden = quiet or None  # None: where there is no terminal
     with tqdm(file.entries, desc="verifying", unit="entry", disable=hidden, leave=False) as bar:
         for entry in bar:

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 import math
+import statistics
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +20,10 @@ from lsq.gemm import configuration_file, device
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
 from lsq.tune import product_list
-from lsq.tune.cpu import CpuBackend
+from lsq.tune.cpu import CpuTrial
 from lsq.tune.cublaslt import CublasBackend
 from lsq.tune.search import Summary, tune
-from lsq.tune.trial import Backend, Outcome
+from lsq.tune.trial import Outcome, Trials
 
 STEPS = 16
 """Numbers of tokens up to --max-tokens, unless --step is given."""
@@ -94,7 +96,7 @@ def run(arguments: list[str]) -> int:
     if given.arch or given.shapes:
         with _progress(keys, given.quiet) as progress:
             summary = tune(
-                backend(kind, exhaustive=given.exhaustive), keys, path, validators, again=given.again,
+                trials(kind, exhaustive=given.exhaustive), keys, path, validators, again=given.again,
                 seconds=given.seconds or math.inf, progress=progress,
             )
         print(report(summary))
@@ -137,7 +139,7 @@ def _of_training(given: Namespace, training: Sequence[str], kind: str) -> list[P
     )
 
 
-def backend(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> Backend:
+def trials(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> Trials:
     """What runs products on a device of this kind.
 
     Args:
@@ -147,9 +149,9 @@ def backend(kind: str, *, exhaustive: bool = False, cache: int | None = None) ->
         RuntimeError: there is no libcublasLt.
     """
     if kind == "cpu":
-        return CpuBackend(cache)
+        return functools.partial(CpuTrial, cache=cache)
     products = Products(torch.device("cuda", torch.cuda.current_device()))
-    return CublasBackend(products, exhaustive=exhaustive, cache=cache)
+    return CublasBackend(products, exhaustive=exhaustive, cache=cache).trial
 
 
 def _default_path(name: str) -> Path:
@@ -168,15 +170,10 @@ def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[Pro
         def progress(key: ProductKey, outcome: Outcome | None) -> None:
             if outcome is not None:
                 gains.append(outcome.default / outcome.chosen)
-                bar.set_postfix_str(f"{_mean(gains):.3f} times as fast", refresh=False)
+                bar.set_postfix_str(f"{statistics.geometric_mean(gains):.3f} times as fast", refresh=False)
             bar.update()
 
         yield progress
-
-
-def _mean(gains: Sequence[float]) -> float:
-    """Geometric."""
-    return math.exp(sum(map(math.log, gains)) / len(gains))
 
 
 def report(summary: Summary) -> str:
@@ -185,10 +182,11 @@ def report(summary: Summary) -> str:
     lines = [f"file       {summary.path}", f"tuned      {len(entries)} products"]
     if entries:
         gains = [entry.gain for entry in entries]
-        floats = _mean([entry.times.float / entry.times.chosen for entry in entries])
+        average = statistics.geometric_mean(gains)
+        floats = statistics.geometric_mean(entry.times.float / entry.times.chosen for entry in entries)
         changed = sum(entry.times.chosen != entry.times.default for entry in entries)
         lines.append(f"faster     {changed} of them")
-        lines.append(f"           {_mean(gains):.3f} times as fast as untuned on average, {max(gains):.2f} at best")
+        lines.append(f"           {average:.3f} times as fast as untuned on average, {max(gains):.2f} at best")
         lines.append(f"           {floats:.1f} times as fast as floats on average")
     counts = [
         (summary.skipped, "had an entry already; --again tunes them, too"),

@@ -1,6 +1,6 @@
 """A picture of a file of tuned products: how much faster they are, across shapes."""
 
-import math
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,10 +47,9 @@ def _panel(axes: Axes, entries: Sequence[Entry], gain: Callable[[Entry], float],
         if not chosen:
             continue
         gains = [gain(entry) for entry in chosen]
-        mean = math.exp(sum(map(math.log, gains)) / len(gains))
         axes.plot(
             [entry.key.arithmetic for entry in chosen], gains, MARKERS[number], color=f"C{number}", alpha=0.7,
-            markersize=5, markeredgewidth=0, label=f"{op}: {mean:.2f} on average",
+            markersize=5, markeredgewidth=0, label=f"{op}: {statistics.geometric_mean(gains):.2f} on average",
         )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")

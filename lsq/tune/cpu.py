@@ -62,31 +62,19 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
     return [default, *(each for each in found if scratch_bytes(key, each) <= most)]
 
 
-class CpuBackend:
-    """The products of this CPU, by as many threads as torch has.
-
-    Args:
-        cache: bytes that the operands of a product exceed together.
-    """
-
-    def __init__(self, cache: int | None = None) -> None:
-        self.cache = last_level_cache() if cache is None else cache
-
-    def candidates(self, key: ProductKey) -> Sequence[CpuConfiguration]:
-        return candidates(key)
-
-    def trial(self, key: ProductKey) -> "CpuTrial":
-        return CpuTrial(key, self.cache)
-
-
 class CpuTrial:
     """One product on the CPU, with what reads its sums.
 
     An operation reads its sums at once, block by block, so that the best number of rows depends on the caches that both
     share. Here the end of Project stands for all readers.
+
+    Args:
+        key: the product, which runs on as many threads as torch has.
+        cache: bytes that its operands exceed together; None: those of the largest cache.
     """
 
-    def __init__(self, key: ProductKey, cache: int) -> None:
+    def __init__(self, key: ProductKey, cache: int | None = None) -> None:
+        cache = last_level_cache() if cache is None else cache
         self.key, self._cache = key, cache
         generator = torch.Generator().manual_seed(0)
         a, b = (laid(whole_numbers(key, name, LARGEST, generator), key, name) for name in ("a", "b"))
@@ -98,6 +86,9 @@ class CpuTrial:
         self._readers = [_reader(result) for _, _, result in self._sets]
         self._floats: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
+
+    def candidates(self) -> Sequence[CpuConfiguration]:
+        return candidates(self.key)
 
     def fault(self, configuration: CpuConfiguration) -> str | None:
         a, b, _ = self._sets[0]

@@ -192,6 +192,9 @@ class CublasTrial:
         self._checksums = RowChecksums(a, b) if sums else None
         self._expected = None if sums else self._exact(a, b)
 
+    def candidates(self) -> Sequence[CublasConfiguration]:
+        return self.backend.candidates(self._own.key)
+
     def fault(self, configuration: CublasConfiguration) -> str | None:
         *_, out = self._own.operands()
         try:

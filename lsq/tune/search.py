@@ -13,7 +13,7 @@ from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.device import Validators, difference
 from lsq.gemm.product_key import ProductKey
 from lsq.lock import locked_file
-from lsq.tune.trial import Backend, Outcome, Settings, compare
+from lsq.tune.trial import Outcome, Settings, Trials, compare
 
 
 @dataclass(kw_only=True)
@@ -54,7 +54,7 @@ def opened(path: Path, validators: Validators) -> ConfigurationFile:
 
 
 def tune(
-    backend: Backend,
+    trials: Trials,
     keys: Sequence[ProductKey],
     path: Path,
     validators: Validators,
@@ -68,7 +68,7 @@ def tune(
     """Find the best way to run each product that has no entry yet, and write each entry as soon as it is there.
 
     Args:
-        backend: the products of this device.
+        trials: of this device.
         keys: in the order in which they are tuned; those that round to the same one are tuned once.
         path: the file, which is made or gone on with.
         validators: of this device.
@@ -96,7 +96,7 @@ def tune(
                     break
                 else:
                     try:
-                        outcome = _tune_one(backend, key, settings, deadline, clock)
+                        outcome = _tune_one(trials, key, settings, deadline, clock)
                     except (RuntimeError, ValueError, MemoryError) as error:
                         summary.failed.append((key, str(error)))
                 if outcome is not None:
@@ -112,14 +112,14 @@ def tune(
     return summary
 
 
-def _tune_one(backend, key, settings, deadline, clock) -> Outcome:
-    candidates = backend.candidates(key)
-    with contextlib.closing(backend.trial(key)) as trial:
+def _tune_one(trials, key, settings, deadline, clock) -> Outcome:
+    with contextlib.closing(trials(key)) as trial:
+        candidates = trial.candidates()
         outcome = compare(trial, candidates, settings, deadline=deadline, clock=clock)
     for _ in range(settings.confirmations):
         if outcome.configuration == candidates[0]:
             break
-        with contextlib.closing(backend.trial(key)) as trial:
+        with contextlib.closing(trials(key)) as trial:
             again = compare(trial, [candidates[0], outcome.configuration], settings)
         counts = {name: getattr(outcome, name) for name in ("refused", "complete")}
         outcome = dataclasses.replace(again, **counts)

@@ -1,6 +1,6 @@
 """Compares the ways to run one product: checked exactly, timed in turns, judged by medians of each round's ratios.
 
-The ways come from a backend (cpu.py, cublaslt.py); nothing here knows of devices.
+The ways come from a trial (cpu.py, cublaslt.py); nothing here knows of devices.
 """
 
 import contextlib
@@ -22,6 +22,13 @@ LARGEST_PRODUCT = 2**31
 class Trial(Protocol):
     """One product with its operands: several sets of them, used in turn, together larger than the caches."""
 
+    def candidates(self) -> Sequence[Any]:
+        """Ways to run the product, what runs untuned first.
+
+        Raises:
+            RuntimeError, ValueError: the device has none.
+        """
+
     def fault(self, configuration: Any) -> str | None:
         """Run once and compare with exact arithmetic: what is wrong, or None."""
 
@@ -35,22 +42,8 @@ class Trial(Protocol):
         """Free what was allocated."""
 
 
-class Backend(Protocol):
-    """The products of one device."""
-
-    def candidates(self, key: ProductKey) -> Sequence[Any]:
-        """Ways to run a product, what runs untuned first.
-
-        Raises:
-            RuntimeError, ValueError: the device has no such product.
-        """
-
-    def trial(self, key: ProductKey) -> Trial:
-        """A product with operands.
-
-        Raises:
-            RuntimeError, ValueError: as `candidates`, or there is no memory for them.
-        """
+Trials = Callable[[ProductKey], Trial]
+"""Makes the trials of one device. It raises RuntimeError, ValueError or MemoryError: no such product, or no memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +204,13 @@ def _interquartile(values: list[float]) -> float:
     return upper - lower
 
 
-def entry_fault(entry: Entry, backend: Backend) -> str | None:
+def entry_fault(entry: Entry, trials: Trials) -> str | None:
     """What is wrong with an entry, in words, or None: it is run once and compared with exact arithmetic."""
     needed = entry.key.bytes
     if needed > LARGEST_PRODUCT:
         return f"not run, because its operands and its result take {needed / 2**30:.1f} GiB; remove the entry"
     try:
-        with contextlib.closing(backend.trial(entry.key)) as trial:
+        with contextlib.closing(trials(entry.key)) as trial:
             fault = trial.fault(entry.configuration)
     except (RuntimeError, ValueError, MemoryError) as error:
         fault = f"it does not run here ({error})"

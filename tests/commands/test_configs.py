@@ -80,13 +80,13 @@ def test_mistakes_are_one_line(machine, capsys):
 def test_verify(machine, monkeypatch, capsys):
     path = machine.add(machine.user, "a", entry(8), entry(9))
     faults = {8: None, 9: "its sums are wrong"}
-    monkeypatch.setattr(configs, "backend", lambda kind, cache: None)
-    monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: faults[entry.key.m])
+    monkeypatch.setattr(configs, "trials", lambda kind, cache: None)
+    monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: faults[entry.key.m])
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 1
     wrong, total = capsys.readouterr().out.splitlines()
     assert wrong == "project 9 x 128 x 256 (int8 to int32, nt): its sums are wrong"
     assert total == "2 entries checked; 1 wrong."
-    monkeypatch.setattr(configs, "entry_fault", lambda entry, backend: None)
+    monkeypatch.setattr(configs, "entry_fault", lambda entry, trials: None)
     assert cli.main(["configs", "verify", str(path), "--quiet"]) == 0
     assert capsys.readouterr().out == "2 entries checked; none wrong.\n"
 

@@ -198,11 +198,11 @@ def test_interruption_and_failures_are_told(shapes, tmp_path, capsys, monkeypatc
 
     times = {512: 1.0, 7: 0.5}
     output = tmp_path / "file.json"
-    monkeypatch.setattr(tune, "backend", lambda *_, **__: FakeBackend(times, before=stop))
+    monkeypatch.setattr(tune, "trials", lambda *_, **__: FakeBackend(times, before=stop).trial)
     assert main("--shapes", shapes, "--output", output, "--quiet") == 130
     printed = capsys.readouterr().out
     assert "1 were not reached" in printed and "stopped    by Ctrl-C" in printed and "2.000 times as fast" in printed
-    monkeypatch.setattr(tune, "backend", lambda *_, **__: FakeBackend(times, faults={512: "row 1"}))
+    monkeypatch.setattr(tune, "trials", lambda *_, **__: FakeBackend(times, faults={512: "row 1"}).trial)
     assert main("--shapes", shapes, "--output", output, "--quiet") == 1
     assert f"failed     {KEYS[1]}: the product is wrong" in capsys.readouterr().out
 

@@ -32,6 +32,9 @@ class FakeTrial:
         self.log = []
         self.closed = False
 
+    def candidates(self):
+        return [way(rows) for rows in self.times]
+
     def fault(self, configuration):
         self.log.append(("checked", configuration.rows))
         self.clock.now += self._time(configuration)
@@ -68,9 +71,6 @@ class FakeBackend:
         self.times, self.before, self.clock, self.options = times, before, clock or Clock(), options
         self.keys = []
         self.trials = []
-
-    def candidates(self, key):
-        return [way(rows) for rows in self.times]
 
     def trial(self, key):
         self.before(key)

@@ -9,7 +9,7 @@ from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import scratch_bytes
 from lsq.gemm.product_key import REQUESTS
 from lsq.tune import cpu
-from lsq.tune.cpu import CpuBackend, candidates, last_level_cache
+from lsq.tune.cpu import CpuTrial, candidates, last_level_cache
 from lsq.tune.trial import Settings, compare
 from tests.gemm.operands import asked, matmul
 
@@ -38,7 +38,7 @@ def test_products_that_the_cpu_does_not_choose_for_are_refused():
 @pytest.mark.parametrize("op", REQUESTS)
 def test_every_candidate_is_right(op):
     key = asked(op, 70, 48, 112)
-    trial = CpuBackend(cache=2**14).trial(key)
+    trial = CpuTrial(key, cache=2**14)
     for each in candidates(key):
         assert trial.fault(each) is None
         assert trial.seconds(each, 2) > 0
@@ -48,7 +48,7 @@ def test_every_candidate_is_right(op):
 
 def test_wrong_results_are_found(monkeypatch):
     key = asked("project", 70, 48, 112)
-    trial = CpuBackend(cache=0).trial(key)
+    trial = CpuTrial(key, cache=0)
 
     def wrong(a, b, *, out):
         out.copy_((a.float() @ b.float().t()).int())
@@ -66,7 +66,7 @@ def test_wrong_results_are_found(monkeypatch):
 def test_operands_exceed_the_cache():
     key = asked("project", 64, 64, 64)
     for cache in (0, 10_000, 10**6):
-        trial = CpuBackend(cache=cache).trial(key)
+        trial = CpuTrial(key, cache=cache)
         sizes = [a.nbytes + b.nbytes + out.nbytes for a, b, out in trial._sets]
         assert sum(sizes) > 2 * cache and sum(sizes[1:]) <= 2 * cache + sizes[0]
         assert len({tensor.data_ptr() for each in trial._sets for tensor in each}) == 3 * len(sizes)
@@ -74,7 +74,7 @@ def test_operands_exceed_the_cache():
 
 def test_the_sums_of_the_operands_are_large():
     """Instructions that saturate would show."""
-    trial = CpuBackend(cache=0).trial(asked("project", 40, 32, 2000))
+    trial = CpuTrial(asked("project", 40, 32, 2000), cache=0)
     a, b, _ = trial._sets[0]
     sums = a.double() @ b.double().t()
     assert sums.abs().max() > 2**24

@@ -133,8 +133,8 @@ def test_products_that_cublaslt_has_not(products, key):
 def test_tuning_and_using_what_was_tuned(products, tmp_path):
     path = tmp_path / "gpu.json"
     backend = CublasBackend(products, exhaustive=True, cache=2**14)
-    summary = tune(backend, list(KEYS.values()), path, GPU, settings=SETTINGS)
+    summary = tune(backend.trial, list(KEYS.values()), path, GPU, settings=SETTINGS)
     assert len(summary.entries) == len(KEYS) and not summary.failed and not summary.refused
     for entry in configuration_file.read(path).entries:
         assert products.check(entry.key, entry.configuration.algorithm) == entry.configuration
-        assert entry_fault(entry, backend) is None
+        assert entry_fault(entry, backend.trial) is None

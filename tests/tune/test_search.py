@@ -27,7 +27,7 @@ def path(tmp_path):
 
 def run(path, backend=None, keys=KEYS, validators=CPU, settings=SETTINGS, **options):
     backend = backend or FakeBackend(TIMES)
-    return tune(backend, keys, path, validators, settings=settings, clock=backend.clock, **options), backend
+    return tune(backend.trial, keys, path, validators, settings=settings, clock=backend.clock, **options), backend
 
 
 def known(path):

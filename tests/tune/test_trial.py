@@ -103,7 +103,7 @@ def test_no_candidate_is_taken_up_after_the_deadline():
 
 def test_an_entry_is_run_once():
     backend = FakeBackend({96: 1.0})
-    assert entry_fault(entry(8), backend) is None
+    assert entry_fault(entry(8), backend.trial) is None
     (trial,) = backend.trials
     assert backend.keys == [entry(8).key] and trial.log == [("checked", 96)] and trial.closed
 
@@ -121,11 +121,11 @@ def test_faults_of_an_entry(options, message):
         raise options["before"]
 
     backend = FakeBackend({96: 1.0}, **options | ({"before": fail} if "before" in options else {}))
-    assert entry_fault(entry(8), backend) == message
+    assert entry_fault(entry(8), backend.trial) == message
     assert all(trial.closed for trial in backend.trials)
 
 
 def test_entries_that_no_memory_holds_are_not_run():
     backend = FakeBackend({96: 1.0})
-    fault = entry_fault(entry(2**31 - 32, n=2**31 - 1), backend)
+    fault = entry_fault(entry(2**31 - 32, n=2**31 - 1), backend.trial)
     assert fault.startswith("not run, because its operands and its result take") and not backend.trials
