@@ -6,7 +6,7 @@ by entry: what one file lacks is taken from the next. A file whose validators do
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,33 +163,15 @@ def paths() -> list[tuple[str, Path]]:
     ]
 
 
-def find(here: Validators, explicit: Sequence[Path] | None = None) -> list[Found]:
-    """Look at every file.
-
-    Args:
-        here: the device.
-        explicit: the files to look at, all of which must hold; None: those of `paths()`.
-
-    Raises:
-        ValueError: an explicit file is damaged, or was made for something else; the message names what differs.
-        OSError: an explicit file cannot be read.
-    """
-    if explicit is None:
-        return [_look(path, source, here) for source, path in paths()]
+def find(here: Validators) -> list[Found]:
+    """Every file where files are searched, and whether it holds for a device; what is wrong with it is its refusal."""
     found = []
-    for path in explicit:
-        file = read(path)
-        refusal = difference(file.validators, here)
-        if refusal is not None:
-            raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
-        found.append(Found(path=path, source="explicit", file=file, refusal=None))
+    for source, path in paths():
+        file = None
+        try:
+            file = read(path)
+            refusal = difference(file.validators, here)
+        except (ValueError, OSError) as error:
+            refusal = str(error).removeprefix(f"{path}: ")
+        found.append(Found(path=path, source=source, file=file, refusal=refusal))
     return found
-
-
-def _look(path: Path, source: str, here: Validators) -> Found:
-    """Read one file; what is wrong with it is its refusal."""
-    try:
-        file = read(path)
-    except (ValueError, OSError) as error:
-        return Found(path=path, source=source, file=None, refusal=str(error).removeprefix(f"{path}: "))
-    return Found(path=path, source=source, file=file, refusal=difference(file.validators, here))

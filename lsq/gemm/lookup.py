@@ -14,7 +14,7 @@ from pathlib import Path
 from lsq.gemm import configuration_file, cpu_product, device
 from lsq.gemm.configuration import CpuConfiguration, Entry
 from lsq.gemm.configuration_file import ConfigurationFile, Found
-from lsq.gemm.device import Validators
+from lsq.gemm.device import Validators, difference
 from lsq.gemm.product_key import ProductKey, rounded_tokens
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ class Table:
 
 _lock = threading.Lock()
 _generation = 0
-_explicit: tuple[Path, ...] | None = None
+_explicit = False
+"""Whether the files were named."""
 _tables: dict[str, Table] = {}
 _warned: set[tuple[Path, str]] = set()
 
@@ -139,17 +140,16 @@ def set_files(paths: Sequence[Path] | None) -> None:
         RuntimeError: a file is for a GPU, and there is none.
     """
     global _explicit, _generation
-    explicit = None if paths is None else tuple(map(Path, paths))
-    made = {}
-    if explicit is not None:
-        by_kind: dict[str, list[Path]] = {"cpu": []}
-        for path in explicit:
-            by_kind.setdefault(configuration_file.read(path).validators.kind, []).append(path)
-        for kind, chosen in by_kind.items():
-            here = device.here(kind)
-            made[kind] = Table(here, configuration_file.find(here, chosen))
+    found: dict[str, list[Found]] = {}
+    for path in map(Path, paths or ()):
+        file = configuration_file.read(path)
+        refusal = difference(file.validators, device.here(file.validators.kind))
+        if refusal is not None:
+            raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
+        found.setdefault(file.validators.kind, []).append(Found(path=path, source="explicit", file=file, refusal=None))
+    made = {kind: Table(device.here(kind), chosen) for kind, chosen in found.items()}
     with _lock:
-        _explicit = explicit
+        _explicit = paths is not None
         _generation += 1
         _tables.clear()
         _tables.update(made)
@@ -171,7 +171,7 @@ def table(kind: str = "cpu") -> Table:
     if found is None:
         with _lock:
             if kind not in _tables:
-                _tables[kind] = load(device.here(kind)) if _explicit is None else Table(device.here(kind))
+                _tables[kind] = Table(device.here(kind)) if _explicit else load(device.here(kind))
             found = _tables[kind]
     return found
 

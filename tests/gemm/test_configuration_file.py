@@ -257,16 +257,3 @@ def test_every_file_is_judged(machine):
     assert found["d"].refusal == "threads differs: the file says 64, here it is 2"
     assert found["e"].refusal.startswith("this is not JSON") and found["e"].file is None
     assert found["f"].refusal.startswith("this is not a regular file")
-
-
-def test_explicit_files_must_hold(machine):
-    good, bad = machine.add(machine.user, "a", entry()), machine.add(machine.user, "b", validators=OTHER)
-    (found,) = configuration_file.find(CPU, [good])
-    assert (found.path, found.source, found.refusal) == (good, "explicit", None)
-    with pytest.raises(ValueError, match=rf"^{bad}: device differs: the file says 'Other CPU', here .*; tune here"):
-        configuration_file.find(CPU, [good, bad])
-    with pytest.raises(FileNotFoundError):
-        configuration_file.find(CPU, [machine.user / "none.json"])
-    good.write_text("")
-    with pytest.raises(ValueError, match="this is not JSON"):
-        configuration_file.find(CPU, [good])

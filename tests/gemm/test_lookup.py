@@ -166,10 +166,16 @@ def test_an_explicit_file_of_another_device_is_an_error(machine, tmp_path):
     gemm.set_files([machine.add(tmp_path, "good", entry(9))])
     before = lookup.table()
     foreign = machine.add(tmp_path, "mine", entry(9), validators=dataclasses.replace(CPU, library_version="1.0"))
-    with pytest.raises(ValueError, match=f"^{foreign}: library_version differs: the file says '1.0', here it is '3.7"):
+    message = f"^{foreign}: library_version differs: the file says '1.0', here it is '3.7.*; tune here"
+    with pytest.raises(ValueError, match=message):
         gemm.set_files([foreign])
     with pytest.raises(RuntimeError, match="there is no cuda here"):
         gemm.set_files([machine.add(tmp_path, "gpu", cublas_entry(), validators=GPU)])
+    with pytest.raises(FileNotFoundError):
+        gemm.set_files([tmp_path / "none.json"])
+    foreign.write_text("")
+    with pytest.raises(ValueError, match="this is not JSON"):
+        gemm.set_files([foreign])
     assert lookup.table() is before
 
 

@@ -58,7 +58,7 @@ class Machine:
         monkeypatch.setattr(configuration_file, "PACKAGE_FOLDER", self.package)
         monkeypatch.setattr(device, "here", self._here)
         monkeypatch.setattr(lookup, "_tables", {})
-        monkeypatch.setattr(lookup, "_explicit", None)
+        monkeypatch.setattr(lookup, "_explicit", False)
         monkeypatch.setattr(lookup, "_warned", set())
 
     def _here(self, kind="cpu"):
