@@ -23,32 +23,15 @@ DTYPES = {torch.float32: 0, torch.float16: 2, torch.int8: 3, torch.int32: 10, to
 
 ALPHAS = {"one": 0, "scalar": 1, "vector": 2}
 
-CONFIGURATION = {
-    "id": 0,
-    "tile": 1,
-    "split_k": 2,
-    "reduction_scheme": 3,
-    "swizzle": 4,
-    "custom_option": 5,
-    "stages": 6,
-    "inner_shape": 7,
-    "cluster_shape": 8,
-}
-"""What an algorithm is made of -> cublasLtMatmulAlgoConfigAttributes_t. All but the id may be changed."""
+CONFIGURATION = (
+    "id", "tile", "split_k", "reduction_scheme", "swizzle", "custom_option", "stages", "inner_shape", "cluster_shape",
+)  # fmt: skip
+"""What an algorithm is made of, in the order of cublasLtMatmulAlgoConfigAttributes_t. All but the id may be changed."""
 
 CAPABILITIES = {
-    "split_k": 0,
-    "reduction_schemes": 1,
-    "swizzle": 2,
-    "batches": 3,
-    "custom_option_max": 7,
-    "pointer_modes": 11,
-    "numerics": 15,
-    "alignment_a": 16,
-    "alignment_b": 17,
-    "alignment_c": 18,
+    "split_k": 0, "reduction_schemes": 1, "swizzle": 2, "custom_option_max": 7, "alignment_a": 16, "alignment_b": 17,
     "alignment_d": 19,
-}
+}  # fmt: skip
 """What an algorithm can do, one number each -> cublasLtMatmulAlgoCapAttributes_t."""
 
 CAPABILITY_LISTS = {"tiles": 6, "stages": 13}
@@ -75,10 +58,7 @@ class _Spec(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in (
-            *("m", "n", "k", "dtype", "out_dtype", "alpha", "transpose_a", "transpose_b"),
-            *("leading_a", "leading_b", "leading_out"),
-        )
+        for name in "m n k dtype out_dtype alpha transpose_a transpose_b leading_a leading_b leading_out".split()
     ]
 
 
@@ -157,7 +137,7 @@ class ProductLibrary:
         """
         data, value = _checked(data), ctypes.c_int64()
         decoded = {}
-        for name, attribute in CONFIGURATION.items():
+        for attribute, name in enumerate(CONFIGURATION):
             _call("configuration", self._handle, data, attribute, ctypes.byref(value))
             decoded[name] = value.value
         return decoded
@@ -171,7 +151,7 @@ class ProductLibrary:
         """
         changed = ctypes.create_string_buffer(_checked(data), ALGORITHM_BYTES)
         for name, value in configuration.items():
-            _call("configure", self._handle, changed, CONFIGURATION[name], value)
+            _call("configure", self._handle, changed, CONFIGURATION.index(name), value)
         return changed.raw
 
     def capabilities(self, data: bytes) -> dict[str, int | list[int]]:
