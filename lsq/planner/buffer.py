@@ -27,6 +27,10 @@ class Buffer(memory.Buffer):
             raise ValueError(f"buffer {self.name!r}: it is an alias of itself; name another buffer, or None")
         if self.offset is not None:
             self._require_range("offset", 0)
+            if self.offset % self.alignment:
+                raise ValueError(
+                    f"buffer {self.name!r}: its fixed offset {self.offset} is no multiple of alignment {self.alignment}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +68,9 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
-    """What is planned as one: a buffer together with all its aliases."""
+class Block(Buffer):
+    """What is planned as one: a buffer together with all its aliases, from the first to the last use of any."""
 
-    size: int
-    """Bytes of its largest buffer."""
-    first: int
-    last: int
-    """First and last operation of the union of lives, inclusive."""
-    alignment: int
-    """The strictest of its buffers'."""
-    offset: int | None
-    """The fixed offset, if a buffer has one."""
-    pool: str
     names: tuple[str, ...]
     """Its buffers."""
 
@@ -123,14 +117,12 @@ def _block(members: Sequence[Buffer]) -> Block:
         raise ValueError(f"the aliases {', '.join(names)} are in the pools {', '.join(pools)}; they must share one")
     if len(offsets) > 1:
         raise ValueError(f"the aliases {', '.join(names)} have the fixed offsets {offsets}; they must share one")
-    alignment = max(buffer.alignment for buffer in members)
-    if offsets and offsets[0] % alignment:
-        raise ValueError(f"buffer {names[0]!r}: its fixed offset {offsets[0]} is no multiple of alignment {alignment}")
     return Block(
+        name=names[0],
         size=max(buffer.size for buffer in members),
         first=min(buffer.first for buffer in members),
         last=max(buffer.last for buffer in members),
-        alignment=alignment,
+        alignment=max(buffer.alignment for buffer in members),
         offset=offsets[0] if offsets else None,
         pool=pools[0],
         names=names,

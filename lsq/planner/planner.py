@@ -58,15 +58,19 @@ def plan(
     _check_options(method, capacity, time_limit, cap, blocks)
     pools = _by_pool(blocks_of(buffers))
     orders = ORDERS.get(method, ORDERS["portfolio"])
-    layout = _Layout(count=0 if blocks is None else len(blocks))
+    free = dict(enumerate(blocks or ()))
+    offsets: dict[str, int] = {}
+    homes: dict[str, int] = {}
+    rows: dict[int, tuple[int, int, str]] = {}  # segment -> (bytes used, capacity, pool)
     met = True
     for pool, members in pools.items():
         planned = [block for block in members if block.size]
         if cap is not None or blocks is not None:
-            indices = layout.next(max(1, len(planned))) if blocks is None else layout.free()
-            limits = [cap if blocks is None else blocks[index] for index in indices]
-            placement = segments.fill(planned, orders, limits)
-            capacities = segments.capacities(placement, limits)
+            limits = free if cap is None else dict.fromkeys(range(len(rows), len(rows) + max(1, len(planned))), cap)
+            if not limits:
+                raise ValueError(f"{len(blocks)} blocks are too few: every pool needs one of its own")
+            placement = segments.fill(planned, orders, list(limits.values()))
+            indices, capacities = list(limits), segments.capacities(placement, limits.values())
         else:
             bound = bound_of_pool(planned)
             target = bound if capacity is None else capacity
@@ -75,14 +79,26 @@ def plan(
                 left = start + time_limit - time.perf_counter()
                 placement = exact.improve(planned, placement, bound, capacity, left, progress)
             met = met and placement.used[0] <= target
-            indices, capacities = layout.next(1), placement.used
-        layout.add(pool, members, planned, placement, indices, capacities)
+            indices, capacities = [len(rows)], placement.used
+        first = next((number for number, used in enumerate(placement.used) if used), 0)
+        for number, index in enumerate(indices):
+            if placement.used[number] or number == first:
+                rows[index] = placement.used[number], capacities[number], pool
+                free.pop(index, None)
+        for block in members:
+            offsets |= dict.fromkeys(block.names, block.offset or 0)
+            homes |= dict.fromkeys(block.names, indices[first])
+        for block, offset, segment in zip(planned, placement.offsets, placement.segments, strict=True):
+            offsets |= dict.fromkeys(block.names, offset)
+            homes |= dict.fromkeys(block.names, indices[segment])
+    rows |= dict.fromkeys(free, (0, 0, UNUSED))
+    used, capacities, names = zip(*(rows[index] for index in sorted(rows)), strict=True) if rows else ((), (), ())
     made = Plan(
-        offsets={buffer.name: layout.offsets[buffer.name] for buffer in buffers},
-        segments={buffer.name: layout.segments[buffer.name] for buffer in buffers},
-        used=tuple(layout.used),
-        capacities=tuple(layout.capacities),
-        pools=tuple(layout.pools),
+        offsets={buffer.name: offsets[buffer.name] for buffer in buffers},
+        segments={buffer.name: homes[buffer.name] for buffer in buffers},
+        used=used,
+        capacities=capacities,
+        pools=names,
         lower_bound=sum(map(bound_of_pool, pools.values())),
         method=method,
         seconds=time.perf_counter() - start,
@@ -137,54 +153,3 @@ def _by_pool(blocks: Sequence[Block]) -> dict[str, list[Block]]:
                 f"(offset {other.offset}, {other.size} bytes) overlap at operation {moment}"
             )
     return pools
-
-
-class _Layout:
-    """The segments of all pools, one pool added after the other; `count` of them exist from the start, empty."""
-
-    def __init__(self, count: int):
-        self.offsets: dict[str, int] = {}
-        self.segments: dict[str, int] = {}
-        self.used = [0] * count
-        self.capacities = [0] * count
-        self.pools = [UNUSED] * count
-
-    def free(self) -> list[int]:
-        """Indices of segments that no pool has taken.
-
-        Raises:
-            ValueError: there are none.
-        """
-        found = [index for index, pool in enumerate(self.pools) if pool == UNUSED]
-        if not found:
-            raise ValueError(f"{len(self.pools)} blocks are too few: every pool needs one of its own")
-        return found
-
-    def next(self, count: int) -> range:
-        """Indices of `count` further segments."""
-        return range(len(self.used), len(self.used) + count)
-
-    def add(
-        self,
-        pool: str,
-        members: Sequence[Block],
-        planned: Sequence[Block],
-        placement: Placement,
-        indices: Sequence[int],
-        capacities: Sequence[int],
-    ) -> None:
-        """Enter a pool, of which `planned` are the `members` that occupy bytes; its segment s gets index indices[s]."""
-        first = next((number for number, used in enumerate(placement.used) if used), 0)
-        for number, index in enumerate(indices):
-            if placement.used[number] or number == first:
-                missing = index + 1 - len(self.used)
-                self.used += [0] * missing
-                self.capacities += [0] * missing
-                self.pools += [UNUSED] * missing
-                self.used[index], self.capacities[index] = placement.used[number], capacities[number]
-                self.pools[index] = pool
-        home = {name: (block.offset or 0, first) for block in members for name in block.names}
-        for block, offset, segment in zip(planned, placement.offsets, placement.segments, strict=True):
-            home.update(dict.fromkeys(block.names, (offset, segment)))
-        for name, (offset, segment) in home.items():
-            self.offsets[name], self.segments[name] = offset, indices[segment]
