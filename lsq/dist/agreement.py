@@ -1,16 +1,12 @@
 """What all processes of a training must take alike: decisions and configurations."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 
 import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
-
-from lsq.dist.collectives import all_gather
-
-TEXT_BYTES = 4096
-"""Most that `gather_text` carries."""
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
@@ -23,19 +19,11 @@ def any_process(flag: bool, device: torch.device) -> bool:
 
 
 def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
-    """The texts of all processes of a group, in order of ranks; every process must call it.
-
-    Raises:
-        ValueError: `text` takes more than TEXT_BYTES in UTF-8.
-    """
-    encoded = text.encode()
-    if len(encoded) > TEXT_BYTES:
-        raise ValueError(f"a text of {len(encoded)} bytes was to be gathered, but at most {TEXT_BYTES} can be")
-    own = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    own[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    gathered = torch.empty(group.size(), TEXT_BYTES, dtype=torch.uint8, device=device)
-    all_gather(gathered, own.to(device), group)
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in gathered.cpu()]
+    """The texts of all processes of a group, in order of ranks; every process must call it. `device`: as above."""
+    texts = [""] * group.size()
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # NCCL sends from there
+        distributed.all_gather_object(texts, text, group=group)
+    return texts
 
 
 def require_same(what: str, settings: Mapping[str, object], group: ProcessGroup, device: torch.device) -> None:

@@ -1,8 +1,7 @@
-import pytest
 import torch
 from torch import distributed
 
-from lsq.dist.agreement import TEXT_BYTES, any_process, gather_text, require_same
+from lsq.dist.agreement import any_process, gather_text, require_same
 from tests.dist.processes import run
 
 CPU = torch.device("cpu")
@@ -26,16 +25,6 @@ def texts(rank: int) -> list[str]:
 
 def test_texts_come_in_order_of_ranks():
     assert run(texts, 3) == [["", "näher", "nähernäher"]] * 3
-
-
-def too_long(rank: int) -> str:
-    with pytest.raises(ValueError) as raised:
-        gather_text("x" * (TEXT_BYTES + 1), distributed.group.WORLD, CPU)
-    return str(raised.value)
-
-
-def test_texts_that_are_too_long_are_refused():
-    assert "4097 bytes" in run(too_long, 1)[0]
 
 
 def settings(rank: int) -> str | None:
