@@ -70,7 +70,7 @@ class ChosenProduct:
 
 
 Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasConfiguration]
-"""Picks the algorithm of a product, among the library's proposals or from elsewhere."""
+"""Picks the algorithm of a product: one of the library's proposals, or one that was checked (`algorithm_fault`)."""
 
 
 def first_candidate(products: "Products", key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
@@ -111,7 +111,7 @@ class Products:
 
         Raises:
             ValueError: cuBLASLt has no such product.
-            RuntimeError: it has no algorithm for it, or not within the workspace, or refuses the chosen one.
+            RuntimeError: it has no algorithm for it, or refuses the chosen one.
         """
         with self._lock:
             if key not in self._chosen:
@@ -122,11 +122,9 @@ class Products:
         """The product of these tensors, with its algorithm.
 
         Raises:
-            ValueError: the tensors do not fit, or lie on another device.
+            ValueError: the tensors do not fit.
             RuntimeError: as `get`.
         """
-        if product.out.device != self.device:
-            raise ValueError(f"the tensors lie on {product.out.device}, these products run on {self.device}")
         return self.get(key_of(product))
 
     def describe(self, key: ProductKey) -> Matmul:
@@ -191,17 +189,11 @@ class Products:
                 )
             wanted = self._choose(self, key, found)
             with self.current():
-                algorithm = self.algorithm(native.check(wanted.algorithm))
-                if algorithm.workspace_bytes > self.workspace_bytes:
-                    raise RuntimeError(
-                        f"the algorithm chosen for {key} needs a workspace of {algorithm.workspace_bytes} bytes, and "
-                        f"only {self.workspace_bytes} are allowed; choose another or allow more"
-                    )
                 native.choose(wanted.algorithm)
         except BaseException:
             native.close()
             raise
-        return ChosenProduct(key=key, native=native, algorithm=algorithm)
+        return ChosenProduct(key=key, native=native, algorithm=wanted)
 
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
         with self.current():

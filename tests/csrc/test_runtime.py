@@ -9,7 +9,7 @@ import torch
 
 from lsq.backends import cuda
 from lsq.csrc import runtime, sources
-from lsq.csrc.launch import TICKET, launch
+from lsq.csrc.launch import TICKET, Product, launch
 from lsq.csrc.runtime import Driver
 
 FAULTY = str(Path(__file__).parent / "kernels" / "faulty.cu")
@@ -61,6 +61,18 @@ def test_a_list_whose_kernel_crashed_runs_again(emulated):
 def test_tensors_that_kernels_cannot_take_are_refused(emulated, tensor, message):
     with pytest.raises(ValueError, match=message):
         emulated.list([store(tensor, 0, 1)])
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"b": torch.zeros(49, 64, dtype=torch.int8).flatten()[1:3073].view(48, 64)}, "begins 1 bytes after a multiple"),
+    ({"out": torch.zeros(42, 48, dtype=torch.int32).flatten()[1:1969].view(41, 48)}, "begins 4 bytes after a multiple"),
+    ({"out": torch.zeros(41, 48, dtype=torch.int32, device="meta")}, "product int8.*lies on meta, but this list runs"),
+    ({"alpha": torch.zeros(48, device="meta"), "out": torch.zeros(41, 48, dtype=torch.int8)}, "lies on meta"),
+])
+def test_tensors_that_products_cannot_take_are_refused(emulated, changes, message):
+    a, b, out = (torch.zeros(shape, dtype=torch.int8) for shape in ((41, 64), (48, 64), (41, 48)))
+    with pytest.raises(ValueError, match=message):
+        emulated.list([Product(**{"a": a, "b": b, "out": out.int(), **changes})])
 
 
 def test_a_failed_launch_is_named(emulated, stub):

@@ -1,7 +1,6 @@
 """Keys of products: what they refuse, which stands for which, and those of tensors."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -123,10 +122,6 @@ def test_keys_of_codes():
     assert key_of(dataclasses.replace(scaled, alpha=1)).alpha == "one"
 
 
-def misaligned(shape, dtype):
-    return torch.empty(math.prod(shape) + 1, dtype=dtype)[1:].view(shape)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -137,9 +132,6 @@ def misaligned(shape, dtype):
         ({"a": codes(64)}, "a product are matrices"),
         ({"b": torch.randn(48, 64)}, "a is torch.int8 and b is torch.float32"),
         ({"a": codes(64, 41).t()}, "rows of a are contiguous, not strided by 41"),
-        ({"b": misaligned((48, 64), torch.int8)}, "b starts at a multiple of 16 bytes, not at 0x"),
-        ({"out": misaligned((41, 48), torch.int32)}, "out starts at a multiple of 16 bytes"),
-        ({"out": torch.empty(41, 48, dtype=torch.int32, device="meta")}, "one device, not .*meta"),
         ({"alpha": torch.ones(47)}, r"alpha is contiguous float32 \[48\], not torch.float32 \[47\]"),
         ({"alpha": torch.ones(48).double()}, "not torch.float64"),
         ({"alpha": torch.ones(96)[::2]}, "contiguous"),
