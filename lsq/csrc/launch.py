@@ -4,7 +4,6 @@ An operation's `cuda` function returns a list of these; lsq.csrc.device runs lis
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
@@ -12,13 +11,8 @@ FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """-DFLOAT of each dtype that activations may have."""
 
 
-class Reserved(Enum):
-    """Memory that the runner of a list brings along."""
-
-    TICKET = "two uint32 of zeroed memory, which the kernel leaves at zero"
-
-
-TICKET = Reserved.TICKET
+TICKET = object()
+"""Stands for two uint32 of zeroed memory that the runner of a list brings along, which the kernel leaves at zero."""
 
 
 def check(condition: bool, message: str) -> None:

@@ -15,8 +15,6 @@ from lsq.csrc import runtime
 _LONGEST_LIST = 4096
 
 ALGORITHM_BYTES = 64
-OUT_OF_MEMORY = 3
-"""CUBLAS_STATUS_ALLOC_FAILED."""
 
 DTYPES = {torch.float32: 0, torch.float16: 2, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 """torch's dtype -> cudaDataType."""
@@ -38,11 +36,7 @@ CAPABILITY_LISTS = {"tiles": 6, "stages": 13}
 
 
 class ProductError(RuntimeError):
-    """A call of libcublasLt that failed; `status` is its cublasStatus_t, or negative where the library is missing."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """A call of libcublasLt that failed, or the library is missing; the message says which."""
 
 
 class Candidate(NamedTuple):
@@ -88,7 +82,7 @@ def _call(name: str, *arguments) -> None:
     """
     status, message = runtime.call(f"lsq_product_{name}", *arguments)
     if status:
-        raise ProductError(status, message)
+        raise ProductError(message)
 
 
 def _checked(data: bytes) -> bytes:

@@ -101,9 +101,8 @@ def test_bytes_of_an_algorithm_are_refused_once_a_bit_flips(library):
     product.check(bytes(data))
     data[9] ^= 1
     for use in (product.check, product.choose, library.decode, library.capabilities):
-        with pytest.raises(ProductError, match="INVALID_VALUE") as caught:
+        with pytest.raises(ProductError, match="INVALID_VALUE"):
             use(bytes(data))
-        assert caught.value.status == 7
 
 
 def test_algorithms_are_for_some_dtypes_and_shapes(library):
@@ -115,9 +114,8 @@ def test_algorithms_are_for_some_dtypes_and_shapes(library):
     shorter = library.product(**INTEGERS | {"k": 32})
     with pytest.raises(ProductError, match=r"\[41,32\].*NOT_SUPPORTED"):
         shorter.check(split)
-    with pytest.raises(ProductError, match="NOT_SUPPORTED") as caught:
+    with pytest.raises(ProductError, match="NOT_SUPPORTED"):
         floats.start(23)
-    assert caught.value.status == 15
     with pytest.raises(ProductError, match="INVALID_VALUE"):
         integers.start(12345)
 
@@ -228,9 +226,8 @@ def test_libraries_that_are_not_cublaslt(tmp_path):
     source = tmp_path / "other.cpp"
     source.write_text('extern "C" int cublasLtCreate(void**) { return 0; }')
     subprocess.run(["g++", "-shared", "-fPIC", source, "-o", tmp_path / "other.so"], check=True)
-    with pytest.raises(ProductError, match="has no function cublasLtDestroy; it is too old") as caught:
+    with pytest.raises(ProductError, match="has no function cublasLtDestroy; it is too old"):
         ProductLibrary(str(tmp_path / "other.so"))
-    assert caught.value.status < 0
 
 
 def test_the_library_is_found_by_pathfinder(monkeypatch):
