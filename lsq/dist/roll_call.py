@@ -57,22 +57,10 @@ class RollCall:
         size: number of processes.
         place: where this process runs, in words.
         store_host: who is gone if the store is, in words.
-        patience_s, period_s: see PATIENCE_S and PERIOD_S.
     """
 
-    def __init__(
-        self,
-        store: distributed.Store,
-        rank: int,
-        size: int,
-        *,
-        place: str,
-        store_host: str,
-        patience_s: float = PATIENCE_S,
-        period_s: float = PERIOD_S,
-    ):
+    def __init__(self, store: distributed.Store, rank: int, size: int, *, place: str, store_host: str):
         self.rank, self.size, self.place, self.store_host = rank, size, place, store_host
-        self.patience_s, self.period_s = patience_s, period_s
         self._store = distributed.PrefixStore("lsq/roll_call", store)
         self._last_words: str | None = None
         self._lost: str | None = None
@@ -89,7 +77,7 @@ class RollCall:
         self._called.set()
         self._wake.set()
         # A store whose host is stopped, not gone, answers nothing: its requests never return.
-        if not self._done.wait(2 * (self.patience_s + self.period_s)) or self._lost is None:
+        if not self._done.wait(2 * (PATIENCE_S + PERIOD_S)) or self._lost is None:
             return self.store_host
         return self._lost or None
 
@@ -102,7 +90,7 @@ class RollCall:
         self._last_words = last_words
         self._ends.set()
         self._wake.set()
-        self._thread.join(max(10.0, 2 * self.patience_s))
+        self._thread.join(max(10.0, 2 * PATIENCE_S))
 
     def _watch(self) -> None:
         """What the thread does. Errors of the store mean that it is gone."""
@@ -115,9 +103,9 @@ class RollCall:
                 if store.check(["called"]):
                     self._lost = self._call()
                     if self.rank == 0:  # where the store may live: the others have seen the call a little later
-                        self._ends.wait(2 * self.period_s)
+                        self._ends.wait(2 * PERIOD_S)
                     break
-                self._wake.wait(self.period_s)
+                self._wake.wait(PERIOD_S)
             if self._last_words is not None:
                 store.set(f"last_words/{self.rank}", self._last_words)
         except RuntimeError:
@@ -127,10 +115,10 @@ class RollCall:
 
     def _call(self) -> str:
         """Answer, wait for the answers of the others and return who gave none, in words; "" if all did."""
-        store, deadline = self._store, time.monotonic() + self.patience_s
+        store, deadline = self._store, time.monotonic() + PATIENCE_S
         store.set(f"here/{self.rank}", "")
         while not store.check([f"here/{rank}" for rank in range(self.size)]):
-            if time.monotonic() > deadline or self._ends.wait(min(self.period_s, 0.1)):
+            if time.monotonic() > deadline or self._ends.wait(min(PERIOD_S, 0.1)):
                 break
         missing = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
         if not missing:
@@ -150,7 +138,7 @@ _group: Callable[[], object] = lambda: None
 """The default process group that `_current` is of, while it is there."""
 
 
-def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None:
+def register() -> None:
     """Take part in the roll calls of the default process group; to be called by every process once it is there.
 
     Does nothing if there is no group of several processes, or if this process takes part already. If the group was made
@@ -171,8 +159,6 @@ def register(patience_s: float = PATIENCE_S, period_s: float = PERIOD_S) -> None
         size,
         place=f"host {socket.gethostname()}, process id {os.getpid()}",
         store_host=_store_host(),
-        patience_s=patience_s,
-        period_s=period_s,
     )
     _group = weakref.ref(distributed.group.WORLD)
     atexit.unregister(unregister)

@@ -23,13 +23,14 @@ REASON = "gloo: Connection closed by peer [127.0.0.1]:1"
 
 
 @pytest.fixture
-def start():
+def start(monkeypatch):
     """start(store, rank, size) -> a RollCall on a host named after the rank; ended after the test."""
     started = []
 
     def start(store, rank: int, size: int, patience_s: float = 1.0) -> RollCall:
-        options = {"place": f"host h{rank // 2}", "store_host": "nobody", "patience_s": patience_s, "period_s": 0.02}
-        started.append(RollCall(store, rank, size, **options))
+        monkeypatch.setattr(roll_call, "PATIENCE_S", patience_s)
+        monkeypatch.setattr(roll_call, "PERIOD_S", 0.02)
+        started.append(RollCall(store, rank, size, place=f"host h{rank // 2}", store_host="nobody"))
         return started[-1]
 
     yield start
@@ -171,7 +172,8 @@ def _ring(rank: int, folder: str, how: int, place: str) -> None:
     method = f"file://{folder}/store" if place == "file" else f"tcp://127.0.0.1:{place}"
     distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=4)
     distributed.group.WORLD.set_timeout(timedelta(seconds=4))
-    roll_call.register(patience_s=4.0, period_s=0.05)
+    roll_call.PATIENCE_S, roll_call.PERIOD_S = 4.0, 0.05
+    roll_call.register()
     distributed.barrier()
     time.sleep(0.3)  # until they know each other
     try:
