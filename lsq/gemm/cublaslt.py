@@ -8,7 +8,6 @@ import contextlib
 import logging
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class ChosenProduct:
 
 
 Choose = Callable[["Products", ProductKey, list[CublasConfiguration]], CublasConfiguration]
-"""Picks the algorithm of a product: one of the library's proposals, or one that was checked (`algorithm_fault`)."""
+"""Picks the algorithm of a product: one of the library's proposals, or one without a `fault`."""
 
 
 def first_candidate(products: "Products", key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
@@ -150,15 +149,19 @@ class Products:
         with contextlib.closing(self.describe(key)) as native:
             return self._candidates(native)
 
-    def check(self, key: ProductKey, data: bytes) -> CublasConfiguration:
-        """The algorithm that these bytes hold, if it runs a product here.
-
-        Raises:
-            ValueError: not 64 bytes.
-            RuntimeError: it does not; the message says why.
-        """
-        with contextlib.closing(self.describe(key)) as native, self.current():
-            return self.algorithm(native.check(data))
+    def fault(self, key: ProductKey, said: CublasConfiguration) -> str | None:
+        """Why an algorithm does not run a product here as it says, in words; None where it does."""
+        try:
+            with contextlib.closing(self.describe(key)) as native, self.current():
+                held = self.algorithm(native.check(said.algorithm))
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        for name, value in vars(said).items():
+            if value != getattr(held, name):
+                return f"{name} is {value} in the file, and its algorithm has {getattr(held, name)}"
+        if held.workspace_bytes > self.workspace_bytes:
+            return f"it needs a workspace of {held.workspace_bytes} bytes, of {self.workspace_bytes} allowed"
+        return None
 
     def algorithm(self, candidate: Candidate) -> CublasConfiguration:
         """The algorithm that a candidate's bytes hold.
@@ -209,7 +212,8 @@ class Products:
 class TunedChoice:
     """Picks the algorithms of products from a table: the `choose` of Products.
 
-    Where the library refuses an entry's algorithm, its own first proposal runs; that is warned of once, and counted.
+    Where the library refuses an entry's algorithm, its own first proposal runs; that is warned of once, and the product
+    counts as missed.
 
     Args:
         table: the entries.
@@ -217,41 +221,22 @@ class TunedChoice:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.refused: Counter[ProductKey] = Counter()
-        """How many products ran otherwise than their entry says."""
+        self._warned = False
 
     def __call__(self, products: Products, key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
         """The algorithm for a product."""
         use = self.table.use(key)
         if use.entry is None:
             return first_candidate(products, key, found)
-        try:
-            fault = algorithm_fault(products, key, use.entry.configuration)
-        except (RuntimeError, ValueError) as error:
-            fault = str(error)
+        fault = products.fault(key, use.entry.configuration)
         if fault is None:
             return use.entry.configuration
-        if not self.refused:
+        if not self._warned:
             logger.warning(
                 "the tuned algorithm of %s is not used: %s. cuBLASLt's own choice runs instead, here and wherever "
                 "else that happens; `lsq configs verify` finds such entries, `lsq tune` replaces them.",
                 key, fault,
             )
-        self.refused[key] += 1
-        use.entry = None  # counted as missed
+        self._warned = True
+        use.entry = None
         return first_candidate(products, key, found)
-
-
-def algorithm_fault(products: Products, key: ProductKey, said: CublasConfiguration) -> str | None:
-    """Why an algorithm does not run a product here as it says, in words; None where it does.
-
-    Raises:
-        RuntimeError: the library refuses it; the message says why.
-    """
-    held = products.check(key, said.algorithm)
-    for name, value in vars(said).items():
-        if value != getattr(held, name):
-            return f"{name} is {value} in the file, and its algorithm has {getattr(held, name)}"
-    if held.workspace_bytes > products.workspace_bytes:
-        return f"it needs a workspace of {held.workspace_bytes} bytes, of {products.workspace_bytes} allowed"
-    return None

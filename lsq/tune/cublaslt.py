@@ -17,7 +17,7 @@ import torch
 from lsq.csrc.launch_list import aligned_workspace
 from lsq.csrc.products import Matmul, ProductError, ProductLibrary
 from lsq.gemm.configuration import CublasConfiguration
-from lsq.gemm.cublaslt import Products, algorithm_fault
+from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, ProductKey
 from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
@@ -197,10 +197,10 @@ class CublasTrial:
 
     def fault(self, configuration: CublasConfiguration) -> str | None:
         *_, out = self._own.operands()
+        fault = self.backend.products.fault(self._own.key, configuration)
+        if fault is not None:
+            return fault
         try:
-            fault = algorithm_fault(self.backend.products, self._own.key, configuration)
-            if fault is not None:
-                return fault
             with self.backend.products.current():
                 self._own.native.choose(configuration.algorithm)
                 out.zero_()

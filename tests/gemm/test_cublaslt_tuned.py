@@ -13,7 +13,7 @@ import torch
 
 from lsq.csrc.launch_list import aligned_workspace
 from lsq.gemm.configuration_file import Found
-from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice, algorithm_fault
+from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice
 from lsq.gemm.lookup import Table
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import codes, matmul, product, run
@@ -53,7 +53,6 @@ def test_an_entry_decides(tuned, candidates):
     assert products.get(matmul()).algorithm == last
     assert products.get(matmul(m=42)).algorithm == candidates(matmul(m=42))[0]
     assert {use.key.m: use.hit for use in choice.table.uses()} == {41: True, 42: False}
-    assert not choice.refused
     a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
     run(products, product(a, b, out), aligned_workspace(WORKSPACE_BYTES, CPU))
     assert torch.equal(out, (a.double() @ b.double().t()).int())
@@ -74,7 +73,6 @@ def refusals(tuned, entries, caplog, **options):
     with caplog.at_level(logging.WARNING):
         for m in (41, 43, 41, 43):
             assert products.get(matmul(m=m)).algorithm == first[m]
-    assert sorted((key.m, count) for key, count in choice.refused.items()) == [(41, 1), (43, 1)]
     assert {use.key.m: use.hit for use in choice.table.uses()} == {41: False, 43: False}
     (record,) = caplog.records
     assert "matmul 41 x 48 x 64" in record.getMessage() and "lsq configs verify" in record.getMessage()
@@ -109,9 +107,9 @@ def test_too_large_a_workspace(tuned, candidates, caplog):
     assert "needs a workspace of" in message and "of 16 allowed" in message
 
 
-def test_algorithm_fault(tuned, candidates):
+def test_fault(tuned, candidates):
     products, algorithm = tuned()[0], candidates(matmul())[0]
-    assert algorithm_fault(products, matmul(), algorithm) is None
-    assert "tile is 99 in the file" in algorithm_fault(products, matmul(), dataclasses.replace(algorithm, tile=99))
+    assert products.fault(matmul(), algorithm) is None
+    assert "tile is 99 in the file" in products.fault(matmul(), dataclasses.replace(algorithm, tile=99))
     larger = dataclasses.replace(algorithm, workspace_bytes=algorithm.workspace_bytes + 1)
-    assert "workspace_bytes is" in algorithm_fault(products, matmul(), larger)
+    assert "workspace_bytes is" in products.fault(matmul(), larger)
