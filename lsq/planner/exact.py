@@ -16,12 +16,12 @@ from lsq.csrc import loader
 from lsq.csrc.shared_library import LibraryError
 from lsq.memory.placement import Placement, place, table
 from lsq.memory.planner import busiest_loads
-from lsq.planner.buffer import Block, fixed_offsets
+from lsq.planner.buffer import Buffer
 
-MOST_BLOCKS = 4096
-"""The search compares every pair of blocks; of more, the smallest are set aside."""
+MOST_BUFFERS = 4096
+"""The search compares every pair of buffers; of more, the smallest are set aside."""
 SMALL_SHARE = 2**14
-"""Blocks below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside: placed afterwards, where they fit."""
+"""Buffers below capacity / SMALL_SHARE (64 KiB of 1 GiB) are set aside: placed afterwards, where they fit."""
 FIRST_BUDGET = 4096
 """Positions that the first round may try with each order; every further round may try twice as many."""
 NOISE = 0.4
@@ -33,7 +33,7 @@ IMPOSSIBLE, FOUND, STOPPED = range(3)
 
 
 def improve(
-    blocks: Sequence[Block],
+    buffers: Sequence[Buffer],
     placement: Placement,
     bound: int,
     capacity: int | None,
@@ -43,7 +43,7 @@ def improve(
     """Look for a placement into one segment that is better than the given one.
 
     Args:
-        blocks: those of one pool, none of size 0.
+        buffers: those of one pool, none of size 0.
         placement: the best that is known; it is returned where no better one is found.
         bound: the lower bound in bytes.
         capacity: bytes that are good enough; None asks for the smallest peak. Half of the time goes to the capacity (or
@@ -65,7 +65,7 @@ def improve(
     target = lowest = wanted
     try:
         while placement.used[0] > max(wanted, lowest) and (left := deadline - time.perf_counter()) > 0:
-            found = _search(blocks, target, time.perf_counter() + left / 2, worker)
+            found = _search(buffers, target, time.perf_counter() + left / 2, worker)
             if found is None:
                 lowest = target + 1
             else:
@@ -89,17 +89,17 @@ class _Worker:
         """What the running search reads and adds to: stop flag, positions tried."""
 
     def run(
-        self, blocks: Sequence[Block], order: Sequence[int], capacity: int, budget: int, deadline: float
+        self, buffers: Sequence[Buffer], order: Sequence[int], capacity: int, budget: int, deadline: float
     ) -> tuple[int, list[int]]:
         """(outcome, offsets) of one search.
 
         Raises:
             _OutOfTime: the deadline came first.
         """
-        rows, wanted = table(blocks, fixed_offsets(blocks)), torch.tensor(order, dtype=torch.int64)
-        offsets, outcome = torch.zeros(len(blocks), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        rows, wanted = table(buffers, {}), torch.tensor(order, dtype=torch.int64)
+        offsets, outcome = torch.zeros(len(buffers), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         self.control[0] = 0
-        arguments = (rows, wanted, len(blocks), capacity, budget, self.control, offsets, outcome)
+        arguments = (rows, wanted, len(buffers), capacity, budget, self.control, offsets, outcome)
         thread = threading.Thread(target=loader.call, args=("lsq_search_plan", *arguments))
         thread.start()
         try:
@@ -116,38 +116,38 @@ class _Worker:
         return outcome.item(), offsets.tolist()
 
 
-def _search(blocks: Sequence[Block], capacity: int, deadline: float, worker: _Worker) -> Placement | None:
+def _search(buffers: Sequence[Buffer], capacity: int, deadline: float, worker: _Worker) -> Placement | None:
     """A placement of at most `capacity` bytes; None where there is none, or the deadline came first."""
     smallest = capacity // SMALL_SHARE
-    if len(blocks) > MOST_BLOCKS:
-        smallest = max(smallest, sorted((block.size for block in blocks), reverse=True)[MOST_BLOCKS] + 1)
+    if len(buffers) > MOST_BUFFERS:
+        smallest = max(smallest, sorted((buffer.size for buffer in buffers), reverse=True)[MOST_BUFFERS] + 1)
     budget = FIRST_BUDGET
     generator = random.Random(0)
     try:
         while True:
-            for key in _keys(blocks, generator):
-                large = [i for i, block in enumerate(blocks) if block.size >= smallest or block.offset is not None]
-                searched = [blocks[i] for i in large]
+            for key in _keys(buffers, generator):
+                large = [i for i, buffer in enumerate(buffers) if buffer.size >= smallest]
+                searched = [buffers[i] for i in large]
                 order = sorted(range(len(large)), key=lambda i: key[large[i]])  # noqa: B023
                 outcome, offsets = worker.run(searched, order, capacity, budget, deadline)
                 if outcome == IMPOSSIBLE:
                     return None
                 if outcome == FOUND:
-                    completed = _with_small(blocks, dict(zip(large, offsets, strict=True)))
+                    completed = _with_small(buffers, dict(zip(large, offsets, strict=True)))
                     if completed.used[0] <= capacity:
                         return completed
-                    if len(blocks) <= MOST_BLOCKS:
+                    if len(buffers) <= MOST_BUFFERS:
                         smallest //= 4
             budget *= 2
     except _OutOfTime:
         return None
 
 
-def _keys(blocks: Sequence[Block], generator: random.Random) -> Iterator[list[tuple]]:
+def _keys(buffers: Sequence[Buffer], generator: random.Random) -> Iterator[list[tuple]]:
     """Sorting keys of one round: load, life and area in three orders, as in MiniMalloc, then three at random."""
-    loads = busiest_loads(blocks)
-    lives = [block.last - block.first + 1 for block in blocks]
-    areas = [life * block.size for life, block in zip(lives, blocks, strict=True)]
+    loads = busiest_loads(buffers)
+    lives = [buffer.last - buffer.first + 1 for buffer in buffers]
+    areas = [life * buffer.size for life, buffer in zip(lives, buffers, strict=True)]
     yield [(-a, -b, -c) for a, b, c in zip(loads, lives, areas, strict=True)]
     yield [(-a, -b, -c) for a, b, c in zip(areas, lives, loads, strict=True)]
     yield [(-a, -b, -c) for a, b, c in zip(lives, areas, loads, strict=True)]
@@ -155,7 +155,7 @@ def _keys(blocks: Sequence[Block], generator: random.Random) -> Iterator[list[tu
         yield [(-value * generator.uniform(1 - NOISE, 1),) for value in values]
 
 
-def _with_small(blocks: Sequence[Block], offsets: dict[int, int]) -> Placement:
-    """Best fit of the blocks that have no offset yet, the largest first, around the others."""
-    order = sorted(range(len(blocks)), key=lambda i: -blocks[i].size)
-    return place(blocks, order, fixed=fixed_offsets(blocks) | offsets)
+def _with_small(buffers: Sequence[Buffer], offsets: dict[int, int]) -> Placement:
+    """Best fit of the buffers that have no offset yet, the largest first, around the others."""
+    order = sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
+    return place(buffers, order, fixed=offsets)

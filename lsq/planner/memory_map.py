@@ -1,6 +1,6 @@
 """What memory looks like under a plan: who is alive at its peak, and a picture of offsets over time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.collections import PolyCollection
@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from lsq.memory.buffer import live_load
-from lsq.planner.buffer import Block, Buffer, Plan, blocks_of
+from lsq.planner.buffer import Buffer, Plan
 
 MEBIBYTE = 2**20
 COLOURED = 1000
@@ -18,8 +18,7 @@ COLOURED = 1000
 def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, list[Buffer]]:
     """The operation at which most bytes are alive, and the buffers alive then, the largest first.
 
-    These explain the lower bound: no plan can do with less than what they hold. Of aliases, the largest that is alive
-    stands for all; where none is, but others before and after it are, the first does.
+    These explain the lower bound: no plan can do with less than what they hold.
 
     Raises:
         ValueError: the plan does not place one of the buffers.
@@ -28,20 +27,12 @@ def alive_at_peak(buffers: Iterable[Buffer], plan: Plan) -> tuple[int | None, li
     missing = [buffer.name for buffer in buffers if buffer.name not in plan.offsets]
     if missing:
         raise ValueError(f"buffer {missing[0]!r} is not in the plan; give the buffers that it was made for")
-    blocks = blocks_of(buffers)
-    by_name = {buffer.name: buffer for buffer in buffers}
-    curve = live_load(blocks)
+    curve = live_load(buffers)
     if not curve:
         return None, []
     time = max(curve, key=lambda point: point[1])[0]
-    alive = [block for block in blocks if block.first <= time <= block.last and block.size]
-    shown = [_representative([by_name[name] for name in block.names], time) for block in alive]
-    return time, sorted(shown, key=lambda buffer: -buffer.size)
-
-
-def _representative(members: Sequence[Buffer], time: int) -> Buffer:
-    alive = [buffer for buffer in members if buffer.first <= time <= buffer.last]
-    return max(alive, key=lambda buffer: buffer.size, default=members[0])
+    alive = [buffer for buffer in buffers if buffer.first <= time <= buffer.last and buffer.size]
+    return time, sorted(alive, key=lambda buffer: -buffer.size)
 
 
 def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
@@ -56,13 +47,13 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
         ValueError: there is nothing to draw, or the format is unknown.
         OSError: the picture cannot be written.
     """
-    blocks = [block for block in blocks_of(buffers) if block.size]
-    if not blocks:
+    buffers = [buffer for buffer in buffers if buffer.size]
+    if not buffers:
         raise ValueError("no buffer occupies any bytes; there is nothing to draw")
     bases = [sum(plan.capacities[:segment]) for segment in range(len(plan.capacities))]
     figure = Figure(figsize=(11, 8), layout="constrained")
     load_axes, map_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
-    times, loads = zip(*live_load(blocks), strict=True)
+    times, loads = zip(*live_load(buffers), strict=True)
     load_axes.fill_between(times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0)
     load_axes.axhline(plan.lower_bound / MEBIBYTE, color="black", linewidth=0.8, label="lower bound")
     load_axes.axhline(plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan")
@@ -70,10 +61,10 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     counts = f"{len(plan.offsets):,} buffers over {times[-1] - times[0]:,} operations"
     load_axes.set_title(f"{counts}, {plan.method}: {plan.gap:.3%} above the lower bound")
     load_axes.legend(loc="lower right")
-    largest = max(block.size for block in blocks) / MEBIBYTE
+    largest = max(buffer.size for buffer in buffers) / MEBIBYTE
     rectangles = PolyCollection(
-        [_corners(block, bases[plan.segments[block.names[0]]] + plan.offsets[block.names[0]]) for block in blocks],
-        array=[block.size / MEBIBYTE for block in blocks],
+        [_corners(buffer, bases[plan.segments[buffer.name]] + plan.offsets[buffer.name]) for buffer in buffers],
+        array=[buffer.size / MEBIBYTE for buffer in buffers],
         norm=LogNorm(vmin=largest / COLOURED, vmax=largest, clip=True),
         cmap="viridis",
         edgecolors="white",
@@ -88,7 +79,7 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _corners(block: Block, offset: int) -> list[tuple[float, float]]:
-    left, right = block.first, block.last + 1
-    bottom, top = offset / MEBIBYTE, (offset + block.size) / MEBIBYTE
+def _corners(buffer: Buffer, offset: int) -> list[tuple[float, float]]:
+    left, right = buffer.first, buffer.last + 1
+    bottom, top = offset / MEBIBYTE, (offset + buffer.size) / MEBIBYTE
     return [(left, bottom), (right, bottom), (right, top), (left, top)]

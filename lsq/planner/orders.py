@@ -6,22 +6,22 @@ Pisarchyk and Lee 2020 (Efficient Memory Management for Deep Neural Net Inferenc
 from collections.abc import Sequence
 
 from lsq.memory.planner import by_load
-from lsq.planner.buffer import Block
+from lsq.planner.buffer import Buffer
 
 
-def by_size(blocks: Sequence[Block]) -> list[int]:
+def by_size(buffers: Sequence[Buffer]) -> list[int]:
     """Largest first; then as given."""
-    return sorted(range(len(blocks)), key=lambda i: -blocks[i].size)
+    return sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
 
 
-def by_area(blocks: Sequence[Block]) -> list[int]:
+def by_area(buffers: Sequence[Buffer]) -> list[int]:
     """Largest size times length of life first; then as given."""
-    return sorted(range(len(blocks)), key=lambda i: -blocks[i].size * (blocks[i].last - blocks[i].first + 1))
+    return sorted(range(len(buffers)), key=lambda i: -buffers[i].size * (buffers[i].last - buffers[i].first + 1))
 
 
-def by_start(blocks: Sequence[Block]) -> list[int]:
+def by_start(buffers: Sequence[Buffer]) -> list[int]:
     """Earliest first; then the largest, as given."""
-    return sorted(range(len(blocks)), key=lambda i: (blocks[i].first, -blocks[i].size))
+    return sorted(range(len(buffers)), key=lambda i: (buffers[i].first, -buffers[i].size))
 
 
 ORDERS = {

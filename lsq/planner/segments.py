@@ -1,72 +1,34 @@
-"""Several segments instead of one, filled up to given sizes.
+"""Several segments instead of one, filled up to a given size.
 
 LightSeq cuts a finished plan wherever no buffer crosses, which leaves the sizes of the pieces to chance. `fill`
-chooses segment and offset together, so that the pieces fit into free memory that is not in one piece.
+chooses segment and offset together.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lsq.memory.placement import UNPLACED, Placement, capacity_of, place
-from lsq.planner.buffer import Block, fixed_offsets
+from lsq.memory.placement import Placement, capacity_of, place
+from lsq.planner.buffer import Buffer
 
 GRANULARITY = 2 * 2**20
 """Bytes; capacities are multiples of this, as CUDA's virtual memory has them."""
 
 
-def fill(blocks: Sequence[Block], orders: Sequence[Callable], limits: Sequence[int]) -> Placement:
-    """Place blocks of one pool into segments of at most `limits` bytes each.
+def fill(buffers: Sequence[Buffer], orders: Sequence[Callable], cap: int) -> tuple[Placement, list[int]]:
+    """Place buffers of one pool into segments of at most `cap` bytes each: also the bytes to allocate per segment.
 
-    Of all orders, and of the segments from the largest and from the smallest, the one wins that has the smallest
-    (sum of capacities, number of segments, largest segment).
+    Of all orders, the one wins that has the smallest (sum of capacities, number of segments, largest segment).
 
     Raises:
-        ValueError: a block is larger than every segment, or they are too small together.
+        ValueError: a buffer is larger than every segment.
     """
-    for block in blocks:
-        if block.size > max(limits):
-            raise ValueError(
-                f"buffer {block.names[0]!r} has {block.size} bytes, but the largest segment may have {max(limits)}"
-            )
-        if block.offset is not None and block.offset + block.size > limits[0]:
-            raise ValueError(
-                f"the fixed buffer {block.names[0]!r} ends at {block.offset + block.size} bytes, but its segment, the "
-                f"first, may have {limits[0]}"
-            )
-    ascending = sorted(range(len(limits)), key=lambda segment: limits[segment])
-    sequences = [ascending, ascending[::-1]] if limits[ascending[0]] < limits[ascending[-1]] else [ascending]
-    if any(block.offset is not None for block in blocks):
-        sequences = [list(range(len(limits)))]
+    for buffer in buffers:
+        if buffer.size > cap:
+            raise ValueError(f"buffer {buffer.name!r} has {buffer.size} bytes, but the largest segment may have {cap}")
     found = []
     for order in orders:
-        wanted = order(blocks)
-        for sequence in sequences:
-            chosen = [limits[segment] for segment in sequence]
-            placement = place(blocks, wanted, chosen, GRANULARITY, fixed_offsets(blocks))
-            found.append(_renumbered(placement, sequence))
-    complete = [placement for placement in found if UNPLACED not in placement.segments]
-    if not complete:
-        left_out = min(sum(b.size for b, s in zip(blocks, p.segments, strict=True) if s == UNPLACED) for p in found)
-        raise ValueError(
-            f"the free blocks are too small: of {sum(limits)} bytes in {len(limits)} blocks, "
-            f"buffers of {left_out} bytes find no place; give more or larger ones"
-        )
-    return min(complete, key=lambda placement: _objective(capacities(placement, limits)))
-
-
-def capacities(placement: Placement, limits: Sequence[int]) -> list[int]:
-    """Bytes to allocate per segment."""
-    return [capacity_of(used, limit, GRANULARITY) for used, limit in zip(placement.used, limits, strict=True)]
-
-
-def _objective(sizes: Sequence[int]) -> tuple[int, int, int]:
-    return sum(sizes), sum(size > 0 for size in sizes), max(sizes)
-
-
-def _renumbered(placement: Placement, sequence: Sequence[int]) -> Placement:
-    """Segment s of the placement is segment sequence[s] of the limits."""
-    used = [0] * len(sequence)
-    for number, segment in enumerate(sequence):
-        used[segment] = placement.used[number]
-    segments = [segment if segment == UNPLACED else sequence[segment] for segment in placement.segments]
-    return replace(placement, segments=segments, used=used)
+        placement = place(buffers, order(buffers), [cap] * max(1, len(buffers)), GRANULARITY)
+        count = max(1, sum(used > 0 for used in placement.used))  # those behind are empty
+        capacities = [capacity_of(used, cap, GRANULARITY) for used in placement.used[:count]]
+        found.append((replace(placement, used=placement.used[:count]), capacities))
+    return min(found, key=lambda one: (sum(one[1]), len(one[1]), max(one[1])))

@@ -3,20 +3,15 @@
 from collections.abc import Iterable, Iterator
 
 from lsq.memory.planner import overlaps
-from lsq.planner.buffer import Block, Buffer, Plan, blocks_of
+from lsq.planner.buffer import Buffer, Plan
 
 SHOWN = 5
 """Faults that an error message tells."""
 
 
 def faults(buffers: Iterable[Buffer], plan: Plan) -> list[str]:
-    """Everything that is wrong with a plan, one sentence each; an empty list proves that it is right.
-
-    Raises:
-        ValueError: the buffers themselves contradict each other (see `blocks_of`).
-    """
+    """Everything that is wrong with a plan, one sentence each; an empty list proves that it is right."""
     buffers = list(buffers)
-    blocks = blocks_of(buffers)
     known = {buffer.name for buffer in buffers}
     found = [f"unknown: {name!r} is placed, but is not a buffer" for name in plan.offsets if name not in known]
     missing = [name for name in known if name not in plan.offsets or name not in plan.segments]
@@ -24,17 +19,10 @@ def faults(buffers: Iterable[Buffer], plan: Plan) -> list[str]:
         return found + [f"not placed: {name!r}" for name in sorted(missing)]
     for buffer in buffers:
         found += _faults_of_buffer(buffer, plan)
-    for block in blocks:
-        places = {(plan.segments[name], plan.offsets[name]) for name in block.names}
-        if len(places) > 1:
-            names = ", ".join(map(repr, block.names))
-            found.append(f"aliases apart: {names} lie at (segment, offset) {sorted(places)}")
-    for segment, members in sorted(_by_segment(blocks, plan).items()):
-        offsets = [plan.offsets[block.names[0]] for block in members]
+    for segment, members in sorted(_by_segment(buffers, plan).items()):
+        offsets = [plan.offsets[buffer.name] for buffer in members]
         for time, one, other in overlaps(members, offsets):
-            found.append(
-                f"overlap: {one.names[0]!r} and {other.names[0]!r} in segment {segment} at operation {time}"
-            )
+            found.append(f"overlap: {one.name!r} and {other.name!r} in segment {segment} at operation {time}")
     return found
 
 
@@ -65,12 +53,10 @@ def _faults_of_buffer(buffer: Buffer, plan: Plan) -> Iterator[str]:
     for what, limit in (("capacity", plan.capacities[segment]), ("bytes used", plan.used[segment])):
         if buffer.size and offset + buffer.size > limit:
             yield f"beyond {what}: {name!r} ends at {offset + buffer.size}, segment {segment} at {limit}"
-    if buffer.offset is not None and (offset, plan.pools.index(buffer.pool)) != (buffer.offset, segment):
-        yield f"wrong fixed offset: {name!r} lies at {offset} of segment {segment}, not at {buffer.offset} of its first"
 
 
-def _by_segment(blocks: Iterable[Block], plan: Plan) -> dict[int, list[Block]]:
-    found: dict[int, list[Block]] = {}
-    for block in blocks:
-        found.setdefault(plan.segments[block.names[0]], []).append(block)
+def _by_segment(buffers: Iterable[Buffer], plan: Plan) -> dict[int, list[Buffer]]:
+    found: dict[int, list[Buffer]] = {}
+    for buffer in buffers:
+        found.setdefault(plan.segments[buffer.name], []).append(buffer)
     return found

@@ -15,13 +15,6 @@ def test_alive_at_peak():
     assert sum(buffer.size for buffer in alive) == 21
 
 
-def test_aliases_are_told_once():
-    buffers = buffers_of((4, 0, 3), (6, 3, 5), (1, 3, 3))
-    buffers[1] = replace(buffers[1], alias="a")
-    time, alive = alive_at_peak(buffers, plan(buffers))
-    assert time == 3 and [buffer.name for buffer in alive] == ["b", "c"]
-
-
 def test_nothing_is_alive():
     assert alive_at_peak([], plan([])) == (None, [])
 

@@ -3,10 +3,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lsq.csrc import loader
-from lsq.planner.buffer import Buffer, blocks_of
 from lsq.planner.planner import METHODS, plan
 from tests.planner.instances import (
     assert_separate,
@@ -74,33 +72,13 @@ def test_the_portfolio_is_at_least_as_good_as_its_parts():
 
 @pytest.mark.parametrize("method", GREEDY)
 def test_without_a_library_plans_are_the_same(method, monkeypatch):
-    buffers = [*random_buffers(random.Random(4), 50), Buffer(name="x", size=90, first=3, last=20, offset=256)]
-    options = ({}, {"cap": 3000}, {"blocks": [5000, 2500, 9000, 1200]})
+    buffers = random_buffers(random.Random(4), 50)
+    options = ({}, {"cap": 3000})
     made = [plan(buffers, method=method, **option) for option in options]
     monkeypatch.setattr(loader, "library", lambda: None)
     for option, expected in zip(options, made, strict=True):
         found = plan(buffers, method=method, **option)
         assert (found.offsets, found.segments) == (expected.offsets, expected.segments)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_fixed_offsets_are_kept(method):
-    buffers = [*buffers_of((4, 0, 3), (2, 0, 3), (9, 1, 2)), *buffers_of((5, 0, 3), (1, 9, 9))]
-    names = "abcxy"
-    buffers = [replace(buffer, name=name) for buffer, name in zip(buffers, names, strict=True)]
-    buffers[3], buffers[4] = replace(buffers[3], offset=4), replace(buffers[4], offset=20)
-    made = plan(buffers, method=method, time_limit=1)
-    assert_separate(buffers, made)
-    assert made.offsets["x"] == 4 and made.offsets["y"] == 20
-    assert made.peak == made.lower_bound == 21
-
-
-def test_overlapping_fixed_buffers_are_refused():
-    buffers = [Buffer(name=name, size=8, first=0, last=2, alignment=1, offset=o) for name, o in (("a", 0), ("b", 7))]
-    message = r"'a' \(offset 0, 8 bytes\) and 'b' \(offset 7, 8 bytes\) overlap at operation 0"
-    with pytest.raises(ValueError, match=message):
-        plan(buffers)
-    assert plan([buffers[0], replace(buffers[1], first=3, last=4)]).offsets == {"a": 0, "b": 7}
 
 
 def test_pools_have_their_own_segments():
@@ -109,28 +87,6 @@ def test_pools_have_their_own_segments():
     made = plan(buffers)
     assert made.pools == ("default", "host") and made.segments == {"a": 0, "b": 1, "c": 0}
     assert made.used == (8, 8) and made.lower_bound == 16
-
-
-@given(small_instances(most=7), st.data())
-@QUICK
-def test_aliases_lie_together(buffers, data):
-    joined = [
-        replace(buffer, alias=data.draw(st.sampled_from([None, *(b.name for b in buffers if b is not buffer)])))
-        for buffer in buffers
-    ]
-    made = plan(joined)
-    for block in blocks_of(joined):
-        assert len({(made.offsets[name], made.segments[name]) for name in block.names}) == 1
-    blocks = [
-        Buffer(name=block.names[0], size=block.size, first=block.first, last=block.last, alignment=block.alignment)
-        for block in blocks_of(joined)
-    ]
-    kept = {block.name for block in blocks}
-    assert_separate(blocks, replace(
-        made,
-        offsets={name: offset for name, offset in made.offsets.items() if name in kept},
-        segments={name: segment for name, segment in made.segments.items() if name in kept},
-    ))
 
 
 @given(small_instances(most=6, alignments=(1, 2, 4)))
@@ -182,19 +138,21 @@ def test_capacity_is_judged():
     ("options", "message"),
     [
         ({"method": "best"}, "method is 'best'; allowed: 'greedy_by_load'"),
-        ({"cap": 1, "blocks": [1]}, "cap and blocks are both given"),
         ({"cap": 0}, "cap is 0"),
-        ({"blocks": [4, -1]}, r"blocks\[1\] is -1"),
         ({"capacity": 2**63}, "capacity is 9223372036854775808"),
         ({"capacity": 8, "cap": 8}, "capacity bounds one segment"),
         ({"method": "exact", "cap": 8}, "plans one segment"),
         ({"time_limit": 0}, "time_limit is 0"),
-        ({"blocks": []}, "0 blocks are too few"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         plan(buffers_of((1, 0, 0)), **options)
+
+
+def test_two_buffers_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two buffers are called 'a'; names must differ"):
+        plan([*buffers_of((1, 0, 0)), *buffers_of((2, 3, 4))])
 
 
 def test_too_many_bytes_are_refused():

@@ -45,38 +45,12 @@ def test_random_plans_keep_to_the_cap(cap):
         assert made.peak >= made.lower_bound and all(made.used)
 
 
-def test_free_blocks_are_used_by_their_index():
-    buffers = buffers_of((5 * UNIT, 0, 1), (3 * UNIT, 0, 1), (3 * UNIT, 2, 3))
-    made = plan(buffers, blocks=[2 * UNIT, 4 * UNIT, UNIT, 6 * UNIT])
-    assert_separate(buffers, made)
-    assert made.segments == {"a": 3, "b": 1, "c": 1} or made.segments == {"a": 3, "b": 1, "c": 3}
-    assert made.capacities == (0, 3 * UNIT, 0, 5 * UNIT)
-    assert made.pools == ("", "default", "", "default")
+def test_pools_have_segments_of_their_own():
+    buffers = [Buffer(name=name, size=size, first=0, last=1, pool=name) for name, size in (("a", UNIT), ("b", 0))]
+    made = plan(buffers, cap=UNIT)
+    assert made.segments == {"a": 0, "b": 1} and made.pools == ("a", "b") and made.capacities == (UNIT, 0)
 
 
-def test_pools_do_not_share_blocks():
-    buffers = [Buffer(name=name, size=UNIT, first=0, last=1, pool=name) for name in ("a", "b")]
-    made = plan(buffers, blocks=[UNIT, 2 * UNIT])
-    assert sorted(made.segments.values()) == [0, 1] and set(made.pools) == {"a", "b"}
-    with pytest.raises(ValueError, match="1 blocks are too few"):
-        plan(buffers, blocks=[UNIT])
-
-
-def test_fixed_buffers_lie_in_the_first_segment():
-    buffers = [*buffers_of((70, 0, 5), (60, 0, 5)), Buffer(name="x", size=20, first=0, last=5, alignment=1, offset=50)]
-    made = plan(buffers, blocks=[80, 200])
-    assert_separate(buffers, made)
-    assert made.segments == {"a": 1, "b": 1, "x": 0}
-    with pytest.raises(ValueError, match="'x' ends at 70 bytes, but its segment, the first, may have 65"):
-        plan(buffers, blocks=[65, 200])
-
-
-@pytest.mark.parametrize("options", [{"cap": 99}, {"blocks": [50, 99]}])
-def test_a_buffer_that_is_too_large(options):
+def test_a_buffer_that_is_too_large():
     with pytest.raises(ValueError, match="'b' has 100 bytes, but the largest segment may have 99"):
-        plan(buffers_of((7, 0, 1), (100, 0, 1)), **options)
-
-
-def test_blocks_that_are_too_small_together():
-    with pytest.raises(ValueError, match="of 15 bytes in 2 blocks, buffers of 9 bytes find no place"):
-        plan(buffers_of((9, 0, 1), (9, 0, 1)), blocks=[10, 5])
+        plan(buffers_of((7, 0, 1), (100, 0, 1)), cap=99)
