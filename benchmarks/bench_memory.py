@@ -1,8 +1,10 @@
 """Memory of a training step: what PyTorch's allocator peaks at, side by side with lsq's planned arena.
 
 Two tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and bfloat16 and of lsq
-int8, with fresh memory for every tensor and with the planned arena, every event of the allocator traced. The other is
-planned alone: what a step of larger models takes, how far from the lower bound, and how long planning took.
+int8, with fresh memory for every tensor and with the planned arena, every event of the allocator traced; once with
+gradients that exist before, to which the pass adds, and once with gradients that are None before, as in every update of
+fairseq. The other is planned alone: what a step of larger models takes, how far from the lower bound, and how long
+planning took.
 """
 
 import dataclasses
@@ -27,6 +29,7 @@ SIDES: dict[str, dict] = {
     },
     "lsq int8, backward int8": {"arguments": INT8, "modes": True},
 }
+GRADIENTS = "exist", "none"
 BASELINE, HALF = "fairseq float32", "fairseq bfloat16"
 BASE = transformer.Shape()
 BIG = transformer.Shape(hidden=1024, feed_forward=4096, heads=16)
@@ -51,21 +54,26 @@ def sizes(quick: bool) -> list[Size]:
     ]
 
 
-def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **options) -> dict:
-    """Peak, arena and kept bytes of one step."""
+def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **options) -> dict[str, dict]:
+    """Peak, arena and kept bytes of one step, by what gradients are before it: "exist" or "none"."""
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
     side.backward(sample, side.loss(sample))  # clips are measured, and gradients exist from here on
     kept = saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
     memory = plan_memory(side.model, lambda: side.loss(sample)) if planned else None
-    peak = traced_peak(lambda: side.backward(sample, side.loss(sample)))
-    release_memory(side.model)
     arena = memory.arena.size if memory else 0
-    return {"allocated": peak, "arena": arena, "together": peak + arena, "kept_for_backward": kept}
+    found = {}
+    for gradients in GRADIENTS:
+        if gradients == "none":
+            side.model.zero_grad(set_to_none=True)
+        peak = traced_peak(lambda: side.backward(sample, side.loss(sample)))
+        found[gradients] = {"allocated": peak, "arena": arena, "together": peak + arena, "kept_for_backward": kept}
+    release_memory(side.model)
+    return found
 
 
 def measured_rows(shape: transformer.Shape) -> list[dict]:
-    """One row for each side, and for each way of placing tensors."""
+    """One row for each side, each way of placing tensors, and what gradients are before."""
     found = {}
     for name, recipe in SIDES.items():
         recipe = dict(recipe)
@@ -74,11 +82,13 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
     return [
         {
             "side": name,
+            "gradients": gradients,
             **{f"{key}_megabytes": 1e-6 * value for key, value in figures.items()},
-            "ratio": found[BASELINE]["together"] / figures["together"],
-            "ratio_to_bfloat16": found[HALF]["together"] / figures["together"],
+            "ratio": found[BASELINE][gradients]["together"] / figures["together"],
+            "ratio_to_bfloat16": found[HALF][gradients]["together"] / figures["together"],
         }
-        for name, figures in found.items()
+        for gradients in GRADIENTS
+        for name, figures in ((name, cases[gradients]) for name, cases in found.items())
     ]
 
 
@@ -120,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
             packages=("fairseq-fixed",),
             baseline=BASELINE,
             shape=dataclasses.asdict(shape),
-            counted="forward and backward pass; parameters, their gradients and the optimizer's state exist before",
+            counted="forward and backward pass; not parameters, optimizer's state and gradients that exist before",
         ),
         options,
         planned=planned,

@@ -69,7 +69,11 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
 
 
 def release_memory(model: nn.Module) -> None:
-    """Take the planned memory away from every layer; it is freed once nothing uses it any more."""
+    """Take the planned memory away from every layer; it is freed once nothing uses it any more.
+
+    Gradients that lie in it move to memory of their own.
+    """
     for module in model.modules():
-        if isinstance(module, ProgramModule):
+        if isinstance(module, ProgramModule) and module.step_memory is not None:
+            module.step_memory.loans.move()
             module.step_memory = None

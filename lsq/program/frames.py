@@ -83,15 +83,16 @@ class PlannedFrame(Frame):
         memory: the plan's.
         node: which run of the step it is.
         program: what runs; it has the operations of the planned program, and no larger tensors.
-        parameters: of the program, by name; gradients are lent to them. Without, none is.
+        leaves: references to the leaves of autograd's graph that the program reads, by name. What was planned as the
+            first gradient of a leaf is lent if it is one.
         repeated: whether it has run before.
     """
 
     def __init__(
-        self, memory: "StepMemory", node: int, program: Program, *, parameters: dict[str, torch.Tensor], repeated: bool
+        self, memory: "StepMemory", node: int, program: Program, *, leaves: Mapping[str, weakref.ref], repeated: bool
     ):
         self.memory, self.node = memory, node
-        self._parameters, self._repeated = parameters, repeated
+        self._leaves, self._repeated = leaves, repeated
         self.step_number: int | None = None
         """Number of the step in which the forward pass ran."""
 
@@ -142,6 +143,7 @@ class PlannedFrame(Frame):
         lending = self.memory.step.lent[self.node, index, number]
         return self.memory.loans.lend(
             place, tensor.shape, tensor.dtype, until=lending.until, keep=lending.keep,
+            leaf=lending.leaf and self._leaves[lending.leaf.name],
             label=f"{tensor.name} of {self.memory.names[self.node]}",
         )
 
@@ -149,10 +151,8 @@ class PlannedFrame(Frame):
         """The offset at which tensor `number` of operation `index` lies in this run; None: in fresh memory."""
         key = self.node, index, number
         lending = self.memory.step.lent.get(key)
-        if lending is not None and lending.parameter is not None:
-            parameter = self._parameters.get(lending.parameter.name)
-            if parameter is None or parameter.grad is None:
-                return None
+        if lending is not None and lending.leaf is not None and lending.leaf.name not in self._leaves:
+            return None
         return self.memory.step.places.get(key)
 
     @contextmanager
@@ -198,7 +198,7 @@ class StepMemory:
         return type(None), ()
 
     def open(self, owner: object, program: Program, tensors: Mapping[str, torch.Tensor] = MappingProxyType({})):
-        """The PlannedFrame for the next run of `program` by `owner`, whose parameters are among `tensors`.
+        """The PlannedFrame for the next run of `program` by `owner` on `tensors`.
 
         Raises:
             RuntimeError: the plan has no such run.
@@ -211,8 +211,10 @@ class StepMemory:
         repeated = program in self._fitting[node]
         if not repeated:
             self._check(node, program)
-        parameters = {one.name: tensors[one.name] for one in program.parameters if one.name in tensors}
-        return self.frame(self, node, program, parameters=parameters, repeated=repeated)
+        leaves = {
+            name: weakref.ref(tensor) for name, tensor in tensors.items() if tensor.is_leaf and tensor.requires_grad
+        }
+        return self.frame(self, node, program, leaves=leaves, repeated=repeated)
 
     def _check(self, node: int, program: Program) -> None:
         planned = self._programs[node]

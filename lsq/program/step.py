@@ -3,8 +3,8 @@
 The passes of a rehearsed step follow each other in one count of operations. What a forward pass saves lives until the
 backward pass of the same node has read it for the last time; everything else dies inside its pass, so temporaries of
 all layers share their bytes. Of what crosses a program's border, results that go straight into other programs are
-placed, too, and gradients that go back or are added to others: they are lent (lsq.program.loans). The rest belongs to
-others and stays with PyTorch's allocator.
+placed, too, and gradients of those and of the leaves of autograd's graph: they are lent (lsq.program.loans). The rest
+belongs to others and stays with PyTorch's allocator.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ class Lending:
     """Position of the pass after which nobody needs it."""
     keep: bool = False
     """It is added to an earlier contribution, so that autograd must never take it for the whole."""
-    parameter: VirtualTensor | None = None
-    """The parameter of which it is the first gradient of the step; lent only if there is a gradient to add it to."""
+    leaf: VirtualTensor | None = None
+    """The leaf of autograd's graph of which it is the first gradient of the step, and may become the `grad`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -71,6 +71,7 @@ def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
     last_read = _last_reads(passes)
     backward = {one.node: position for position, one in enumerate(passes) if one.backward}
     gone_back = {number: backward.get(one.node, 0) for one in passes for number in one.makes}
+    end = len(passes) - 1
     found: dict[Key, Lending] = {}
     firsts: dict[int, Key] = {}
     for position, one in enumerate(passes):
@@ -80,9 +81,9 @@ def lent_by(passes: Sequence[Pass]) -> dict[Key, Lending]:
                     found[key] = Lending(until=last_read[source])
                 continue
             first = firsts.setdefault(source, key)
-            parameter = border if first == key and border.role == "parameter" else None
-            found[key] = Lending(until=position, keep=first != key, parameter=parameter)
-            found[first] = replace(found[first], until=max(position, gone_back.get(source, 0)))
+            leaf = border if first == key and source not in gone_back else None
+            found[key] = Lending(until=position, keep=first != key, leaf=leaf)
+            found[first] = replace(found[first], until=max(position, gone_back.get(source, end)))
     return found
 
 

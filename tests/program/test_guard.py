@@ -32,7 +32,7 @@ def shortenable(memory):
 
 def test_a_sound_plan_is_silent(guarded):
     model, memory = guarded
-    for _ in range(2):  # the second time gradients are there, so that all others are lent
+    for _ in range(2):  # the first time gradients come to lie there, the second time they are added to others
         step(model)
         assert memory.fired == 0 and all(one.until == len(memory.step.passes) - 1 for one in memory.alive.values())
     memory.next_step()
@@ -43,9 +43,9 @@ def test_what_was_lent_ends_as_poison(guarded):
     model, memory = guarded
     step(model)
     step(model)
-    key, lending = next((key, one) for key, one in memory.step.lent.items() if one.parameter is not None)
+    key, lending = next((key, one) for key, one in memory.step.lent.items() if one.leaf is not None)
     memory.next_step()
-    assert memory.arena.tensor(memory.step.places[key], lending.parameter.shape, torch.float32).isnan().all()
+    assert memory.arena.tensor(memory.step.places[key], lending.leaf.shape, torch.float32).isnan().all()
 
 
 def test_a_write_behind_what_was_lent(guarded):

@@ -13,6 +13,7 @@ from lsq.program.step import crossing
 from tests.dist.processes import run as run_processes
 from tests.layers.shapes import config_of
 from tests.layers.toy import PADDING, VOCABULARY, batch, largest, twins
+from tests.program.lent import backward, both, equal, gradients, inside
 
 
 @pytest.fixture
@@ -24,33 +25,6 @@ def pair():
         torch.manual_seed(0)
         model(*batch(3, 7, 9)).backward()
     return planned, naive, memory
-
-
-def inside(memory, tensor: torch.Tensor) -> bool:
-    base = memory.arena.tensor(0, (1,), torch.uint8).data_ptr()
-    return base <= tensor.data_ptr() < base + memory.arena.size
-
-
-def both(planned, naive, step) -> tuple[list, list]:
-    """What `step(model)` returns for each, from the same random numbers."""
-    results = []
-    for model in (planned, naive):
-        torch.manual_seed(7)
-        results.append(list(step(model)))
-    return tuple(results)
-
-
-def equal(found, expected) -> bool:
-    return all((a is b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def gradients(model) -> list[torch.Tensor | None]:
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def backward(model, seed: int = 0):
-    model(*batch(3, 7, 9, seed=seed)).backward()
-    return gradients(model)
 
 
 @pytest.mark.parametrize("to_none", [False, True])
@@ -279,22 +253,25 @@ def test_a_step_that_never_goes_back(stacks):
     assert equal(*both(planned, naive, step)) and len(kept) == 2
 
 
-def _train(rank: int) -> bool:
-    """Whether planned and naive workers have the same gradients after some steps."""
+def _train(rank: int, bucket_view: bool) -> bool:
+    """Whether planned and naive workers have the same gradients after each step."""
     models = twins(backward="int8")
     plan_memory(models[0], largest(models[0]))
     found = []
     for model in models:
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
         torch.manual_seed(rank)
-        for step in range(4):
+        steps = []
+        for step in range(5):
             if step % 2:
-                model.zero_grad(set_to_none=step == 1)
+                model.zero_grad(set_to_none=step != 3)
             with wrapped.no_sync() if step == 2 else torch.enable_grad():
                 wrapped(*batch(3, 7, 9, seed=2 * step + rank)).backward()
-        found.append([gradient.clone() for gradient in gradients(model)])
+            steps += [gradient.clone() for gradient in gradients(model)]
+        found.append(steps)
     return equal(*found)
 
 
-def test_data_parallel_workers():
-    assert run_processes(_train, 2) == [True, True]
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_data_parallel_workers(bucket_view):
+    assert run_processes(_train, 2, bucket_view) == [True, True]

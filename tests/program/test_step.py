@@ -82,7 +82,7 @@ def test_of_what_crosses_a_border_gradients_of_parameters_alone_are_placed():
 
 
 def test_what_is_lent_lives_to_the_end_of_a_pass():
-    """A contribution that others are added to, to the last of them; any other, to the end of its own pass."""
+    """The first gradient of a parameter, to the end of the step; what is added to it, to the end of its own pass."""
     _, rehearsal = rehearsed(backward="int8", twice=True)
     passes = rehearsal.passes
     buffers, lent = buffers_of(passes, range(len(rehearsal.owners))), lent_by(passes)
@@ -95,8 +95,8 @@ def test_what_is_lent_lives_to_the_end_of_a_pass():
     for group in together.values():
         own, borders, lendings = zip(*group, strict=True)
         assert [lending.keep for lending in lendings] == [False] + [True] * (len(group) - 1)
-        assert [lending.parameter for lending in lendings] == [borders[0]] + [None] * (len(group) - 1)
-        assert [lending.until for lending in lendings] == [max(own), *own[1:]]
+        assert [lending.leaf for lending in lendings] == [borders[0]] + [None] * (len(group) - 1)
+        assert [lending.until for lending in lendings] == [len(passes) - 1, *own[1:]]
     assert all(buffers[key].last == ends[lending.until] for key, lending in lent.items())
 
 
