@@ -220,6 +220,7 @@ def test_gradients_of_inputs(mode):
             given = x.detach().clone().requires_grad_()
             model.rows(given, PACKING).square().sum().backward()
             model.rows(given, PACKING).sum().backward()
+            model.rows(given * 1, PACKING).sum().backward()  # no leaf here, as was planned
             found.append(given.grad)
         return found
 
