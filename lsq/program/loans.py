@@ -7,6 +7,7 @@ memory of its own before its place is used again.
 """
 
 import math
+import os
 import weakref
 
 import torch
@@ -57,6 +58,7 @@ class Loans:
     def __init__(self, arena: Arena):
         self._arena = arena
         self._open: list[Loan] = []
+        _everywhere.add(self)
 
     def lend(self, offset: int, shape, dtype: torch.dtype, **options) -> torch.Tensor:
         """A tensor at byte `offset` to give away; `options` as Loan takes them."""
@@ -85,3 +87,15 @@ class Loans:
                 "clone the views of results and gradients that you keep, or train without a plan (release_memory; "
                 "--lsq-memory naive)"
             )
+
+
+_everywhere: weakref.WeakSet[Loans] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    """Arenas are zeros in a forked process: gradients that it may read are moved."""
+    for loans in list(_everywhere):
+        loans.move()
+
+
+os.register_at_fork(before=_before_fork)

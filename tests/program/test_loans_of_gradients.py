@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import os
 import threading
 
 import pytest
@@ -18,11 +19,11 @@ from tests.program.lent import backward, both, equal, gradients, inside
 PACKING = Packing(shape=(2, 4))
 
 
-@pytest.fixture(params=["planned", "guard"])
+@pytest.fixture
 def pair(request):
     """(planned, naive, memory): equal translators without gradients."""
     planned, naive = twins(backward="int8", calibration_passes=0)
-    return planned, naive, plan_memory(planned, largest(planned), mode=request.param)
+    return planned, naive, plan_memory(planned, largest(planned), mode=getattr(request, "param", "planned"))
 
 
 def test_they_take_no_memory_beside_the_arena(pair):
@@ -36,6 +37,7 @@ def test_they_take_no_memory_beside_the_arena(pair):
     assert all(inside(memory, gradient) for gradient in gradients(planned) if gradient is not None)
 
 
+@pytest.mark.parametrize("pair", ["planned", "guard"], indirect=True)
 @pytest.mark.parametrize("dropped", ["before", "between", "after", "in part", "never"])
 def test_wherever_gradients_are_dropped(pair, dropped):
     planned, naive, memory = pair
@@ -177,6 +179,22 @@ def test_copies_and_files_of_gradients_hold_them_alone(pair):
     backward(planned, 1)
     assert equal(copies, expected) and not any(inside(memory, one) for one in copies)
     assert all(one is None or not inside(memory, one) for one in gradients(copied))
+
+
+def test_forked_processes_see_them(pair):
+    """An arena is wiped there."""
+    planned, naive, memory = pair
+    found, expected = both(planned, naive, backward)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, repr(found[-1].tolist()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 1 << 16).decode() == repr(expected[-1].tolist())
+    assert not any(inside(memory, one) for one in found)
+    for end in (reading, writing):
+        os.close(end)
 
 
 def test_backward_in_another_thread(pair):
