@@ -50,7 +50,7 @@ class Adam(Operation):
     """The new weight and moments, all of one shape; what is written may be the memory of what is read.
 
     Raises:
-        ValueError: transposed codes are wanted, but no codes.
+        ValueError: transposed codes are wanted, but no codes; or the weight's format packs its codes.
     """
 
     weight: In[Floats]
@@ -75,6 +75,11 @@ class Adam(Operation):
             self.rounded is not None or self.transposed is None,
             "Adam was given memory for transposed codes, but not for codes; give it both",
         )
+        if self.rounded is not None and self.rounded.format.packed:
+            raise ValueError(
+                f"Adam writes int8 codes, but those of the format {self.rounded.format.name} are packed; leave out"
+                " `rounded`, and round the new weight by RoundWeight"
+            )
 
     @size
     def numel(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from lsq.ops import adam
 from lsq.ops.adam import Adam
 from lsq.program.values import Weight
-from lsq.quant import Format, Grain, quantize
+from lsq.quant import Grain, WeightFormat, quantize
 from tests.ops.compare import empty
 
 RATE, BETAS, EPSILON = 3e-3, (0.9, 0.999), 1e-3
@@ -38,7 +38,7 @@ def codes_of(clip: torch.Tensor, shape: tuple[int, int], rows: int | None = None
     """Codes of a weight that the step is to write."""
     rows = rows or shape[0]
     return Weight(
-        format=Format(name="weight", bits=bits, grain=Grain.ROW if len(clip) > 1 else Grain.TENSOR), clip=clip,
+        format=WeightFormat(name="weight", bits=bits, grain=Grain.ROW if len(clip) > 1 else Grain.TENSOR), clip=clip,
         codes=empty(rows, shape[1], dtype=torch.int8), scale=empty(rows),
     )
 

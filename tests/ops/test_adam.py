@@ -7,6 +7,8 @@ import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 
 from lsq.ops import adam
+from lsq.program.values import Weight
+from lsq.quant import WEIGHT_FORMATS, Grain
 from tests.ops import adam_checks
 from tests.ops.adam_checks import BETAS, EPSILON, RATE, codes_of, in_place, numbers, state, step
 from tests.ops.compare import compare, empty, on_cpu, written
@@ -79,3 +81,10 @@ def test_transposed_codes_without_codes_are_refused():
             weight=None, gradient=None, first=None, second=None, numbers=None, new_weight=None, new_first=None,
             new_second=None, transposed=empty(48, 48, dtype=torch.int8),
         )
+
+
+def test_packed_formats_of_weights_are_refused():
+    rounded = codes_of(torch.ones(48), (48, 48))
+    rounded = Weight(format=WEIGHT_FORMATS["int4"](8, Grain.ROW), codes=rounded.codes, scale=rounded.scale)
+    with pytest.raises(ValueError, match="the format int4 are packed; leave out `rounded`, and round"):
+        step(state(48, 48), numbers(), rounded)
