@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from fairseq import checkpoint_utils, options
 from fairseq.checkpoint_utils import load_model_ensemble
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import FairseqLanguageModel
+from fairseq.tasks import TASK_REGISTRY
 from sentencepiece import SentencePieceProcessor
 
 from lsq.commands import launch, limits
-from lsq.commands.train import TASK, check_data, parse
+from lsq.commands.train import TASK, check_data, parse, peek
+from lsq.fairseq.checkpoint import options_in
 from lsq.fairseq.compatibility import replaced
 
 HYPOTHESIS = re.compile(r"D-(\d+)\t[^\t]*\t(.*)")
@@ -26,8 +29,9 @@ def run(arguments: list[str]) -> int:
     Raises:
         ValueError, OSError: a mistake in the options or the data.
     """
+    path = peek(arguments, "--path") or ""
     args = parse(
-        options.get_generation_parser(default_task=TASK),
+        options.get_generation_parser(default_task=task_of(Path(path.split(os.pathsep)[0]))),
         arguments,
         "lsq generate",
         "Translate with a trained model: the options are fairseq-generate's.",
@@ -44,6 +48,13 @@ def run(arguments: list[str]) -> int:
     with replaced(checkpoint_utils, load_model_ensemble=functools.partial(load_fitting, args.data)):
         fairseq_generate.main(convert_namespace_to_omegaconf(args))
     return 0
+
+
+def task_of(checkpoint: Path) -> str:
+    """The task that a checkpoint was trained with; lsq_translation where none is known."""
+    given = options_in(checkpoint, "task")
+    name = given.get("_name") or given.get("task")
+    return name if isinstance(name, str) and name in TASK_REGISTRY else TASK
 
 
 def check_subwords(path: str) -> None:

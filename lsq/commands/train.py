@@ -73,6 +73,13 @@ def parse(
     return args
 
 
+def peek(arguments: list[str], *names: str) -> str | None:
+    """The value of one option, by which the parser of the others is chosen; None where it has none."""
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument(*names, dest="value", nargs="?")  # without a value, it is the other parser that refuses it
+    return first.parse_known_args(arguments)[0].value
+
+
 def check_data(args: Namespace) -> None:
     """Raise ValueError unless every folder of binarised data is there."""
     for folder in args.data.split(os.pathsep):
@@ -105,10 +112,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     Raises:
         ValueError: the options do not fit this machine.
     """
-    first = ArgumentParser(prog="lsq train", add_help=False, allow_abbrev=False)
-    one_line_errors(first)
-    first.add_argument("--arch", "-a", default=ARCHITECTURE)
-    architecture = first.parse_known_args(arguments)[0].arch
+    architecture = peek(arguments, "--arch", "-a") or ARCHITECTURE
     defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}
     if architecture.startswith(ARCHITECTURE):
         defaults["criterion"] = CRITERION

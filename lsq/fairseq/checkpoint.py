@@ -188,8 +188,8 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
         state = checkpoint_utils.load_checkpoint_to_cpu(path)
     except (FileNotFoundError, IsADirectoryError, ValueError) as error:
         raise type(error)(f"--lsq-from: {error}") from error
-    weights, trained_with = state["model"], _options(state)
-    before, now = TransformerConfig.from_namespace(trained_with), TransformerConfig.from_namespace(args)
+    weights, given = state["model"], _options(state, "model")
+    before, now = TransformerConfig.from_namespace(given), TransformerConfig.from_namespace(args)
     different = [
         f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint, {getattr(now, name)} here"
         for name in _SAME
@@ -210,16 +210,20 @@ def trained_with(args: Any) -> Mapping[str, Any]:
         args: fairseq's options; where there is no training, they lack `restore_file`.
     """
     name = getattr(args, "restore_file", None)
-    path = Path(args.save_dir, name) if name == LAST else Path(name or "")
+    return options_in(Path(args.save_dir, name) if name == LAST else Path(name or ""), "model")
+
+
+def options_in(path: Path, part: str) -> Mapping[str, Any]:
+    """The options of a part, "model" or "task", in a checkpoint; none where there is no checkpoint."""
     if not path.is_file():
         return {}
     try:
-        found = _options(torch.load(path, map_location="cpu", mmap=True))
+        found = _options(torch.load(path, map_location="cpu", mmap=True), part)
+        return found if isinstance(found, Mapping) else vars(found)
     except Exception:  # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
         return {}
-    return found if isinstance(found, Mapping) else vars(found)
 
 
-def _options(state: dict[str, Any]) -> Any:
-    """The model's options in a checkpoint: fairseq before 0.10 kept them all in `args`, later in `cfg`."""
-    return state["args"] if state.get("args") is not None else state["cfg"]["model"]
+def _options(state: dict[str, Any], part: str) -> Any:
+    """The options of a part in a checkpoint: fairseq before 0.10 kept all together in `args`, later in `cfg`."""
+    return state["args"] if state.get("args") is not None else state["cfg"][part]

@@ -233,8 +233,8 @@ def test_evaluation_and_generation_as_of_fairseq(train, corpus, tmp_path, capsys
         folder = tmp_path / str(len(found))
         train(folder, f"{given} --max-update 40 --lr 0.01 --max-tokens 240")
         data = [str(corpus), "--path", str(folder / "checkpoint_last.pt"), "--cpu", "--gen-subset", "valid"]
-        data += ["--num-workers", "0", "--task", "lsq_language_modeling", "--sample-break-mode", "eos"]
-        args = options.parse_args_and_arch(options.get_eval_lm_parser(), data)
+        data += ["--num-workers", "0", "--sample-break-mode", "eos"]
+        args = options.parse_args_and_arch(options.get_eval_lm_parser(), [*data, "--task", "lsq_language_modeling"])
         found.append(eval_lm.main(convert_namespace_to_omegaconf(args))["loss"].item())
         generate.run([*data, "--prefix-size", "1", "--beam", "2", "--max-len-b", "9", "--results-path", str(folder)])
         lines = (folder / "generate-valid.txt").read_text().splitlines()
