@@ -24,13 +24,12 @@ from lsq.lock import locked_folder
 from lsq.text import corpus
 from lsq.text.corpus import SIDES, SPLITS, TextFiles
 from lsq.text.numbers import write_numbers
-from lsq.text.vocabulary import VocabularyOptions
 
 NUMBERS = "numbers"
 """The folder of the text in the output folder."""
 SAMPLES = 8
 """Translations that are shown."""
-VOCABULARY = VocabularyOptions(size=100, coverage=1.0, max_length=60)
+VOCABULARY = {"size": 100, "coverage": 1.0, "max_length": 60}
 SIZES = {
     "--layers": (2, "layers of the encoder, and of the decoder"),
     "--hidden": (256, "hidden size"),
@@ -80,16 +79,16 @@ def parser() -> ArgumentParser:
 def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[str]:
     """The command line of `lsq train-text` for one of the two runs."""
     arguments = []
-    for split, pair in files.splits().items():
+    for split, pair in files.items():
         for side, path in zip(SIDES, pair, strict=True):
             arguments += [text_option(split, side), str(path)]
     every = max(1, given.updates // 15)
     options = {
         "--output": str(given.output),
         "--mode": mode,
-        "--vocabulary-size": str(VOCABULARY.size),
-        "--character-coverage": str(VOCABULARY.coverage),
-        "--max-length": str(VOCABULARY.max_length),
+        "--vocabulary-size": str(VOCABULARY["size"]),
+        "--character-coverage": str(VOCABULARY["coverage"]),
+        "--max-length": str(VOCABULARY["max_length"]),
         "--updates": str(given.updates),
         "--validate-every": str(every),
         "--log-every": str(max(1, every // 5)),
@@ -208,8 +207,8 @@ def compare(given: Namespace) -> dict:
         text, key, lambda folder: write_numbers(folder, given.train_pairs, given.test_pairs, given.seed), say
     )
     comparison.mark(key, finished=False)
-    files = TextFiles(**{split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS})
-    prepared = Prepared(files=files, output=given.output, options=VOCABULARY)
+    files = {split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS}
+    prepared = Prepared(files=files, output=given.output, **VOCABULARY)
     for mode in MODES:
         run_lsq(["train-text", *train_text_arguments(given, files, mode)], threads=given.threads)
     return report(prepared)

@@ -13,7 +13,6 @@ from lsq.commands import stages
 from lsq.commands.stages import Stage, run_stage
 from lsq.text import binary, corpus, vocabulary
 from lsq.text.corpus import SIDES, Corpus, TextFiles
-from lsq.text.vocabulary import VocabularyOptions
 
 
 def say(message: str) -> None:
@@ -32,7 +31,12 @@ class Prepared:
 
     files: TextFiles
     output: Path
-    options: VocabularyOptions
+    size: int
+    """Pieces of the vocabulary."""
+    coverage: float
+    """Share of the characters that have a piece."""
+    max_length: int
+    """Largest number of pieces of a sentence."""
 
     @property
     def data(self) -> Path:
@@ -56,7 +60,7 @@ class Prepared:
             FileNotFoundError, ValueError: a file is missing, or no file.
         """
         found = {}
-        for split, pair in self.files.splits().items():
+        for split, pair in self.files.items():
             for number, side in enumerate(SIDES):
                 path = pair[number] if pair is not None else None
                 if path is not None:
@@ -72,9 +76,9 @@ class Prepared:
         """What the data depend on, by the options of `lsq train-text`."""
         return {
             **self.text_settings,
-            "--vocabulary-size": self.options.size,
-            "--character-coverage": self.options.coverage,
-            "--max-length": self.options.max_length,
+            "--vocabulary-size": self.size,
+            "--character-coverage": self.coverage,
+            "--max-length": self.max_length,
         }
 
 
@@ -85,7 +89,7 @@ def prepare(prepared: Prepared) -> Prepared:
         FileNotFoundError, ValueError: a mistake in the files or options; a folder holds files that are not of this
             command.
     """
-    output, options = prepared.output, prepared.options
+    output = prepared.output
     text = Stage(name="text", folder=output / "text", makes=corpus.FILES)
     learnt = Stage(name="vocabulary", folder=output / "vocabulary", makes=(vocabulary.MODEL, vocabulary.PIECES))
     data = Stage(name="data", folder=prepared.data, makes=binary.FILES)
@@ -94,8 +98,8 @@ def prepare(prepared: Prepared) -> Prepared:
     run_stage(text, prepared.text_settings, lambda folder: corpus.write_splits(prepared.files, folder, say), say)
 
     def learn(folder: Path) -> None:
-        say(f"vocabulary: learning {options.size} pieces")
-        vocabulary.learn_vocabulary(Corpus.read(text.folder, "train"), folder, options.size, options.coverage)
+        say(f"vocabulary: learning {prepared.size} pieces")
+        vocabulary.learn_vocabulary(Corpus.read(text.folder, "train"), folder, prepared.size, prepared.coverage)
 
     run_stage(
         learnt, {name: value for name, value in prepared.settings.items() if name != "--max-length"}, learn, say
@@ -103,7 +107,7 @@ def prepare(prepared: Prepared) -> Prepared:
 
     def binarize(folder: Path) -> None:
         pieces = vocabulary.load_vocabulary(learnt.folder)
-        binary.binarize_splits(prepared.files, text.folder, pieces, folder, options.max_length, say)
+        binary.binarize_splits(prepared.files, text.folder, pieces, folder, prepared.max_length, say)
 
     run_stage(data, prepared.settings, binarize, say)
     return prepared

@@ -7,7 +7,8 @@ output/<run>/               results.json, losses.png
 
 import os
 import platform
-from dataclasses import dataclass, field
+from argparse import Namespace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -41,27 +42,18 @@ PREPARATION_SECONDS = 10.0
 class RunOptions:
     """What to train and how to translate."""
 
-    name: str
-    """The run's folder within the output folder."""
-    updates: int
+    given: Namespace
+    """The options of `lsq train-text`, a name of the run among them."""
     training: dict[str, str | None]
-    """Options of `lsq train`, with their values; None for switches."""
-    beam: int
-    max_length: int
-    """Largest number of pieces of a translation."""
-    bleu_tokenizer: str
-    extra: list[str] = field(default_factory=list)
+    """Options of `lsq train` that follow from them, with their values; None for switches."""
+    extra: list[str]
     """Further options of `lsq train`, as the user gave them."""
-    overwrite: bool = False
-    """Delete an earlier run of this name that had other options."""
-    quiet: bool = False
-    """No progress bars."""
 
     def arguments(self, data: Path, folder: Path) -> list[str]:
         """The command line of `lsq train` with this data that writes into this folder."""
         training = {"--save-dir": str(folder), "--distributed-world-size": "1", **self.training}
         given = [word for option, value in training.items() for word in (option, value) if word is not None]
-        return [str(data), *given, "--max-update", str(self.updates), *self.extra]
+        return [str(data), *given, "--max-update", str(self.given.updates), *self.extra]
 
 
 def run(prepared: Prepared, options: RunOptions) -> dict:
@@ -77,27 +69,28 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
         Busy: another process is at work on this run, or on the data.
         Interrupted: a signal came; the same call later continues.
     """
-    folder = RunFolder(prepared=prepared, name=options.name)
+    given = options.given
+    folder = RunFolder(prepared=prepared, name=given.name)
     key = {**prepared.settings, **training_options.bound(options.training, options.extra)}
     if not folder.goes_on(key):
         check_training(prepared, options)
-    folder.check(key, options.updates, options.overwrite)
+    folder.check(key, given.updates, given.overwrite)
     with locked_folder(folder.path, "choose another --name"):
         with locked_folder(prepared.output, "choose another --output", seconds=PREPARATION_SECONDS):
-            folder.check(key, options.updates, options.overwrite)  # again: somebody may have been at work until now
+            folder.check(key, given.updates, given.overwrite)  # again: somebody may have been at work until now
             prepare(prepared)
-            folder.claim(key, options.updates)
-        key = {**key, UPDATES: options.updates}
+            folder.claim(key, given.updates)
+        key = {**key, UPDATES: given.updates}
         if folder.model.is_done(key):
-            say(f"{options.name}: already trained")
+            say(f"{given.name}: already trained")
         else:
             folder.model.mark(key, finished=False)
             train_model(prepared, options, folder)
             by_time = "--stop-time-hours" in options.extra  # ends a sitting, not the training
-            folder.model.mark(key, finished=not by_time or folder.updates() >= options.updates)
+            folder.model.mark(key, finished=not by_time or folder.updates() >= given.updates)
         stages.run_stage(
             folder.translation,
-            {**key, "updates": folder.updates(), "--beam": options.beam},
+            {**key, "updates": folder.updates(), "--beam": given.beam},
             lambda target: translate(prepared, options, folder.model.folder, target),
             say,
         )
@@ -113,7 +106,7 @@ def check_training(prepared: Prepared, options: RunOptions) -> None:
     with logging_to(Path(os.devnull)):
         args = train.parse_training(options.arguments(prepared.data, Path("unused")), with_data=False)
         if args.task in TRANSLATION:
-            words = made_up_dictionary(prepared.options.size)
+            words = made_up_dictionary(prepared.size)
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
             task = TASK_REGISTRY[args.task](args, words, words)
             task.build_criterion(args)
@@ -132,10 +125,10 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
     if not done and (other := newest_sound(model / LAST)) and "--restore-file" not in options.extra:
         arguments += ["--restore-file", str(other)]  # written whole before the process or the disk failed
         done = updates_of(other)
-    say(f"{options.name}: {f'going on from update {done}' if done else 'training'}; the log is {model / 'train.log'}")
+    say(f"{folder.name}: {f'going on from update {done}' if done else 'training'}; the log is {model / 'train.log'}")
     with (
         logging_to(model / "train.log"),
-        recording(model / LOSSES, options.updates, f"training {options.name}", options.quiet),
+        recording(model / LOSSES, options.given.updates, f"training {options.given.name}", options.given.quiet),
     ):
         try:
             train.run(arguments)
@@ -147,12 +140,12 @@ def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> N
 def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path) -> None:
     """Translate the test set with the checkpoint of least validation loss."""
     arguments = [str(prepared.data), "--path", str(model / BEST), "--gen-subset", "test"]
-    arguments += ["--results-path", str(folder), "--beam", str(options.beam), "--max-tokens", "4096"]
-    arguments += ["--num-workers", "0", "--max-len-b", str(options.max_length)]
+    arguments += ["--results-path", str(folder), "--beam", str(options.given.beam), "--max-tokens", "4096"]
+    arguments += ["--num-workers", "0", "--max-len-b", str(options.given.max_length)]
     arguments += ["--bpe", "sentencepiece", "--sentencepiece-model", str(prepared.vocabulary)]
     if "--cpu" in options.training:
         arguments.append("--cpu")
-    with logging_to(folder / "generate.log"), one_bar(f"translating with {options.name}", options.quiet):
+    with logging_to(folder / "generate.log"), one_bar(f"translating with {options.given.name}", options.given.quiet):
         generate.run(arguments)
     hypotheses = generate.read_hypotheses(folder / "generate-test.txt", len(prepared.lines("test", "tgt")))
     write_items(folder / "hypotheses.txt", hypotheses)
@@ -167,17 +160,17 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
     """Score a finished run; writes results.json and losses.png, and returns the content of the former."""
     prepared = folder.prepared
     curve = read_losses(folder.model.folder / LOSSES)
-    hypotheses = hypotheses_of(prepared, options.name)
+    hypotheses = hypotheses_of(prepared, options.given.name)
     best = updates_of(folder.model.folder / BEST)
     results = {
-        "run": options.name,
-        **scores(hypotheses, prepared.lines("test", "tgt"), options.bleu_tokenizer),
+        "run": options.given.name,
+        **scores(hypotheses, prepared.lines("test", "tgt"), options.given.bleu_tokenizer),
         "test_pairs": len(hypotheses),
         "updates": curve.updates,
         "training_seconds": round(curve.seconds, 3),
         "best_update": best,
         "best_validation_loss": curve.validation.get(best),
-        "options": {**key, "--beam": options.beam, "more": options.extra},
+        "options": {**key, "--beam": options.given.beam, "more": options.extra},
         "versions": {name: metadata.version(name) for name in REPORTED_PACKAGES},
         "machine": {
             "architecture": platform.machine(),
@@ -186,5 +179,5 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
         },
     }
     stages.write_json(folder.path / "results.json", results)
-    draw_losses({options.name: curve}, folder.path / "losses.png", f"Losses of {options.name}")
+    draw_losses({options.given.name: curve}, folder.path / "losses.png", f"Losses of {options.given.name}")
     return results

@@ -16,9 +16,7 @@ from lsq.commands.training_options import OF_THIS_COMMAND, named_options
 from lsq.config import MODES
 from lsq.fairseq import options as quantizer_options
 from lsq.lock import locked_folder
-from lsq.text.corpus import TextFiles
 from lsq.text.score import TOKENIZERS
-from lsq.text.vocabulary import VocabularyOptions
 
 DESCRIPTION = """
 Train a translator on your own text: learn a shared vocabulary (sentencepiece), binarise, train, translate the test
@@ -148,17 +146,8 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         training["--cpu"] = None
     if ours:
         training |= {"--lsq-mode": given.mode, **quantizers}
-    return RunOptions(
-        name=given.mode if given.name is None else check_name(given.name),
-        updates=given.updates,
-        training=training,
-        beam=given.beam,
-        max_length=given.max_length,
-        bleu_tokenizer=given.bleu_tokenizer,
-        extra=extra,
-        overwrite=given.overwrite,
-        quiet=given.quiet,
-    )
+    given.name = given.mode if given.name is None else check_name(given.name)
+    return RunOptions(given=given, training=training, extra=extra)
 
 
 def run(arguments: list[str]) -> int:
@@ -174,12 +163,12 @@ def run(arguments: list[str]) -> int:
         arguments, extra = arguments[:middle], arguments[middle + 1 :]
     given = parser().parse_args(arguments)
     check_output(given.output)
-    files = TextFiles(train=(given.src, given.tgt), valid=file_pair(given, "valid"), test=file_pair(given, "test"))
+    files = {"train": (given.src, given.tgt), "valid": file_pair(given, "valid"), "test": file_pair(given, "test")}
     options = run_options(given, extra)
-    vocabulary = VocabularyOptions(
-        size=given.vocabulary_size, coverage=given.character_coverage, max_length=given.max_length
+    prepared = Prepared(
+        files=files, output=given.output, size=given.vocabulary_size, coverage=given.character_coverage,
+        max_length=given.max_length,
     )
-    prepared = Prepared(files=files, output=given.output, options=vocabulary)
     if given.prepare_only:
         check_data(prepared)
         with locked_folder(given.output, "choose another --output"):
@@ -188,7 +177,7 @@ def run(arguments: list[str]) -> int:
         say(f"The data are in {prepared.data}; the vocabulary is {prepared.vocabulary}")
         return 0
     results = run_training(prepared, options)
-    folder = given.output / options.name
+    folder = given.output / given.name
     say(f"BLEU {results['bleu']:.2f}  ({results['bleu_signature']})")
     say(f"chrF {results['chrf']:.2f}  ({results['chrf_signature']})")
     say(f"{results['updates']} updates in {results['training_seconds']:.0f} s; everything is in {folder}:")

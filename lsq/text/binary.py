@@ -78,11 +78,11 @@ def binarize_splits(
         ValueError: a pair of the user's own test text is too long, or no pair of a split is short enough.
     """
     write_dictionaries(vocabulary, folder)
-    for split, given in files.splits().items():
+    for split, given in files.items():
         pairs = Corpus.read(text, split)
         kept, left_out = binarize(pairs, vocabulary, folder, split, max_length)
         if left_out:
-            source, (row, pieces) = (given or files.train)[0], next(iter(left_out.items()))
+            source, (row, pieces) = (given or files["train"])[0], next(iter(left_out.items()))
             what = (
                 f"{len(left_out)} pairs of {split} have a sentence of more than {max_length} pieces (--max-length),"
                 f" the first in line {pairs.lines[row]} of {source} with {pieces}"

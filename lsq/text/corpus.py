@@ -14,6 +14,8 @@ ENDS = (*SIDES, "lines")
 """Ends of the names of a split's files: source sentences, target sentences, and where the user's files had them."""
 FILES = tuple(f"{split}.{end}" for split in SPLITS for end in ENDS)
 """Names of the files of all splits."""
+TextFiles = dict[str, tuple[Path, Path] | None]
+"""What the user gave for each of SPLITS: files (source, target); None where pairs are held out of train."""
 SPLIT_SEED = 1
 """Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same text."""
 
@@ -26,19 +28,6 @@ def write_items(path: Path, items: Iterable[object]) -> None:
 def read_items(path: Path) -> list[str]:
     """What `write_items` wrote."""
     return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextFiles:
-    """What the user gave: pairs of files (source, target); None where pairs are held out of train."""
-
-    train: tuple[Path, Path]
-    valid: tuple[Path, Path] | None
-    test: tuple[Path, Path] | None
-
-    def splits(self) -> dict[str, tuple[Path, Path] | None]:
-        """The splits by name."""
-        return {split: getattr(self, split) for split in SPLITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +162,7 @@ def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> 
     Raises:
         FileNotFoundError, ValueError: see `read_pairs` and `hold_out`.
     """
-    given = {split: pair for split, pair in files.splits().items() if pair is not None}
-    texts = {split: read_pairs(*pair, say) for split, pair in given.items()}
+    texts = {split: read_pairs(*pair, say) for split, pair in files.items() if pair is not None}
     pairs = without_empty(texts["train"])
     if empty := len(texts["train"]) - len(pairs):
         say(f"text: left out {empty} pairs of train with an empty side")

@@ -1,7 +1,6 @@
 """A vocabulary of subwords shared by both languages."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -17,17 +16,6 @@ FEWEST, MOST = 5, 2**24
 LEAST_COVERAGE = 0.98
 LONGEST = 4192
 """Bytes of a line; longer ones, sentencepiece leaves out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VocabularyOptions:
-    """How text becomes pieces."""
-
-    size: int
-    coverage: float
-    """Share of the characters that have a piece."""
-    max_length: int
-    """Largest number of pieces of a sentence."""
 
 
 def learn_vocabulary(corpus: Corpus, folder: Path, size: int, coverage: float) -> None:

@@ -9,10 +9,9 @@ from lsq.commands import train
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare
 from lsq.text.corpus import TextFiles
-from lsq.text.vocabulary import VocabularyOptions
 
 WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
-VOCABULARY = VocabularyOptions(size=60, coverage=1.0, max_length=40)
+VOCABULARY = {"size": 60, "coverage": 1.0, "max_length": 40}
 SIZES = ["--share-all-embeddings", "--dropout", "0.1"]
 for side in ("encoder", "decoder"):
     SIZES += [f"--{side}-layers", "1", f"--{side}-embed-dim", "16"]
@@ -53,17 +52,14 @@ def write_pairs(folder: Path, name: str, count: int, seed: int) -> tuple[Path, P
 def files(tmp_path_factory) -> TextFiles:
     """Text of 200 pairs to train on, 12 to validate with and 9 to test with."""
     folder = tmp_path_factory.mktemp("text")
-    return TextFiles(
-        train=write_pairs(folder, "train", 200, seed=1),
-        valid=write_pairs(folder, "valid", 12, seed=2),
-        test=write_pairs(folder, "test", 9, seed=3),
-    )
+    counts = {"train": 200, "valid": 12, "test": 9}
+    return {name: write_pairs(folder, name, count, seed) for seed, (name, count) in enumerate(counts.items(), 1)}
 
 
 @pytest.fixture(scope="session")
 def prepared(files, tmp_path_factory) -> Prepared:
     """The same as fairseq's data; shared, so not to be changed."""
-    return prepare(Prepared(files=files, output=tmp_path_factory.mktemp("prepared"), options=VOCABULARY))
+    return prepare(Prepared(files=files, output=tmp_path_factory.mktemp("prepared"), **VOCABULARY))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from lsq.commands import generate, train
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare
 from lsq.text.corpus import TextFiles
-from lsq.text.vocabulary import VocabularyOptions
 from tests.commands.conftest import TRAINING, VOCABULARY, write_pairs
 
 
@@ -88,8 +87,8 @@ def prepared_otherwise(files, tmp_path):
     """prepared_otherwise(files, size): other data, with a vocabulary of its own."""
 
     def prepared_otherwise(files: TextFiles, size: int) -> str:
-        options = VocabularyOptions(size=size, coverage=1.0, max_length=40)
-        return str(prepare(Prepared(files=files, output=tmp_path / f"other{size}", options=options)).data)
+        vocabulary = VOCABULARY | {"size": size}
+        return str(prepare(Prepared(files=files, output=tmp_path / f"other{size}", **vocabulary)).data)
 
     return prepared_otherwise
 
@@ -98,12 +97,12 @@ def prepared_otherwise(files, tmp_path):
 def test_data_of_another_vocabulary(lsq_train, files, prepared_otherwise, tmp_path, arch):
     """As large as the checkpoint's, or not; with a task that knows the words, or one that does not."""
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
-    reversed_words = TextFiles(**{name: write_pairs(tmp_path, name, 60, seed=5) for name in ("train", "valid", "test")})
-    for path in (*reversed_words.train, *reversed_words.valid, *reversed_words.test):
+    reversed_words = {name: write_pairs(tmp_path, name, 60, seed=5) for name in ("train", "valid", "test")}
+    for path in sum(reversed_words.values(), ()):
         path.write_text("".join(line[::-1] + "\n" for line in path.read_text().splitlines()))
     options = ["--gen-subset", "test", "--path", str(tmp_path / "model" / "checkpoint_last.pt"), "--cpu"]
     words = "has another source and target dictionary than the checkpoint was trained with"
-    for data in (prepared_otherwise(files, 100), prepared_otherwise(reversed_words, VOCABULARY.size)):
+    for data in (prepared_otherwise(files, 100), prepared_otherwise(reversed_words, VOCABULARY["size"])):
         with pytest.raises(ValueError, match=words):
             generate.run([data, *options])
     with pytest.raises(ValueError, match=words):  # nor does a training go on with them

@@ -1,4 +1,3 @@
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from lsq.text.corpus import TextFiles
 from tests.commands.conftest import VOCABULARY, write_pairs
 
 
-def prepare(files: TextFiles, output: Path, options=VOCABULARY) -> Prepared:
-    return module.prepare(Prepared(files=files, output=output, options=options))
+def prepare(files: TextFiles, output: Path, **options) -> Prepared:
+    return module.prepare(Prepared(files=files, output=output, **(VOCABULARY | options)))
 
 
 def names(folder: Path) -> set[str]:
@@ -41,20 +40,20 @@ def test_second_time_does_nothing(prepared, files, capsys):
 def test_changed_options_redo_only_what_depends_on_them(files, tmp_path, capsys):
     first = prepare(files, tmp_path)
     capsys.readouterr()
-    second = prepare(files, tmp_path, dataclasses.replace(VOCABULARY, size=70))
+    second = prepare(files, tmp_path, size=70)
     assert second.settings != first.settings
     assert "text: already done" in capsys.readouterr().out
     assert len((second.data / "dict.src.txt").read_text().splitlines()) == 80 - 4
 
 
 def test_holds_out_lines_itself(tmp_path, capsys):
-    files = TextFiles(train=write_pairs(tmp_path, "all", 200, seed=1), valid=None, test=None)
+    files = {"train": write_pairs(tmp_path, "all", 200, seed=1), "valid": None, "test": None}
     found = prepare(files, tmp_path / "out")
     counts = [len(found.lines(split, "src")) for split in ("train", "valid", "test")]
     assert counts[1:] == [10, 10] and 150 < counts[0] <= 180
     assert not set(found.lines("train", "src")) & set(found.lines("test", "src"))
     assert "held 10 pairs out of train for valid" in capsys.readouterr().out
-    texts = [path.read_text().splitlines() for path in files.train]
+    texts = [path.read_text().splitlines() for path in files["train"]]
     for split in ("train", "valid", "test"):
         lines = [int(line) for line in (found.data / f"{split}.lines").read_text().splitlines()]
         for text, side in zip(texts, ("src", "tgt"), strict=True):
@@ -62,13 +61,12 @@ def test_holds_out_lines_itself(tmp_path, capsys):
 
 
 def test_long_lines_are_left_out_of_train_and_refused_in_test(files, tmp_path, capsys):
-    short = dataclasses.replace(VOCABULARY, max_length=25)
     with pytest.raises(ValueError, match=r"pairs of test have a sentence of more than 25 pieces.*raise --max-length"):
-        prepare(files, tmp_path, short)
+        prepare(files, tmp_path, max_length=25)
     assert "left out:" in capsys.readouterr().out
     assert names(tmp_path) == {"text", "vocabulary"}  # nothing half-made
     with pytest.raises(ValueError, match="no pair of train is left"):
-        prepare(files, tmp_path, dataclasses.replace(VOCABULARY, max_length=1))
+        prepare(files, tmp_path, max_length=1)
 
 
 def test_half_done_data_are_not_taken_for_done(files, tmp_path, monkeypatch):
@@ -84,7 +82,7 @@ def test_lines_that_are_too_long_are_named_by_their_place_in_the_users_file(tmp_
     for path in (source, target):
         path.write_text("\n" * 3 + path.read_text() + " ".join(["horse"] * 60) + "\n")
     try:
-        prepare(TextFiles(train=(source, target), valid=None, test=None), tmp_path / "out")
+        prepare({"train": (source, target), "valid": None, "test": None}, tmp_path / "out")
     finally:
         printed = capsys.readouterr().out
     assert f"the first in line 204 of {source} with" in printed
@@ -92,14 +90,14 @@ def test_lines_that_are_too_long_are_named_by_their_place_in_the_users_file(tmp_
 
 def test_the_same_text_twice(files, tmp_path):
     with pytest.raises(ValueError, match="train.en and .*train.en are the same text"):
-        prepare(dataclasses.replace(files, train=(files.train[0], files.train[0])), tmp_path / "out")
+        prepare(files | {"train": files["train"][:1] * 2}, tmp_path / "out")
 
 
 def test_nul_bytes_are_counted(files, tmp_path, capsys):
     source = tmp_path / "nul.en"
-    source.write_bytes(b"\0" + files.train[0].read_bytes() + b"\0")
-    (tmp_path / "nul.de").write_text(files.train[1].read_text() + "x")
-    prepare(dataclasses.replace(files, train=(source, tmp_path / "nul.de")), tmp_path / "out")
+    source.write_bytes(b"\0" + files["train"][0].read_bytes() + b"\0")
+    (tmp_path / "nul.de").write_text(files["train"][1].read_text() + "x")
+    prepare(files | {"train": (source, tmp_path / "nul.de")}, tmp_path / "out")
     assert f"text: {source} has 2 NUL bytes; spaces take their place" in capsys.readouterr().out
 
 

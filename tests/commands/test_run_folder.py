@@ -1,11 +1,10 @@
+import dataclasses
+
 import pytest
 import torch
 
-from lsq.commands.prepare import Prepared
 from lsq.commands.run_folder import RunFolder, check_data, check_name
 from lsq.commands.stages import MARKER, Stage
-from lsq.text.corpus import TextFiles
-from tests.commands.conftest import VOCABULARY
 
 KEY = {"--lr": "1"}
 
@@ -13,8 +12,7 @@ KEY = {"--lr": "1"}
 @pytest.fixture
 def folder(prepared, tmp_path) -> RunFolder:
     """A run that is not there yet."""
-    moved = Prepared(files=prepared.files, output=tmp_path, options=prepared.options)
-    return RunFolder(prepared=moved, name="mine")
+    return RunFolder(prepared=dataclasses.replace(prepared, output=tmp_path), name="mine")
 
 
 def begin(folder: RunFolder, key: dict, updates: int = 5) -> None:
@@ -121,10 +119,7 @@ def test_copies_that_the_user_made_stay(folder):
 def test_data_of_other_runs_stay(folder, files):
     begin(folder, KEY)
     check_data(folder.prepared)
-    output = folder.prepared.output
-    other = Prepared(
-        files=TextFiles(train=files.valid, valid=files.valid, test=files.test), output=output, options=VOCABULARY
-    )
+    other = dataclasses.replace(folder.prepared, files=files | {"train": files["valid"]})
     message = r"holds the data of the run mine, which were made with other options \(--src: .*train\.en .*--tgt: "
     for act in (
         lambda: check_data(other),

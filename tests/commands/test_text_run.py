@@ -1,14 +1,15 @@
+import dataclasses
+from argparse import Namespace
 from pathlib import Path
 
 from lsq.commands import text_run
-from lsq.commands.prepare import Prepared
 from lsq.commands.run_folder import RunFolder
 from lsq.commands.text_run import RunOptions
 
 
-def options(**given) -> RunOptions:
-    defaults = {"name": "x", "updates": 3, "training": {}, "beam": 1, "max_length": 9, "bleu_tokenizer": "13a"}
-    return RunOptions(**(defaults | given))
+def options(training=None, extra=(), **given) -> RunOptions:
+    defaults = {"name": "x", "updates": 3, "beam": 1, "overwrite": False, "quiet": True}
+    return RunOptions(given=Namespace(**(defaults | given)), training=training or {}, extra=extra)
 
 
 def test_command_line_of_the_training():
@@ -37,8 +38,7 @@ def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeyp
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("lsq.commands.train.distributed_utils.call_main", lambda cfg, main: seen.append(cfg))
     training = {"--arch": "transformer", "--max-tokens": "100"}
-    moved = Prepared(files=prepared.files, output=tmp_path, options=prepared.options)
-    folder = RunFolder(prepared=moved, name="mine")
+    folder = RunFolder(prepared=dataclasses.replace(prepared, output=tmp_path), name="mine")
     folder.model.mark({}, finished=False)
-    text_run.train_model(prepared, options(training=training, quiet=True), folder)
+    text_run.train_model(prepared, options(training=training), folder)
     assert seen[0].distributed_training.distributed_world_size == 1

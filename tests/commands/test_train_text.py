@@ -24,9 +24,9 @@ def command(files, tmp_path):
     """command(*options): the command line of a small run into tmp_path/out."""
 
     def command(*options: str) -> list[str]:
-        given = ["--src", str(files.train[0]), "--tgt", str(files.train[1]), "--output", str(tmp_path / "out")]
+        given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path / "out")]
         for split in ("valid", "test"):
-            source, target = files.splits()[split]
+            source, target = files[split]
             given += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]
         return [*given, *SMALL, *options]
 
@@ -297,9 +297,9 @@ def test_mistakes(command, options, message):
 
 
 def test_half_a_pair_of_files(files, tmp_path):
-    given = ["--src", str(files.train[0]), "--tgt", str(files.train[1]), "--output", str(tmp_path)]
+    given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path)]
     with pytest.raises(ValueError, match="--test-src and --test-tgt go together"):
-        train_text.run([*given, "--test-src", str(files.test[0])])
+        train_text.run([*given, "--test-src", str(files["test"][0])])
 
 
 def test_unknown_options(command, capsys):
