@@ -184,11 +184,8 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
         ValueError: it is damaged, another kind of file, or a model that does not fit (see `load_float`), or one with
             options under which the same parameters compute something else.
     """
-    try:
-        state = checkpoint_utils.load_checkpoint_to_cpu(path)
-    except (FileNotFoundError, IsADirectoryError, ValueError) as error:
-        raise type(error)(f"--lsq-from: {error}") from error
-    weights, given = state["model"], _options(state, "model")
+    state = checkpoint_utils.load_checkpoint_to_cpu(path)
+    given = _options(state, "model")
     before, now = TransformerConfig.from_namespace(given), TransformerConfig.from_namespace(args)
     different = [
         f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint, {getattr(now, name)} here"
@@ -196,11 +193,8 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
         if getattr(before, name) != getattr(now, name)
     ]
     if different:
-        raise ValueError(f"--lsq-from {path}: the model there was trained with other options:\n" + "\n".join(different))
-    try:
-        load_float(model, weights)
-    except ValueError as error:
-        raise ValueError(f"--lsq-from {path}: {error}") from None
+        raise ValueError(f"the model in {path} was trained with other options:\n" + "\n".join(different))
+    load_float(model, state["model"])
 
 
 def trained_with(args: Any) -> Mapping[str, Any]:

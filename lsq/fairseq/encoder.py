@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from fairseq.data import Dictionary
 from fairseq.models import FairseqEncoder
+from fairseq.models.transformer import TransformerEncoder
 from torch import Tensor, nn
 
 from lsq.fairseq.options import layer_config
@@ -20,6 +21,8 @@ class LSQTransformerEncoder(CPUStack, FairseqEncoder):
         dictionary: the source words.
         weight: the words' rows [V, H].
     """
+
+    reorder_encoder_out = TransformerEncoder.reorder_encoder_out
 
     def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter):
         super().__init__(dictionary)
@@ -59,12 +62,4 @@ class LSQTransformerEncoder(CPUStack, FairseqEncoder):
             "fc_results": [],
             "src_tokens": [],
             "src_lengths": [(~padding).sum(dim=1, keepdim=True, dtype=torch.int32)],
-        }
-
-    def reorder_encoder_out(self, encoder_out: dict[str, list[Tensor]], new_order: Tensor) -> dict[str, list[Tensor]]:
-        """The sentences `new_order` int64 [B'] of an output of `forward`."""
-        time_major = ("encoder_out", "encoder_states")
-        return {
-            name: [tensor.index_select(1 if name in time_major else 0, new_order) for tensor in tensors]
-            for name, tensors in encoder_out.items()
         }

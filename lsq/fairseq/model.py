@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fairseq.models import register_model
@@ -42,7 +43,10 @@ class LSQModel:
             FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
         if args.lsq_from is not None:
-            checkpoint.start_from(self, args.lsq_from, args)
+            try:
+                checkpoint.start_from(self, args.lsq_from, args)
+            except (FileNotFoundError, IsADirectoryError, ValueError) as error:
+                raise type(error)(f"--lsq-from {args.lsq_from}: {error}") from error
             args.lsq_from = None
         return self
 
@@ -114,34 +118,24 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         src_lengths: Tensor,
         prev_output_tokens: Tensor,
         return_all_hiddens: bool = False,
-        features_only: bool = False,
         target: Tensor | None = None,
         label_smoothing: float = 0.0,
-        **alignment: int | None,
+        **options,
     ) -> tuple:
         """Encode src_tokens int64 [B, S] and decode prev_output_tokens int64 [B, T].
 
-        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns them. With
-        `target` int64 [B, T]: (loss, nll_loss, features float32 [M, H]), the losses summed over the targets that are
-        not padding, the features of the M words of prev_output_tokens alone; the logits are never stored. It is a part
-        of this method so that data parallel wrappers see it.
+        Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns them, which takes
+        `options`. With `target` int64 [B, T]: (loss, nll_loss, features float32 [M, H]), the losses summed over the
+        targets that are not padding, the features of the M words of prev_output_tokens alone; the logits are never
+        stored. It is a part of this method so that data parallel wrappers see it.
 
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
         """
-
-        def run(features_only: bool):
-            encoder_out = self.encoder(src_tokens, src_lengths, return_all_hiddens)
-            return self.decoder(
-                prev_output_tokens,
-                encoder_out,
-                features_only=features_only,
-                **alignment,
-            )
-
-        self.calibrate(lambda: run(features_only=False))
+        run = partial(super().forward, src_tokens, src_lengths, prev_output_tokens, return_all_hiddens)
+        self.calibrate(run)
         if target is None:
-            return run(features_only)
+            return run(**options)
         source = Packing(src_tokens.eq(self.encoder.padding_idx))
         packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx))
         # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed again.

@@ -112,13 +112,13 @@ def test_start_from_another_model_is_refused(train, build, tmp_path, given, mess
 
 
 def test_start_from_nothing(build, tmp_path):
-    with pytest.raises(FileNotFoundError, match="--lsq-from: there is no checkpoint .*none.pt"):
+    with pytest.raises(FileNotFoundError, match="--lsq-from .*: there is no checkpoint .*none.pt"):
         build(f"--lsq-from {tmp_path}/none.pt")
-    with pytest.raises(IsADirectoryError, match="--lsq-from: .* is a folder"):
+    with pytest.raises(IsADirectoryError, match="--lsq-from .*: .* is a folder"):
         build(f"--lsq-from {tmp_path}")
     for content, said in ((b"", "is damaged: it is empty"), (b"no checkpoint", "is not a checkpoint of fairseq's")):
         (tmp_path / "other.pt").write_bytes(content)
-        with pytest.raises(ValueError, match=f"--lsq-from: .*other.pt {said}"):
+        with pytest.raises(ValueError, match=f"--lsq-from .*: .*other.pt {said}"):
             build(f"--lsq-from {tmp_path}/other.pt")
 
 

@@ -8,16 +8,18 @@ Importing this package prepares fairseq once for the whole process:
   checkpoint_best.pt and checkpoint_last.pt over the previous ones, which are lost when the disk is full;
 * resuming: every epoch goes on with the batches of a training that was not interrupted, and on another number of
   processes without skipping any; an optimizer of other parameters is refused;
-* blocks: text is cut into sentences for language models;
+* blocks: text is cut into sentences for language models, with a NumPy that has no numpy.compat;
 * batches: a sentence beyond --max-tokens is named, and so is a data set of which nothing is left;
 * divergence: the first tensor that holds NaN or infinity is named, and no checkpoint of it is written;
 * data parallel training on the CPU: fairseq names a device for every module, which PyTorch accepts for GPUs only.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import fairseq.models.distributed_fairseq_model
 import fairseq.trainer
+import numpy
 from fairseq import checkpoint_utils
 from fairseq.data import data_utils, iterators, token_block_dataset
 from fairseq.data.iterators import EpochBatchIterator
@@ -25,7 +27,7 @@ from fairseq.file_io import PathManager
 from fairseq.optim import FairseqOptimizer
 from fairseq.trainer import Trainer
 
-from lsq.fairseq.compatibility import batches, blocks, divergence, loading, resuming, saving
+from lsq.fairseq.compatibility import batches, divergence, loading, resuming, saving
 from lsq.fairseq.compatibility.data_parallel import CPUSafeDataParallel
 from lsq.fairseq.compatibility.replacement import replaced
 from lsq.fairseq.compatibility.saving import CheckpointNotWritten
@@ -38,7 +40,7 @@ Trainer.load_checkpoint = loading.load_training
 checkpoint_utils.torch_persistent_save = saving.save_checkpoint
 PathManager.copy = staticmethod(saving.copy_checkpoint)
 data_utils.batch_by_size = batches.batch_by_size
-token_block_dataset.np = blocks.NumPy()
+token_block_dataset.np = SimpleNamespace(**vars(numpy) | {"compat": SimpleNamespace(long=int)})
 iterators.GroupedIterator = resuming.GroupedIterator
 EpochBatchIterator.state_dict = resuming.iterator_state
 EpochBatchIterator.load_state_dict = resuming.load_iterator_state

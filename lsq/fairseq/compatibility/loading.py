@@ -11,7 +11,6 @@ import numpy
 import omegaconf
 import torch
 from fairseq import checkpoint_utils
-from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 from numpy._core import multiarray
 
@@ -43,12 +42,10 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
         ValueError: the file is damaged or no checkpoint of fairseq's, or holds types that are not safe to load, or NaN
             or infinity in a tensor of the model or the optimizer.
     """
-    damage = None
-    if not PathManager.path_requires_pathmanager(path):
-        soundness.require_file(path)
-        damage = soundness.damage(path)
-        if damage is not None and damage != soundness.NO_CHECKSUMS:
-            raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
+    soundness.require_file(path)
+    damage = soundness.damage(path)
+    if damage is not None and damage != soundness.NO_CHECKSUMS:
+        raise ValueError(f"{path} is damaged: {damage}{soundness.beside(path)}")
     try:
         state = _fairseq_load(path, arg_overrides, load_on_all_ranks)
         parts.check(state)
@@ -92,7 +89,7 @@ def load_training(trainer: Trainer, filename: str, *arguments: object, **options
         ValueError: as in `load_checkpoint`, or the task refuses.
     """
     asked_for = trainer.cfg.checkpoint.restore_file != "checkpoint_last.pt"
-    if (asked_for or os.path.lexists(filename)) and not PathManager.path_requires_pathmanager(filename):
+    if asked_for or os.path.lexists(filename):
         soundness.require_file(filename)
     check = getattr(trainer.task, "check_resumed", None)
     if check is None or filename == trainer.cfg.checkpoint.finetune_from_model:

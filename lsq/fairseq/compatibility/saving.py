@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from fairseq import checkpoint_utils
-from fairseq.file_io import PathManager
 
 from lsq import files
 from lsq.fairseq.compatibility import soundness
 
-_fairseq_save = checkpoint_utils.torch_persistent_save
-_fairseq_copy = PathManager.copy
 CRASH = "crash.pt"
 """What fairseq writes, for whoever looks for the fault, before a training ends by an error."""
 
@@ -24,7 +20,7 @@ class CheckpointNotWritten(OSError):
 
 
 def save_checkpoint(content: object, filename: str, async_write: bool = False) -> None:
-    """Takes the place of fairseq's torch_persistent_save; `async_write` is for remote paths only.
+    """Takes the place of fairseq's torch_persistent_save; `async_write` is for remote paths, which lsq does not know.
 
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
@@ -34,9 +30,6 @@ def save_checkpoint(content: object, filename: str, async_write: bool = False) -
         found = soundness.not_finite(content.get("model"))
         if found is not None:
             raise FloatingPointError(f"{found}; {filename} is not written, and earlier checkpoints are kept")
-    if PathManager.path_requires_pathmanager(filename):
-        _fairseq_save(content, filename, async_write)
-        return
     write_whole(filename, lambda file: torch.save(content, file))
 
 
@@ -46,8 +39,6 @@ def copy_checkpoint(source: str, target: str, overwrite: bool = False) -> bool:
     Raises:
         CheckpointNotWritten: the file system refused, e.g. because it is full.
     """
-    if PathManager.path_requires_pathmanager(source) or PathManager.path_requires_pathmanager(target):
-        return _fairseq_copy(source, target, overwrite)
     if not overwrite and os.path.exists(target):
         raise FileExistsError(f"{target} exists")
     with open(source, "rb") as original:
