@@ -1,3 +1,5 @@
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -44,6 +46,24 @@ def test_a_model_of_subwords_that_is_none(lsq_generate, tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ValueError, match="--sentencepiece-model .* is missing, damaged or no model of sentencepiece"):
         lsq_generate(tmp_path / "x.pt", "--bpe", "sentencepiece", "--sentencepiece-model", str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "task"),
+    [
+        ({"args": Namespace(task="translation")}, "translation"),
+        ({"args": None, "cfg": {"task": {"_name": "lsq_language_modeling"}}}, "lsq_language_modeling"),
+        ({"cfg": {"task": Namespace(_name="language_modeling")}}, "language_modeling"),
+        ({"cfg": {"task": {"_name": "of nobody"}}}, "lsq_translation"),
+        ({"cfg": {"task": {"_name": ["translation"]}}}, "lsq_translation"),
+        ({"cfg": {"task": 5}}, "lsq_translation"),
+        ([], "lsq_translation"),
+    ],
+)
+def test_the_task_is_that_of_the_checkpoint(tmp_path, content, task):
+    torch.save(content, tmp_path / "x.pt")
+    assert generate.task_of(tmp_path / "x.pt") == task
+    assert generate.task_of(tmp_path / "none.pt") == generate.task_of(tmp_path) == "lsq_translation"
 
 
 def test_scores_with_sacrebleu(lsq_train, lsq_generate, tmp_path):
