@@ -79,11 +79,11 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
     if memory is None:
         logger.info("memory is not planned: %s", "--lsq-memory naive" if mode == "naive" else loader.description())
     else:
-        plan = memory.step.plan
+        plan, source = memory.step.plan, batch["net_input"]["src_tokens"]
         logger.info(
             "memory (%s): %d tensors of a training step in %.1f MiB, %.2f%% above the lower bound, bounded by %d "
             "sentences of %d and %d tokens",
-            mode, len(plan.offsets), memory.arena.size / 2**20, 100 * plan.gap, *_shape(batch),
+            mode, len(plan.offsets), memory.arena.size / 2**20, 100 * plan.gap, *source.shape, batch["target"].shape[1],
         )
     return memory
 
@@ -123,8 +123,3 @@ def build_training(given: Namespace, vocabulary: int) -> tuple[Any, nn.Module, n
     if not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
         raise ValueError(REFUSED.format(type(criterion).__name__))
     return task, task.build_model(given), criterion
-
-
-def _shape(batch: dict[str, Any]) -> tuple[int, int, int]:
-    source, target = batch["net_input"]["src_tokens"], batch["target"]
-    return source.shape[0], source.shape[1], target.shape[1]

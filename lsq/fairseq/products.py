@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lsq.backends.products import products_of
-from lsq.fairseq.memory import build_training
+from lsq.fairseq.memory import bounding_batch, build_training
 from lsq.gemm.product_key import EXACT_TOKENS, TOKEN_STEP, ProductKey
 from lsq.layers.memory import rehearse_step
 from lsq.program import rehearsal
@@ -57,13 +57,9 @@ def products_of_training(
 
 def training_programs(model: nn.Module, criterion: nn.Module, tokens: int) -> list[Program]:
     """The programs of a training step on so many source and target tokens, as so many sentences of one."""
-    words = torch.full((tokens, 1), model.decoder.dictionary.unk())
-    net_input = {"src_tokens": words, "src_lengths": torch.ones(tokens, dtype=torch.int64)}
-    if hasattr(model, "encoder"):
-        net_input["prev_output_tokens"] = words
-    batch = {
-        "id": torch.arange(tokens), "nsentences": tokens, "ntokens": tokens, "net_input": net_input, "target": words,
-    }  # fmt: skip
+    batch = bounding_batch(model.decoder.dictionary, max_tokens=tokens, max_sentences=None, max_positions=(1, 1))
+    if not hasattr(model, "encoder"):
+        del batch["net_input"]["prev_output_tokens"]
     model.train()
     rehearsed, _ = rehearse_step(model, lambda: criterion(model, batch)[0])
     return rehearsed.programs

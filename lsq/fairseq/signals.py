@@ -61,8 +61,6 @@ class TrainingSignals:
         self.clips = dict(quantized_tensors(model))
         self.last: dict[str, TensorStatistics] = {}
         self.last_update = 0
-        self._found: dict[str, TensorStatistics] = {}
-        self._observed_update: int | None = None
         self._warned: set[str] = set()
         self._writer = None
 
@@ -72,21 +70,19 @@ class TrainingSignals:
 
         Only the first pass of an update is observed, and only in updates whose signals are wanted.
         """
-        if self.clips and self._wanted(update) and self._observed_update != update:
-            self._observed_update = update
-            with observe(self.model) as self._found:
+        if self.clips and (update == 1 or update % self.interval == 0) and self.last_update != update:
+            self.last_update = update
+            with observe(self.model) as self.last:
                 yield
         else:
             yield
 
     def record(self, update: int) -> None:
         """Once the gradients of update number `update` are there, before the optimizer uses them."""
-        if self._observed_update != update:
-            return
-        self.last, self.last_update = self._found, update
-        self._warn(update)
-        if self.folder is not None:
-            self._write(update)
+        if self.last_update == update:
+            self._warn(update)
+            if self.folder is not None:
+                self._write(update)
 
     def summary(self) -> str:
         """The last signals as a table, one row for the same tensor of all layers; "" before the first."""
@@ -110,9 +106,6 @@ class TrainingSignals:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _wanted(self, update: int) -> bool:
-        return update == 1 or update % self.interval == 0
 
     def _warn(self, update: int) -> None:
         for name, statistics in self.last.items():

@@ -2,7 +2,9 @@
 
 import weakref
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
 from fairseq.dataclass import ChoiceEnum
@@ -12,6 +14,7 @@ from fairseq.tasks import register_task
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
+from lsq import gemm
 from lsq.fairseq import tuned_products
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
@@ -59,7 +62,8 @@ class LSQTask(GradientTask):
     def __init__(self, cfg: TaskOptions, *dictionaries, **options):
         super().__init__(cfg, *dictionaries, **options)
         self.cfg = cfg  # fairseq's older tasks keep it as `args` alone
-        tuned_products.use_file(cfg.lsq_gemm_config)
+        if cfg.lsq_gemm_config:
+            gemm.set_files([Path(cfg.lsq_gemm_config)])
 
     def state_dict(self) -> dict[str, Any]:
         """What fairseq keeps of the task in a checkpoint: also which words the model was trained with."""
@@ -118,9 +122,7 @@ class LSQTask(GradientTask):
         """Called by fairseq for each batch; `update_num` counts the updates that are done."""
         if not self.planned:
             self.plan_memory(criterion)
-        if self.signals is None:
-            return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
-        with self.signals.observing(update_num + 1):
+        with nullcontext() if self.signals is None else self.signals.observing(update_num + 1):
             return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
     def plan_memory(self, criterion) -> None:

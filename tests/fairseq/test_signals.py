@@ -78,10 +78,10 @@ def test_every_quantised_tensor_has_a_signal(step):
 def test_only_the_first_batch_of_an_update_is_observed(step):
     signals, one = step(interval=1)
     one(1)
-    found = signals._found
+    found = signals.last
     with signals.observing(1):
         pass
-    assert signals._found is found
+    assert signals.last is found
 
 
 def test_warned_once_for_each_tensor(step, caplog):
