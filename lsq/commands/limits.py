@@ -107,8 +107,9 @@ def check_training(args: Namespace) -> None:
     if args.task in WORD_BY_WORD and of_fairseq and args.criterion not in CRITERIA:
         usable = ", ".join(sorted(CRITERIA))
         raise ValueError(f"--criterion {args.criterion} is not for --task {args.task}; use one of {usable}")
-    if getattr(args, "adam_betas", None) is not None:
-        _check_betas(args.adam_betas)
+    betas = getattr(args, "adam_betas", None)
+    if betas is not None and not _are_betas(_literal(betas)):
+        raise ValueError(f"--adam-betas is {betas!r}; it must be two numbers from 0 to below 1, such as '(0.9, 0.98)'")
 
 
 def _literal(text: object) -> object:
@@ -119,14 +120,11 @@ def _literal(text: object) -> object:
         return None
 
 
-def _check_betas(text: object) -> None:
+def _are_betas(values: object) -> bool:
     try:
-        values = _literal(text)
-        good = len(values) == 2 and all(0 <= value < 1 for value in values)
+        return len(values) == 2 and all(0 <= value < 1 for value in values)
     except TypeError:  # no list, or not of numbers
-        good = False
-    if not good:
-        raise ValueError(f"--adam-betas is {text!r}; it must be two numbers from 0 to below 1, such as '(0.9, 0.98)'")
+        return False
 
 
 def check_generation(args: Namespace) -> None:
@@ -151,14 +149,12 @@ def check_generation(args: Namespace) -> None:
             "--constraints needs constraints beside each sentence, which binarised data does not have; leave it out,"
             " or use fairseq-interactive"
         )
-    _check_overrides(args.model_overrides)
+    overrides = _literal(args.model_overrides)
+    if not isinstance(overrides, dict) or not all(isinstance(name, str) for name in overrides):
+        raise ValueError(
+            f"--model-overrides is {args.model_overrides!r}; it must be names and values: \"{{'data': 'folder'}}\""
+        )
     if args.task in WORD_BY_WORD:
         for name in ("retain_iter_history", "print_step"):
             if getattr(args, name):
                 raise ValueError(f"{option(name)} is for models that refine translations step by step; leave it out")
-
-
-def _check_overrides(text: str) -> None:
-    values = _literal(text)
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"--model-overrides is {text!r}; it must be names and values: \"{{'data': 'folder'}}\"")

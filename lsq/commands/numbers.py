@@ -10,7 +10,7 @@ import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import stages
+from lsq.commands import stages, training_options
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.options import one_line_errors, positive
@@ -30,14 +30,8 @@ NUMBERS = "numbers"
 SAMPLES = 8
 """Translations that are shown."""
 VOCABULARY = {"size": 100, "coverage": 1.0, "max_length": 60}
-SIZES = {
-    "--layers": (2, "layers of the encoder, and of the decoder"),
-    "--hidden": (256, "hidden size"),
-    "--feed-forward": (1024, "inner size of feed-forward blocks"),
-    "--heads": (4, "attention heads"),
-    "--max-tokens": (3000, "tokens in a batch, with padding"),
-}
-"""Options of `lsq train-text` that this command has as well: defaults and help."""
+SIZES = {"--layers": 2, "--hidden": 256, "--feed-forward": 1024, "--heads": 4, "--max-tokens": 3000}
+"""Options of `lsq train-text` that this command has as well, and their defaults here."""
 TRAINING = {
     "--dropout": "0.1",
     "--lr": "0.001",
@@ -67,8 +61,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--updates", type=positive, default=200, help="updates of the weights, in each run")
     made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
     made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
-    for option, (size, help_text) in SIZES.items():
-        made.add_argument(option, type=positive, default=size, help=help_text)
+    training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)
     made.add_argument("--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout")
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--threads", type=positive, default=min(cores, MOST_THREADS), help="threads of either training")
@@ -105,12 +98,8 @@ def sizes(given: Namespace) -> dict[str, int]:
     return {option: getattr(given, option[2:].replace("-", "_")) for option in SIZES}
 
 
-def report(prepared: Prepared) -> dict:
-    """Compare the runs: prints samples and a table, writes results.json, samples.txt and losses.png.
-
-    Returns:
-        The content of results.json.
-    """
+def report(prepared: Prepared) -> None:
+    """Compare the runs: prints samples and a table, writes results.json, samples.txt and losses.png."""
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
     hypotheses = {name: hypotheses_of(prepared, name) for name in MODES}
     runs = {}
@@ -134,8 +123,7 @@ def report(prepared: Prepared) -> dict:
     write_text(prepared.output / "samples.txt", "\n".join(samples[1:]) + "\n")
     curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in MODES}
     draw_losses(curves, prepared.output / "losses.png", "English number names to German")
-    content = {"test_pairs": len(target), "runs": runs}
-    stages.write_json(prepared.output / "results.json", content)
+    stages.write_json(prepared.output / "results.json", {"test_pairs": len(target), "runs": runs})
     say("\n".join(samples))
     say(f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least validation loss:")
     say(table(runs))
@@ -143,7 +131,6 @@ def report(prepared: Prepared) -> dict:
         "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and Adam's moments.\n"
         f"Everything is in {prepared.output}: losses.png, samples.txt, results.json"
     )
-    return content
 
 
 def table(runs: dict[str, dict]) -> str:
@@ -186,8 +173,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def compare(given: Namespace) -> dict:
-    """Make the numbers and their data, train on them in every mode, and report; returns the content of results.json.
+def compare(given: Namespace) -> None:
+    """Make the numbers and their data, train on them in every mode, and report.
 
     Raises:
         ValueError: the runs that are there were made from other numbers, or the folder holds files of somebody else.
@@ -211,4 +198,4 @@ def compare(given: Namespace) -> dict:
     prepared = Prepared(files=files, output=given.output, **VOCABULARY)
     for mode in MODES:
         run_lsq(["train-text", *train_text_arguments(given, files, mode)], threads=given.threads)
-    return report(prepared)
+    report(prepared)

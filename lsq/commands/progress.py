@@ -21,47 +21,35 @@ RECORDED = ("loss", "nll_loss", "lr")
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
     """Within this context fairseq's training shows one bar of `updates` updates and appends its losses to `path`."""
-    before = read_losses(path)
-    done = min(before.updates, updates)
+    before, step = read_losses(path), Trainer.train_step
+    done, seconds = min(before.updates, updates), before.seconds
+
+    def timed(*arguments, **options):  # fairseq's own clock stands still once a checkpoint is loaded
+        nonlocal seconds
+        start = time.perf_counter()
+        try:
+            return step(*arguments, **options)
+        finally:
+            seconds += time.perf_counter() - start
+
     with (
         path.open("a", encoding="utf-8") as file,
         tqdm(total=updates, initial=done, desc=description, unit=" updates", disable=quiet or None) as bar,
     ):
 
-        clock = _Clock(before.seconds)
-
         def make(iterator: Iterable, *, prefix: str | None = None, **options) -> progress_bar.BaseProgressBar:
-            return _Recorder(iterator, file, bar, clock, lines=bar.disable and not quiet)
+            return _Recorder(iterator, file, bar, lambda: seconds, lines=bar.disable and not quiet)
 
-        with replaced(progress_bar, progress_bar=make), replaced(Trainer, train_step=clock.timing(Trainer.train_step)):
+        with replaced(progress_bar, progress_bar=make), replaced(Trainer, train_step=timed):
             yield
-
-
-class _Clock:
-    """Seconds spent in updates, on top of those `before`."""
-
-    def __init__(self, before: float):
-        self.seconds = before
-
-    def timing(self, step: Callable) -> Callable:
-        """`step`, an update, with its time counted. (fairseq's own clock stands still once a checkpoint is loaded.)"""
-
-        def timed(*arguments, **options):
-            start = time.perf_counter()
-            try:
-                return step(*arguments, **options)
-            finally:
-                self.seconds += time.perf_counter() - start
-
-        return timed
 
 
 class _Recorder(progress_bar.BaseProgressBar):
     """What fairseq makes for every epoch and every validation; `lines`: print one for each validation."""
 
-    def __init__(self, iterable: Iterable, file, bar: tqdm, clock: _Clock, lines: bool):
+    def __init__(self, iterable: Iterable, file, bar: tqdm, seconds: Callable[[], float], lines: bool):
         super().__init__(iterable)
-        self.file, self.bar, self.clock, self.lines = file, bar, clock, lines
+        self.file, self.bar, self.seconds, self.lines = file, bar, seconds, lines
 
     def __iter__(self) -> Iterator:
         return iter(self.iterable)
@@ -78,12 +66,12 @@ class _Recorder(progress_bar.BaseProgressBar):
             self._record("valid", stats, step)
             if self.lines:
                 loss = f"validation loss {float(stats['nll_loss']):.3f}"
-                print(f"update {step} of {self.bar.total}: {loss}, {self.clock.seconds:.0f} s of training", flush=True)
+                print(f"update {step} of {self.bar.total}: {loss}, {self.seconds():.0f} s of training", flush=True)
         logging.getLogger("lsq").info("%s at update %s: %s", tag, step, self._str_pipes(self._format_stats(stats)))
 
     def _record(self, kind: str, stats: dict, step: int) -> None:
         values = {name: float(stats[name]) for name in RECORDED if name in stats}
-        entry = {"kind": kind, "update": step, "seconds": self.clock.seconds, **values}
+        entry = {"kind": kind, "update": step, "seconds": self.seconds(), **values}
         self.file.write(json.dumps(entry) + "\n")
         self.file.flush()
 

@@ -105,7 +105,7 @@ class RunFolder:
             if found or updates < self.updates():
                 self._check_sources(key)
             return
-        if found and self._has_checkpoints():
+        if found and any(path.suffix == ".pt" for path in self.model.made()):
             of_data = any(entry.partition(": ")[0] in self.prepared.settings for entry in found)
             raise ValueError(
                 f"{self.path} holds a run with other options ({'; '.join(found)}); choose another"
@@ -136,9 +136,6 @@ class RunFolder:
         markers = [stage.check_own() for stage in (self.run, self.model)]
         keys = [{**marker.key, UPDATES: None} for marker in markers if marker is not None]
         return next(filter(None, (stages.differences(before, key) for before in keys)), [])
-
-    def _has_checkpoints(self) -> bool:
-        return any(path.suffix == ".pt" for path in self.model.made())
 
     def _check_sources(self, key: dict) -> None:
         for option in SOURCES:

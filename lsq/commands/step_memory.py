@@ -69,7 +69,10 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
         criterion = task.build_criterion(config.criterion)
         task.load_dataset("train")
         batches = task.get_batch_iterator(task.dataset("train"), max_tokens=config.dataset.max_tokens)
-        batch = max(batches.next_epoch_itr(shuffle=False), key=_words)
+        batch = max(
+            batches.next_epoch_itr(shuffle=False),
+            key=lambda batch: batch["net_input"]["src_tokens"].numel() + batch["target"].numel(),
+        )
     model.train()
 
     def loss() -> torch.Tensor:
@@ -78,7 +81,3 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
     loss().backward()  # makes the gradients
     kept = saved_tensors(loss, model.parameters()).total()
     return {"kept_bytes": kept, "peak_bytes": traced_peak(lambda: loss().backward())}
-
-
-def _words(batch: dict) -> int:
-    return batch["net_input"]["src_tokens"].numel() + batch["target"].numel()

@@ -58,10 +58,12 @@ OF_THIS_COMMAND = {
 """Options of `lsq train` that cannot follow a lone --, and what to do instead."""
 
 
-def add(parser: ArgumentParser, table: tuple[tuple, ...]) -> None:
-    """Add the options of MODEL or TRAINING to a parser."""
+def add(parser: ArgumentParser, table: tuple[tuple, ...], defaults: dict[str, int | float] | None = None) -> None:
+    """Add the options of MODEL or TRAINING to a parser; with `defaults`, those alone that have one there."""
     for option, default, text, *_ in table:
-        parser.add_argument(option, type=positive if type(default) is int else float, default=default, help=text)
+        if defaults is None or option in defaults:
+            default = (defaults or {}).get(option, default)
+            parser.add_argument(option, type=positive if type(default) is int else float, default=default, help=text)
 
 
 def values(given: Namespace) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from lsq.text import corpus
 from lsq.text.corpus import SIDES, SPLITS, Corpus, TextFiles
-from lsq.text.vocabulary import dictionary_of, write_dictionaries
+from lsq.text.vocabulary import dictionary_of
 
 FILES = (
     *corpus.FILES,
@@ -77,7 +77,9 @@ def binarize_splits(
     Raises:
         ValueError: a pair of the user's own test text is too long, or no pair of a split is short enough.
     """
-    write_dictionaries(vocabulary, folder)
+    dictionary, _ = dictionary_of(vocabulary)
+    for side in SIDES:
+        dictionary.save(str(folder / f"dict.{side}.txt"))
     for split, given in files.items():
         pairs = Corpus.read(text, split)
         kept, left_out = binarize(pairs, vocabulary, folder, split, max_length)

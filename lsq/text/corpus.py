@@ -151,11 +151,6 @@ def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:
     return corpus.select(remaining), corpus.select(sorted(first.values()))
 
 
-def held_out_count(pairs: int) -> int:
-    """How many pairs to hold out of a text of `pairs` pairs: one in twenty, at most 2,000."""
-    return min(2000, max(1, pairs // 20))
-
-
 def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> None:
     """Read the user's files, hold pairs out where there are none for a split, and write all splits into a folder.
 
@@ -167,7 +162,7 @@ def write_splits(files: TextFiles, folder: Path, say: Callable[[str], None]) -> 
     if empty := len(texts["train"]) - len(pairs):
         say(f"text: left out {empty} pairs of train with an empty side")
     splits = {**texts, "train": pairs}
-    count = held_out_count(len(pairs))
+    count = min(2000, max(1, len(pairs) // 20))
     for split in ("valid", "test"):
         if split not in splits:
             splits["train"], splits[split] = hold_out(splits["train"], count, SPLIT_SEED)

@@ -8,7 +8,7 @@ import sentencepiece
 from fairseq.data import Dictionary
 
 from lsq.config import DIMENSION_MULTIPLE
-from lsq.text.corpus import SIDES, Corpus
+from lsq.text.corpus import Corpus
 
 MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
@@ -83,10 +83,3 @@ def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> tuple[Dic
         index[piece] = dictionary.add_symbol(vocabulary.id_to_piece(piece)) if known is None else known
     dictionary.pad_to_multiple_(DIMENSION_MULTIPLE)
     return dictionary, index
-
-
-def write_dictionaries(vocabulary: sentencepiece.SentencePieceProcessor, folder: Path) -> None:
-    """Write folder/dict.src.txt and folder/dict.tgt.txt, which are the same."""
-    dictionary, _ = dictionary_of(vocabulary)
-    for side in SIDES:
-        dictionary.save(str(folder / f"dict.{side}.txt"))

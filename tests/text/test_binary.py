@@ -2,13 +2,13 @@ from fairseq.data import Dictionary, data_utils
 
 from lsq.text.binary import binarize
 from lsq.text.corpus import Corpus
-from lsq.text.vocabulary import write_dictionaries
+from lsq.text.vocabulary import dictionary_of
 
 
 def test_binarised_text_reads_back(learnt, tmp_path):
     corpus = Corpus.of(["the fox", "<pad> jumps", "ж"], ["lazy dog", "<s>", "over"])
     kept, left_out = binarize(corpus, learnt, tmp_path, "train", max_length=20)
-    write_dictionaries(learnt, tmp_path)
+    dictionary_of(learnt)[0].save(str(tmp_path / "dict.src.txt"))
     assert kept == [0, 1, 2] and not left_out
     dictionary = Dictionary.load(str(tmp_path / "dict.src.txt"))
     sides = [

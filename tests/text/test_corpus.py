@@ -1,6 +1,6 @@
 import pytest
 
-from lsq.text.corpus import Corpus, held_out_count, hold_out, read_lines, read_pairs, without_empty
+from lsq.text.corpus import Corpus, hold_out, read_lines, read_pairs, without_empty
 
 
 def test_lines_end_at_line_feeds_only(tmp_path):
@@ -80,8 +80,3 @@ def test_too_few_sentences_to_hold_out():
     corpus = Corpus.of(["a", "a", "b"], ["1", "2", "3"])
     with pytest.raises(ValueError, match="2 different source sentences are too few to hold out 1"):
         hold_out(corpus, 1, seed=1)
-
-
-@pytest.mark.parametrize(("pairs", "count"), [(3, 1), (200, 10), (1_000_000, 2000)])
-def test_held_out_count(pairs, count):
-    assert held_out_count(pairs) == count
