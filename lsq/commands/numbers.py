@@ -3,7 +3,6 @@
 No number that is tested is trained on.
 """
 
-import argparse
 import json
 import os
 import random
@@ -13,7 +12,7 @@ from pathlib import Path
 from lsq.commands import stages, training_options
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
-from lsq.commands.options import one_line_errors, positive
+from lsq.commands.options import HelpFormatter, one_line_errors, positive
 from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
 from lsq.commands.step_memory import step_memory
@@ -54,7 +53,7 @@ def parser() -> ArgumentParser:
             " numbers that neither has seen. Run the same command again to continue after an interruption."
         ),
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")

@@ -14,6 +14,14 @@ DIGITS = re.compile("[0-9]{1,18}")
 """What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for None and False, which say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.default is None or action.default is False
+        return action.help if nothing else super()._get_help_string(action)
+
+
 def one_line_errors(parser: ArgumentParser) -> None:
     """Let a parser report a mistake in one line, without the usage, which fills screens for fairseq's parsers."""
 

@@ -1,6 +1,5 @@
 """`lsq plan`: place the buffers of a file, or of a training step, so that they need as little memory as possible."""
 
-import argparse
 import contextlib
 import dataclasses
 from argparse import ArgumentParser, Namespace
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import count, one_line_errors, positive, seconds
+from lsq.commands.options import HelpFormatter, count, one_line_errors, positive, seconds
 from lsq.planner.buffer import Buffer, Plan
 from lsq.planner.files import read_buffers, save_plan, write_plan
 from lsq.planner.memory_map import alive_at_peak, draw
@@ -34,7 +33,7 @@ def parser(of_file: bool = True) -> ArgumentParser:
             " --max-source-positions 256 --max-target-positions 256, with any options of fairseq-train."
         ),
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     columns = "id,lower,upper,size[,alignment]; alive on [lower, upper)"
@@ -110,14 +109,14 @@ def parse_step(program: str, architecture: str, arguments: Sequence[str]) -> Nam
     Exits as argparse does after a mistake.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: the architecture is not of lsq, or a number is out of its range.
     """
     from fairseq import options  # takes seconds
 
     from lsq.commands import limits
     from lsq.fairseq import architectures
 
-    of_fairseq = options.get_training_parser(default_task=architectures.task_of(architecture))
+    of_fairseq = options.get_training_parser(default_task=architectures.model_of(architecture).task)
     of_fairseq.prog = program
     one_line_errors(of_fairseq)
     command = ["unused-data-folder", *TRAINING, "--arch", architecture, *arguments]

@@ -1,6 +1,5 @@
 """`lsq train`: fairseq-train with lsq's plugin loaded and fairseq's traps removed."""
 
-import argparse
 import contextlib
 import logging
 import math
@@ -22,13 +21,14 @@ from omegaconf import DictConfig
 from lsq.commands import launch, limits, logs
 from lsq.commands.interruption import Interrupted, Interruption
 from lsq.commands.launch import ARCHITECTURE
-from lsq.commands.options import one_line_errors
+from lsq.commands.options import HelpFormatter, one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
 from lsq.fairseq import architectures, save_folder
 from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility import replaced
+from lsq.fairseq.language_model import TASK as LANGUAGE_MODELING
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def parse(
     """
     logs.quieten()
     parser.prog, parser.description, parser.usage = program, description, f"{program} DATA [options]"
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.formatter_class = HelpFormatter
     one_line_errors(parser)
     wants_help = bool({"-h", "--help"} & set(arguments))
     if wants_help:
@@ -81,12 +81,17 @@ def peek(arguments: list[str], *names: str) -> str | None:
 
 
 def check_data(args: Namespace) -> None:
-    """Raise ValueError unless every folder of binarised data is there."""
+    """Raise ValueError unless every folder of binarised data is there, of two sides where the task translates."""
     for folder in args.data.split(os.pathsep):
         if not Path(folder).is_dir():
             raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
         if not any(Path(folder).glob("dict*.txt")) and any(Path(folder, "data").glob("dict*.txt")):
             raise ValueError(f"there are no binarised data in {folder}; give {Path(folder, 'data')}")
+        if args.task == TASK and [path.name for path in Path(folder).glob("dict*.txt")] == ["dict.txt"]:
+            raise ValueError(
+                f"{folder} holds text without translations; language models read it: --task {LANGUAGE_MODELING}, which"
+                " lsq train takes by itself with --arch lsq_transformer_lm"
+            )
 
 
 def check_save_dir(args: Namespace) -> None:

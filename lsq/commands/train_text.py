@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq.commands import training_options
-from lsq.commands.options import one_line_errors, positive
+from lsq.commands.options import HelpFormatter, one_line_errors, positive
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.run_folder import check_data, check_name
 from lsq.commands.text_run import RunOptions
@@ -36,7 +36,7 @@ def parser() -> ArgumentParser:
         description=DESCRIPTION,
         epilog=EPILOG,
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     files = made.add_argument_group("text")

@@ -1,6 +1,5 @@
 """`lsq tune`: find the fastest way to run each matrix product on this device, and keep it in a file."""
 
-import argparse
 import contextlib
 import functools
 import math
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lsq.commands.options import count, one_line_errors, seconds
+from lsq.commands.options import HelpFormatter, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device
@@ -41,7 +40,7 @@ def parser() -> ArgumentParser:
             "whenever you like: what is done is in the file, and the same command goes on with the rest."
         ),
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     one_line_errors(made)
     what = made.add_argument_group("what to tune (one of these)").add_mutually_exclusive_group()

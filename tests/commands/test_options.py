@@ -2,7 +2,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 
 import pytest
 
-from lsq.commands.options import count, one_line_errors, positive
+from lsq.commands.options import HelpFormatter, count, one_line_errors, positive
 
 
 def error_of(choices, given, capsys) -> str:
@@ -64,3 +64,12 @@ def test_types_without_a_name_are_not_named(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--lr", "x"])
     assert capsys.readouterr().err == "lsq thing: error: argument --lr: invalid value: 'x' (see lsq thing --help)\n"
+
+
+def test_help_shows_defaults_that_say_something():
+    parser = ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--number", default=0, help="a number")
+    parser.add_argument("--file", help="a file")
+    parser.add_argument("--quiet", action="store_true", help="no bars")
+    text = parser.format_help()
+    assert "a number (default: 0)" in text and "None" not in text and "False" not in text

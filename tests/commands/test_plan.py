@@ -121,6 +121,7 @@ def test_a_training_step_is_planned_by_its_options(tmp_path, capsys):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--arch", "transformer", "--max-tokens", "64"], "arch is 'transformer'; allowed: lsq_transformer,"),
+    (["--arch", "lsq_transformr", "--max-tokens", "64"], "arch is 'lsq_transformr'; allowed: lsq_transformer,"),
     (["--arch", "lsq_transformer"], "--max-tokens or --batch-size"),
     (["--arch", "lsq_transformer", "--criterion", "cross_entropy"], "--criterion lsq_label_smoothed_cross_entropy"),
 ])

@@ -117,6 +117,12 @@ def test_no_batch_size(prepared):
         train.run([str(prepared.data)])
 
 
+def test_text_without_translations_is_of_language_models(tmp_path):
+    (tmp_path / "dict.txt").touch()
+    with pytest.raises(ValueError, match="without translations; .* --task lsq_language_modeling"):
+        train.run([str(tmp_path), "--max-tokens", "100"])
+
+
 def test_no_training_begins_anew_over_checkpoints(lsq_train, tmp_path):
     folder = tmp_path / "model"
     lsq_train(folder, "--max-update", "1")
