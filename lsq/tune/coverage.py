@@ -34,11 +34,13 @@ def shares(table: Table, measure: str) -> tuple[float, float] | None:
 
 
 def text(table: Table) -> str:
-    """For logs: the shares, and the missed products that matter most."""
+    """For logs: the shares, and the missed products that matter most; one line where there is no file."""
     uses = _ordered(table)
     calls = sum(use.calls for use in uses)
     if not calls:
         return f"tuned products on {table.here.device}: none was asked for"
+    if not table.used:
+        return f"tuned products on {table.here.device}: none, for there is no file for this device; lsq tune makes one"
     lines = [f"tuned products on {table.here.device}: {calls} calls of {len(uses)} products"]
     for measure in MEASURES:
         found = shares(table, measure)
@@ -47,7 +49,7 @@ def text(table: Table) -> str:
             lines.append(
                 f"  {measure}: {own:.1%} tuned, {near:.1%} as the nearest batch size, {1 - own - near:.1%} not"
             )
-    lines += [f"  from {each.path}" for each in table.used] or ["  there is no file for this device"]
+    lines += [f"  from {each.path}" for each in table.used]
     rest = [use for use in uses if not use.hit]
     for use in rest[:SHOWN]:
         time = f", {use.seconds:.3f} s" if use.seconds else ""
