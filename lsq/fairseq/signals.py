@@ -91,11 +91,12 @@ class TrainingSignals:
         rows: dict[str, list[TensorStatistics]] = {}
         for name, statistics in self.last.items():
             rows.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(statistics)
+        width = max(map(len, rows))
         lines = [
             f"Quantised tensors at update {self.last_update}; rows with * span several layers",
-            f"{'tensor':44} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8} {'largest code':>12}",
+            f"{'tensor':{width}} {'kind':10} {'clip':>17} {'clipped':>8} {'zero':>8} {'largest code':>12}",
         ]
-        lines += [_row(name, found) for name, found in rows.items()]
+        lines += [f"{name:{width}} {_row(found)}" for name, found in rows.items()]
         lines.append(f"{len(self._warned)} of {len(self.clips)} tensors were warned of")
         return "\n".join(lines)
 
@@ -129,12 +130,12 @@ class TrainingSignals:
         self._writer.flush()
 
 
-def _row(name: str, found: list[TensorStatistics]) -> str:
-    """One line: the range of clips and codes, the largest shares."""
+def _row(found: list[TensorStatistics]) -> str:
+    """The rest of a line: the range of clips and codes, the largest shares."""
     clips = [statistics.clip for statistics in found]
     codes = [statistics.largest_code for statistics in found]
     return (
-        f"{name:44} {found[0].kind:10} {_span(clips, '.4g'):>17} {max(s.clipped_share for s in found):8.3%} "
+        f"{found[0].kind:10} {_span(clips, '.4g'):>17} {max(s.clipped_share for s in found):8.3%} "
         f"{max(s.zero_share for s in found):8.2%} {_span(codes, 'd'):>12}"
     )
 

@@ -124,8 +124,11 @@ def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
         statistics = replace(HEALTHY, clip=clip, clipped_share=share, largest_code=100 + layer)
         signals.last[f"encoder.layers.{layer}.self_attn.context"] = statistics
     signals.last_update = 40
-    title, heading, row, warned = signals.summary().splitlines()
-    assert "update 40" in title
+    long = "encoder.layers.*." + 50 * "x"
+    signals.last[long] = HEALTHY
+    title, heading, row, longest, warned = signals.summary().splitlines()
+    assert "update 40" in title and longest.startswith(long)
+    assert heading.index("kind") == row.index("activation") == longest.index("activation")
     name, *figures = row.split()
     assert name == "encoder.layers.*.self_attn.context"
     assert figures == ["activation", "1.5..2.5", "4.000%", "10.00%", "100..101"]
