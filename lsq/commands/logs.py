@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 
 FORMAT = "%(asctime)s | %(levelname)s | %(name)s | %(message)s"
 """fairseq's own."""
+STANDARD_ERROR = 2
+"""The descriptor, which is the process's own whatever sys.stderr is."""
 NOISE = (
     "'pin_memory' argument is set as true",
     "Support for mismatched key_padding_mask",
@@ -36,6 +39,19 @@ def quieten() -> None:
     """Ignore the warnings of NOISE."""
     for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
+
+
+@contextlib.contextmanager
+def silent_libraries() -> Iterator[None]:
+    """Within this context nothing reaches standard error, not even what C++ writes: PyTorch's profiler logs there."""
+    kept = os.dup(STANDARD_ERROR)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), STANDARD_ERROR)
+        yield
+    finally:
+        os.dup2(kept, STANDARD_ERROR)
+        os.close(kept)
 
 
 @contextlib.contextmanager

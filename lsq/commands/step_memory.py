@@ -10,7 +10,7 @@ from fairseq import checkpoint_utils
 from torch.profiler import ProfilerActivity, profile
 
 import lsq.fairseq  # noqa: F401  (registers what checkpoints of lsq's models name)
-from lsq.commands.logs import logging_to, quieten
+from lsq.commands.logs import logging_to, quieten, silent_libraries
 
 
 def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Counter:
@@ -41,7 +41,7 @@ def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torc
 
 def traced_peak(run: Callable[[], object]) -> int:
     """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with silent_libraries(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0

@@ -50,7 +50,7 @@ def test_a_larger_storage_behind_a_view_counts_whole():
     assert kept == {"float32 [4]": 4 * 8 * 4}
 
 
-def test_peak_is_of_what_is_held_at_a_time():
+def test_peak_is_of_what_is_held_at_a_time(capfd):
     def run():
         first = torch.empty(1000, dtype=torch.float64)
         del first
@@ -58,3 +58,4 @@ def test_peak_is_of_what_is_held_at_a_time():
         return torch.empty(750, dtype=torch.float64), second
 
     assert traced_peak(run) == 8 * 1250
+    assert capfd.readouterr().err == ""  # where the profiler writes what it does
