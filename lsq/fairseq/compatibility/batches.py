@@ -13,7 +13,7 @@ def batch_by_size(indices, num_tokens_fn, num_tokens_vec=None, max_tokens=None, 
         ValueError: there are none, or one of them alone is beyond `max_tokens`.
     """
     if len(indices) == 0:
-        raise ValueError("no sentence is left to make batches of; all are longer than --max-tokens or the model allow")
+        raise ValueError("no sentence is left to make batches of; all are longer than --max-tokens or the model allows")
     if max_tokens is not None:
         sizes = [num_tokens_fn(index) for index in indices] if num_tokens_vec is None else num_tokens_vec
         longest = int(numpy.argmax(sizes))
