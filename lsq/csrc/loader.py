@@ -70,7 +70,21 @@ def call(name: str, *arguments) -> None:
     An operation goes as its struct, tensors (contiguous, on the CPU) as pointers, None as a null pointer, whole numbers
     and truth values as int64, floats as float32.
     """
-    getattr(library(), name)(*map(_convert, arguments))
+    function(name)(*map(_convert, arguments))
+
+
+def function(name: str):
+    """A function of the library.
+
+    Raises:
+        LibraryError: it has none of that name.
+    """
+    try:
+        return getattr(library(), name)
+    except AttributeError:
+        raise shared_library.LibraryError(
+            f"the C++ host library has no {name}; write it in lsq/csrc/cpu, or take the backend 'reference'"
+        ) from None
 
 
 def _convert(argument):
@@ -87,7 +101,7 @@ def _convert(argument):
 
 def run(operation) -> None:
     """Run the loop of an operation (lsq.program.operation.Operation) on tensors in memory of the CPU."""
-    getattr(library(), f"lsq_{operation.name}")(operation.packed)
+    function(f"lsq_{operation.name}")(operation.packed)
 
 
 def words(struct: bytes) -> ctypes.Array:
@@ -100,7 +114,7 @@ def sequence(operations: Sequence) -> Callable[[], None]:
     found, count = library(), len(operations)
     structs = [operation.packed for operation in operations]
     loops = (ctypes.c_void_p * count)(
-        *(ctypes.cast(getattr(found, f"lsq_{operation.name}"), ctypes.c_void_p).value for operation in operations)
+        *(ctypes.cast(function(f"lsq_{operation.name}"), ctypes.c_void_p).value for operation in operations)
     )
     pointers = (ctypes.c_void_p * count)(*map(ctypes.addressof, structs))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.csrc import loader, sources
+from lsq.csrc import loader, shared_library, sources
 from lsq.layers import TransformerDecoderLayer, programs
 from lsq.layers.programs import Vocabulary
 from lsq.program.samples import Sampler
@@ -117,6 +117,6 @@ def test_arguments_are_converted():
     assert isinstance(loader._convert(0.25), ctypes.c_float) and loader._convert(0.25).value == 0.25
 
 
-def test_an_unknown_function():
-    with pytest.raises(AttributeError):
-        loader.call("lsq_no_such_function")
+def test_a_loop_that_nobody_wrote_is_named():
+    with pytest.raises(shared_library.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"):
+        loader.call("lsq_round_pairs")
