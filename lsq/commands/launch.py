@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from lsq.fairseq import architectures
+
 ARCHITECTURE = "lsq_transformer"
-"""How the names of lsq's architectures begin."""
+"""What is trained unless something else is said."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ONE_MACHINE = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
 """torchrun's options for one machine. Its --standalone waits in vain where localhost or the host has no address."""
@@ -30,7 +32,7 @@ def check_precision(args: Namespace) -> None:
     for option in ("fp16", "amp"):
         if not getattr(args, option, False):
             continue
-        if architecture.startswith(ARCHITECTURE):
+        if architectures.is_ours(architecture):
             raise ValueError(f"--{option} is given, but {architecture} computes in int8 and float32; leave it out")
         if on_cpu(args):
             remedy = "leave it out or use --bf16" if architecture else "leave it out"

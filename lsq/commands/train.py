@@ -119,7 +119,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     """
     architecture = peek(arguments, "--arch", "-a") or ARCHITECTURE
     defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}
-    if architecture.startswith(ARCHITECTURE):
+    if architectures.is_ours(architecture):
         defaults["criterion"] = CRITERION
     args = parse(
         options.get_training_parser(default_task=architectures.task_of(architecture)),
@@ -135,7 +135,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
         check_data(args)
         check_save_dir(args)
     launch.check_precision(args)
-    if architecture.startswith(ARCHITECTURE) and not launch.on_cpu(args):
+    if architectures.is_ours(architecture) and not launch.on_cpu(args):
         logger.warning("%s computes on the CPU in this version, so --cpu is set; the GPU stays unused", architecture)
         args.cpu = True
     launch.fill_in(args)

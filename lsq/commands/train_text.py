@@ -14,6 +14,7 @@ from lsq.commands.text_run import run as run_training
 from lsq.commands.train import ARCHITECTURE, CRITERION, TASK
 from lsq.commands.training_options import OF_THIS_COMMAND, named_options
 from lsq.config import MODES
+from lsq.fairseq import architectures
 from lsq.fairseq import options as quantizer_options
 from lsq.lock import locked_folder
 from lsq.text.score import TOKENIZERS
@@ -123,7 +124,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
     names = [name for name in vars(given) if name.startswith(quantizer_options.PREFIX)]
     quantizers = {quantizer_options.option(name): str(getattr(given, name)) for name in names}
     architecture = given.arch or (ARCHITECTURE if given.mode == "int8" else "transformer")
-    ours = architecture.startswith(ARCHITECTURE)
+    ours = architectures.is_ours(architecture)
     if not ours and (given.mode == "int8" or quantizers):
         raise ValueError(
             f"--arch {architecture} has no quantisers; with --mode int8 and --lsq-... options use {ARCHITECTURE}"

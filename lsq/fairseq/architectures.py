@@ -28,15 +28,19 @@ def task_of(architecture: str) -> str:
     return getattr(ARCH_MODEL_REGISTRY.get(architecture), "task", LSQModel.task)
 
 
+def is_ours(architecture: str) -> bool:
+    """Whether the architecture is of a model of lsq."""
+    return issubclass(ARCH_MODEL_REGISTRY.get(architecture, object), LSQModel)
+
+
 def model_of(architecture: str) -> type[LSQModel]:
     """The model's class.
 
     Raises:
         ValueError: the architecture is not of lsq.
     """
-    known = [name for name, model in ARCH_MODEL_REGISTRY.items() if issubclass(model, LSQModel)]
-    if architecture not in known:
-        raise ValueError(f"arch is {architecture!r}; allowed: {', '.join(known)}")
+    if not is_ours(architecture):
+        raise ValueError(f"arch is {architecture!r}; allowed: {', '.join(filter(is_ours, ARCH_MODEL_REGISTRY))}")
     return ARCH_MODEL_REGISTRY[architecture]
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
+from lsq.commands import train
 from lsq.config import QuantConfig
 from lsq.fairseq import architectures
 from lsq.fairseq.architectures import SUFFIXES
@@ -26,6 +27,14 @@ def test_given_options_win():
     args = Namespace(encoder_layers=1, lsq_bits=4)
     ARCH_CONFIG_REGISTRY["lsq_transformer_wmt_en_de_big"](args)
     assert (args.encoder_layers, args.decoder_layers, args.encoder_embed_dim, args.lsq_bits) == (1, 6, 1024, 4)
+
+
+def test_an_architecture_is_ours_whatever_its_name(monkeypatch):
+    monkeypatch.setitem(ARCH_MODEL_REGISTRY, "tiny", LSQTransformerModel)
+    args = train.parse_training(["data", "--arch", "tiny", "--max-tokens", "100"], with_data=False)
+    assert (args.criterion, args.task) == ("lsq_label_smoothed_cross_entropy", "lsq_translation")
+    with pytest.raises(ValueError, match="tiny computes in int8 and float32"):
+        train.parse_training(["data", "--arch", "tiny", "--max-tokens", "100", "--fp16"], with_data=False)
 
 
 def test_who_trains_what():
