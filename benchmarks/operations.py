@@ -11,7 +11,6 @@ import torch
 
 from lsq.backends import backend
 from lsq.config import LayerConfig, QuantConfig
-from lsq.csrc.geometry import padded
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
@@ -19,7 +18,6 @@ from lsq.ops import adam
 from lsq.ops.adam import Adam
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
-from lsq.ops.two_layouts import RoundTwoLayouts
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import KEY
@@ -155,8 +153,7 @@ def words(size: Size) -> programs.Vocabulary:
 
 
 def others(size: Size) -> Iterator[Operation]:
-    """Outside programs: Adam on the weight [F, H] of a feed-forward block, the gradient [M, F] of its product in two
-    layouts, and the gradient of the weight in messages."""
+    """Outside programs: Adam on the weight [F, H] of a feed-forward block, and its gradient in messages."""
     shape = size.feed_forward, size.hidden
     tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
     tensors |= {f"new_{name}": _tensor(f"new_{name}", shape) for name in ("weight", "first", "second")}
@@ -166,13 +163,6 @@ def others(size: Size) -> Iterator[Operation]:
     )
     numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)
     yield Adam(**tensors, numbers=numbers, rounded=codes, transposed=_tensor("transposed", shape[::-1], torch.int8))
-
-    width = size.feed_forward
-    yield RoundTwoLayouts(
-        x=_tensor("gradient", (size.tokens, width)), weight_scale=_tensor("weight_scale", (width,)), key=KEY,
-        codes=_tensor("codes", (size.tokens, width), torch.int8), row_scale=_tensor("row_scale", (size.tokens,)),
-        transposed=_tensor("transposed", (width, padded(size.tokens)), torch.int8),
-    )
     for dtype in (torch.float32, torch.bfloat16):
         yield from messages(size.feed_forward * size.hidden, dtype)
 

@@ -24,7 +24,7 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
-from lsq.ops.transpose import RoundedColumns, column_scratch, transpose_codes, transposed_scratch
+from lsq.ops.transpose import column_scratch, round_transposed, transpose_codes, transposed_scratch
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -146,7 +146,7 @@ class ProjectWeightGradient(Operation):
         if self.gradient is not None:
             return [
                 sums, (product, torch.int32), transposed_scratch(rows, inner), transposed_scratch(rows, columns),
-                ((columns,), torch.float32), *column_scratch(rows, columns),
+                *column_scratch(rows, columns),
             ]  # fmt: skip
         dtype = getattr(torch, self.dtype)
         operands = [*converted_scratch(self.x.codes, dtype), *converted_scratch(self.floats, dtype)]
@@ -170,14 +170,13 @@ class ProjectWeightGradient(Operation):
         )
         return [*entries, end] if per_channel else [*entries, end, add_parts(sums, self.dclip)]
 
-    def _int8_entries(self, product, transposed, codes, column_scale, largest, reciprocal):
-        columns = RoundedColumns(
-            values=self.x.codes, row_factor=self.gradient.scale, key=self.key, subsequence=self.subsequence,
-            largest=self.gradient.largest, out=codes, scale=column_scale,
-        )  # fmt: skip
-        rounding = [columns.magnitudes(largest), *columns.finish(largest, reciprocal)]
+    def _int8_entries(self, product, transposed, codes, *scratch):
+        rounding = round_transposed(
+            self.x.codes, self.gradient.scale, codes, scratch, key=self.key, subsequence=self.subsequence,
+            largest=self.gradient.largest,
+        )
         products = int8_products(transposed, codes, product)
-        return [transpose_codes(self.gradient.codes, transposed), *rounding, *products], column_scale
+        return [transpose_codes(self.gradient.codes, transposed), *rounding, *products], scratch[1]
 
     def _float_entries(self, product, scratch):
         dtype = getattr(torch, self.dtype)

@@ -17,7 +17,6 @@ EVERY_KERNEL = (
     "tests/ops/test_adam_cuda.py",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256-8-False]",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024-4-True]",
-    "tests/ops/test_two_layouts.py",
 )
 """Together these launch every kernel: whole programs, and the operations that no program has."""
 

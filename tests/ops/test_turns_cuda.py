@@ -14,7 +14,13 @@ from lsq.ops import embedding, kernels, transpose
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
 from lsq.ops.vocabulary_loss import ScaleRows
-from tests.ops import cuda, test_input_gradient_cuda, test_rounding_cuda, test_two_layouts, test_weight_gradient_cuda
+from tests.ops import (
+    cuda,
+    test_input_gradient_cuda,
+    test_rounding_cuda,
+    test_weight_gradient,
+    test_weight_gradient_cuda,
+)
 from tests.ops.adam_checks import codes_of, numbers, state, step
 from tests.ops.compare import empty, on_cpu, to_round
 from tests.ops.cuda import compare_cuda
@@ -110,13 +116,7 @@ def transposition():
     for tile in (128, 16):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transpose, "TILE", tile)
-            for layout in (test_two_layouts.COLUMNS, test_two_layouts.SHARED):
-                compare_cuda(test_two_layouts.operation(341, layout), exact=True)
-
-
-def two_layouts():
-    for rows, columns in (FEW, WIDE):
-        compare_cuda(test_two_layouts.operation(rows, test_two_layouts.BOTH, columns), exact=True)
+            compare_cuda(test_weight_gradient.case(341))
 
 
 def sums():
@@ -182,8 +182,8 @@ CASES = {
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
     "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms, "rms_norm.cu": rms_norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
-    "sums.cu": sums, "transpose.cu": transposition, "two_layouts.cu": two_layouts,
-    "vocabulary_loss.cu": losses, "weight_gradient.cu": weight_gradients,
+    "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
+    "weight_gradient.cu": weight_gradients,
 }  # fmt: skip
 """What runs all kernels of a source."""
 WHOLE_TILES = "part += kThreads"

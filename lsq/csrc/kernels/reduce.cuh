@@ -12,12 +12,9 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 struct Sum {
     __device__ __forceinline__ static float join(float a, float b) { return a + b; }
 };
-// Of magnitudes, as bits or floats: NaN counts as larger than infinity.
+// Of magnitudes as bits: NaN counts as larger than infinity.
 struct Largest {
     __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
-    __device__ __forceinline__ static float join(float a, float b) {
-        return float_of(join(bits_of(a) & 0x7FFFFFFFu, bits_of(b) & 0x7FFFFFFFu));
-    }
 };
 struct Maximum {
     __device__ __forceinline__ static float join(float a, float b) { return a > b ? a : b; }

@@ -96,17 +96,16 @@ __device__ __forceinline__ void row_sums(float& a, float& b) {
     for (int i = 1; i < warps; ++i) a += part[begin + i][0], b += part[begin + i][1];
 }
 
-// Sums per column of what a thread's rows add, or another operation that starts from 0.
-template <class Operation>
-struct ColumnReduction {
+// Sums per column of what a thread's rows add.
+struct ColumnSums {
     Values sum = {};
 
     __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum[vector][i] = Operation::join(sum[vector][i], x[i]);
+        for (int i = 0; i < kVector; ++i) sum[vector][i] += x[i];
     }
 
-    // Writes the block's results [COLUMNS]: those of its rows in order. All threads of the block must call this.
+    // Writes the block's sums [COLUMNS]: those of its rows in order. All threads of the block must call this.
     __device__ __forceinline__ void write(float* out) const {
         if (kRows == 1) {
 #pragma unroll
@@ -125,7 +124,7 @@ struct ColumnReduction {
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
                     float& here = total[column_of(v) + i];
-                    here = row ? Operation::join(here, sum[v][i]) : sum[v][i];
+                    here = row ? here + sum[v][i] : sum[v][i];
                 }
             }
         }
@@ -133,7 +132,6 @@ struct ColumnReduction {
         for (int column = threadIdx.x; column < COLUMNS; column += kThreads) out[column] = total[column];
     }
 };
-using ColumnSums = ColumnReduction<Sum>;
 
 // The same in shared memory, for kernels that have no registers left: every thread has its own words of it.
 struct SharedColumnSums {

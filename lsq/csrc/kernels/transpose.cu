@@ -1,74 +1,24 @@
 // Transposed codes for the backward products, which need both operands contiguous along the inner dimension.
 //
-// M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond M is 0. Values are
-// codes (-DCODES=1) or Float, times row_factor [M] and column_factor [N] where given. Rounding with a scale for each
-// column takes three steps: largest magnitudes of parts of the rows, scales, codes. lsq/quant/arithmetic.py
-// (round_columns) is the reference.
+// M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond M is 0. Rounding codes
+// times row_factor [M] with a scale for each column takes three steps: largest magnitudes of parts of the rows, scales,
+// codes. lsq/quant/arithmetic.py (round_columns) is the reference.
 #include "random.cuh"
 #include "reduce.cuh"
 #include "rounding.cuh"
 #include "transpose.cuh"
 
-#ifndef CODES
-#define CODES 1
-#endif
-
 namespace {
-
-#if CODES
-using Value = int8_t;
-#else
-using Value = Float;
-#endif
 
 constexpr int kColumnGroups = kTile / kGroupColumns, kRowGroups = kTileThreads / kColumnGroups;
 
-// 16 values as they are.
-__device__ __forceinline__ void load16(const Float* from, float (&x)[16]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float eight[kVector];
-        load8(from + kVector * half, eight);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) x[kVector * half + i] = eight[i];
-    }
-}
-__device__ __forceinline__ void load16(const int8_t* from, float (&x)[16]) {
+// 16 codes of a row times its factor.
+__device__ __forceinline__ void load16(const int8_t* from, float factor, float (&x)[16]) {
     const uint4 words = load_words<uint4>(from);
     const uint32_t four[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] = static_cast<float>(static_cast<int8_t>(four[i / 4] >> (8 * (i % 4))));
+    for (int i = 0; i < 16; ++i) x[i] = static_cast<float>(static_cast<int8_t>(four[i / 4] >> (8 * (i % 4)))) * factor;
 }
-
-struct Source {
-    const Value* values;         // [M, N]
-    const float* row_factor;     // [M] or null
-    const float* column_factor;  // [N] or null
-    int64_t columns;
-
-    __device__ __forceinline__ void read16(int64_t row, int64_t column, float (&x)[16]) const {
-        load16(values + row * columns + column, x);
-        if (row_factor) {
-            const float factor = row_factor[row];
-#pragma unroll
-            for (int i = 0; i < 16; ++i) x[i] *= factor;
-        }
-        if (column_factor) {
-            float factor[16];
-            load16_floats(column_factor + column, factor);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) x[i] *= factor[i];
-        }
-    }
-
-    __device__ __forceinline__ static void load16_floats(const float* from, float (&x)[16]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float4 four = load_words<float4>(from + 4 * i);
-            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
-        }
-    }
-};
 
 }  // namespace
 
@@ -96,12 +46,10 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_transpose_codes(
 }
 LSQ_EXPORT(lsq_transpose_codes)
 
-// values [M, N] -> partial float32 [gridDim.x, N]: each column's largest magnitude in a run of rows; NaN is the
+// codes [M, N] -> partial float32 [gridDim.x, N]: each column's largest magnitude in a run of rows; NaN is the
 // largest.
 LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_column_largest(
-    In<Value> values, In<float> row_factor, In<float> column_factor, Out<float> partial, int64_t rows,
-    int64_t columns) {
-    const Source source{values, row_factor, column_factor, columns};
+    In<int8_t> codes, In<float> row_factor, Out<float> partial, int64_t rows, int64_t columns) {
     const int64_t run = (rows + gridDim.x - 1) / gridDim.x, end = min((blockIdx.x + 1) * run, rows);
     const int64_t column = tile_column();
     uint32_t largest[16] = {};
@@ -109,7 +57,7 @@ LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_column_largest(
 #pragma unroll 4
         for (int64_t row = blockIdx.x * run + threadIdx.x / kColumnGroups; row < end; row += kRowGroups) {
             float x[16];
-            source.read16(row, column, x);
+            load16(codes + row * columns + column, row_factor[row], x);
 #pragma unroll
             for (int i = 0; i < 16; ++i) largest[i] = Largest::join(largest[i], bits_of(x[i]) & 0x7FFFFFFFu);
         }
@@ -161,17 +109,20 @@ LSQ_KERNEL __launch_bounds__(256) lsq_column_scales(
 }
 LSQ_EXPORT(lsq_column_scales)
 
-// values [M, N], reciprocal [N] -> out int8 [N, P], rounded at random.
+// codes [M, N], reciprocal [N] -> out int8 [N, P], rounded at random.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
-    In<Value> values, In<float> row_factor, In<float> column_factor, In<float> reciprocal, In<int64_t> key,
-    Out<int8_t> out, int64_t subsequence, int64_t rows, int64_t columns, int64_t padded, float q) {
-    const Source source{values, row_factor, column_factor, columns};
+    In<int8_t> codes, In<float> row_factor, In<float> reciprocal, In<int64_t> key, Out<int8_t> out,
+    int64_t subsequence, int64_t rows, int64_t columns, int64_t padded, float q) {
     const int64_t row = tile_row(), column = tile_column();
     const int64_t drawn_from = key[0];
     uint32_t word[kGroupColumns] = {};
     if (column < columns) {
         float inverse[16];
-        Source::load16_floats(reciprocal + column, inverse);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float4 four = load_words<float4>(reciprocal + column + 4 * i);
+            inverse[4 * i] = four.x, inverse[4 * i + 1] = four.y, inverse[4 * i + 2] = four.z, inverse[4 * i + 3] = four.w;
+        }
         // Each row's codes come in at the top of the columns' words; unrolling this would only cost registers.
 #pragma unroll 1
         for (int r = 0; r < kGroupRows; ++r) {
@@ -182,7 +133,7 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
             }
             float x[16];
             PhiloxWords drawn;
-            source.read16(row + r, column, x);
+            load16(codes + (row + r) * columns + column, row_factor[row + r], x);
             const int64_t group = ((row + r) * columns + column) / 4;
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
