@@ -18,7 +18,6 @@ from lsq.ops.prediction import Prediction
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
-from lsq.ops.rms_norm import RMSNorm
 from lsq.ops.rounding import Round, unpacked
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.builder import Builder
@@ -224,7 +223,7 @@ def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor,
 
 
 def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None, *, name: str,
-         clip: str | None, keep_float: bool) -> ResidualNorm | RMSNorm:  # fmt: skip
+         clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
     """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or both."""
     rows, columns = residual.shape
     rounds = clip is not None and builder.quant.quantized
@@ -238,7 +237,7 @@ def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update:
         fields["mean"] = builder.tensor(name + ".mean", (rows,))
     fields["out"] = builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None
     fields["rounded"] = builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None
-    return builder.add((ResidualNorm if config.norm == "layer" else RMSNorm)(**fields))
+    return builder.add(ResidualNorm(**fields))
 
 
 def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str) -> Stream:

@@ -1,14 +1,17 @@
-"""What stands between two blocks, in one pass over each row: dropout, residual, LayerNorm, rounding.
+"""What stands between two blocks, in one pass over each row: dropout, residual, norm, rounding.
 
     z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes, or both
 
-`update` may be missing (a LayerNorm alone) and so may the norm (z is the result). LayerNorm: Ba et al. 2016, biased
-variance. M rows, H columns.
+`update` may be missing (a norm alone) and so may the norm (z is the result). LayerNorm: Ba et al. 2016, biased
+variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias. M rows, H columns. Loops and kernels do what is said
+of sums in residual_sum.h and residual_sum.cuh.
 """
 
 from __future__ import annotations
 
-from lsq.ops import residual_sum
+from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
+from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.ops import kernels
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
@@ -16,16 +19,16 @@ from lsq.program.values import Coded
 
 
 class ResidualNorm(Operation):
-    """z [M, H] of a residual and what a block adds to it; its LayerNorm and the codes of that."""
+    """z [M, H] of a residual and what a block adds to it; its norm and the codes of that."""
 
     sum: Out[ResidualSum]
     weight: In[Floats] | None
     """[H]; None: no norm."""
     bias: In[Floats] | None
-    """[H], of the norm."""
+    """[H], of LayerNorm."""
     epsilon: float = 1e-5
     mean: Out[Floats] | None
-    """[M]"""
+    """[M], of LayerNorm; None: it is not subtracted."""
     rstd: Out[Floats] | None
     """[M]"""
     out: Out[Activations] | None
@@ -40,10 +43,11 @@ class ResidualNorm(Operation):
         z = self.sum.compute()
         if self.weight is None:
             return z, None, None, None
-        mean = z.mean(dim=1)
-        centred = z - mean[:, None]
+        mean = None if self.mean is None else z.mean(dim=1)
+        centred = z if mean is None else z - mean[:, None]
         rstd = (centred.square().mean(dim=1) + self.epsilon).rsqrt()
-        return z, mean, rstd, centred * rstd[:, None] * self.weight + self.bias
+        out = centred * rstd[:, None] * self.weight
+        return z, mean, rstd, out if self.bias is None else out + self.bias
 
     @property
     def same_values(self):
@@ -54,7 +58,13 @@ class ResidualNorm(Operation):
         return *others, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)
 
     def cuda(self):
-        return residual_sum.launches("residual_norm.cu", "lsq_residual_norm", self)
+        return [
+            launch(
+                "residual_norm.cu", "lsq_residual_norm", self, TICKET,
+                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
+                **float_define(*self.sum.tensors, self.out), **row_defines(self.columns),
+            )
+        ]  # fmt: skip
 
     def gradient(self, builder) -> None:
         normed = self.weight is not None
@@ -94,20 +104,34 @@ class ResidualNormGradient(Operation):
     def reference(self):
         if self.dout is None:
             return None, None, *self.sum.compute(None)
-        normalised = (self.z - self.mean[:, None]) * self.rstd[:, None]
+        centred = self.z if self.mean is None else self.z - self.mean[:, None]
+        normalised = centred * self.rstd[:, None]
         scaled = self.dout * self.weight
         projected = normalised * (scaled * normalised).mean(dim=1, keepdim=True)
-        through = self.rstd[:, None] * (scaled - scaled.mean(dim=1, keepdim=True) - projected)
+        if self.mean is not None:
+            scaled = scaled - scaled.mean(dim=1, keepdim=True)
+        through = self.rstd[:, None] * (scaled - projected)
         return (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0), *self.sum.compute(through)
 
-    def _sums(self):
-        return (self.dweight, self.dbias) if self.dout is not None else ()
+    def _sums(self) -> tuple:
+        """Where the norm's own sums over rows go: its weight's, and that of LayerNorm's bias."""
+        found = (self.dweight, self.dbias)
+        return () if self.dout is None else found[:1] if self.mean is None else found
 
     def cuda_scratch(self):
-        return residual_sum.gradient_scratch(self, self._sums())
+        return [kernels.partial_scratch(self.rows, self.columns, len(self._sums()) + self.sum.updated)]
 
     def cuda(self, partial):
-        return residual_sum.gradient_launches(
-            "residual_norm.cu", "lsq_residual_norm_gradient", self, self._sums(), partial,
-            NORMED=int(self.dout is not None),
-        )  # fmt: skip
+        sums, down = self._sums(), self.sum
+        outs = (*sums, down.dupdate_sum) if down.updated else sums
+        if not outs:
+            return []
+        return [
+            launch(
+                "residual_norm.cu", "lsq_residual_norm_gradient", self, partial, grid=len(partial),
+                shared=sums_in_shared_memory(self.columns, len(sums)), NORM_SUMS=len(sums), PRODUCT=int(down.updated),
+                ROUNDED=int(down.rounded is not None), **float_define(self.dout, self.z, *down.tensors),
+                **row_defines(self.columns),
+            ),
+            kernels.finish_sums(partial, self.columns, outs),
+        ]  # fmt: skip

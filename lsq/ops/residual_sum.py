@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
-from lsq.csrc.launch import TICKET, Launch, float_define, launch
-from lsq.ops import kernels
 from lsq.program.declare import Activations, Floats, In, Value
-from lsq.program.operation import Operation
 from lsq.program.values import Dropout, RoundedGradient, dropped
 
 
@@ -90,40 +86,3 @@ class ResidualSumGradient(Value):
         dupdate = dropped(dresidual, self.dropout)
         rounded = self.rounded.encode(dupdate) if self.rounded is not None else (None, None)
         return dresidual, dupdate, *rounded, dupdate.sum(dim=0)
-
-
-def launches(source: str, name: str, norm: Operation) -> list[Launch]:
-    """That of a norm's kernel, `norm` having a ResidualSum `sum` and writing `out`."""
-    return [
-        launch(
-            source, name, norm, TICKET, grid=row_blocks(norm.rows, norm.columns, most=MANY_BLOCKS),
-            **float_define(*norm.sum.tensors, norm.out), **row_defines(norm.columns),
-        )
-    ]  # fmt: skip
-
-
-def gradient_scratch(norm: Operation, sums: tuple):
-    """What the next launches leave in between."""
-    return [kernels.partial_scratch(norm.rows, norm.columns, len(sums) + norm.sum.updated)]
-
-
-def gradient_launches(
-    source: str, name: str, norm: Operation, sums: tuple, partial: torch.Tensor, **defines: int
-) -> list[Launch]:
-    """Those of a norm's backward pass: its kernel, and the addition of what the blocks of that leave in `partial`.
-
-    `norm` has a ResidualSumGradient `sum` and reads `dout` and `z`; `sums` are where its own sums over rows go, in the
-    order in which the kernel leaves them, after which comes that for the update.
-    """
-    down = norm.sum
-    outs = (*sums, down.dupdate_sum) if down.updated else sums
-    if not outs:
-        return []
-    return [
-        launch(
-            source, name, norm, partial, grid=len(partial), shared=sums_in_shared_memory(norm.columns, len(sums)),
-            PRODUCT=int(down.updated), ROUNDED=int(down.rounded is not None), **defines,
-            **float_define(norm.dout, norm.z, *down.tensors), **row_defines(norm.columns),
-        ),
-        kernels.finish_sums(partial, norm.columns, outs),
-    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm against torch's rms_norm in float64, with every part left out in turn."""
+"""ResidualNorm as RMSNorm, against torch's rms_norm in float64, with every part left out in turn."""
 
 import math
 
@@ -9,8 +9,8 @@ from lsq.backends import backend, run
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
 from lsq.ops.project import Project
+from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSum
-from lsq.ops.rms_norm import RMSNorm, RMSNormGradient
 from lsq.program.executor import Execution
 from lsq.program.parameters import Kind
 from lsq.quant import random
@@ -19,19 +19,19 @@ from tests.ops.test_residual_norm import CLIP, COLUMNS
 from tests.ops.test_residual_sum import sum_gradient, sum_of
 
 
-def rms(residual, update=None, *, rounds=False, dropout=0.0, **rounding) -> RMSNorm:
+def rms(residual, update=None, *, rounds=False, dropout=0.0, **rounding) -> ResidualNorm:
     """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
     rows, columns = residual.shape
-    return RMSNorm(
+    return ResidualNorm(
         sum=sum_of(residual, update, dropout), weight=1 + 0.2 * torch.randn(columns), rstd=empty(rows),
         out=empty(rows, columns), rounded=to_round(rows, columns, CLIP, **rounding) if rounds else None,
     )
 
 
-def rms_gradient(forward: RMSNorm, **options) -> RMSNormGradient:
+def rms_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
     """Of a norm that was computed, for random gradients of its results; options: see `sum_gradient`."""
     rows, columns = forward.sum.residual.shape
-    return RMSNormGradient(
+    return ResidualNormGradient(
         dout=torch.randn(rows, columns), z=forward.sum.z, rstd=forward.rstd, weight=forward.weight,
         dweight=empty(columns), sum=sum_gradient(forward.sum, **options),
     )
@@ -115,13 +115,13 @@ def test_programs_differentiate_it():
     x = b.input("x", size)
     project = b.add(Project(floats=x, weight=b.weight("projection", size), out=b.tensor("update", size)))
     first = b.add(
-        RMSNorm(
+        ResidualNorm(
             sum=ResidualSum(residual=x, update=project.out, z=b.like("z", x)), rstd=b.tensor("rstd", size[:1]),
             weight=b.parameter("weight", (16,), Kind.NORM_WEIGHT), out=b.like("first", x),
         )
     )
     second = b.add(
-        RMSNorm(
+        ResidualNorm(
             sum=ResidualSum(residual=first.sum.z), rstd=b.tensor("rstd", size[:1]), out=b.like("second", x),
             weight=b.parameter("other", (16,), Kind.NORM_WEIGHT),
         )

@@ -99,6 +99,6 @@ def test_a_width_that_kernels_do_not_have_is_refused():
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_compile_without_spills(target):
     for columns, lanes in ((512, 32), (1024, 64)):
-        defines = (("COLUMNS", columns), ("FLOAT", 1), ("LANES", lanes), ("ROUNDED", 1))
-        found = compiler.compile_kernels("rms_norm.cu", defines, target).resources
+        defines = (("COLUMNS", columns), ("FLOAT", 1), ("LANES", lanes), ("NORM_SUMS", 1), ("ROUNDED", 1))
+        found = compiler.compile_kernels("residual_norm.cu", defines, target).resources
         assert len(found) == 2 and not any(taken.spill_bytes for taken in found.values())

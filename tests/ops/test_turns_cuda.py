@@ -85,9 +85,6 @@ def norms():
         compare_cuda(norm(z, torch.randn(rows, columns), normed=False, dropout=0.1))
         compare_gradients(torch.float32, rows, columns, rounds=True)
     compare_cuda(norm_gradient(on_cpu(norm(torch.randn(WIDE)))))
-
-
-def rms_norms():
     for rows, columns in (FEW, WIDE, (5, 2064)):
         z, update = torch.randn(rows, columns), torch.randn(rows, columns)
         for given in (z, *nan_in_each_turn(z)):
@@ -180,7 +177,7 @@ def weight_gradients():
 CASES = {
     "adam.cu": adam_steps, "attention.cu": attentions, "attention_rows.cu": attentions, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
-    "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms, "rms_norm.cu": rms_norms,
+    "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
     "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     "weight_gradient.cu": weight_gradients,

@@ -1,16 +1,18 @@
-// Dropout, residual, LayerNorm and rounding between two blocks, forward and backward.
+// Dropout, residual, LayerNorm or RMSNorm, and rounding between two blocks, forward and backward.
 //
 // M rows, N = COLUMNS columns; lsq/ops/residual_norm.py is the reference. A row stays in registers: its variance is the
 // mean of squared differences, and what is normalised is z as it was stored. Sums over rows stay in registers (bias) or
 // in shared memory (weight and bias of the norm), see rows.cuh.
-// Backward: -DNORMED=0 there is no norm.
+// Backward: -DNORM_SUMS=0 there is no norm, 1 for RMSNorm (a weight), 2 for LayerNorm (and a bias).
 #include "residual_sum.cuh"
 
-#ifndef NORMED
-#define NORMED 1
+#ifndef NORM_SUMS
+#define NORM_SUMS 2
 #endif
 
 namespace {
+
+constexpr bool kCentred = NORM_SUMS == 2;
 
 // What the backward pass reads of a row.
 struct Operands {
@@ -32,7 +34,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const Residual
         Values x = {};
         sum.load(row, inside, x);
         if (!weight) continue;
-        const float centre = sum_of(x) / COLUMNS;
+        const float centre = op.mean ? sum_of(x) / COLUMNS : 0.0f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -40,13 +42,16 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const Residual
         }
         const float factor = 1.0f / sqrtf(squares_of(x) / COLUMNS + op.epsilon);
         if (!inside) continue;
-        if (threadIdx.x % LANES == 0) op.mean[row] = centre, op.rstd[row] = factor;
+        if (threadIdx.x % LANES == 0) {
+            if (op.mean) op.mean[row] = centre;
+            op.rstd[row] = factor;
+        }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;
-            float slope[kVector], shift[kVector];
+            float slope[kVector], shift[kVector] = {};
             load8(weight + column_of(v), slope);
-            load8(bias + column_of(v), shift);
+            if (bias) load8(bias + column_of(v), shift);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) x[v][i] = x[v][i] * factor * slope[i] + shift[i];
             const int64_t element = row * COLUMNS + column_of(v);
@@ -58,34 +63,34 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const Residual
 }
 LSQ_EXPORT(lsq_residual_norm)
 
-// partial: the block's sums for dweight and dbias (-DNORMED) and for dupdate_sum (-DPRODUCT).
+// partial: the block's sums for dweight and dbias (-DNORM_SUMS) and for dupdate_sum (-DPRODUCT).
 LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_residual_norm_gradient(const ResidualNormGradient op, Out<float> partial) {
     const Float *upstream = op.dout, *line = op.z;
     const float *mean = op.mean, *rstd = op.rstd, *weight = op.weight;
-#if NORMED
+#if NORM_SUMS
     extern __shared__ float4 words[];
     const SharedColumnSums weight_sums{words}, norm_bias_sums{words + SharedColumnSums::kWords};
     weight_sums.clear();
-    norm_bias_sums.clear();
+    if (kCentred) norm_bias_sums.clear();
 #endif
     ResidualSink sink{op.sum};
     const auto load = [&](int64_t row) {
         Operands operands;
-#if NORMED
+#if NORM_SUMS
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;
             operands.upstream[v] = load_packed(upstream + row * COLUMNS + column_of(v));
             operands.z[v] = load_packed(line + row * COLUMNS + column_of(v));
         }
-        operands.mean = mean[row], operands.rstd = rstd[row];
+        operands.mean = kCentred ? mean[row] : 0.0f, operands.rstd = rstd[row];
 #endif
         return operands;
     };
     for_rows(op.rows, load, [&](int64_t row, bool inside, const Operands& operands) {
         const PackedRow<Float> direct = sink.load(row, inside);
-#if NORMED
+#if NORM_SUMS
         float average = 0.0f, projection = 0.0f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -94,11 +99,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
             load8(weight + column_of(v), slope);
             unpack8(operands.upstream[v], above);
             unpack8(operands.z[v], normalised);
-            norm_bias_sums.add(v, above);
+            if (kCentred) norm_bias_sums.add(v, above);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
                 normalised[i] = (normalised[i] - operands.mean) * operands.rstd;
-                average += above[i] * slope[i];
+                if (kCentred) average += above[i] * slope[i];
                 projection += above[i] * slope[i] * normalised[i];
                 above[i] *= normalised[i];
             }
@@ -111,7 +116,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!inside || !has(v)) continue;
-#if NORMED
+#if NORM_SUMS
             // Computed again: keeping them would take too many registers.
             float above[kVector], normalised[kVector], slope[kVector];
             load8(weight + column_of(v), slope);
@@ -127,11 +132,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
         }
         sink.add(row, inside, g);
     });
-    float* sums = partial + blockIdx.x * ((2 * NORMED + PRODUCT) * COLUMNS + kPadding);
-#if NORMED
+    float* sums = partial + blockIdx.x * ((NORM_SUMS + PRODUCT) * COLUMNS + kPadding);
+#if NORM_SUMS
     weight_sums.write(sums);
-    norm_bias_sums.write(sums + COLUMNS);
+    if (kCentred) norm_bias_sums.write(sums + COLUMNS);
 #endif
-    sink.write(sums + 2 * NORMED * COLUMNS);
+    sink.write(sums + NORM_SUMS * COLUMNS);
 }
 LSQ_EXPORT(lsq_residual_norm_gradient)
