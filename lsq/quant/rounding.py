@@ -1,14 +1,10 @@
-"""The quantiser: tensors to symmetric n-bit integers and back, and how the clip range is found and learned.
+"""The quantiser: tensors to symmetric n-bit integers under a clip.
 
 A clip c > 0 becomes the scale s = c/Q with Q = 2^(bits-1) - 1, and x becomes q = rint(clamp(x/s, -Q, Q)),
 rounded half to even; x_hat = q*s. One clip belongs to a whole tensor (clips of shape [1]) or to one row x[i]
 of it (clips of shape [R]; the rows of a weight are its output channels). Formulas: docs/numbers.md.
 
-Methods: PACT (Choi et al. 2018, arXiv:1805.06085) and LSQ (Esser et al. 2020, arXiv:1902.08153) for the
-gradient of the clip; the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432) for the gradient
-of x; OCTAV (Sakr et al. 2022, arXiv:2206.06501) for the clip of least squared error.
-
-Shapes: R rows, N elements in one row, K candidate clips.
+Shapes: R rows.
 """
 
 import math
@@ -16,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 CLIP_GRADIENTS = ("pact", "lsq")
-"""How clips learn."""
+"""How clips learn: PACT (Choi et al. 2018, arXiv:1805.06085) or LSQ (Esser et al. 2020, arXiv:1902.08153)."""
 SMALLEST_CLIP = 2.0**-40
 """Clips below this are refused and calibration never returns less, so that no scale is 0 or denormal."""
 LARGEST_CLIP = 2.0**40
@@ -27,7 +22,7 @@ LARGEST_CLIP = 2.0**40
 
 
 class Quantized(NamedTuple):
-    """A tensor as integers; dequantize(codes, scale) gives its values back."""
+    """A tensor as integers; its values are codes * scale, row by row where there is a scale for each."""
 
     codes: Tensor
     """int8, the shape of x, from -Q to Q; 0 where x is NaN."""
@@ -87,59 +82,6 @@ def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:
         codes.masked_fill_(missing, 0)
         scale = scale.masked_fill(missing.reshape(scale.numel(), -1).any(1), math.nan)
     return Quantized(codes.to(torch.int8), scale, x.abs() > _over_rows(clip, x))
-
-
-def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes * scale in the scale's dtype; scale [1], or [R] for codes [R, ...]."""
-    return codes.to(scale.dtype) * _over_rows(scale, codes)
-
-
-def fake_quantize(x: Tensor, clip: Tensor, bits: int = 8, clip_gradient: str = "pact") -> Tensor:
-    """Quantise and dequantise in floating point, differentiably: the reference for the int8 layers.
-
-    With upstream gradient g, x gets g where |x| <= clip and 0 elsewhere. The clip gets sum(g * sign(x)) over
-    |x| > clip under "pact"; "lsq" adds sum(g * (x_hat - x) / clip) over |x| <= clip and multiplies the whole
-    by 1/sqrt(n * Q), n being the elements under one clip.
-
-    Args:
-        x: any shape and float dtype.
-        clip: [1], or [R] for x [R, ...]; values that check_clip accepts.
-        bits: width of the integers, 2 to 8.
-        clip_gradient: "pact" or "lsq".
-
-    Returns:
-        x_hat: shape and dtype of x, NaN exactly where x is NaN.
-
-    Raises:
-        ValueError: `clip_gradient` or `bits` is not allowed, or the shape of `clip` does not fit x.
-    """
-    if clip_gradient not in CLIP_GRADIENTS:
-        raise ValueError(f"clip_gradient is {clip_gradient!r}; allowed: {', '.join(map(repr, CLIP_GRADIENTS))}")
-    return _FakeQuantize.apply(x, clip, bits, clip_gradient)
-
-
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, clip: Tensor, bits: int, clip_gradient: str) -> Tensor:
-        maximum = maximum_code(bits)
-        scale = _over_rows(scale_of(clip, bits), x)
-        x_hat = ((x / scale).clamp_(-maximum, maximum).round_() * scale).to(x.dtype)
-        ctx.save_for_backward(x, clip, x_hat if clip_gradient == "lsq" else None)
-        ctx.maximum = maximum
-        return x_hat
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor):
-        x, clip, x_hat = ctx.saved_tensors
-        row_clip = _over_rows(clip, x)
-        clipped = x.abs() > row_clip
-        slope = torch.where(clipped, x.sign(), 0).to(torch.promote_types(x.dtype, clip.dtype))
-        if x_hat is not None:
-            elements = max(x.numel() // clip.numel(), 1)
-            slope = torch.where(clipped, slope, (x_hat - x) / row_clip) * (elements * ctx.maximum) ** -0.5
-        of_clip = (gradient * slope).reshape(clip.numel(), -1).sum(1).to(clip.dtype)
-        return gradient.masked_fill(clipped, 0), of_clip.view(clip.shape), None, None
 
 
 def pack_bits(mask: Tensor) -> Tensor:

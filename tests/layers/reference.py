@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.ops.nonlinearity import SLOPE_UNIT
-from lsq.quant import fake_quantize
+from tests.quant.fake import fake_quantize
 
 Dropout = Callable[[torch.Tensor, float], torch.Tensor]
 

@@ -10,8 +10,9 @@ from lsq.gemm.product_key import REQUESTS
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
-from lsq.quant import GRADIENT, arithmetic, fake_quantize, pack_bits, quantize
+from lsq.quant import GRADIENT, arithmetic, pack_bits, quantize
 from tests.ops.compare import KEY, compare, dropout_of, empty, format_of, gradient_to_round, on_cpu, on_reference
+from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = REQUESTS["project_input_gradient"].rows
 COLUMNS, OUTPUTS, PADDED = 48, 29, 32

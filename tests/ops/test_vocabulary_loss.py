@@ -13,9 +13,10 @@ from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient
 from lsq.program.parameters import Kind
 from lsq.program.values import Coded, RoundedGradient, Weight
-from lsq.quant import GRADIENT, Format, Grain, fake_quantize, quantize
+from lsq.quant import GRADIENT, Format, Grain, quantize
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu
 from tests.ops.programs import builder, run
+from tests.quant.fake import fake_quantize
 
 INNER, PADDING = 48, 1
 WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)

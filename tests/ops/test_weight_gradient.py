@@ -8,9 +8,9 @@ import torch
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Weight
-from lsq.quant import fake_quantize
 from tests.ops.compare import KEY, compare, empty, format_of, on_cpu, on_reference
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
+from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = REQUESTS["project_weight_gradient"].rows
 

@@ -9,11 +9,11 @@ from lsq.quant import (
     SMALLEST_CLIP,
     calibrate,
     check_clip,
-    fake_quantize,
     maximum_code,
     octav_clip,
 )
 from lsq.quant.calibration import _octav_fixed_point
+from tests.quant.fake import fake_quantize
 
 ALL_BITS = range(2, 9)
 INFINITY = math.inf

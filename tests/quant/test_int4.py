@@ -17,6 +17,7 @@ from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from tests.layers.shapes import config_of
 from tests.ops.compare import compare, empty
+from tests.quant.fake import dequantize
 
 INT4 = WEIGHT_FORMATS["int4"](8, Grain.ROW)
 
@@ -100,7 +101,7 @@ def test_signal_to_noise_on_gaussian_weights():
     """Better than 4 bits under one scale a row by 2.3 dB, and than float scales for symmetric groups by 0.5."""
     values = torch.randn(64, 512)
     decoded, _ = rounded(values, calibrate(values, "mse", INT4.bits, per_channel=True))
-    plain = quant.dequantize(*quant.quantize(values, calibrate(values, "mse", 4, per_channel=True), 4)[:2])
+    plain = dequantize(*quant.quantize(values, calibrate(values, "mse", 4, per_channel=True), 4)[:2])
     groups = values.view(64, 16, 32)
     shares = torch.linspace(0.6, 1.2, 61)[:, None, None, None] * groups.abs().amax(2, keepdim=True) / 7
     floats = (groups / shares).round().clamp(-7, 7) * shares
@@ -123,7 +124,7 @@ def test_gradients_are_straight_through(options, granularity):
     stored, scale = form.encode(values, clip)
     decoded = (form.unpack(stored, 48) * scale[:, None]).double()
     codes, of_x, _ = quant.quantize(x, layer.input_clip.detach())
-    product = given.double().t() @ quant.dequantize(codes, of_x).double()
+    product = given.double().t() @ dequantize(codes, of_x).double()
     outside, limit = values.abs() > clip[:, None], clip[:, None].double()
     assert outside.any()
     slope = torch.where(outside, values.sign().double(), 0.0)
