@@ -1,7 +1,7 @@
 """Layers as forward operations. Each block appends to a Builder and declares its parameters; gradients follow.
 
 Names of parameters are relative to `prefix`, as in a module's state dict. M rows, H hidden, F feed-forward. In float
-mode a Coded is a plain tensor, and nothing has a clip.
+mode nothing is rounded or has a clip.
 """
 
 import math
@@ -23,10 +23,7 @@ from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.builder import Builder
 from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded
-
-Rows = Coded | VirtualTensor
-"""An activation [M, N]: rounded, or floats in float mode."""
+from lsq.program.values import Coded, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +68,10 @@ class Memory:
 def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
     """Round x [M, N] under the clip of that name; x itself in float mode."""
     if not builder.quant.quantized:
-        return x
-    return builder.add(Round(x=x, rounded=builder.coded(clip.removesuffix("_clip"), x.shape, clip))).rounded
-
-
-def tensor_of(rows: Rows) -> VirtualTensor:
-    """Codes, or floats."""
-    return rows.codes if isinstance(rows, Coded) else rows
-
-
-def split(rows: Rows | None) -> dict:
-    """The fields `x` and `floats` of an operation that reads `rows`."""
-    return {"x": rows} if isinstance(rows, Coded) else {"floats": rows}
+        return Rows(floats=x)
+    rounded = builder.coded(clip.removesuffix("_clip"), x.shape, clip)
+    builder.add(Round(x=x, rounded=rounded))
+    return Rows(coded=rounded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +84,12 @@ class End:
     """Rounded under the clip of this name, if anything is; else floats."""
     activation: Activation = Activation.none
     dropout: float = 0.0
+
+    def rows(self, builder: Builder, shape: tuple[int, int]) -> Rows:
+        """Where a result [M, N] with this end goes."""
+        if self.clip and builder.quant.quantized:
+            return Rows(coded=builder.coded(self.name, shape, self.clip))
+        return Rows(floats=builder.tensor(self.name, shape))
 
     def nonlinearity(self, builder: Builder, shape: tuple[int, int]) -> Nonlinearity | None:
         """What the builder's mode wants of activation and dropout, if anything."""
@@ -120,18 +115,10 @@ def project(
     bias_bound = start.pop("bias_bound", 0.0)
     w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start))
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
-    size = (tensor_of(x).shape[0], rows or shape[0])
-    rounded, out = result(builder, end, size)
-    nonlinearity = end.nonlinearity(builder, size)
-    builder.add(Project(**split(x), weight=w, bias=added, out=out, rounded=rounded, nonlinearity=nonlinearity))
-    return rounded or out
-
-
-def result(builder: Builder, end: End, shape: tuple[int, int]) -> tuple[Coded | None, VirtualTensor | None]:
-    """(rounded, floats), one of them None: where a result [M, N] with that end goes."""
-    if end.clip and builder.quant.quantized:
-        return builder.coded(end.name, shape, end.clip), None
-    return None, builder.tensor(end.name, shape)
+    size = (x.tensor.shape[0], rows or shape[0])
+    y, nonlinearity = end.rows(builder, size), end.nonlinearity(builder, size)
+    builder.add(Project(x=x, weight=w, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity))
+    return y
 
 
 def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, parts: int) -> Rows:
@@ -152,25 +139,20 @@ def attention(
     builder: Builder, config: LayerConfig, queries: Queries, memory: Memory, prefix: str, *, causal: bool
 ) -> VirtualTensor:
     """Attention and its output projection: floats [M, H], bias inside, before dropout."""
-    hidden, rows = config.hidden, tensor_of(queries.rows).shape[0]
-    rounded, out = result(builder, End(name=prefix + "context", clip=prefix + "context_clip"), (rows, hidden))
+    hidden, rows = config.hidden, queries.rows.tensor.shape[0]
+    context = End(name=prefix + "context", clip=prefix + "context_clip").rows(builder, (rows, hidden))
     heads = Heads(
-        q=heads_in(queries.rows, 0), k=heads_in(memory.rows, memory.key_column),
-        v=heads_in(memory.rows, memory.key_column + hidden), starts=queries.starts, key_starts=memory.starts,
-        count=config.heads, width=hidden // config.heads, causal=causal,
+        q=Projected(rows=queries.rows, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
+        v=Projected(rows=memory.rows, column=memory.key_column + hidden), starts=queries.starts,
+        key_starts=memory.starts, count=config.heads, width=hidden // config.heads, causal=causal,
         dropout=builder.dropout(config.attention_dropout), longest=memory.longest,
     )  # fmt: skip
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
-    builder.add(Attention(heads=heads, out=out, rounded=rounded, log_sum=log_sum))
+    builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
     return project(
-        builder, rounded or out, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"),
+        builder, context, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"),
         bias=prefix + "out_bias", bound=xavier(hidden, hidden),
-    )
-
-
-def heads_in(rows: Rows, column: int) -> Projected:
-    """The heads that begin at a column."""
-    return Projected(**{"coded" if isinstance(rows, Coded) else "floats": rows}, column=column)
+    ).floats
 
 
 def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Sentences, starts, prefix: str, *,
@@ -202,15 +184,21 @@ def feed_forward(builder: Builder, config: LayerConfig, x: Rows, prefix: str) ->
     return project(
         builder, activated, prefix + "fc2_weight", (hidden, inner), End(name=prefix + "fc2"), bias=prefix + "fc2_bias",
         bound=fan_in(inner), bias_bound=fan_in(inner),
-    )
+    ).floats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
-    """The residual stream between two blocks: the float tensor to add to, and what the next block reads."""
+class Residual:
+    """What goes from block to block: the float tensor to add to, and what the next block reads."""
 
-    residual: VirtualTensor
+    floats: VirtualTensor
     rows: Rows
+
+    @staticmethod
+    def of(floats: VirtualTensor, normed: ResidualNorm) -> "Residual":
+        """The next block reads what was normed."""
+        rounded = normed.rounded
+        return Residual(floats=floats, rows=Rows(floats=normed.out) if rounded is None else Rows(coded=rounded))
 
 
 def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None,
@@ -240,53 +228,54 @@ def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update:
     return builder.add(ResidualNorm(**fields))
 
 
-def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str) -> Stream:
+def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, clip: str) -> Residual:
     """What the first block of a layer reads: the norm `name` of x under pre-norm, else x, rounded."""
     if not config.pre_norm:
-        return Stream(residual=x, rows=quantize(builder, x, clip))
-    normed = norm(builder, config, x, None, name=name, clip=clip, keep_float=False)
-    return Stream(residual=x, rows=normed.rounded or normed.out)
+        return Residual(floats=x, rows=quantize(builder, x, clip))
+    return Residual.of(x, norm(builder, config, x, None, name=name, clip=clip, keep_float=False))
 
 
-def between(builder: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, *, own: str, following: str,
-            clip: str) -> Stream:  # fmt: skip
+def between(builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, *, own: str,
+            following: str, clip: str) -> Residual:  # fmt: skip
     """Dropout and residual of one block, then the norm: its own (post-norm) or the following block's (pre-norm)."""
     normed = norm(
-        builder, config, stream.residual, update, name=following if config.pre_norm else own, clip=clip,
+        builder, config, before.floats, update, name=following if config.pre_norm else own, clip=clip,
         keep_float=not config.pre_norm,
     )
-    return Stream(residual=normed.sum.z if config.pre_norm else normed.out, rows=normed.rounded or normed.out)
+    return Residual.of(normed.sum.z if config.pre_norm else normed.out, normed)
 
 
-def leave(builder: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, own: str) -> VirtualTensor:
+def leave(builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str) -> VirtualTensor:
     """Dropout and residual of the last block, and its own norm under post-norm: the layer's result [M, H]."""
     if not config.pre_norm:
-        return norm(builder, config, stream.residual, update, name=own, clip=None, keep_float=True).out
-    added = residual_sum(builder, config, stream.residual, update, own + ".sum")
+        return norm(builder, config, before.floats, update, name=own, clip=None, keep_float=True).out
+    added = residual_sum(builder, config, before.floats, update, own + ".sum")
     return builder.add(ResidualNorm(sum=added)).sum.z
 
 
-def as_codes(like: Rows, codes: VirtualTensor, scale: VirtualTensor | None) -> Rows:
-    """Codes that came in from outside, with the format of `like`; `codes` itself in float mode."""
-    return Coded(format=like.format, codes=codes, scale=scale) if isinstance(like, Coded) else codes
+def stored(builder: Builder, tensor: VirtualTensor, scale: VirtualTensor | None) -> Rows:
+    """Rows that an earlier program wrote: codes under a scale, or floats in float mode."""
+    if not builder.quant.quantized:
+        return Rows(floats=tensor)
+    return Rows(coded=Coded(format=builder.quant.activations, codes=tensor, scale=scale))
 
 
 def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Rows:
     """Rows [B * P, W] of sentences, with one more for each; for decoding, without a gradient."""
-    new = tensor_of(now)
+    new = now.tensor
     out = builder.tensor(new.name + ".all", (before.shape[0] + batch, new.shape[1]), before.dtype)
-    if isinstance(now, Coded):
-        builder.add(Append(before=before, now=now.codes, batch=batch, out=out))
-        return Coded(format=now.format, codes=out, scale=now.scale)
-    builder.add(Append(before_floats=before, now_floats=now, batch=batch, out_floats=out))
-    return out
+    if now.coded is None:
+        builder.add(Append(before_floats=before, now_floats=new, batch=batch, out_floats=out))
+    else:
+        builder.add(Append(before=before, now=new, batch=batch, out=out))
+    return stored(builder, out, now.coded and now.scale)
 
 
 def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
     rounded = normaliser = None
-    if builder.backward and prediction.x is not None and builder.quant.backward == "int8":
+    if builder.backward and prediction.x.coded is not None and builder.quant.backward == "int8":
         size = (prediction.rows, prediction.columns)
         rounded = builder.rounded_gradient("d_logits", size, prediction.weight.scale)
     elif builder.backward:

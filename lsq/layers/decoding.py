@@ -7,13 +7,14 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import blocks
-from lsq.layers.blocks import Memory, Queries, Rows, Sentences
+from lsq.layers.blocks import Memory, Queries, Sentences
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
 from lsq.program.builder import Builder
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Rows
 
 State = dict[str, torch.Tensor]
 """What a layer keeps between two steps: "history" [B, P, 3H], queries, keys and values; a layer with a memory also
@@ -72,10 +73,10 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
     """
     b = mode.builder("encoder_step", config.quant)
     x, starts = packed(b, "x", Sentences.of(batch, batch, 1), config)
-    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update, every = _attend_to_history(b, config, stream.rows, starts, past)
-    finish_with_feed_forward(b, config, stream, update, "self_attn_layer_norm")
-    b.output(blocks.tensor_of(every))
+    residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
+    update, every = _attend_to_history(b, config, residual.rows, starts, past)
+    finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
+    b.output(every.tensor)
     return b.build()
 
 
@@ -85,7 +86,7 @@ def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
     b = mode.builder("decoder_memory", config.quant)
     memory = b.input("memory", (rows, config.hidden))
     found = blocks.project_memory(b, config, memory, "encoder_attn.")
-    b.output(blocks.tensor_of(found))
+    b.output(found.tensor)
     if config.quant.quantized:
         b.output(found.scale)
     return b.build()
@@ -100,17 +101,17 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
     cross = b.input("cross", (source.rows, 2 * hidden), codes_dtype(config))
     cross_scale = b.input("cross_scale", (1,)) if config.quant.quantized else None
     source_starts = source.starts(b, "source_starts")
-    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update, every = _attend_to_history(b, config, stream.rows, starts, past)
-    stream = blocks.between(
-        b, config, stream, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
+    residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
+    update, every = _attend_to_history(b, config, residual.rows, starts, past)
+    residual = blocks.between(
+        b, config, residual, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
     )
-    rows = blocks.as_codes(every, cross, cross_scale)
+    rows = blocks.stored(b, cross, cross_scale)
     memory = Memory(rows=rows, key_column=0, starts=source_starts, longest=source.longest)
-    update = blocks.cross_attention(b, config, stream.rows, starts, memory, "encoder_attn.")
-    finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
-    b.output(blocks.tensor_of(every))
+    update = blocks.cross_attention(b, config, residual.rows, starts, memory, "encoder_attn.")
+    finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
+    b.output(every.tensor)
     return b.build()
 
 
@@ -118,7 +119,7 @@ def _attend_to_history(
     b: Builder, config: LayerConfig, rows: Rows, starts: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
     """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P + 1), 3H] of all)."""
-    hidden, batch = config.hidden, blocks.tensor_of(rows).shape[0]
+    hidden, batch = config.hidden, rows.tensor.shape[0]
     history = b.input("history", (batch * past, 3 * hidden), codes_dtype(config))
     all_starts = b.input("history_starts", (batch + 1,), torch.int32)
     qkv = blocks.project_heads(b, config, rows, "self_attn.qkv", 3)

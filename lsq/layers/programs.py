@@ -11,7 +11,7 @@ import torch
 from lsq.config import LayerConfig, QuantConfig
 from lsq.gemm import lookup
 from lsq.layers import blocks
-from lsq.layers.blocks import End, Memory, Sentences, Stream
+from lsq.layers.blocks import End, Memory, Residual, Sentences
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
 from lsq.ops.rounding import Add, unpacked
@@ -67,7 +67,7 @@ def linear(quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode,
         blocks.project(
             b, x, "weight", (outputs, inputs), End(name="y"), bias="bias" if bias else None, bound=bound,
             bias_bound=bound,
-        )
+        ).floats
     )
     return b.build()
 
@@ -109,9 +109,9 @@ def encoder_layer(config: LayerConfig, sentences: Sentences, mode: Mode, *, caus
     """x [M, H] -> [M, H]. Causal, it is the layer of a decoder without a memory, as language models have it."""
     b = mode.builder("encoder_layer", config.quant)
     x, starts = packed(b, "x", sentences, config)
-    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update = blocks.self_attention(b, config, stream.rows, sentences, starts, "self_attn.", causal=causal)
-    finish_with_feed_forward(b, config, stream, update, "self_attn_layer_norm")
+    residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
+    update = blocks.self_attention(b, config, residual.rows, sentences, starts, "self_attn.", causal=causal)
+    finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
     return b.build()
 
 
@@ -120,15 +120,15 @@ def decoder_layer(config: LayerConfig, sentences: Sentences, source: Sentences, 
     """x [M, H], memory [S, H] -> [M, H]."""
     b = mode.builder("decoder_layer", config.quant)
     x, starts = packed(b, "x", sentences, config)
-    stream = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update = blocks.self_attention(b, config, stream.rows, sentences, starts, "self_attn.", causal=True)
-    stream = blocks.between(
-        b, config, stream, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
+    residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
+    update = blocks.self_attention(b, config, residual.rows, sentences, starts, "self_attn.", causal=True)
+    residual = blocks.between(
+        b, config, residual, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
     )
     memory = _project_memory(b, config, source, "encoder_attn.")
-    update = blocks.cross_attention(b, config, stream.rows, starts, memory, "encoder_attn.")
-    finish_with_feed_forward(b, config, stream, update, "encoder_attn_layer_norm")
+    update = blocks.cross_attention(b, config, residual.rows, starts, memory, "encoder_attn.")
+    finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
     return b.build()
 
 
@@ -140,7 +140,7 @@ def vocabulary_logits(quant: QuantConfig, rows: int, sizes: "Vocabulary", mode: 
     b.output(
         blocks.project(
             b, x, "weight", (sizes.words, sizes.hidden), End(name="logits"), rows=sizes.padded, **sizes.start
-        )
+        ).floats
     )
     return b.build()
 
@@ -172,7 +172,7 @@ def vocabulary_loss(
     target = b.input("target", (rows,), torch.int64)
     weight = unpacked(b, b.weight("weight", (sizes.words, sizes.hidden), rows=sizes.padded, **sizes.start))
     prediction = Prediction(
-        **blocks.split(x), weight=weight, target=target, vocabulary=sizes.words, padding=padding, smoothing=smoothing
+        x=x, weight=weight, target=target, vocabulary=sizes.words, padding=padding, smoothing=smoothing
     )
     for loss in blocks.vocabulary_loss(b, prediction):
         b.output(loss)
@@ -225,10 +225,12 @@ def _project_memory(b: Builder, config: LayerConfig, source: Sentences, prefix: 
     return Memory(rows=rows, key_column=0, starts=starts, longest=source.longest)
 
 
-def finish_with_feed_forward(b: Builder, config: LayerConfig, stream: Stream, update: VirtualTensor, own: str) -> None:
+def finish_with_feed_forward(
+    b: Builder, config: LayerConfig, residual: Residual, update: VirtualTensor, own: str
+) -> None:
     """The end of a layer: the residual addition of `update`, whose norm is `own`, and the feed-forward block."""
-    stream = blocks.between(
-        b, config, stream, update, own=own, following="final_layer_norm", clip="feed_forward.input_clip"
+    residual = blocks.between(
+        b, config, residual, update, own=own, following="final_layer_norm", clip="feed_forward.input_clip"
     )
-    update = blocks.feed_forward(b, config, stream.rows, "feed_forward.")
-    b.output(blocks.leave(b, config, stream, update, "final_layer_norm"))
+    update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")
+    b.output(blocks.leave(b, config, residual, update, "final_layer_norm"))

@@ -69,7 +69,7 @@ class Attention(Operation):
             AttentionGradient(
                 dcontext=builder.gradient_sum(self.out, self.rounded and self.rounded.codes), heads=self.heads,
                 log_sum=self.log_sum, dq=HeadsGradient.of(q, builder),
-                dkv=None if k.tensor is q.tensor else HeadsGradient.of(k, builder),
+                dkv=None if k.rows.tensor is q.rows.tensor else HeadsGradient.of(k, builder),
             )
         )  # fmt: skip
 
@@ -89,11 +89,12 @@ class HeadsGradient(Value):
     @classmethod
     def of(cls, heads: Projected, builder) -> HeadsGradient:
         """Where the gradient of that tensor goes in a program."""
-        floats, rounded = builder.product_gradient(heads.tensor)
+        tensor = heads.rows.tensor
+        floats, rounded = builder.product_gradient(tensor)
         return cls(
-            floats=floats, rounded=rounded, sum=builder.bias_gradient(heads.tensor),
-            clip=builder.parameter_gradient(heads.coded and heads.coded.clip),
-        )  # fmt: skip
+            floats=floats, rounded=rounded, sum=builder.bias_gradient(tensor),
+            clip=builder.parameter_gradient(heads.rows.clip),
+        )
 
     def encode(self, gradient: torch.Tensor, coded: Coded | None) -> tuple:
         """Reference: what the written fields hold of the gradient of codes * scale."""
@@ -144,7 +145,7 @@ class AttentionGradient(Operation):
                 (sums[-1], one.keys, heads.v, one.dropped(probabilities).transpose(1, 2) @ upstream),
             ):
                 place[rows, heads.columns_of(of)] = rows_of(gradient)
-        found = [end.encode(total, one.coded) for total, (one, _, end) in zip(sums, self._sides, strict=True)]
+        found = [end.encode(total, one.rows.coded) for total, (one, _, end) in zip(sums, self._sides, strict=True)]
         return *found[0], *(found[1] if len(found) > 1 else (None,) * 5)
 
     def cpu_scratch(self) -> list[Spec]:
@@ -185,7 +186,7 @@ class AttentionGradient(Operation):
                 KEYS=keys, ROUNDED=int(end.rounded is not None), FLOAT=FLOATS[self.dcontext.dtype],
                 **row_defines(one.columns),
             ),
-            kernels.finish_sums(partial, one.columns, (end.sum,), end.clip, one.coded),
+            kernels.finish_sums(partial, one.columns, (end.sum,), end.clip, one.rows.coded),
         ]  # fmt: skip
 
 
@@ -209,5 +210,5 @@ def tile_rows(width: int) -> int:
 
 def _defines(heads: Heads, *floats: torch.Tensor | None) -> dict[str, int]:
     """-D of a kernel on tiles."""
-    found = [one for one in (heads.q.floats, heads.k.floats, heads.v.floats, *floats) if one is not None]
+    found = [one for one in (heads.q.rows.floats, heads.k.rows.floats, heads.v.rows.floats, *floats) if one is not None]
     return {"WIDTH": heads.width, "TILE": tile_rows(heads.width), **(float_define(*found) if found else {})}

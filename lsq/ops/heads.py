@@ -13,31 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.program.declare import Activations, In, Offsets, Value, extent, size
-from lsq.program.values import Coded, Dropout
+from lsq.program.declare import In, Offsets, Value, extent, size
+from lsq.program.values import Dropout, Rows
 
 
 class Projected(Value):
     """Queries, keys or values where a projection wrote them."""
 
-    coded: In[Coded] | None
+    rows: In[Rows]
     """[M, ...]; in the gradient, with what straight-through gradients need."""
-    floats: In[Activations] | None
-    """[M, ...], in the place of codes."""
     column: int
     """With which the first head begins."""
 
-    columns = extent(1, "tensor")
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """Codes, or floats."""
-        return self.floats if self.coded is None else self.coded.codes
-
-    @property
-    def scale(self) -> torch.Tensor | float:
-        """Of the codes."""
-        return 1.0 if self.coded is None else self.coded.scale
+    columns = extent(1, "rows.tensor")
 
 
 class Heads(Value):
@@ -67,9 +55,9 @@ class Heads(Value):
     def sentences(self) -> int:
         return self.starts.shape[0] - 1
 
-    rows = extent(0, "q.tensor")
+    rows = extent(0, "q.rows.tensor")
     """M."""
-    key_rows = extent(0, "k.tensor")
+    key_rows = extent(0, "k.rows.tensor")
     """S."""
 
     def limits(self) -> dict[str, int]:
@@ -85,15 +73,15 @@ class Heads(Value):
         starts, key_starts = self.starts.tolist(), self.key_starts.tolist()
         for queries, keys in zip(map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True):
             q, k, v = (
-                self.split(one.tensor[rows, self.columns_of(one)].float())
+                self.split(one.rows.tensor[rows, self.columns_of(one)].float())
                 for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
             )
-            scores = q @ k.transpose(1, 2) * (self.q.scale * self.k.scale * share)
+            scores = q @ k.transpose(1, 2) * (self.q.rows.scale * self.k.rows.scale * share)
             hidden = torch.full(scores.shape[1:], self.causal).triu(1 + k.shape[1] - q.shape[1])
             yield Sentence(
                 queries=queries, keys=keys, q=q, k=k, v=v, hidden=hidden,
-                scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.scale * share,
-                k_factor=self.q.scale * share, v_scale=self.v.scale,
+                scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.rows.scale * share,
+                k_factor=self.q.rows.scale * share, v_scale=self.v.rows.scale,
                 mask=None if mask is None else mask[queries, :, : k.shape[1]].transpose(0, 1),
             )
 

@@ -14,9 +14,9 @@ from lsq import gemm
 from lsq.csrc.geometry import VECTOR
 from lsq.csrc.launch import Launch, Product, check
 from lsq.ops.products import converted, converted_scratch
-from lsq.program.declare import Activations, In, Indices, Value, extent, factor
+from lsq.program.declare import In, Indices, Value, extent, factor
 from lsq.program.operation import Spec
-from lsq.program.values import Coded, Weight
+from lsq.program.values import Rows, Weight
 
 BLOCK_ROWS = 256
 """Rows of float logits that exist at a time; those of codes are tuned."""
@@ -29,10 +29,8 @@ PRODUCT = "vocabulary_loss"
 class Prediction(Value):
     """What VocabularyLoss and its gradient read; both make the logits."""
 
-    x: In[Coded] | None
-    """[M, K]; None in float mode."""
-    floats: In[Activations] | None
-    """[M, K], in float mode."""
+    x: In[Rows]
+    """[M, K]"""
     weight: In[Weight]
     """[P, K]; its values alone in float mode."""
     target: In[Indices]
@@ -61,18 +59,12 @@ class Prediction(Value):
     @property
     def matrix(self) -> torch.Tensor:
         """The weight [P, K] that is multiplied."""
-        return self.weight.values if self.x is None else self.weight.codes
-
-    @property
-    def operand(self) -> torch.Tensor:
-        """What it is multiplied with, [M, K]."""
-        return self.floats if self.x is None else self.x.codes
+        return self.weight.values if self.weight.codes is None else self.weight.codes
 
     def bare(self) -> Prediction:
         """Of codes and scales alone."""
-        if self.x is None:
-            return self
-        return dataclasses.replace(self, x=self.x.bare(), weight=self.weight.bare())
+        weight = self.weight if self.weight.codes is None else self.weight.bare()
+        return dataclasses.replace(self, x=self.x.bare(), weight=weight)
 
     def limits(self) -> dict[str, int]:
         """See Operation.limits. Padded words are no targets."""
@@ -80,9 +72,9 @@ class Prediction(Value):
 
     def logits(self) -> torch.Tensor:
         """Reference: [M, V]."""
-        if self.x is None:
-            return (self.floats @ self.weight.values.t())[:, : self.vocabulary]
-        sums = gemm.reference(self.x.codes, self.weight.codes).to(torch.float32)
+        if self.x.coded is None:
+            return (self.x.floats @ self.weight.values.t())[:, : self.vocabulary]
+        sums = gemm.reference(self.x.tensor, self.weight.codes).to(torch.float32)
         return (sums * (self.x.scale * self.weight.scale))[:, : self.vocabulary]
 
     def gradient(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
@@ -95,7 +87,7 @@ class Prediction(Value):
 
     def cpu_block(self) -> Spec:
         """Memory for a block of logits on the CPU: what a product of codes wants, or floats."""
-        if self.x is not None:
+        if self.x.coded is not None:
             return gemm.scratch_for(PRODUCT, self.rows, *self.matrix.shape)
         return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
 
@@ -103,26 +95,26 @@ class Prediction(Value):
         """(first row, logits of a block in `memory`) as int32 sums or floats."""
         if self.rows == 0:
             return
-        if self.x is not None:
-            yield from gemm.row_blocks(PRODUCT, self.x.codes, self.weight.codes, memory)
+        if self.x.coded is not None:
+            yield from gemm.row_blocks(PRODUCT, self.x.tensor, self.weight.codes, memory)
             return
         for first in range(0, self.rows, memory.shape[0]):
-            rows = self.floats[first : first + memory.shape[0]]
+            rows = self.x.floats[first : first + memory.shape[0]]
             yield first, torch.mm(rows, self.weight.values.t(), out=memory[: rows.shape[0]])
 
     def cuda_scratch(self) -> list[Spec]:
-        """Memory for a block of logits, and for the weight in the dtype of `floats`, where it has another."""
+        """Memory for a block of logits, and for the weight in the dtype of floats, where it has another."""
         columns = -(-self.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
-        block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32 if self.x is None else torch.int32
-        return [block, *converted_scratch(self.matrix, self.operand.dtype)]
+        block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32 if self.x.coded is None else torch.int32
+        return [block, *converted_scratch(self.matrix, self.x.tensor.dtype)]
 
     def cuda_blocks(self, memory: torch.Tensor, narrow: tuple, kernel) -> list[Launch | Product]:
         """For each block the product that makes its logits in `memory`, and kernel(first row, rows) that reads them."""
-        entries, weight = converted(self.matrix, None, self.operand.dtype, iter(narrow))
+        entries, weight = converted(self.matrix, None, self.x.tensor.dtype, iter(narrow))
         blocks = max(1, -(-self.rows // CUDA_BLOCK_ROWS))
         rows = -(-self.rows // blocks // VECTOR) * VECTOR or 1  # aligned from every block's first row on
         for first in range(0, self.rows, rows):
-            block = self.operand[first : first + rows]
+            block = self.x.tensor[first : first + rows]
             product = Product(a=block, b=weight, out=memory[: block.shape[0], : self.columns])
             entries += [product, kernel(first, block.shape[0])]
         return entries
@@ -131,10 +123,10 @@ class Prediction(Value):
         """-D of kernels on rows of logits."""
         columns = self.columns
         check(
-            self.x is None or columns % VECTOR == 0,
+            self.x.coded is None or columns % VECTOR == 0,
             f"a vocabulary of {columns} codes a row cannot run on CUDA: pad it to a multiple of {VECTOR}",
         )
         threads = 128
         while threads < 512 and threads * 2 * VECTOR < columns:
             threads *= 2
-        return {"ROW_THREADS": threads, "KIND": 2 if self.x is None else 1}
+        return {"ROW_THREADS": threads, "KIND": 2 if self.x.coded is None else 1}

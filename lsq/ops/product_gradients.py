@@ -10,21 +10,21 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, **end) -
 
     Args:
         builder: where to.
-        product: has x [M, K] or, in float mode, floats: a Project or a Prediction.
+        product: has Rows x [M, K]: a Project or a Prediction.
         weight: [N, K], as products read it.
         upstream: its gradient as floats or as a RoundedGradient [M, P]; the other one is None.
         end: fields of ProjectInputGradient: where its result goes, and what is done to it.
     """
-    x, (floats, rounded) = product.x, upstream
+    x, (floats, rounded) = product.x.coded, upstream
     narrow = x is not None and rounded is None
     common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
-    dclip = builder.parameter_gradient(x and x.clip)
+    dclip = builder.parameter_gradient(product.x.clip)
     builder.add(ProjectInputGradient(x=x, weight=weight.bare() if x else weight, dclip=dclip, **common, **end))
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
     builder.add(
         ProjectWeightGradient(
-            x=x and x.bare(), x_floats=product.floats, weight=weight, lsq=builder.quant.clip_gradient == "lsq",
+            x=product.x.bare(), weight=weight, lsq=builder.quant.clip_gradient == "lsq",
             dweight=builder.parameter_gradient(weight.values), dclip=builder.parameter_gradient(weight.clip), **common,
         )
     )  # fmt: skip

@@ -22,7 +22,7 @@ from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.rounding import RoundGradient, unpacked
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
-from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 
 GEMM = "project"
 """What lsq.gemm calls the product of codes."""
@@ -31,12 +31,10 @@ GEMM = "project"
 class Project(Operation):
     """dropout(activation(x weight^T + bias)) [M, P] of codes, or of floats in float mode."""
 
-    x: In[Coded] | None
+    x: In[Rows]
     """[M, K]"""
-    floats: In[Activations] | None
-    """[M, K], in the place of x in float mode: the product is then one of floats, with the weight's values."""
     weight: In[Weight]
-    """[P, K]"""
+    """[P, K]; its values are multiplied in float mode."""
     bias: In[Floats] | None
     """[P]"""
     out: Out[Activations] | None
@@ -46,7 +44,7 @@ class Project(Operation):
     nonlinearity: Out[Nonlinearity] | None
     """What comes between bias and rounding."""
 
-    rows = extent(0, "_operand")
+    rows = extent(0, "x.tensor")
     columns = extent(0, "_matrix")
     """P."""
 
@@ -59,12 +57,8 @@ class Project(Operation):
         return self.bias
 
     @property
-    def _operand(self) -> torch.Tensor:
-        return self.floats if self.x is None else self.x.codes
-
-    @property
     def _matrix(self) -> torch.Tensor:
-        return self.weight.values if self.x is None else self.weight.codes
+        return self.weight.values if self.x.coded is None else self.weight.codes
 
     @property
     def _ends(self) -> bool:
@@ -73,10 +67,10 @@ class Project(Operation):
 
     def _product(self) -> torch.Tensor:
         """y."""
-        if self.x is None:
-            y = self.floats @ self.weight.values.t()
+        if self.x.coded is None:
+            y = self.x.floats @ self.weight.values.t()
         else:
-            y = gemm.reference(self.x.codes, self.weight.codes).float() * (self.x.scale * self.weight.scale)
+            y = gemm.reference(self.x.tensor, self.weight.codes).float() * (self.x.scale * self.weight.scale)
         return y if self.bias is None else y + self.bias
 
     def _result(self, y: torch.Tensor) -> torch.Tensor:
@@ -90,38 +84,38 @@ class Project(Operation):
         return result, *rounded, *kept
 
     def cpu_scratch(self):
-        return [] if self.x is None else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
+        return [] if self.x.coded is None else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
 
     def cpu(self, *scratch):
-        if self.x is None:
-            torch.mm(self.floats, self.weight.values.t(), out=self.out)
+        if self.x.coded is None:
+            torch.mm(self.x.floats, self.weight.values.t(), out=self.out)
             if self._ends:
                 loader.call("lsq_end_floats", self)
             return
         if self.rows == 0:  # there is a scale to write
             loader.call("lsq_end_sums", self, None, 0, 0)
             return
-        for first, sums in gemm.row_blocks(GEMM, self.x.codes, self.weight.codes, *scratch):
+        for first, sums in gemm.row_blocks(GEMM, self.x.tensor, self.weight.codes, *scratch):
             loader.call("lsq_end_sums", self, sums, first, len(sums))
 
     def cuda_scratch(self):
-        if self.x is None:
-            return converted_scratch(self.weight.values, self.floats.dtype)
+        if self.x.coded is None:
+            return converted_scratch(self.weight.values, self.x.floats.dtype)
         return [((self.rows, self.columns), torch.int32)]
 
     def cuda(self, *scratch):
-        if self.x is not None:
-            return [*int8_products(self.x.codes, self.weight.codes, *scratch), self._end(*scratch)]
+        if self.x.coded is not None:
+            return [*int8_products(self.x.tensor, self.weight.codes, *scratch), self._end(*scratch)]
         if self.rows == 0:
             return []
-        conversion, weight = converted(self.weight.values, None, self.floats.dtype, iter(scratch))
-        product = Product(a=self.floats, b=weight, out=self.out)
+        conversion, weight = converted(self.weight.values, None, self.x.floats.dtype, iter(scratch))
+        product = Product(a=self.x.floats, b=weight, out=self.out)
         return [*conversion, product, *([self._end(None)] if self._ends else [])]
 
     def _end(self, sums):
         check_columns(VECTOR, **{"the width of a product with an end": self.columns})
         end = self.nonlinearity or Nonlinearity()
-        floats = [tensor for tensor in (self.floats, self.out, end.before) if tensor is not None]
+        floats = [tensor for tensor in (self.x.floats, self.out, end.before) if tensor is not None]
         return launch(
             "project.cu", "lsq_end", self, sums, TICKET, grid=patches(self.rows, self.columns),
             ACTIVATION=int(end.activation), SUMS=int(sums is not None), **(float_define(*floats) if floats else {}),
@@ -131,7 +125,7 @@ class Project(Operation):
         upstream = self._upstream(builder)
         if upstream == (None, None):
             return
-        source, weight = self._operand, unpacked(builder, self.weight)
+        source, weight = self.x.tensor, unpacked(builder, self.weight)
         producer = builder.producer(source)
         if isinstance(producer, Project):
             dx, rounded_dx = builder.product_gradient(source)
@@ -159,7 +153,7 @@ class Project(Operation):
                 "rounding: a product at the end of a program has neither"
             )
         rounded = None
-        if self.x is not None and builder.quant.backward == "int8":
+        if self.x.coded is not None and builder.quant.backward == "int8":
             rounded = builder.rounded_gradient("d_" + result.name + ".rounded", result.shape, self.weight.scale)
         dbias = builder.parameter_gradient(self.bias)
         if rounded is not None or dbias is not None:

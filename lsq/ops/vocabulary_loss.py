@@ -77,7 +77,7 @@ class VocabularyLoss(Operation):
     def cuda(self, block, losses, nlls, *narrow):
         defines = self.prediction.row_defines()
         threads = defines["ROW_THREADS"]
-        codes = self.prediction.x is not None
+        codes = self.prediction.x.coded is not None
         check(self.rounded is None or codes, "the gradient of float logits is not rounded: leave it out")
 
         def kernel(first, rows):
@@ -103,7 +103,7 @@ class VocabularyLoss(Operation):
             gradient = copy.copy(self.rounded)
             gradient.scale = builder.like("d_logits.scale", self.rounded.scale)
             builder.add(ScaleRows(scale=self.rounded.scale, factor=dloss, out=gradient.scale))
-        source = given.operand
+        source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
         append_gradients(builder, given, given.weight, (dlogits, gradient), dx=dx)
         builder.accumulate(source, dx)

@@ -27,7 +27,7 @@ from lsq.ops.products import (
 from lsq.ops.transpose import column_scratch, round_transposed, transpose_codes, transposed_scratch
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
 from lsq.program.operation import Operation
-from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
 
 
@@ -38,10 +38,8 @@ class ProjectWeightGradient(Operation):
     """[M, P], under backward="int8"."""
     floats: In[Activations] | None
     """[M, P], otherwise; [M, N] in float mode."""
-    x: In[Coded] | None
+    x: In[Rows]
     """[M, K]"""
-    x_floats: In[Activations] | None
-    """[M, K], in float mode."""
     weight: In[Weight]
     """[N, K]; in float mode it has no codes."""
     key: In[Indices] | None
@@ -77,12 +75,12 @@ class ProjectWeightGradient(Operation):
 
     def reference(self):
         if self._float_mode:
-            return self.floats.t() @ self.x_floats, None
+            return self.floats.t() @ self.x.floats, None
         if self.gradient is None:
-            product = float_product(self.floats.t(), self.x.decode(), self.dtype)
+            product = float_product(self.floats.t(), self.x.coded.decode(), self.dtype)
         else:
             codes, scale = arithmetic.round_columns(
-                self.x.codes.to(torch.float32) * self.gradient.scale[:, None], self.key, self.subsequence,
+                self.x.tensor.to(torch.float32) * self.gradient.scale[:, None], self.key, self.subsequence,
                 self.gradient.format.largest,
             )
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
@@ -115,7 +113,7 @@ class ProjectWeightGradient(Operation):
 
     def cpu(self, *scratch):
         if self._float_mode:
-            torch.mm(self.floats.t(), self.x_floats, out=self.dweight)
+            torch.mm(self.floats.t(), self.x.floats, out=self.dweight)
         elif self.rows == 0:
             self.dweight.zero_()
             if self.dclip is not None:
@@ -126,7 +124,7 @@ class ProjectWeightGradient(Operation):
     def _codes_on_cpu(self, sums, *scratch):
         if self.gradient is None:
             product, floats, *narrow = scratch
-            torch.mul(self.x.codes, self.x.scale, out=floats)
+            torch.mul(self.x.tensor, self.x.scale, out=floats)
             float_product_into(product, self.floats.t(), floats, narrow)
             column_scale, blocks = None, [(0, product)]
         else:
@@ -149,12 +147,12 @@ class ProjectWeightGradient(Operation):
                 *column_scratch(rows, columns),
             ]  # fmt: skip
         dtype = getattr(torch, self.dtype)
-        operands = [*converted_scratch(self.x.codes, dtype), *converted_scratch(self.floats, dtype)]
+        operands = [*converted_scratch(self.x.tensor, dtype), *converted_scratch(self.floats, dtype)]
         return [sums, (product, torch.float32), *operands]
 
     def cuda(self, *scratch):
         if self._float_mode:
-            product = Product(a=self.floats, b=self.x_floats, out=self.dweight, transpose_a=True, transpose_b=True)
+            product = Product(a=self.floats, b=self.x.floats, out=self.dweight, transpose_a=True, transpose_b=True)
             return [product] if self.rows else [zero(self.dweight)]
         sums, product, *scratch = scratch
         column_scale = None
@@ -172,7 +170,7 @@ class ProjectWeightGradient(Operation):
 
     def _int8_entries(self, product, transposed, codes, *scratch):
         rounding = round_transposed(
-            self.x.codes, self.gradient.scale, codes, scratch, key=self.key, subsequence=self.subsequence,
+            self.x.tensor, self.gradient.scale, codes, scratch, key=self.key, subsequence=self.subsequence,
             largest=self.gradient.largest,
         )
         products = int8_products(transposed, codes, product)
@@ -180,7 +178,7 @@ class ProjectWeightGradient(Operation):
 
     def _float_entries(self, product, scratch):
         dtype = getattr(torch, self.dtype)
-        values, x = converted(self.x.codes, self.x.scale, dtype, scratch)
+        values, x = converted(self.x.tensor, self.x.scale, dtype, scratch)
         gradients, gradient = converted(self.floats, None, dtype, scratch)
         multiply = Product(a=gradient, b=x, out=product, transpose_a=True, transpose_b=True)
         return [*values, *gradients, multiply] if self.rows else []

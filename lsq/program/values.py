@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.program.declare import Bits, Codes, Floats, Host, In, Key, Value, factor, size
+from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Key, Value, factor, size
 from lsq.quant import Format, WeightFormat, arithmetic, random
 
 
@@ -53,6 +53,31 @@ class Coded(Value):
         if self.clipped is None:
             return gradient, torch.zeros(1)
         return arithmetic.straight_through(gradient, self.codes, self.clipped, self.error, bits=self.format.bits)
+
+
+class Rows(Value):
+    """An activation [M, N] that a product or attention reads: rounded, or floats in float mode."""
+
+    coded: In[Coded] | None
+    floats: In[Activations] | None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Codes, or floats."""
+        return self.floats if self.coded is None else self.coded.codes
+
+    @property
+    def scale(self) -> torch.Tensor | float:
+        """Of the codes."""
+        return 1.0 if self.coded is None else self.coded.scale
+
+    @property
+    def clip(self) -> torch.Tensor | None:
+        return self.coded and self.coded.clip
+
+    def bare(self) -> Rows:
+        """Of codes and their scale alone."""
+        return self if self.coded is None else Rows(coded=self.coded.bare())
 
 
 class Weight(Value):

@@ -20,7 +20,7 @@ from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes
 from lsq.gemm.product_key import ProductKey
 from lsq.ops.project import Project
-from lsq.program.values import Coded, Weight
+from lsq.program.values import Coded, Rows, Weight
 from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
@@ -142,7 +142,7 @@ def _reader(result: torch.Tensor) -> Project:
     )  # fmt: skip
     clipped = torch.empty(-(-result.numel() // 8), dtype=torch.uint8)
     rounded = Coded(format=x.format, codes=result, scale=one.clone(), clipped=clipped, clip=one)
-    return Project(x=x, weight=weight, rounded=rounded)
+    return Project(x=Rows(coded=x), weight=weight, rounded=rounded)
 
 
 def _copies(tensors: tuple[torch.Tensor, ...], cache: int) -> list[tuple[torch.Tensor, ...]]:

@@ -8,7 +8,7 @@ from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.operation import Operation
-from lsq.program.values import Weight
+from lsq.program.values import Rows, Weight
 from lsq.quant import Format, Grain
 
 WORDS, HIDDEN = 16, 48
@@ -34,7 +34,7 @@ def chain(place: torch.device) -> tuple[Embed, ResidualNorm, VocabularyLoss]:
         out=wanted(3, HIDDEN),
     )  # fmt: skip
     given = Prediction(
-        floats=norm.out, weight=Weight(format=Format(name="weight", bits=8, grain=Grain.ROW), values=weight),
+        x=Rows(floats=norm.out), weight=Weight(format=Format(name="weight", bits=8, grain=Grain.ROW), values=weight),
         target=tokens + 1, vocabulary=WORDS, padding=1, smoothing=0.1,
     )  # fmt: skip
     loss = VocabularyLoss(prediction=given, loss=wanted(1), nll=wanted(1))

@@ -36,7 +36,7 @@ def by_torch(operations):
 @pytest.mark.parametrize("name", ["reference", "cpu", "emulated"])
 def test_one_operation_gets_its_own_scratch_memory(name):
     *_, loss = chain(torch.device("cpu"))
-    loss.prediction.floats.copy_(torch.randn(loss.prediction.floats.shape))
+    loss.prediction.x.floats.copy_(torch.randn(loss.prediction.x.floats.shape))
     backend(name).run(loss)
     torch.testing.assert_close(loss.loss, loss.reference()[0].reshape(1))
 

@@ -9,7 +9,7 @@ import torch
 from lsq.backends import run
 from lsq.ops.attention import Attention, AttentionGradient, HeadsGradient
 from lsq.ops.heads import Heads, Projected
-from lsq.program.values import RoundedGradient
+from lsq.program.values import RoundedGradient, Rows
 from lsq.quant import random
 from tests.ops.compare import KEY, assert_accurate, compare, dropout_of, empty, on_cpu, on_reference, to_round
 from tests.ops.compare import gradient_to_round as to_round_by_row
@@ -26,11 +26,9 @@ def offsets(lengths) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def values(rows: int, columns: int, coded: bool) -> dict:
-    """Codes or floats of about unit size, as fields of Projected; floats that bfloat16 has, too."""
-    if coded:
-        return {"coded": codes_of(rows, columns)}
-    return {"floats": torch.randn(rows, columns).bfloat16().float()}
+def values(rows: int, columns: int, coded: bool) -> Rows:
+    """Codes or floats of about unit size; floats that bfloat16 has, too."""
+    return Rows(coded=codes_of(rows, columns)) if coded else Rows(floats=torch.randn(rows, columns).bfloat16().float())
 
 
 def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, to=None):
@@ -42,7 +40,7 @@ def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False
         q, k = values(rows, hidden, coded), values(sum(others), 2 * hidden, coded)
     keys, first = (lengths, hidden) if others is None else (others, 0)
     read = Heads(
-        q=Projected(**q, column=0), k=Projected(**k, column=first), v=Projected(**k, column=first + hidden),
+        q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + hidden),
         starts=offsets(lengths), key_starts=offsets(keys), count=heads, width=width, causal=causal,
         dropout=dropout_of(dropout), longest=-(-max(keys, default=0) // 8) * 8,
     )  # fmt: skip
@@ -54,10 +52,10 @@ def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False
 def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
     """Its gradient, as floats or rounded, with all sums; `forward` is run by the reference for its log_sum."""
     heads, asked = forward.heads, []
-    for one in (heads.q, heads.k)[: 1 + (heads.q.tensor is not heads.k.tensor)]:
-        shape = one.tensor.shape
+    for one in (heads.q, heads.k)[: 1 + (heads.q.rows.tensor is not heads.k.rows.tensor)]:
+        shape = one.rows.tensor.shape
         gradient = {"rounded": to_round_by_row(*shape)} if to_rounded else {"floats": empty(*shape)}
-        clip = empty(1) if one.coded is not None else None
+        clip = empty(1) if one.rows.coded is not None else None
         asked.append(HeadsGradient(**gradient, sum=empty(shape[1]), clip=clip))
     return AttentionGradient(
         dcontext=torch.randn(heads.rows, heads.count * heads.width), heads=heads,
@@ -68,8 +66,8 @@ def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
 def dense(operation, dtype):
     """Padded [B, N, T, S] attention on the decoded values: leaves (of q and of k), context."""
     heads = operation.heads
-    leaves = [(one.tensor.to(dtype) * float(one.scale)).requires_grad_() for one in (heads.q, heads.k)]
-    if heads.q.tensor is heads.k.tensor:
+    leaves = [(one.rows.tensor.to(dtype) * float(one.rows.scale)).requires_grad_() for one in (heads.q, heads.k)]
+    if heads.q.rows.tensor is heads.k.rows.tensor:
         leaves[1] = leaves[0]
     of_q, of_k = (one.diff().tolist() for one in (heads.starts, heads.key_starts))
     width, hidden = heads.width, heads.count * heads.width
@@ -117,8 +115,8 @@ def test_as_accurate_as_dense_attention(options):
     assert_accurate(found.out, exact.detach(), dense(forward, torch.float32)[1].detach())
     backward = gradient_of(forward)
     for one in (forward.heads.q, forward.heads.k):
-        if one.coded is not None:
-            one.coded.clipped.zero_()
+        if one.rows.coded is not None:
+            one.rows.coded.clipped.zero_()
     found = compare(backward)
     single, context = dense(forward, torch.float32)
     wanted, near = (
@@ -153,7 +151,7 @@ def test_ends_of_gradients(options, to_rounded):
 def test_clips_that_learn_by_lsq():
     forward = attention()
     heads = forward.heads
-    heads.q.coded = heads.k.coded = heads.v.coded = codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True)
+    heads.q.rows = heads.k.rows = heads.v.rows = Rows(coded= codes_of(sum(LENGTHS), 3 * HEADS * 8, error=True))
     assert compare(gradient_of(forward)).dq.clip.item() != 0.0
 
 
@@ -162,7 +160,7 @@ def test_both_passes_drop_the_same():
     forward = attention(coded=False, dropout=0.5)
     backward = gradient_of(forward)
     hidden = HEADS * 8
-    dv, values = on_cpu(backward).dq.floats[:, 2 * hidden :], forward.heads.v.floats[:, 2 * hidden :]
+    dv, values = on_cpu(backward).dq.floats[:, 2 * hidden :], forward.heads.v.rows.floats[:, 2 * hidden :]
     torch.testing.assert_close(
         (on_cpu(forward).out * backward.dcontext).sum(), (dv * values).sum(), atol=1e-4, rtol=1e-5
     )
@@ -174,28 +172,28 @@ def test_both_passes_drop_the_same():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_in_a_query_stays_in_its_row(value):
     forward = attention(coded=False)
-    forward.heads.q.floats[20, 3] = value
+    forward.heads.q.rows.floats[20, 3] = value
     bad = compare(forward).out.isnan()
     assert bad[20, :8].all() and bad.sum() == 8
 
 
 def test_nan_in_a_key_stays_in_its_sentence():
     forward = attention(coded=False)
-    forward.heads.k.floats[20, 2 * 8 + 3] = math.nan
+    forward.heads.k.rows.floats[20, 2 * 8 + 3] = math.nan
     bad = compare(forward).out.isnan()
     assert bad[8:41, :8].all() and bad.sum() == 33 * 8
 
 
 def test_a_poisoned_scale_poisons_everything():
     forward = attention(to=to_round(sum(LENGTHS), 16, 1.0))
-    forward.heads.q.coded.scale.fill_(math.nan)
+    forward.heads.q.rows.coded.scale.fill_(math.nan)
     found = on_cpu(forward)
     assert found.rounded.scale.isnan() and not found.rounded.codes.any()
 
 
 def test_extreme_scores_do_not_overflow():
     forward = attention(coded=False)
-    forward.heads.q.floats.mul_(1000.0)
+    forward.heads.q.rows.floats.mul_(1000.0)
     assert compare(forward).out.isfinite().all()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lsq.csrc.compiler import compile_kernels
+from lsq.program.values import Rows
 from tests.ops.compare import to_round
 from tests.ops.cuda import compare_cuda, run
 from tests.ops.test_attention import attention, codes_of, gradient_of
@@ -47,7 +48,7 @@ def test_ends_of_gradients(to_rounded, others):
 def test_clips_that_learn_by_lsq():
     forward = attention((7, 9))
     heads = forward.heads
-    heads.q.coded = heads.k.coded = heads.v.coded = codes_of(16, 48, error=True)
+    heads.q.rows = heads.k.rows = heads.v.rows = Rows(coded=codes_of(16, 48, error=True))
     compare_cuda(gradient_of(forward))
 
 
@@ -63,14 +64,14 @@ def test_many_tiles():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row(value):
     forward = attention((3, 40), coded=False)
-    forward.heads.q.floats[20, 3] = value
+    forward.heads.q.rows.floats[20, 3] = value
     bad = compare_cuda(forward).out.isnan()
     assert bad[20, :8].all() and bad.sum() == 8
 
 
 def test_a_poisoned_scale_poisons_everything():
     forward = attention((7, 9), to=to_round(16, 16, 1.0))
-    forward.heads.q.coded.scale.fill_(math.nan)
+    forward.heads.q.rows.coded.scale.fill_(math.nan)
     found = run(forward)
     assert found.rounded.scale.isnan() and not found.rounded.codes.any()
 

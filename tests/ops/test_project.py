@@ -10,7 +10,7 @@ from lsq.backends import run
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import GEMM, Project
-from lsq.program.values import Coded, Weight, dropped
+from lsq.program.values import Coded, Rows, Weight, dropped
 from lsq.quant import arithmetic
 from tests.ops.compare import ROWS, assert_accurate, compare, dropout_of, empty, format_of, on_cpu, to_round
 
@@ -23,7 +23,7 @@ def operands(rows, inner=48, outputs=32):
     x, weight = (torch.randint(-127, 128, (n, inner), dtype=torch.int8) for n in (rows, outputs))
     scale = 2e-4 * (1 + torch.rand(outputs))
     return {
-        "x": Coded(format=format_of(), codes=x, scale=torch.tensor([0.1])),
+        "x": Rows(coded=Coded(format=format_of(), codes=x, scale=torch.tensor([0.1]))),
         "weight": Weight(format=format_of(), codes=weight, scale=scale), "bias": torch.randn(outputs),
     }
 
@@ -31,7 +31,8 @@ def operands(rows, inner=48, outputs=32):
 def float_operands(rows, inner=48, outputs=33):
     """Whole numbers, so that products are exact in every dtype."""
     floats, weight = (torch.randint(-1, 2, (n, inner)).float() for n in (rows, outputs))
-    return {"floats": floats, "weight": Weight(format=format_of(), values=weight), "bias": torch.randn(outputs)}
+    weight = Weight(format=format_of(), values=weight)
+    return {"x": Rows(floats=floats), "weight": weight, "bias": torch.randn(outputs)}
 
 
 def nonlinearity(activation, dropout, rows, columns, *, coded):
@@ -64,7 +65,7 @@ def float_project(rows, outputs=33, activation=Activation.none, dropout=0.0, **g
 
 def values_of(operation):
     """y by definition."""
-    sums = (operation.x.codes.long() @ operation.weight.codes.long().t()).float()
+    sums = (operation.x.tensor.long() @ operation.weight.codes.long().t()).float()
     y = sums * (operation.x.scale * operation.weight.scale)
     return y if operation.bias is None else y + operation.bias
 
@@ -107,7 +108,7 @@ def test_floats_of_codes(rows):
 def test_products_of_floats(activation, dropout, rows, outputs):
     """Rows of 33 do not begin at a byte of the packed bits."""
     found = compare(float_project(rows, outputs, activation, dropout))
-    y = found.floats @ found.weight.values.t() + found.bias
+    y = found.x.floats @ found.weight.values.t() + found.bias
     torch.testing.assert_close(found.out, dropped(PLAIN[activation](y), dropout_of(dropout)), atol=2e-6, rtol=1e-5)
     if activation is Activation.relu:
         assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
@@ -117,13 +118,13 @@ def test_products_of_floats(activation, dropout, rows, outputs):
 
 def test_a_product_without_an_end():
     found = compare(float_project(41, bias=None))
-    assert torch.equal(found.out, found.floats @ found.weight.values.t())
+    assert torch.equal(found.out, found.x.floats @ found.weight.values.t())
 
 
 def through(x, activation):
     """The result of an activation of x [N]: the product of 1 and a weight."""
     weight = Weight(format=format_of(), values=x[:, None].contiguous())
-    return float_project(1, len(x), activation, floats=torch.ones(1, 1), weight=weight, bias=None)
+    return float_project(1, len(x), activation, x=Rows(floats=torch.ones(1, 1)), weight=weight, bias=None)
 
 
 @pytest.mark.parametrize("activation", [Activation.relu, Activation.gelu])
@@ -154,9 +155,9 @@ def test_nan_poisons_the_result(poisoned, activation):
 def test_nan_in_any_block_of_rows_poisons_the_scale(row):
     """Of sums nothing is NaN by itself, so that the factor is infinite, which makes NaN of a sum of 0."""
     operation = rounded_project(BLOCK_ROWS + 9, bias=None)
-    operation.x.codes[:, 0] = operation.weight.codes[:, 0] = 1
-    operation.x.codes[:, 1:] = 0
-    operation.x.codes[row] = 0
+    operation.x.tensor[:, 0] = operation.weight.codes[:, 0] = 1
+    operation.x.tensor[:, 1:] = 0
+    operation.x.tensor[row] = 0
     operation.weight.scale[3] = math.inf
     found = compare(operation)
     assert found.rounded.scale.isnan() and found.rounded.codes[1, 3] == 127 and found.rounded.codes[row, 3] == 0
@@ -164,7 +165,7 @@ def test_nan_in_any_block_of_rows_poisons_the_scale(row):
 
 def test_largest_sums_are_exact():
     given = operands(41, inner=2048)
-    given["x"].codes.fill_(127)
+    given["x"].tensor.fill_(127)
     given["weight"].codes.fill_(-127)
     found = compare(Project(**given | {"bias": None}, out=empty(41, 32)))
     assert torch.equal(found.out, float(-2048 * 127**2) * (found.x.scale * found.weight.scale).expand(41, 32))

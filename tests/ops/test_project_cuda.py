@@ -49,7 +49,7 @@ def test_a_product_without_an_end(dtype):
 def test_nan_poisons_the_result(poisoned, value):
     """An infinite scale makes NaN of a sum of 0."""
     operation = rounded_project(41)
-    operation.x.codes[3] = 0
+    operation.x.tensor[3] = 0
     (operation.x.scale if poisoned == "input" else operation.weight.scale)[0] = value
     assert compare_cuda(operation, exact=True).rounded.scale.isnan()
 

@@ -11,7 +11,7 @@ from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.ops.rounding import RoundGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
-from lsq.program.values import RoundedGradient, Weight
+from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT
 from tests.ops.compare import KEY, dropout_of, empty, gradient_to_round, to_round
 
@@ -76,7 +76,7 @@ def project(x=None, **ends):
         format=QuantConfig().weights, codes=empty(16, 16, dtype=torch.int8), scale=empty(16), values=empty(16, 16),
         clip=empty(16),
     )
-    return Project(x=x or to_round(7, 16, 1.0), weight=weight, bias=empty(16), **ends)
+    return Project(x=Rows(coded=x or to_round(7, 16, 1.0)), weight=weight, bias=empty(16), **ends)
 
 
 def differentiated(operation, builder):
@@ -114,9 +114,9 @@ def test_a_gradient_that_is_there_is_added(earlier):
     builder, operation = StubBuilder(), project(out=empty(7, 16))
     builder.of_products[operation.out] = None, gradient_to_round(7, 16)
     if earlier is not None:
-        builder.filed[operation.x.codes] = earlier
+        builder.filed[operation.x.tensor] = earlier
     dx, _ = differentiated(operation, builder)
-    assert dx.added is earlier and builder.filed[operation.x.codes] is dx.dx
+    assert dx.added is earlier and builder.filed[operation.x.tensor] is dx.dx
 
 
 @pytest.mark.parametrize("backward", ["int8", "float"])

@@ -13,6 +13,7 @@ from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSum
 from lsq.program.executor import Execution
 from lsq.program.parameters import Kind
+from lsq.program.values import Rows
 from lsq.quant import random
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
 from tests.ops.test_residual_norm import CLIP, COLUMNS
@@ -113,7 +114,7 @@ def test_programs_differentiate_it():
     b = mode.builder("norm", QuantConfig(mode="float"))
     size = (16, 16)
     x = b.input("x", size)
-    project = b.add(Project(floats=x, weight=b.weight("projection", size), out=b.tensor("update", size)))
+    project = b.add(Project(x=Rows(floats=x), weight=b.weight("projection", size), out=b.tensor("update", size)))
     first = b.add(
         ResidualNorm(
             sum=ResidualSum(residual=x, update=project.out, z=b.like("z", x)), rstd=b.tensor("rstd", size[:1]),

@@ -12,7 +12,7 @@ from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient
 from lsq.program.parameters import Kind
-from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT, Format, Grain, quantize
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu
 from tests.ops.programs import builder, run
@@ -31,7 +31,7 @@ def operands(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, to
 def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
     """The losses of float logits; the weight has as many rows as there are words."""
     prediction = Prediction(
-        floats=x, weight=Weight(format=WEIGHT, values=weight), target=target, vocabulary=weight.shape[0],
+        x=Rows(floats=x), weight=Weight(format=WEIGHT, values=weight), target=target, vocabulary=weight.shape[0],
         padding=PADDING, smoothing=smoothing,
     )  # fmt: skip
     return VocabularyLoss(prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(len(target)))
@@ -46,7 +46,7 @@ def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) ->
     scale = torch.nn.functional.pad(scale, (0, beyond), value=1.0)
     weight_codes = torch.nn.functional.pad(weight_codes, (0, 0, 0, beyond))
     prediction = Prediction(
-        x=Coded(format=format_of(), codes=codes, scale=x_scale),
+        x=Rows(coded=Coded(format=format_of(), codes=codes, scale=x_scale)),
         weight=Weight(format=WEIGHT, codes=weight_codes, scale=scale), target=target, vocabulary=vocabulary,
         padding=PADDING, smoothing=smoothing,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
     found = compare(operation)
     gradient = compare(gradient_of(found)).dlogits
     given = operation.prediction
-    x, scale = given.x.decode().double(), given.weight.scale
+    x, scale = given.x.coded.decode().double(), given.weight.scale
     weight = (given.weight.codes * scale[:, None].double())[:vocabulary]
     loss, nll, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
     torch.testing.assert_close(found.loss[0].double(), loss, rtol=1e-6, atol=1e-5)
@@ -193,12 +193,13 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
         rstd=made.tensor("rstd", (rows,)),
     )  # fmt: skip
     weight = made.weight("weight", (words, INNER), rows=padded)
-    given = Prediction(weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1)
+    x = Rows()
+    given = Prediction(x=x, weight=weight, target=target, vocabulary=words, padding=PADDING, smoothing=0.1)
     loss = VocabularyLoss(prediction=given, loss=made.tensor("loss", (1,)), nll=made.tensor("nll", (1,)))
     if made.quant.quantized:
-        norm.rounded = given.x = made.coded("out", (rows, INNER), "clip")
+        norm.rounded = x.coded = made.coded("out", (rows, INNER), "clip")
     else:
-        norm.out = given.floats = made.tensor("out", (rows, INNER))
+        norm.out = x.floats = made.tensor("out", (rows, INNER))
     if made.quant.quantized and made.quant.backward == "int8":
         loss.rounded = made.rounded_gradient("d_logits", (rows, padded), weight.scale)
     else:

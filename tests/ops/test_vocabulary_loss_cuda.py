@@ -46,7 +46,7 @@ def test_the_largest_gradient_is_found(sharpness, smoothing):
     """Where it is the target's and where it is not: even and peaked distributions, little and much smoothing."""
     operation = of_codes(41, 33, 48, smoothing)
     operation.prediction.weight.scale[:33] *= 10 ** torch.linspace(-3, 1, 33)[torch.randperm(33)]
-    operation.prediction.x.scale *= sharpness
+    operation.prediction.x.coded.scale *= sharpness
     found, wanted = compare_cuda(operation), on_cpu(operation)
     torch.testing.assert_close(found.rounded.scale, wanted.rounded.scale, rtol=3e-6, atol=0)
 

@@ -7,7 +7,7 @@ import torch
 
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
-from lsq.program.values import Weight
+from lsq.program.values import Rows, Weight
 from tests.ops.compare import KEY, compare, empty, format_of, on_cpu, on_reference
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
 from tests.quant.fake import fake_quantize
@@ -20,7 +20,7 @@ def case(rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=O
     weight = weight_of(outputs, columns, clips=clips, bits=bits, padded=padded)
     float_mode, x = mode == "float mode", torch.randn(rows, columns)
     return ProjectWeightGradient(
-        **upstream(mode, weight, rows), x=None if float_mode else coded(x), x_floats=x if float_mode else None,
+        **upstream(mode, weight, rows), x=Rows(floats=x) if float_mode else Rows(coded=coded(x)),
         weight=Weight(format=format_of(), values=weight.values) if float_mode else weight,
         key=KEY if mode == "int8" else None, subsequence=5, lsq=lsq, dweight=empty(outputs, columns),
         dclip=None if float_mode else empty(*weight.clip.shape), dtype=dtype,
@@ -32,12 +32,12 @@ def by_autograd(operation):
     weight = operation.weight
     values = weight.values.double().requires_grad_()
     if weight.codes is None:
-        return *torch.autograd.grad((operation.x_floats.double() @ values.t() * operation.floats).sum(), values), None
+        return *torch.autograd.grad((operation.x.floats.double() @ values.t() * operation.floats).sum(), values), None
     clip, given = weight.clip.double().requires_grad_(), operation.floats
     if operation.gradient is not None:
         given = operation.gradient.codes.double() * operation.gradient.scale.double()[:, None] / weight.scale.double()
     rounded = fake_quantize(values, clip, weight.format.bits, "lsq" if operation.lsq else "pact")
-    product = operation.x.decode().double() @ rounded.t()
+    product = operation.x.coded.decode().double() @ rounded.t()
     return torch.autograd.grad((product * given[:, : len(values)].double()).sum(), (values, clip))
 
 

@@ -11,7 +11,7 @@ from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.vocabulary_loss import VocabularyLoss
 from lsq.program.declare import Floats, In, Out
 from lsq.program.operation import Operation
-from lsq.program.values import Weight
+from lsq.program.values import Rows, Weight
 from tests.ops.compare import dropout_of, empty, rounded, to_round
 
 
@@ -51,7 +51,7 @@ def test_what_is_rounded_under_a_clip():
 def test_a_value_that_is_read_is_not_rounded_here():
     weight = Weight(format=None, codes=torch.zeros(16, 16, dtype=torch.int8), scale=torch.ones(16))
     given = Prediction(
-        x=rounded(3, 16), weight=weight, target=torch.zeros(3, dtype=torch.int64), vocabulary=5, padding=1,
+        x=Rows(coded=rounded(3, 16)), weight=weight, target=torch.zeros(3, dtype=torch.int64), vocabulary=5, padding=1,
         smoothing=0.0,
     )  # fmt: skip
     loss = VocabularyLoss(prediction=given, loss=empty(1), nll=empty(1))

@@ -10,7 +10,7 @@ from lsq.ops.rounding import Add, Round
 from lsq.program.backend import Backend
 from lsq.program.builder import Builder
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded
+from lsq.program.values import Coded, Rows
 from tests.layers.examples import mode_on
 
 FLOAT = QuantConfig(mode="float")
@@ -31,7 +31,7 @@ def project(b: Builder, x, weight: str, shape, *, bias=None, rows=None, result="
     size = ((x.codes if coded else x).shape[0], rows or shape[0])
     rounded = b.coded(result, size, clip) if clip else None
     out = None if clip else b.tensor(result, size)
-    b.add(Project(**{"x" if coded else "floats": x}, weight=w, bias=bias, out=out, rounded=rounded))
+    b.add(Project(x=Rows(coded=x) if coded else Rows(floats=x), weight=w, bias=bias, out=out, rounded=rounded))
     return rounded or out
 
 

@@ -15,18 +15,18 @@ constexpr int64_t kBlock = 32;  // queries at a time
 
 // One of q, k and v: codes, or floats where there are no codes.
 struct Operand : Projected {
-    float scale() const { return coded.codes ? coded.scale[0] : 1.0f; }
+    float scale() const { return rows.coded.codes ? rows.coded.scale[0] : 1.0f; }
 
-    // Rows [first, first + rows) of columns [at, at + width) to `out`, rows `stride` apart and zero beyond the columns.
-    void read(int64_t first, int64_t rows, int64_t at, int64_t width, float* out, int64_t stride) const {
-        for (int64_t row = 0; row < rows; ++row, out += stride) {
+    // Rows [first, first + count) of columns [at, at + width) to `out`, rows `stride` apart and zero beyond the columns.
+    void read(int64_t first, int64_t count, int64_t at, int64_t width, float* out, int64_t stride) const {
+        for (int64_t row = 0; row < count; ++row, out += stride) {
             const int64_t element = (first + row) * columns + column + at;
-            if (coded.codes) {
-                const int8_t* from = coded.codes + element;
+            if (rows.coded.codes) {
+                const int8_t* from = rows.coded.codes + element;
 #pragma omp simd
                 for (int64_t i = 0; i < width; ++i) out[i] = static_cast<float>(from[i]);
             } else {
-                std::memcpy(out, floats + element, width * sizeof(float));
+                std::memcpy(out, rows.floats + element, width * sizeof(float));
             }
             std::fill(out + width, out + stride, 0.0f);
         }

@@ -8,7 +8,7 @@ namespace {
 class BackwardWorker : Worker {
 public:
     BackwardWorker(const AttentionGradient& op, const Case& given, float* dq, float* dkv)
-        : Worker(given), op_(op), upstream_rows_{{Coded{}, op.dcontext, 0, heads_.count * heads_.width}}, dq_rows_(dq), dkv_rows_(dkv), v_panels_(given.most * stride_), slopes_(kBlock * given.wide),
+        : Worker(given), op_(op), upstream_rows_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}}, dq_rows_(dq), dkv_rows_(dkv), v_panels_(given.most * stride_), slopes_(kBlock * given.wide),
           upstream_(kBlock * stride_), dq_(kBlock * stride_), dk_(given.most * stride_), dv_(given.most * stride_) {}
 
     void run(const Pair& pair) {
@@ -93,11 +93,11 @@ struct Ending {
         for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
             float* g = scratch.a.data();
             std::memcpy(g, gradient + row * n, n * sizeof(float));
-            clips[block] += straight_through(heads.coded, row * n, n, g);
+            clips[block] += straight_through(heads.rows.coded, row * n, n, g);
             sink.add(block, row, g, scratch);
         });
         sink.finish();
-        write_sum(clips, heads.coded.clip_factor, to.clip);
+        write_sum(clips, heads.rows.coded.clip_factor, to.clip);
     }
 };
 

@@ -67,7 +67,7 @@ void end(const Project& op, int64_t first, int64_t rows, const Read& read) {
 LSQ_EXPORT void lsq_end_sums(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
     const int64_t n = op.columns;
     std::vector<float> alpha(n);
-    for (int64_t i = 0; i < n; ++i) alpha[i] = op.x.scale[0] * op.weight.scale[i];
+    for (int64_t i = 0; i < n; ++i) alpha[i] = op.x.coded.scale[0] * op.weight.scale[i];
     const float *factor = alpha.data(), *bias = op.bias;
     end(op, first, rows, [&](int64_t row, float* y) {
         const int32_t* sum = sums + (row - first) * n;

@@ -10,12 +10,12 @@ namespace {
 // Reads row `row` of a block into x [P].
 void read_logits(const Prediction& given, const void* logits, int64_t row, float* x) {
     const int64_t n = given.columns;
-    if (!given.x.codes) {
+    if (!given.x.coded.codes) {
         std::memcpy(x, static_cast<const float*>(logits) + row * n, n * sizeof(float));
         return;
     }
     const int32_t* sums = static_cast<const int32_t*>(logits) + row * n;
-    const float input = given.x.scale[0], *scale = given.weight.scale;
+    const float input = given.x.coded.scale[0], *scale = given.weight.scale;
 #pragma omp simd
     for (int64_t v = 0; v < n; ++v) x[v] = static_cast<float>(sums[v]) * (input * scale[v]);
 }

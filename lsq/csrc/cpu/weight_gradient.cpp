@@ -6,7 +6,7 @@ using namespace lsq;
 // The codes of x [M, K] times the row scales of the gradient -> codes [M, K], rounded per column at random, and
 // column_scale [K], with the scale of x in it.
 LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* rounded, float* column_scale) {
-    const int8_t* codes = op.x.codes;
+    const int8_t* codes = op.x.coded.codes;
     const float* row_scale = op.gradient.scale;
     const int64_t n = op.columns;
     const Blocks blocks(op.rows);
@@ -32,7 +32,7 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
         float overall = 0.0f;
         for (int64_t block = 0; block < blocks.count; ++block) overall = std::max(overall, largest[block * n + i]);
         const GradientScale s = gradient_scale(poison ? not_a_number() : overall, q);
-        column_scale[i] = s.scale * op.x.scale[0];
+        column_scale[i] = s.scale * op.x.coded.scale[0];
         reciprocal[i] = s.reciprocal;
     }
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {

@@ -18,15 +18,15 @@ constexpr int kForward = 3, kBackward = 2;
 
 // Rows of COLUMNS numbers in shared memory.
 template <int COLUMNS>
-struct alignas(16) Rows {
+struct alignas(16) SharedRows {
     float value[TILE * COLUMNS];
 
     __device__ __forceinline__ operator float*() { return value; }
 };
-using Tile = Rows<kStride>;
-using PairTile = Rows<kPairStride>;   // [own, other]
-using Pairs = float[kOwn][kOther];    // what one thread holds of it
-using Sums = float[kOwn][kFours][4];  // what one thread holds of [own, WIDTH]
+using Tile = SharedRows<kStride>;
+using PairTile = SharedRows<kPairStride>;  // [own, other]
+using Pairs = float[kOwn][kOther];         // what one thread holds of it
+using Sums = float[kOwn][kFours][4];       // what one thread holds of [own, WIDTH]
 
 __device__ __forceinline__ int down() { return threadIdx.x / kAcross; }
 __device__ __forceinline__ int across() { return threadIdx.x % kAcross; }
@@ -42,8 +42,8 @@ struct Operand {
     float scale;
 
     __device__ __forceinline__ explicit Operand(const Projected& from)
-        : codes(from.coded.codes), floats(from.floats), columns(from.columns), column(from.column), scale(1.0f) {
-        if (codes) scale = static_cast<const float*>(from.coded.scale)[0];
+        : codes(from.rows.coded.codes), floats(from.rows.floats), columns(from.columns), column(from.column), scale(1.0f) {
+        if (codes) scale = static_cast<const float*>(from.rows.coded.scale)[0];
     }
 };
 

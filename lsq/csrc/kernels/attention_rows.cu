@@ -8,11 +8,11 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     lsq_attention_gradient_rows(const AttentionGradient op, In<float> gradient, Out<float> partial) {
 #if KEYS
     const int64_t rows = op.heads.key_rows;
-    const StraightThrough mask{op.heads.k.coded};
+    const StraightThrough mask{op.heads.k.rows.coded};
     GradientSink sink{op.dkv.floats, op.dkv.rounded};
 #else
     const int64_t rows = op.heads.rows;
-    const StraightThrough mask{op.heads.q.coded};
+    const StraightThrough mask{op.heads.q.rows.coded};
     GradientSink sink{op.dq.floats, op.dq.rounded};
 #endif
     const float* from = gradient;

@@ -68,7 +68,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_end(const Project op, In<int32_t
 #if SUMS
         float factor[kVector];
         load8(op.weight.scale + column, factor);
-        const float scale = op.x.scale[0];
+        const float scale = op.x.coded.scale[0];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) factor[i] *= scale;
 #endif

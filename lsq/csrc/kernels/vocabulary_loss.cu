@@ -41,7 +41,7 @@ struct Logits {
     int vocabulary;
 
     __device__ __forceinline__ Logits(const Prediction& given, const Logit* row)
-        : row(row), weight_scale(given.weight.scale), x_scale(KIND == 1 ? *given.x.scale : 1.0f),
+        : row(row), weight_scale(given.weight.scale), x_scale(KIND == 1 ? *given.x.coded.scale : 1.0f),
           vocabulary(static_cast<int>(given.vocabulary)) {}
 
     __device__ __forceinline__ float read(int64_t column) const {

@@ -25,7 +25,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
     const Value* values = product;
     const float *weights = op.weight.values, *limits = op.weight.clip;
 #if SUMS
-    const float *column_scales = column_scale, *input_scale = op.x.scale;
+    const float *column_scales = column_scale, *input_scale = op.x.coded.scale;
 #endif
     const int8_t* codes = op.weight.codes;
     const float* row_scales = op.weight.scale;
