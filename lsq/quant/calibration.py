@@ -16,11 +16,6 @@ CALIBRATIONS = ("fixed", "absmax", "percentile", "mse")
 """Methods of calibrate."""
 LARGEST_SAMPLE = 2**18
 """Values of one tensor or row from which "mse" measures a clip."""
-_BLOCK = 2**15 - 1
-"""Elements that the search for a clip works on at a time: small enough that PyTorch starts no threads for them."""
-_ROUNDER = 1.5 * 2**23
-"""Adding it to a float32 below 2^22 rounds that half to even; torch.round starts threads for 2,048 elements."""
-
 
 
 def calibrate(
@@ -98,18 +93,7 @@ def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
     """
     maximum = maximum_code(bits)
     rows = _magnitude_rows(x, per_channel)
-    rows = rows[:, :: sample_stride(rows.shape[1])].contiguous()
-    at_a_time = max(_BLOCK // rows.shape[1], 1)
-    return torch.cat([_least_error_clip(block, maximum) for block in rows.split(at_a_time)])
-
-
-def sample_stride(values: int) -> int:
-    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a matrix."""
-    return -(-values // LARGEST_SAMPLE) | 1
-
-
-def _least_error_clip(rows: Tensor, maximum: int) -> Tensor:
-    """octav_clip for magnitudes [R, N] >= 0; returns float32 [R]."""
+    rows = rows[:, :: sample_stride(rows.shape[1])]
     largest = rows.amax(1, keepdim=True).clamp(min=SMALLEST_CLIP)
     rows = (rows / largest).float()
     clip = _octav_fixed_point(rows, maximum)
@@ -117,6 +101,11 @@ def _least_error_clip(rows: Tensor, maximum: int) -> Tensor:
     clip = _best_clip(rows, clip * torch.linspace(1 / 2, 3 / 2, 33, device=rows.device), maximum)
     clip = _best_clip(rows, clip * torch.linspace(31 / 32, 33 / 32, 65, device=rows.device), maximum)
     return (clip * largest).float().squeeze(1).clamp(min=SMALLEST_CLIP)
+
+
+def sample_stride(values: int) -> int:
+    """Every how many-th of a row's values octav_clip looks at; odd, to visit every column of a matrix."""
+    return -(-values // LARGEST_SAMPLE) | 1
 
 
 def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
@@ -140,15 +129,12 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
     """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0."""
-    scales = (candidates.T / maximum).unsqueeze(2)  # [K, R, 1]
-    errors = torch.zeros(scales.shape[:2], dtype=torch.float64, device=rows.device)
-    for part in rows.split(_BLOCK, dim=1):
-        for error, scale in zip(errors, scales, strict=True):
-            ratio = part / scale
-            rounding = ratio.clamp(max=maximum).add_(_ROUNDER).sub_(_ROUNDER).sub_(ratio)
-            error += torch.linalg.vector_norm(rounding, dim=1).square()
-    errors *= scales.squeeze(2).double().square()
-    return candidates.gather(1, errors.argmin(0).unsqueeze(1))
+    errors = []
+    for clip in candidates.split(1, dim=1):
+        ratio = rows / (clip / maximum)
+        rounding = ratio.clamp(max=maximum).round_().sub_(ratio)
+        errors.append(torch.linalg.vector_norm(rounding, dim=1, dtype=torch.float64) * clip.squeeze(1))
+    return candidates.gather(1, torch.stack(errors, dim=1).argmin(1, keepdim=True))
 
 
 def _magnitude_rows(x: Tensor, per_channel: bool) -> Tensor:
