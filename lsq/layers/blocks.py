@@ -48,14 +48,6 @@ class Sentences:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queries:
-    """What attends: rows of one tensor that begin with queries."""
-
-    rows: Rows
-    starts: VirtualTensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Memory:
     """What is attended to: keys, and values behind them, in one tensor [S, ...]."""
 
@@ -136,14 +128,15 @@ def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor,
 
 
 def attention(
-    builder: Builder, config: LayerConfig, queries: Queries, memory: Memory, prefix: str, *, causal: bool
-) -> VirtualTensor:
-    """Attention and its output projection: floats [M, H], bias inside, before dropout."""
-    hidden, rows = config.hidden, queries.rows.tensor.shape[0]
+    builder: Builder, config: LayerConfig, queries: Rows, starts: VirtualTensor, memory: Memory, prefix: str, *,
+    causal: bool,
+) -> VirtualTensor:  # fmt: skip
+    """Attention of rows that begin with queries, and its output projection: floats [M, H], before dropout."""
+    hidden, rows = config.hidden, queries.tensor.shape[0]
     context = End(name=prefix + "context", clip=prefix + "context_clip").rows(builder, (rows, hidden))
     heads = Heads(
-        q=Projected(rows=queries.rows, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
-        v=Projected(rows=memory.rows, column=memory.key_column + hidden), starts=queries.starts,
+        q=Projected(rows=queries, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
+        v=Projected(rows=memory.rows, column=memory.key_column + hidden), starts=starts,
         key_starts=memory.starts, count=config.heads, width=hidden // config.heads, causal=causal,
         dropout=builder.dropout(config.attention_dropout), longest=memory.longest,
     )  # fmt: skip
@@ -160,14 +153,14 @@ def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Se
     """Attention of packed sentences to themselves: normalised rows -> as `attention`."""
     qkv = project_heads(builder, config, x, prefix + "qkv", 3)
     memory = Memory(rows=qkv, key_column=config.hidden, starts=starts, longest=sentences.longest)
-    return attention(builder, config, Queries(rows=qkv, starts=starts), memory, prefix, causal=causal)
+    return attention(builder, config, qkv, starts, memory, prefix, causal=causal)
 
 
 def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, memory: Memory,
                     prefix: str) -> VirtualTensor:  # fmt: skip
     """Attention to a memory: normalised rows -> as `attention`."""
-    queries = Queries(rows=project_heads(builder, config, x, prefix + "query", 1), starts=starts)
-    return attention(builder, config, queries, memory, prefix, causal=False)
+    queries = project_heads(builder, config, x, prefix + "query", 1)
+    return attention(builder, config, queries, starts, memory, prefix, causal=False)
 
 
 def feed_forward(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:

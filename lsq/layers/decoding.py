@@ -7,7 +7,7 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import blocks
-from lsq.layers.blocks import Memory, Queries, Sentences
+from lsq.layers.blocks import Memory, Sentences
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
@@ -126,5 +126,4 @@ def _attend_to_history(
     every = blocks.append(b, history, qkv, batch)
     longest = Sentences.of(0, 0, past + 1).longest
     memory = Memory(rows=every, key_column=hidden, starts=all_starts, longest=longest)
-    queries = Queries(rows=qkv, starts=starts)
-    return blocks.attention(b, config, queries, memory, "self_attn.", causal=False), every
+    return blocks.attention(b, config, qkv, starts, memory, "self_attn.", causal=False), every

@@ -35,7 +35,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, clip in module.clips().items():
             if id(clip) not in seen:
                 seen.add(id(clip))
-                yield prefix + _tensor(name), clip
+                yield prefix + name.removesuffix("_clip"), clip
 
 
 @contextmanager
@@ -57,11 +57,6 @@ def _program_modules(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
     for name, module in model.named_modules():
         if isinstance(module, ProgramModule):
             yield name + "." if name else "", module
-
-
-def _tensor(clip: str) -> str:
-    """The name of the tensor that is rounded under the clip of this name."""
-    return clip.removesuffix("_clip")
 
 
 class _Observer:
@@ -91,7 +86,7 @@ class _Observer:
                 self._note(declared.clip, "weight", clip, codes[: weight.shape[0]], outside)
 
     def _note(self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor, outside: int) -> None:
-        self._found[self._prefix + _tensor(clip_name)] = TensorStatistics(
+        self._found[self._prefix + clip_name.removesuffix("_clip")] = TensorStatistics(
             kind=kind,
             clip=clip.mean().item(),
             clipped_share=outside / codes.numel(),

@@ -237,22 +237,17 @@ def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:
 
 @functools.cache
 def _layout(cls: type) -> struct.Struct:
-    return struct.Struct(_format(cls))
-
-
-def _format(cls: type) -> str:
-    """For `struct`: natural alignment, whole structs as long as C++ has them."""
-    return "".join(_letters(cls))
+    return struct.Struct("".join(_letters(cls)))
 
 
 def _letters(cls: type) -> Iterator[str]:
-    """The format, field by field."""
+    """The format for `struct`, field by field: natural alignment, whole structs as long as C++ has them."""
     for field in cls.fields:
         held = _DECLARED.get(field.kind)
         if field.kind == "float":
             yield "f"
         elif held is not None and issubclass(held, Value):
-            yield f"0q{_format(held)}0q"
+            yield f"0q{''.join(_letters(held))}0q"
         else:
             yield "P" if field.kind in KINDS else "q"
     yield "0q"
