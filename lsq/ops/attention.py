@@ -42,17 +42,13 @@ class Attention(Operation):
     def limits(self):
         return self.heads.limits()
 
-    def _values(self):
+    def reference(self):
         heads = self.heads
         context = torch.zeros(heads.rows, heads.count * heads.width)
         log_sum = torch.full((heads.rows, heads.count), -math.inf)
         for one in heads.of_sentences():
             context[one.queries] = rows_of(one.dropped(one.probabilities) @ (one.v * one.v_scale))
             log_sum[one.queries] = one.log_sum.T
-        return context, log_sum
-
-    def reference(self):
-        context, log_sum = self._values()
         return context, *(self.rounded.encode(context) if self.rounded is not None else (None,) * 4), log_sum
 
     def cuda(self):

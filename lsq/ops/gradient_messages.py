@@ -108,11 +108,8 @@ class PackGradients(Operation):
     """R."""
     values = extent(1, "x")
     """v."""
-
-    @size
-    def shards(self) -> int:
-        """S."""
-        return self.messages.layout.shards
+    shards = extent(0, "messages.data")
+    """S."""
 
     @size
     def dtype(self) -> int:
@@ -202,12 +199,8 @@ class UnpackGradients(Operation):
 
     copies = extent(0, "messages.data")
     """R."""
-
-    @size
-    def shards(self) -> int:
-        """S."""
-        return self.messages.layout.shards
-
+    shards = extent(1, "messages.data")
+    """S."""
     values = extent(0, "x")
     """v."""
 

@@ -63,19 +63,11 @@ class ProjectInputGradient(Operation):
     """Of the product of floats."""
 
     rows = extent(0, "gradient.codes", "floats")
-    columns = extent(1, "_weight")
+    columns = extent(1, "weight.matrix")
 
     @size
     def part_rows(self) -> int:
         return PART_ROWS
-
-    @property
-    def _upstream(self) -> torch.Tensor:
-        return self.floats if self.gradient is None else self.gradient.codes
-
-    @property
-    def _weight(self) -> torch.Tensor:
-        return self.weight.values if self.weight.codes is None else self.weight.codes
 
     def reference(self):
         dx, dclip = self._product(), torch.zeros(1)
@@ -102,11 +94,11 @@ class ProjectInputGradient(Operation):
             ((rows,), torch.float32),
         ]
         if self.gradient is not None:
-            return [*sums, gemm.scratch_for("project_input_gradient", rows, columns, self._weight.shape[0])]
+            return [*sums, gemm.scratch_for("project_input_gradient", rows, columns, self.weight.matrix.shape[0])]
         product = [((rows, columns), torch.float32)] if self.dx is None else []
         if self.weight.codes is None:
             return [*sums, *product]
-        weight = [(tuple(self._weight.shape), getattr(torch, self.dtype))]
+        weight = [(tuple(self.weight.matrix.shape), getattr(torch, self.dtype))]
         return [*sums, *product, *weight, *narrow_scratch(self.floats.shape, (rows, columns), self.dtype)]
 
     def cpu(self, partial, clip_sums, *scratch):
@@ -130,10 +122,11 @@ class ProjectInputGradient(Operation):
     def cuda_scratch(self):
         partial, shape = kernels.partial_scratch(self.rows, self.columns, 1), (self.rows, self.columns)
         if self.gradient is not None:
-            return [partial, (tuple(reversed(self._weight.shape)), torch.int8), (shape, torch.int32)]
+            return [partial, (tuple(reversed(self.weight.matrix.shape)), torch.int8), (shape, torch.int32)]
         dtype = self._product_dtype
         product = [] if self._in_place else [(shape, torch.float32)]
-        return [partial, *product, *converted_scratch(self._weight, dtype), *converted_scratch(self.floats, dtype)]
+        operands = [*converted_scratch(self.weight.matrix, dtype), *converted_scratch(self.floats, dtype)]
+        return [partial, *product, *operands]
 
     def cuda(self, partial, *scratch):
         entries, product = self._int8_entries(*scratch) if self.gradient is not None else self._float_entries(scratch)
@@ -153,7 +146,7 @@ class ProjectInputGradient(Operation):
     def _float_entries(self, scratch):
         scratch = iter(scratch)
         product = self.dx if self._in_place else next(scratch)
-        weights, weight = converted(self._weight, self.weight.scale, self._product_dtype, scratch)
+        weights, weight = converted(self.weight.matrix, self.weight.scale, self._product_dtype, scratch)
         gradients, gradient = converted(self.floats, None, self._product_dtype, scratch)
         products = [Product(a=gradient, b=weight, out=product, transpose_b=True)] if self.rows else []
         return [*weights, *gradients, *products], product

@@ -43,7 +43,7 @@ class Prediction(Value):
 
     rows = extent(0, "target")
     """M."""
-    columns = extent(0, "matrix")
+    columns = extent(0, "weight.matrix")
     """P."""
 
     @factor
@@ -56,15 +56,9 @@ class Prediction(Value):
         """The weight of the target's term."""
         return 1.0 - self.smoothing - self.each
 
-    @property
-    def matrix(self) -> torch.Tensor:
-        """The weight [P, K] that is multiplied."""
-        return self.weight.values if self.weight.codes is None else self.weight.codes
-
     def bare(self) -> Prediction:
         """Of codes and scales alone."""
-        weight = self.weight if self.weight.codes is None else self.weight.bare()
-        return dataclasses.replace(self, x=self.x.bare(), weight=weight)
+        return dataclasses.replace(self, x=self.x.bare(), weight=self.weight.bare())
 
     def limits(self) -> dict[str, int]:
         """See Operation.limits. Padded words are no targets."""
@@ -88,7 +82,7 @@ class Prediction(Value):
     def cpu_block(self) -> Spec:
         """Memory for a block of logits on the CPU: what a product of codes wants, or floats."""
         if self.x.coded is not None:
-            return gemm.scratch_for(PRODUCT, self.rows, *self.matrix.shape)
+            return gemm.scratch_for(PRODUCT, self.rows, *self.weight.matrix.shape)
         return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
 
     def cpu_blocks(self, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -106,11 +100,11 @@ class Prediction(Value):
         """Memory for a block of logits, and for the weight in the dtype of floats, where it has another."""
         columns = -(-self.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
         block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32 if self.x.coded is None else torch.int32
-        return [block, *converted_scratch(self.matrix, self.x.tensor.dtype)]
+        return [block, *converted_scratch(self.weight.matrix, self.x.tensor.dtype)]
 
     def cuda_blocks(self, memory: torch.Tensor, narrow: tuple, kernel) -> list[Launch | Product]:
         """For each block the product that makes its logits in `memory`, and kernel(first row, rows) that reads them."""
-        entries, weight = converted(self.matrix, None, self.x.tensor.dtype, iter(narrow))
+        entries, weight = converted(self.weight.matrix, None, self.x.tensor.dtype, iter(narrow))
         blocks = max(1, -(-self.rows // CUDA_BLOCK_ROWS))
         rows = -(-self.rows // blocks // VECTOR) * VECTOR or 1  # aligned from every block's first row on
         for first in range(0, self.rows, rows):

@@ -19,7 +19,7 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, **end) -
     narrow = x is not None and rounded is None
     common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
     dclip = builder.parameter_gradient(product.x.clip)
-    builder.add(ProjectInputGradient(x=x, weight=weight.bare() if x else weight, dclip=dclip, **common, **end))
+    builder.add(ProjectInputGradient(x=x, weight=weight.bare(), dclip=dclip, **common, **end))
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
     builder.add(

@@ -45,7 +45,7 @@ class Project(Operation):
     """What comes between bias and rounding."""
 
     rows = extent(0, "x.tensor")
-    columns = extent(0, "_matrix")
+    columns = extent(0, "weight.matrix")
     """P."""
 
     @property
@@ -57,28 +57,17 @@ class Project(Operation):
         return self.bias
 
     @property
-    def _matrix(self) -> torch.Tensor:
-        return self.weight.values if self.x.coded is None else self.weight.codes
-
-    @property
     def _ends(self) -> bool:
         """Whether anything is done to a product of floats."""
         return self.bias is not None or self.nonlinearity is not None
 
-    def _product(self) -> torch.Tensor:
-        """y."""
+    def reference(self):
         if self.x.coded is None:
             y = self.x.floats @ self.weight.values.t()
         else:
             y = gemm.reference(self.x.tensor, self.weight.codes).float() * (self.x.scale * self.weight.scale)
-        return y if self.bias is None else y + self.bias
-
-    def _result(self, y: torch.Tensor) -> torch.Tensor:
-        return y if self.nonlinearity is None else self.nonlinearity.apply(y)
-
-    def reference(self):
-        y = self._product()
-        result = self._result(y)
+        y = y if self.bias is None else y + self.bias
+        result = y if self.nonlinearity is None else self.nonlinearity.apply(y)
         kept = self.nonlinearity.keep(y) if self.nonlinearity is not None else (None,) * 3
         rounded = self.rounded.encode(result) if self.rounded is not None else (None,) * 4
         return result, *rounded, *kept

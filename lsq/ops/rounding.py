@@ -65,29 +65,15 @@ class RoundWeight(Operation):
     weight: Out[Weight]
     """values [N, K], clip [N] or [1] -> what is stored of codes [P, K], scale [P]; rows from N on: 0, and scale 1."""
 
-    @size
-    def rows(self) -> int:
-        """P."""
-        return self.weight.codes.shape[0]
-
-    @size
-    def valid(self) -> int:
-        """N."""
-        return self.weight.values.shape[0]
-
-    @size
-    def columns(self) -> int:
-        """K."""
-        return self.weight.values.shape[1]
-
-    @size
-    def stored(self) -> int:
-        """Bytes of a row."""
-        return self.weight.codes.shape[1]
-
-    @size
-    def clips(self) -> int:
-        return self.weight.clip.numel()
+    rows = extent(0, "weight.codes")
+    """P."""
+    valid = extent(0, "weight.values")
+    """N."""
+    columns = extent(1, "weight.values")
+    """K."""
+    stored = extent(1, "weight.codes")
+    """Bytes of a row."""
+    clips = extent(0, "weight.clip")
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
@@ -114,20 +100,12 @@ class UnpackWeight(Operation):
     codes: Out[Codes]
     """[P, K]"""
 
-    @size
-    def rows(self) -> int:
-        """P."""
-        return self.codes.shape[0]
-
-    @size
-    def columns(self) -> int:
-        """K."""
-        return self.codes.shape[1]
-
-    @size
-    def stored(self) -> int:
-        """Bytes of a row."""
-        return self.weight.codes.shape[1]
+    rows = extent(0, "codes")
+    """P."""
+    columns = extent(1, "codes")
+    """K."""
+    stored = extent(1, "weight.codes")
+    """Bytes of a row."""
 
     def reference(self):
         return (self.weight.format.unpack(self.weight.codes, self.columns),)

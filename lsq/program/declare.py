@@ -213,9 +213,6 @@ class Declared:
             else:
                 _refuse(value, dtypes, f"{_path(holders, self)}.{field.name}")
 
-    def __str__(self) -> str:
-        return type(self).__name__
-
 
 _DECLARED: dict[str, type] = {}
 NOWHERE = 256
@@ -227,7 +224,7 @@ class Value(Declared):
 
 
 def _path(holders: tuple[Declared, ...], last: Declared) -> str:
-    return ": ".join(map(str, (*holders, last)))
+    return ": ".join(type(one).__name__ for one in (*holders, last))
 
 
 def _refuse(tensor, dtypes: tuple[torch.dtype, ...], where: str) -> None:

@@ -98,9 +98,14 @@ class Weight(Value):
         """Q."""
         return float(self.format.largest)
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """What is multiplied: codes, or the values in float mode."""
+        return self.values if self.codes is None else self.codes
+
     def bare(self) -> Weight:
-        """Codes and scale alone."""
-        return Weight(format=self.format, codes=self.codes, scale=self.scale)
+        """Codes and scale alone, of what is rounded."""
+        return self if self.codes is None else Weight(format=self.format, codes=self.codes, scale=self.scale)
 
 
 class Dropout(Value):

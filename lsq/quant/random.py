@@ -6,6 +6,8 @@ mask depends on nothing but key, subsequence and element, so every device and ev
 one, and the backward pass draws it again instead of saving it.
 """
 
+import math
+
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -53,7 +55,4 @@ def keep_factor(probability: float) -> float:
 
 def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Float32 numbers in [0, 1) from the upper 24 bits of each word."""
-    numel = 1
-    for size in shape:
-        numel *= size
-    return ((philox(int(key), subsequence, numel) >> 8).to(torch.float32) * 2.0**-24).view(shape)
+    return ((philox(int(key), subsequence, math.prod(shape)) >> 8).to(torch.float32) * 2.0**-24).view(shape)
