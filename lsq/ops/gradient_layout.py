@@ -98,7 +98,3 @@ class MessageLayout:
     def scales(self, messages: torch.Tensor) -> torch.Tensor:
         """The scales of messages uint8 [..., M]: a view, bfloat16 [..., B]; NaN where a value was not finite."""
         return messages[..., self.code_bytes : self.code_bytes + _SCALE_BYTES * self.blocks].view(torch.bfloat16)
-
-    def padding(self, messages: torch.Tensor) -> torch.Tensor:
-        """What lies behind the scales: a view, uint8 [..., fewer than 16]."""
-        return messages[..., self.code_bytes + _SCALE_BYTES * self.blocks :]

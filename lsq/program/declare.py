@@ -37,7 +37,6 @@ Codes = Annotated[torch.Tensor, torch.int8]
 """Of whatever format."""
 Bits = Annotated[torch.Tensor, torch.uint8]
 """Element i of what they tell of is bit i % 8 of byte i // 8."""
-Sums = Annotated[torch.Tensor, torch.int32]
 Offsets = Annotated[torch.Tensor, torch.int32]
 """Where each sentence begins among the rows."""
 Indices = Annotated[torch.Tensor, torch.int64]

@@ -18,8 +18,6 @@ KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
 """A random key whose both halves are used."""
 SMALLEST_LIMIT = 5
 """Indices of which an operation tells no limit stay below this."""
-SUMS = 20000
-"""Largest magnitude of int32 sums."""
 ACTIVATION_CLIP, WEIGHT_CLIP, GRADIENT = 1.5, 0.2, 0.01
 """Largest values of what was rounded."""
 
@@ -82,9 +80,6 @@ class Sampler:
     def _codes(self, like, operation, leaf, holder):
         largest = holder.format.largest if hasattr(holder, "format") else torch.iinfo(like.dtype).max
         return self.whole(-largest, largest, like.shape, like.dtype)
-
-    def _sums(self, like, operation, leaf, holder):
-        return self.whole(-SUMS, SUMS, like.shape, like.dtype)
 
     def _bits(self, like, operation, leaf, holder):
         """One in eight is set."""

@@ -32,8 +32,9 @@ def test_views_cover_a_message(block, bits):
     messages = torch.zeros(2, 3, layout.message_bytes, dtype=torch.uint8)
     layout.codes(messages).fill_(1)
     layout.scales(messages).copy_(torch.tensor(0x0202, dtype=torch.int16).view(torch.bfloat16))
-    layout.padding(messages).fill_(3)
-    parts = [layout.code_bytes, 2 * layout.blocks, layout.padding(messages).shape[-1]]
+    padding = messages[..., layout.code_bytes + 2 * layout.blocks :]
+    padding.fill_(3)
+    parts = [layout.code_bytes, 2 * layout.blocks, padding.shape[-1]]
     expected = torch.cat([torch.full((count,), 1 + number) for number, count in enumerate(parts)]).to(torch.uint8)
     assert torch.equal(messages, expected.expand(2, 3, -1))
     assert parts[-1] < 16 and layout.scales(messages).shape == (2, 3, layout.blocks)
