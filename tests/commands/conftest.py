@@ -9,6 +9,7 @@ from lsq.commands import train
 from lsq.commands.logs import logging_to
 from lsq.commands.prepare import Prepared, prepare
 from lsq.text.corpus import TextFiles
+from tests.configurations import quick_configurations  # noqa: F401
 
 WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
 VOCABULARY = {"size": 60, "coverage": 1.0, "max_length": 40}

@@ -13,6 +13,7 @@ from fairseq_cli import train as fairseq_train
 from torch import distributed
 
 from lsq.fairseq import save_folder  # registers the plugin, too
+from tests.configurations import quick_configurations  # noqa: F401
 
 WORDS = "abcdefghij"
 TINY = (
