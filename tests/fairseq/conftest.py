@@ -12,7 +12,7 @@ from fairseq_cli import preprocess
 from fairseq_cli import train as fairseq_train
 from torch import distributed
 
-from lsq.fairseq import save_folder  # registers the plugin, too
+from lsq.fairseq import checkpoint, save_folder  # registers the plugin, too
 from tests.configurations import quick_configurations  # noqa: F401
 
 WORDS = "abcdefghij"
@@ -89,6 +89,20 @@ def build(parse):
         return task, task.build_model(args)
 
     return build
+
+
+@pytest.fixture
+def pair(build, request):
+    """pair(options) -> (task, fairseq's model by THEIRS of the test's file, ours in float mode with its weights)."""
+
+    def pair(options: str):
+        task, theirs = build(f"{options} {request.module.THEIRS}")
+        assert type(theirs).__module__.startswith("fairseq.")
+        _, ours = build(f"{options} --lsq-mode float")
+        checkpoint.load_float(ours, theirs.state_dict())
+        return task, theirs.eval(), ours.eval()
+
+    return pair
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from fairseq import checkpoint_utils, criterions, options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_CONFIG_REGISTRY
-from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq_cli import eval_lm
 
 from lsq.commands import generate, limits
@@ -20,7 +20,8 @@ from lsq.fairseq import checkpoint, language_model, memory, signals
 from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
-from tests.fairseq.test_task import ONE_OF_TWO, USER_DIR, start
+from tests.fairseq.comparison import Beam, assert_close_in_int8, assert_equal_in_float, decoded_alike
+from tests.fairseq.two_workers import train_by_two
 
 TINY = (
     "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2 "
@@ -52,20 +53,6 @@ def parse(corpus):
     return parse
 
 
-@pytest.fixture
-def pair(build):
-    """pair(options) -> (task, fairseq's transformer_lm, ours in float mode with the same weights), in eval mode."""
-
-    def pair(given: str):
-        task, theirs = build(f"{given} {THEIRS}")
-        assert type(theirs) is TransformerLanguageModel
-        _, ours = build(f"{given} --lsq-mode float")
-        checkpoint.load_float(ours, theirs.state_dict())
-        return task, theirs.eval(), ours.eval()
-
-    return pair
-
-
 def words_of(task, sample):
     return sample["net_input"]["src_tokens"].ne(task.source_dictionary.pad())
 
@@ -75,15 +62,8 @@ def test_float_mode_equals_fairseq(pair, batch, name):
     task, theirs, ours = pair(VARIANTS[name])
     sample = batch(task)
     words = words_of(task, sample)
-    expected, actual = theirs(**sample["net_input"])[0], ours(**sample["net_input"])[0]
-    assert actual.shape == expected.shape and (name == "blocks" or not words.all())
-    torch.testing.assert_close(actual[words], expected[words], rtol=1e-5, atol=1e-5)
-    for output, model in ((expected, theirs), (actual, ours)):
-        model.zero_grad()
-        model.get_normalized_probs((output, None), log_probs=True)[words].square().mean().backward()
-    gradient = theirs.decoder.embed_tokens.weight.grad
-    bound = 1e-4 * gradient.abs().max().item()
-    torch.testing.assert_close(ours.decoder.embed_tokens.weight.grad, gradient, rtol=0, atol=bound)
+    assert name == "blocks" or not words.all()
+    assert_equal_in_float(theirs, ours, sample, words)
 
 
 def test_int8_is_close_to_float(pair, build, batch):
@@ -91,10 +71,7 @@ def test_int8_is_close_to_float(pair, build, batch):
     _, ours = build("")
     checkpoint.load_float(ours, theirs.state_dict())
     sample = batch(task)
-    words = words_of(task, sample)
-    expected, actual = (model.eval()(**sample["net_input"])[0][words] for model in (theirs, ours))
-    error = (actual - expected).square().mean() / expected.square().mean()
-    assert 0 < error < 1e-2
+    assert_close_in_int8(theirs, ours, sample, words_of(task, sample))
 
 
 @pytest.mark.parametrize("mode", ["float", "int8"])
@@ -138,33 +115,17 @@ def test_the_defaults_are_those_of_fairseqs_dataclass(parse):
             assert getattr(args, field.name) == getattr(theirs, field.name), field.name
 
 
-class Beam:
-    """Options of a generator."""
-
-    beam = 3
-    max_len_b = 14
-
-
 @pytest.mark.parametrize("name", ["pre-norm", "shared"])
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mode):
     """Prefixes of several lengths are continued."""
     task, model = build(f"{VARIANTS[name]} --lsq-mode {mode}")
     sample = batch(task)
-    model.eval()
-    model(**sample["net_input"])
-    found = []
-    for incremental in (True, False):
-        generator = task.build_generator([model], Beam())
-        generator.model.has_incremental = incremental
-        found.append(task.inference_step(generator, [model], sample, prefix_tokens=sample["target"][:, :3]))
-    prefixes = sample["target"][:, :3].tolist()
-    for with_state, without, prefix in zip(*found, prefixes, strict=True):
-        assert [list(h["tokens"]) for h in with_state] == [list(h["tokens"]) for h in without]
-        scores = [torch.stack([h["score"] for h in sentence]) for sentence in (with_state, without)]
-        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-4)
+    prefixes = sample["target"][:, :3]
+    found = decoded_alike(task, model, sample, Beam(beam=3, max_len_b=14), prefix_tokens=prefixes)
+    for hypotheses, prefix in zip(found, prefixes.tolist(), strict=True):
         given = [word for word in prefix if word != task.target_dictionary.pad()]
-        assert all(h["tokens"].tolist()[: len(given)] == given for h in with_state)
+        assert all(h["tokens"].tolist()[: len(given)] == given for h in hypotheses)
 
 
 @pytest.mark.parametrize("given", [
@@ -310,18 +271,8 @@ def test_its_memory_and_products_follow_from_its_options():
 
 @pytest.mark.thorough
 def test_two_workers_that_exchange_codes_end_with_the_same_parameters(corpus, tmp_path):
-    common = [str(corpus), "--user-dir", str(USER_DIR), *TINY, *SHORT, "--save-dir", str(tmp_path / "save")]
-    common += (
-        f"--distributed-world-size 2 --distributed-init-method file://{tmp_path}/meeting --distributed-no-spawn "
-        "--distributed-backend gloo --ddp-backend pytorch_ddp --lsq-gradients int8"
-    ).split()
-    both = [
-        start(["-c", ONE_OF_TWO, str(tmp_path / f"{rank}.pt"), *common, "--distributed-rank", str(rank)])
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs[0][-3000:]
-    assert "gradients: int8 between 2 workers" in outputs[0]
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    common = [str(corpus), *TINY, *SHORT, "--save-dir", str(tmp_path / "save"), "--lsq-gradients", "int8"]
+    output, (first, second) = train_by_two(tmp_path, common)
+    assert "gradients: int8 between 2 workers" in output
     assert any(name.endswith("_clip") for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from fairseq.models.transformer import TransformerModel
 
 from lsq.fairseq import checkpoint
 from lsq.layers import quantized_tensors
 from lsq.program import rehearsal
+from tests.fairseq.comparison import Beam, assert_close_in_int8, assert_equal_in_float, decoded_alike
 
+THEIRS = "--arch transformer --criterion label_smoothed_cross_entropy"
 VARIANTS = {
     "post-norm": "",
     "pre-norm": "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
@@ -17,20 +18,6 @@ VARIANTS = {
     "normed embedding": "--layernorm-embedding --no-scale-embedding --share-decoder-input-output-embed",
     "uneven": "--encoder-layers 1 --decoder-layers 3 --encoder-attention-heads 2 --decoder-ffn-embed-dim 80",
 }
-
-
-@pytest.fixture
-def pair(build):
-    """pair(options) -> (task, fairseq's transformer, ours in float mode with the same weights), in eval mode."""
-
-    def pair(options: str):
-        task, theirs = build(options + " --arch transformer --criterion label_smoothed_cross_entropy")
-        assert type(theirs) is TransformerModel
-        _, ours = build(options + " --lsq-mode float")
-        checkpoint.load_float(ours, theirs.state_dict())
-        return task, theirs.eval(), ours.eval()
-
-    return pair
 
 
 def words_of(task, sample):
@@ -42,16 +29,7 @@ def words_of(task, sample):
 def test_float_mode_equals_fairseq(pair, batch, name):
     task, theirs, ours = pair(VARIANTS[name])
     sample = batch(task)
-    expected, actual = theirs(**sample["net_input"])[0], ours(**sample["net_input"])[0]
-    assert actual.shape == expected.shape
-    words = words_of(task, sample)
-    torch.testing.assert_close(actual[words], expected[words], rtol=1e-5, atol=1e-5)
-    for output, model in ((expected, theirs), (actual, ours)):
-        model.zero_grad()
-        model.get_normalized_probs((output, None), log_probs=True)[words].square().mean().backward()
-    gradient = theirs.encoder.embed_tokens.weight.grad
-    bound = 1e-4 * gradient.abs().max().item()
-    torch.testing.assert_close(ours.encoder.embed_tokens.weight.grad, gradient, rtol=0, atol=bound)
+    assert_equal_in_float(theirs, ours, sample, words_of(task, sample))
 
 
 def test_int8_is_close_to_float(pair, build, batch):
@@ -59,10 +37,7 @@ def test_int8_is_close_to_float(pair, build, batch):
     _, ours = build("")
     checkpoint.load_float(ours, theirs.state_dict())
     sample = batch(task)
-    words = words_of(task, sample)
-    expected, actual = (model.eval()(**sample["net_input"])[0][words] for model in (theirs, ours))
-    error = (actual - expected).square().mean() / expected.square().mean()
-    assert 0 < error < 1e-2
+    assert_close_in_int8(theirs, ours, sample, words_of(task, sample))
 
 
 def test_interface_of_encoder_and_decoder(build, batch):
@@ -180,25 +155,7 @@ def test_one_step_at_a_time_gives_the_logits_of_the_whole(build, batch, mode):
 @pytest.mark.parametrize("options", ["", "--lsq-mode float", "--share-all-embeddings --encoder-normalize-before"])
 def test_incremental_decoding_gives_the_hypotheses_of_decoding_from_scratch(build, batch, options):
     task, model = build(options)
-    sample = batch(task)
-    model.eval()
-    model(**sample["net_input"])
-    found = []
-    for incremental in (True, False):
-        generator = task.build_generator([model], Beam())
-        generator.model.has_incremental = incremental
-        found.append(task.inference_step(generator, [model], sample))
-    for with_state, without in zip(*found, strict=True):
-        assert [list(h["tokens"]) for h in with_state] == [list(h["tokens"]) for h in without]
-        scores = [torch.stack([h["score"] for h in sentence]) for sentence in (with_state, without)]
-        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-4)
-
-
-class Beam:
-    """Options of a generator."""
-
-    beam = 4
-    max_len_b = 12
+    decoded_alike(task, model, batch(task), Beam())
 
 
 def test_loss_equals_that_of_the_logits(build, batch):

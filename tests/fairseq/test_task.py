@@ -10,6 +10,8 @@ import torch
 
 import lsq
 from lsq.fairseq.task import LSQTranslationTask
+from tests.fairseq.conftest import SHORT, TINY
+from tests.fairseq.two_workers import train_by_two
 
 USER_DIR = Path(lsq.__file__).parent / "user_dir" / "lsq_fairseq"
 
@@ -45,71 +47,26 @@ def test_user_dir_contains_one_folder_of_a_name_that_nobody_else_has():
     assert entries == ["lsq_fairseq"]
 
 
-def start(arguments: list[str]) -> subprocess.Popen:
-    """Python with `arguments`, both outputs in one."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def command(toy, folder, options: str) -> list[str]:
-    from tests.fairseq.conftest import SHORT, TINY
-
     return [str(toy), "--user-dir", str(USER_DIR), *TINY, *SHORT, "--save-dir", str(folder), *options.split()]
 
 
 def test_fairseq_train_needs_only_the_user_dir(toy, tmp_path):
     script = "import sys; from fairseq_cli.train import cli_main; sys.exit(cli_main())"
-    process = start(["-c", script, *command(toy, tmp_path, "--max-update 2")])
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 0, output[-5000:]
-    assert "Quantised tensors at update 1" in output
+    given = [sys.executable, "-c", script, *command(toy, tmp_path, "--max-update 2")]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(given, env=one_thread, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "Quantised tensors at update 1" in done.stdout + done.stderr
     assert (tmp_path / "checkpoint_last.pt").exists()
-
-
-ONE_OF_TWO = """
-import sys, torch
-from fairseq import options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.distributed import utils
-from fairseq.trainer import Trainer
-from fairseq_cli import train
-
-parameters = sys.argv.pop(1)
-class Remembered(Trainer):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        Remembered.last = self
-train.Trainer = Remembered
-args = options.parse_args_and_arch(options.get_training_parser())
-utils.call_main(convert_namespace_to_omegaconf(args), train.main)
-torch.save(Remembered.last.get_model().state_dict(), parameters)
-"""
 
 
 @pytest.mark.parametrize("criterion", [
     "lsq_label_smoothed_cross_entropy", pytest.param("label_smoothed_cross_entropy", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
-    distributed = (
-        f"--distributed-world-size 2 --distributed-init-method file://{tmp_path}/meeting --distributed-no-spawn "
-        f"--distributed-backend gloo --ddp-backend pytorch_ddp --max-update 3 --criterion {criterion}"
-    )
-    both = [
-        start(
-            ["-c", ONE_OF_TWO, str(tmp_path / f"{rank}.pt")]
-            + command(toy, tmp_path / "save", f"{distributed} --distributed-rank {rank}")
-        )
-        for rank in (0, 1)
-    ]
-    for process in both:
-        output, _ = process.communicate(timeout=100)
-        assert process.returncode == 0, output[-5000:]
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    given = command(toy, tmp_path / "save", f"--max-update 3 --criterion {criterion}")
+    _, (first, second) = train_by_two(tmp_path, given)
     assert any(name.endswith("_clip") for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
