@@ -14,7 +14,9 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 #else
+#ifndef LSQ_EMULATOR  // which declares what kernels use
 #include <cmath>
+#endif
 #include <cstdint>
 #include <cstring>
 #define LSQ_INLINE inline

@@ -41,6 +41,7 @@ constexpr int warpSize = 32;
 // Declared as glibc declares them; <cmath> would take longer to read than most kernels.
 extern "C" {
 float rintf(float) noexcept;
+float nearbyintf(float) noexcept;
 float floorf(float) noexcept;
 float ceilf(float) noexcept;
 float fabsf(float) noexcept;
@@ -49,6 +50,7 @@ float fminf(float, float) noexcept;
 float fmaf(float, float, float) noexcept;
 float sqrtf(float) noexcept;
 float logf(float) noexcept;
+double sqrt(double) noexcept;
 }
 
 #define EMULATOR_MIN_MAX(type)                                \

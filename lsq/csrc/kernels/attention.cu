@@ -15,14 +15,6 @@ struct Factor {
         : share(static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)))), scores(q.scale * k.scale * share) {}
 };
 
-__device__ __forceinline__ float logarithm(float x) {
-#ifdef LSQ_EMULATOR
-    return std::log(x);
-#else
-    return logf(x);
-#endif
-}
-
 // sums * factor to the columns of a head in rows of a float32 matrix.
 __device__ __forceinline__ void store_sums(const Sums& sums, float factor, int count, float* out, int64_t columns) {
 #pragma unroll
@@ -133,7 +125,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention o
             for (int c = 0; c < 4; ++c) to[c] = blind ? 0.0f : sums[i][four][c] * share;
         }
         if (log_sum && across() == 0 && own(i) < place.count) {
-            log_sum[(row + own(i)) * op.heads.count + head] = blind ? -infinity() : largest[i] + logarithm(total[i]);
+            log_sum[(row + own(i)) * op.heads.count + head] = blind ? -infinity() : largest[i] + logf(total[i]);
         }
     }
     __syncthreads();
