@@ -19,6 +19,12 @@ SMALL = (
 ).split()
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py do."""
+    monkeypatch.setattr("lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+
+
 @pytest.fixture
 def command(files, tmp_path):
     """command(*options): the command line of a small run into tmp_path/out."""
@@ -117,7 +123,9 @@ def test_time_of_all_sittings_counts(command, tmp_path, stop_at):
     assert 1000 < seconds[-1] < 1100 and seconds == sorted(seconds) and seconds[-1] > seconds[len(lines) - 1]
 
 
-@pytest.mark.parametrize(("updates", "place"), [(4, "validation"), (5, "validation"), (4, "update")])
+@pytest.mark.parametrize(("updates", "place"), [
+    pytest.param(4, "validation", marks=pytest.mark.thorough), (5, "validation"), (4, "update"),
+])  # fmt: skip
 def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, monkeypatch, updates, place):
     """At the last update, too: none is made beyond --updates."""
     arguments = command("--updates", str(updates), "--mode", "float")
@@ -156,19 +164,17 @@ def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, mon
         assert states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--heads", "3"], ["--lsq-bits", "9"], ["--lr", "nan"], ["--lsq-from", "nowhere.pt"], ["--", "--no-such-option"]],
-)
-def test_wrong_options_remove_nothing_and_bind_nobody(command, tmp_path, options):
+def test_wrong_options_remove_nothing_and_bind_nobody(command, tmp_path):
     train_text.run(command("--updates", "1"))
     before = files_in(tmp_path / "out")
-    with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
-        train_text.run(command("--updates", "1", "--overwrite", *options))
-    assert files_in(tmp_path / "out") == before
-    with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
-        train_text.run(command("--updates", "1", "--name", "new", *options))
-    assert not (tmp_path / "out" / "new").exists()
+    wrong = "--heads 3", "--lsq-bits 9", "--lr nan", "--lsq-from nowhere.pt", "-- --no-such-option"
+    for options in map(str.split, wrong):
+        with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
+            train_text.run(command("--updates", "1", "--overwrite", *options))
+        assert files_in(tmp_path / "out") == before, options
+        with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
+            train_text.run(command("--updates", "1", "--name", "new", *options))
+        assert not (tmp_path / "out" / "new").exists(), options
 
 
 def test_a_training_that_ends_by_time_goes_on(command, tmp_path):
