@@ -32,6 +32,7 @@ def test_only_the_noise_is_ignored():
     assert len(set(NOISE)) == len(NOISE)
 
 
+@pytest.mark.thorough
 def test_imports_of_the_plugin_print_nothing():
     code = "from lsq.commands import logs; logs.configure(); import lsq.commands.train"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

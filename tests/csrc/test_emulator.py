@@ -216,6 +216,7 @@ def test_launches_from_several_threads():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.thorough
 def test_other_processors_switch_by_ucontext(monkeypatch):
     monkeypatch.setattr(emulator, "FLAGS", [*emulator.FLAGS, "-DEMULATOR_UCONTEXT"])
     torch.testing.assert_close(*centred())
@@ -230,6 +231,7 @@ def sanitized(source, launch):
     return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
@@ -246,6 +248,7 @@ def test_sanitizers_catch(launch, message):
     assert any(word in child.stderr for word in message.split("|")) and kernel in child.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("source", "launch"),
     [

@@ -32,6 +32,7 @@ def repeated(files):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
+@pytest.mark.thorough
 def test_a_fault_that_ends_the_process_is_named(tmp_path):
     test = tmp_path / "test_a_fault_on_cuda.py"
     test.write_text("""\

@@ -38,7 +38,7 @@ def same_parameters(first, second) -> bool:
 
 
 @pytest.mark.filterwarnings("error:Dynamo")
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("planned", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_translator_trains_alike(planned, caplog):
     eager, compiled = twins(backward="int8")
     expected = losses(eager, 6)

@@ -89,6 +89,7 @@ def test_heads_that_kernels_do_not_have_are_refused():
             attention((3,), width=width).cuda()
 
 
+@pytest.mark.thorough
 def test_kernels_spill_no_registers():
     for target in ("sm_80", "sm_90a", "sm_100"):
         for width, tile in ((64, 32), (128, 16)):

@@ -56,6 +56,7 @@ def test_nan_reaches_its_word_alone():
     assert found.dweight.isnan().nonzero().tolist() == [[6, 3]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_compile_without_spills(target):
     for columns, lanes in ((512, 32), (1024, 64)):

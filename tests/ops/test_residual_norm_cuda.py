@@ -129,6 +129,7 @@ def test_a_width_that_kernels_do_not_have_is_refused():
         run(norm(torch.randn(7, 47)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_kernels_compile_without_spills(target):
     for columns, lanes in ((512, 32), (1024, 64)):

@@ -87,6 +87,7 @@ def test_wide_gradients_are_rounded_and_summed_apart():
     assert len(operation.cuda(torch.empty(3, 8212, device="meta"))) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 def test_the_widest_gradients_spill_no_registers(target):
     for rounded, summed in ((1, 0), (0, 1)):

@@ -142,6 +142,7 @@ def test_what_kernels_cannot_take_is_refused():
         run(dataclasses.replace(floats, rounded=rounded))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("kind", [1, 2])
 def test_kernels_compile_without_spills(target, kind):

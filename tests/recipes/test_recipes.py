@@ -57,9 +57,8 @@ def test_text_without_files(run):
     assert done.returncode == 2 and done.stderr.startswith("usage: run.sh SOURCE TARGET OUTPUT")
 
 
-@pytest.mark.parametrize(("recipe", "mode", "processes"), [
-    (PUBLIC[0], "int8", 1), pytest.param(PUBLIC[1], "float", 2, marks=pytest.mark.thorough),
-])  # fmt: skip
+@pytest.mark.thorough
+@pytest.mark.parametrize(("recipe", "mode", "processes"), [(PUBLIC[0], "int8", 1), (PUBLIC[1], "float", 2)])
 def test_dry_run(run, tmp_path, recipe, mode, processes):
     given = ["--processes", str(processes), "--gradients", "int8"]
     done = run(f"{recipe}/run.sh", "out", "--dry-run", "--mode", mode, *given)
