@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import write_pairs
+from tests.configurations import quick_configurations  # noqa: F401
 from tests.docs import commands
 from tests.docs.pages import KINDS, ROOT, blocks, pages
 from tests.docs.reader import Reader, page_left_behind
