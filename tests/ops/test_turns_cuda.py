@@ -204,6 +204,7 @@ def test_every_source_has_a_case():
     assert CASES.keys() == {source.name for source in emulator.KERNELS.glob("*.cu")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", CASES)
 def test_three_turns(source, counted, few_blocks, monkeypatch):
     counting = cuda.place == "emulator" and not cuda.SANITIZE
