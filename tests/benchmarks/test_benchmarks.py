@@ -13,6 +13,8 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
+    "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
+    "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_step": pytest.mark.thorough,  # torch.compile traces a model; test_plain_transformer.py runs every side
 }

@@ -6,6 +6,7 @@ import pytest
 from torch import distributed
 
 from tests.commands.conftest import TRAINING, files, prepared, pytest_collection_modifyitems  # noqa: F401
+from tests.configurations import quick_configurations  # noqa: F401
 
 TINY = ["--save-interval-updates", "2", "--max-update", "4", "--disable-validation", "--cpu"]
 
