@@ -21,7 +21,7 @@ CRASHES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("switch", ["own", "ucontext"])
+@pytest.mark.parametrize("switch", ["own", pytest.param("ucontext", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind, message", list(enumerate(CRASHES)))
 def test_a_crash_ends_its_launch_alone(kind, message, switch, monkeypatch):
     if switch == "ucontext":
