@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -227,27 +228,31 @@ class ProgramModule(nn.Module):
     @torch.no_grad()
     def _weight_codes(self, program: Program) -> dict[str, torch.Tensor]:
         """Codes and scale of every weight of `program`; kept in eval mode until a parameter changes."""
-        made_from = tuple((tensor.data_ptr(), tensor._version) for tensor in self.parameters())
-        fresh = self.training or self._codes_made_from != made_from
-        self._codes_made_from = made_from
-        place, kept, codes = self._backend(), self._codes, {}
+        made_from = () if self.training else tuple(
+            (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in self.parameters()
+        )
+        kept = self._codes if made_from == self._codes_made_from else {}
+        place, parameters, codes = self._backend(), self._parameters_of(program), {}
         for virtual in program.weights.values():
             if virtual.codes is None:
                 continue
-            wanted = {tensor.name: tensor for tensor in (virtual.codes, virtual.scale)}
-            if fresh or not wanted.keys() <= self._codes.keys():
-                for tensor in wanted.values():
-                    before = self._codes.get(tensor.name)
+            made = {tensor.name: kept.get(tensor.name) for tensor in (virtual.codes, virtual.scale)}
+            if self.training or None in made.values():
+                for tensor in (virtual.codes, virtual.scale):
+                    before = made[tensor.name]
                     if before is None or tuple(before.shape) != tensor.shape:
-                        self._codes[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
-                weight = virtual.bind(
-                    lambda tensor: kept[tensor.name] if tensor.name in kept else self.get_parameter(tensor.name)
-                )
-                place.run(RoundWeight(weight=weight.bind(torch.Tensor.detach)))
-            codes |= {tensor: self._codes[tensor] for tensor in wanted}
+                        made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
+                tensors = parameters | made
+                weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
+                place.run(RoundWeight(weight=weight))
+            codes |= made
+        self._codes, self._codes_made_from = kept | codes, made_from  # when they are whole: other threads may look
         return codes
 
-    # Whatever may change weights drops the kept codes
+    # Whatever may change weights drops the kept codes, and so does a copy
+
+    def __getstate__(self):
+        return {**self.__dict__, "_codes": {}, "_codes_made_from": ()}
 
     def train(self, mode: bool = True):
         self._codes.clear()

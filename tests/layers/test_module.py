@@ -1,6 +1,7 @@
 """What all modules share: calibration, clips in step with training, kept codes of weights, state dicts, randomness."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -224,14 +225,24 @@ def replace_a_weight(layer):
     layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
 
 
+def replace_data_at_the_same_place(layer):
+    memory = layer.feed_forward.fc1_weight.detach().numpy()
+    memory *= -2
+    layer.feed_forward.fc1_weight.data = torch.from_numpy(memory)  # as an allocator may give freed memory again
+
+
 def train_in_between(layer):
     layer.train()
     layer.feed_forward.fc1_weight.data.neg_()
 
 
-@pytest.mark.parametrize(
-    "change", [optimize, load_a_part, widen_clips, measure_a_part, replace_a_weight, train_in_between]
-)
+CHANGES = [
+    optimize, load_a_part, widen_clips, measure_a_part, replace_a_weight, replace_data_at_the_same_place,
+    train_in_between,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_codes_are_made_again_when_weights_change(change):
     assert changed_by(change)
 
@@ -246,6 +257,28 @@ def test_codes_are_kept_while_nothing_changes(monkeypatch):
         for _ in range(3):
             layer(x)
     assert made == [1]
+
+
+def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
+    layer, x, original = linear(activation_init="fixed").eval(), torch.randn(3, 16), RoundWeight.pack
+    nested = []
+
+    def pack(operation):
+        if not nested:
+            nested.append(None)
+            nested[0] = layer(x)  # as another thread might in this moment
+        return original(operation)
+
+    monkeypatch.setattr(RoundWeight, "pack", pack)
+    with torch.no_grad():
+        assert torch.equal(layer(x), nested[0])
+        assert torch.equal(layer(x), nested[0])
+
+
+def test_a_copy_takes_no_codes_along():
+    layer = linear().eval()
+    layer(torch.randn(3, 16))
+    assert layer._codes and not copy.deepcopy(layer)._codes and not pickle.loads(pickle.dumps(layer))._codes
 
 
 # State
