@@ -40,7 +40,8 @@ def calibrate(
         least_error: what finds the clip under "mse", with octav_clip's arguments; octav_clip by default.
 
     Returns:
-        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor or row of zeros.
+        float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor of zeros. A row of zeros gets the
+        mean clip of the others: gradients are rounded with the scales of all rows, and its own would vanish.
 
     Raises:
         ValueError: `method` or `percentile` is not allowed, `fixed` is missing or not a usable clip, or x is
@@ -65,14 +66,16 @@ def calibrate(
             "find the operation that made them"
         )
     if method == "mse":
-        return (least_error or octav_clip)(x, bits, per_channel)
-    rows = _magnitude_rows(x, per_channel)
-    if method == "absmax":
-        clip = rows.amax(1)
+        clip = (least_error or octav_clip)(x, bits, per_channel)
+    elif method == "absmax":
+        clip = _magnitude_rows(x, per_channel).amax(1)
     else:
+        rows = _magnitude_rows(x, per_channel)
         inside = math.ceil(rows.shape[1] * percentile / 100 - 1e-9)
         clip = rows.kthvalue(max(inside, 1), dim=1).values
-    return clip.float().clamp(min=SMALLEST_CLIP)
+    clip = clip.float().clamp(min=SMALLEST_CLIP)
+    empty = clip == SMALLEST_CLIP
+    return torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
 
 
 def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:

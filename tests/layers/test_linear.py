@@ -105,6 +105,16 @@ def test_int8_gradients_are_unbiased(clip_gradient):
     assert_unbiased(gradients(exact, exact(x), x), drawn, exempt=("bias",))
 
 
+def test_a_channel_of_zeros_learns_as_the_others_do():
+    layer = QuantizedLinear(INPUTS, OUTPUTS, quant=QuantConfig())
+    with torch.no_grad():
+        layer.weight[3] = 0.0
+    layer.calibrate_weights()
+    x, gradient = torch.randn(64, INPUTS), torch.randn(64, OUTPUTS)
+    layer(x).backward(gradient)
+    assert decibels(gradient[:, 3] @ x, layer.weight.grad[3]) > 25
+
+
 def test_int8_gradients_have_little_noise():
     """127 codes for about three standard deviations leave a noise of 1 %, or 40 dB."""
     found = []
