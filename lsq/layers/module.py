@@ -116,15 +116,6 @@ class ProgramModule(nn.Module):
         """Every clip of this module by name."""
         return {name: self.get_parameter(name) for name, one in self.declared.items() if one.kind in CLIPS}
 
-    def check_clips(self) -> None:
-        """Refuse clips that no quantiser can work with, as a damaged checkpoint would bring.
-
-        Raises:
-            ValueError: a clip is not above 0, NaN or infinite.
-        """
-        for name, clip in self.clips().items():
-            quant.check_clip(clip, name)
-
     # Running
 
     def wants_backward(self, *inputs: torch.Tensor) -> bool:
@@ -268,6 +259,10 @@ class ProgramModule(nn.Module):
         super()._save_to_state_dict(*arguments, **options)
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):
+        """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint would bring it."""
+        for name in self.clips():
+            if prefix + name in state_dict:
+                quant.check_clip(state_dict[prefix + name], prefix + name)
         self._codes.clear()
         self._forget_clips()
         upgrade(state_dict, prefix, self.declared)
