@@ -31,7 +31,17 @@ class Stack:
         """The same [B, H] for the last of tokens int64 [B, T] alone: those before were the last ones in earlier steps.
 
         What the layers keep between steps goes into `states`, an empty dict at first.
+
+        Raises:
+            ValueError: the layers have not been given each of those before.
         """
+        kept = states.get(_key(0), {}).get("history")
+        past = 0 if kept is None else kept.shape[1]
+        if past != tokens.shape[1] - 1:
+            raise ValueError(
+                f"{tokens.shape[1]} words are given, but the states hold {past}; only the last word is computed: "
+                "give a prefix word by word, and begin a new one with empty states"
+            )
         packing = Packing(shape=(len(tokens), 1), device=tokens.device)  # also of sentences that begin with padding
         found = [self.embedded(tokens[:, -1:], packing, tokens.shape[1] - 1)]
         for index, layer in enumerate(self.layers):

@@ -39,6 +39,17 @@ def test_steps_equal_the_whole_also_after_reordering(normed):
     assert len(found) == 4 and len(states) == 2
 
 
+def test_words_that_were_not_given_one_by_one_are_named():
+    stack, tokens, states = Causal(True).eval(), torch.randint(2, 11, (3, 6)), {}
+    stack.rows(tokens, Packing(shape=tokens.shape))
+    with pytest.raises(ValueError, match="5 words are given, but the states hold 0; .* word by word"):
+        stack.step(tokens[:, :5], states)
+    stack.step(tokens[:, :1], states)
+    with pytest.raises(ValueError, match="1 words are given, but the states hold 1; .* empty states"):
+        stack.step(tokens[:, :1], states)
+    stack.step(tokens[:, :2], states)
+
+
 def test_padding_is_not_computed():
     stack, tokens = Causal(True).eval(), torch.randint(2, 11, (3, 6))
     tokens[1, 4:] = PADDING
