@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM during training: finish the update, write a checkpoint, say so, and stop."""
+"""SIGINT, SIGTERM and SIGHUP during training: finish the update, write a checkpoint, say so, and stop."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ class Interrupted(SystemExit):
 class Interruption:
     """Context manager that notes a signal instead of dying of it; a second one ends the process at once."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self):
         self.requested: int | None = None
@@ -63,6 +63,8 @@ class Interruption:
 
     def _handle(self, number: int, frame: object) -> None:
         if self._concluding and os.getpid() == self._process:
+            return
+        if number == self.requested == signal.SIGHUP:  # a terminal that closes may send it twice
             return
         if self.requested is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)

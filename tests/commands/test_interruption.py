@@ -28,6 +28,14 @@ def test_deferred_signal_is_only_noted():
         assert interruption.requested == signal.SIGTERM
 
 
+def test_a_terminal_that_closes_is_noted_however_often_it_says_so():
+    with Interruption() as interruption:
+        interruption.defer()
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)
+        assert interruption.requested == signal.SIGHUP
+
+
 def test_at_once_within_a_context():
     with Interruption() as interruption:
         interruption.defer()
