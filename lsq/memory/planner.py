@@ -1,6 +1,7 @@
 """`plan`: offsets for the buffers of a training step, so that those alive at one time do not overlap.
 
-Best fit by the live load, which all but reaches the lower bound on trainings. lsq.planner can do more.
+Best fit by the live load, which all but reaches the lower bound on trainings, or, where gradients outweigh activations,
+by area. lsq.planner can do more.
 """
 
 import itertools
@@ -18,12 +19,14 @@ def plan(buffers: Sequence[Buffer]) -> Plan:
     """Place buffers whose names differ, and prove that none overlap. The result depends on the buffers alone."""
     start = time.perf_counter()
     occupying = [buffer for buffer in buffers if buffer.size]
+    bound = max((load for _, load in live_load(occupying)), default=0)
     placement = place(occupying, by_load(occupying))
+    if placement.used[0] > bound:
+        placement = min(placement, place(occupying, by_area(occupying)), key=lambda made: made.used[0])
     for moment, one, other in overlaps(occupying, placement.offsets):
         raise RuntimeError(f"the plan is wrong: {one.name} and {other.name} overlap at operation {moment}")
     offsets = dict.fromkeys((buffer.name for buffer in buffers), 0)
     offsets |= {buffer.name: offset for buffer, offset in zip(occupying, placement.offsets, strict=True)}
-    bound = max((load for _, load in live_load(occupying)), default=0)
     return Plan(offsets=offsets, peak=placement.used[0], lower_bound=bound, seconds=time.perf_counter() - start)
 
 
@@ -34,6 +37,11 @@ def by_load(lives: Sequence) -> list[int]:
     """
     loads = busiest_loads(lives)
     return sorted(range(len(lives)), key=lambda i: (-loads[i], -lives[i].size, lives[i].first))
+
+
+def by_area(lives: Sequence) -> list[int]:
+    """The order: largest size times length of life first; then as given."""
+    return sorted(range(len(lives)), key=lambda i: -lives[i].size * (lives[i].last - lives[i].first + 1))
 
 
 def busiest_loads(lives: Sequence) -> list[int]:

@@ -5,18 +5,13 @@ Pisarchyk and Lee 2020 (Efficient Memory Management for Deep Neural Net Inferenc
 
 from collections.abc import Sequence
 
-from lsq.memory.planner import by_load
+from lsq.memory.planner import by_area, by_load
 from lsq.planner.buffer import Buffer
 
 
 def by_size(buffers: Sequence[Buffer]) -> list[int]:
     """Largest first; then as given."""
     return sorted(range(len(buffers)), key=lambda i: -buffers[i].size)
-
-
-def by_area(buffers: Sequence[Buffer]) -> list[int]:
-    """Largest size times length of life first; then as given."""
-    return sorted(range(len(buffers)), key=lambda i: -buffers[i].size * (buffers[i].last - buffers[i].first + 1))
 
 
 def by_start(buffers: Sequence[Buffer]) -> list[int]:

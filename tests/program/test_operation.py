@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lsq.csrc.shared_library import LibraryError
 from lsq.ops.prediction import Prediction
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
@@ -33,7 +34,7 @@ def norm(rounded=None, **fields) -> ResidualNorm:
 def test_inputs_and_outputs_are_the_tensors_that_are_there():
     mask, coded = dropout_of(0.5), to_round(3, 8, 1.0)
     one = norm(update=torch.randn(3, 8), dropout=mask, rounded=coded)
-    assert one.name == str(one) == "ResidualNorm"
+    assert one.name == "ResidualNorm"
     for found, expected in ((one.inputs, (one.sum.residual, one.sum.update, mask.key, coded.clip)),
                             (one.outputs, (one.sum.z, coded.codes, coded.scale, coded.clipped))):  # fmt: skip
         assert len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
@@ -76,5 +77,5 @@ def test_what_an_operation_does_not_have_is_refused_by_name():
         one.cuda()
     with pytest.raises(NotImplementedError, match="Sum has no gradient"):
         one.gradient(None)
-    with pytest.raises(AttributeError, match="lsq_Sum"):
+    with pytest.raises(LibraryError, match="lsq_Sum"):
         one.cpu()
