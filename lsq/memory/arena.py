@@ -51,7 +51,6 @@ class Arena:
             self._slab.untyped_storage(), start, tuple(shape), _strides(shape)
         )
 
-
     def lend(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, weakref.ref]:
         """The same, not empty and on the CPU, with a storage of its own; the reference is dead once nothing uses it."""
         self._check(offset, shape, dtype)

@@ -136,7 +136,7 @@ class PlannedFrame(Frame):
 
     def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
         place = self.place(index, number)
-        if place is None:
+        if place is None or not tensor.size:
             return allocate(tensor)
         if is_placed(tensor):
             return self.memory.arena.tensor(place, tensor.shape, tensor.dtype)

@@ -30,20 +30,19 @@ void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gra
     }
 }
 
-// Row `row` of the product, int32 sums or floats, becomes the gradient in scratch.a. -> its part of the clip's gradient
-float finished_row(const ProjectInputGradient& op, int64_t row, const void* product, Scratch& scratch) {
+// Row `row` of the product, int32 sums or floats, becomes the gradient g [n]. -> its part of the clip's gradient
+float finished_row(const ProjectInputGradient& op, int64_t row, const void* product, float* g, uint32_t* words) {
     const int64_t n = op.columns;
-    float* g = scratch.a.data();
     if (op.gradient.codes) {
         const int32_t* sums = static_cast<const int32_t*>(product);
         const float scale = op.gradient.scale[row];
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) g[i] = static_cast<float>(sums[i]) * scale;
-    } else {
+    } else if (g != product) {
         std::memcpy(g, product, n * sizeof(float));
     }
     const float clip_sum = straight_through(op.x, row * n, n, g);
-    apply(op.nonlinearity.dropout, row * n, n, g, scratch.words.data());
+    apply(op.nonlinearity.dropout, row * n, n, g, words);
     undo_activation(op.nonlinearity, row, n, g);
     if (op.added) {
         const float* added = op.added + row * n;
@@ -64,21 +63,21 @@ LSQ_EXPORT void lsq_end_input_gradient(
 #pragma omp parallel
     {
         Scratch scratch(n);
-        float* g = scratch.a.data();
+        uint32_t* words = scratch.words.data();
 #pragma omp for schedule(static)
         for (int64_t part = first / step; part <= (end - 1) / step; ++part) {
             float* sum = partial + part * n;
             for (int64_t row = std::max(first, part * step); row < std::min(end, (part + 1) * step); ++row) {
                 const void* line = static_cast<const char*>(product) + (row - first) * n * sizeof(float);
-                clip_sums[row] = finished_row(op, row, line, scratch);
+                float* g = op.dx ? op.dx + row * n : scratch.a.data();
+                clip_sums[row] = finished_row(op, row, line, g, words);
                 if (op.sum && row % step == 0) {
                     std::memcpy(sum, g, n * sizeof(float));
                 } else if (op.sum) {
 #pragma omp simd
                     for (int64_t i = 0; i < n; ++i) sum[i] += g[i];
                 }
-                if (op.dx) std::memcpy(op.dx + row * n, g, n * sizeof(float));
-                if (op.rounded.codes) round_row(op.rounded, row, n, g, scratch.words.data());
+                if (op.rounded.codes) round_row(op.rounded, row, n, g, words);
             }
         }
     }
