@@ -9,6 +9,14 @@ import pytest
 from lsq.commands.interruption import Interrupted, Interruption
 
 
+@pytest.fixture(autouse=True)
+def own_terminal():
+    """SIGHUP as a terminal's processes have it; those of `nohup` ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
 
@@ -41,6 +49,12 @@ def test_at_once_within_a_context():
         interruption.defer()
         with pytest.raises(Interrupted), interruption.at_once():
             send(signal.SIGINT)
+
+
+def test_nohup_holds():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interruption():
+        send(signal.SIGHUP)
 
 
 def test_handlers_come_back():
