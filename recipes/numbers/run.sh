@@ -3,6 +3,6 @@
 set -euo pipefail
 if [ "${1:-}" = --dry-run ]; then
     shift
-    set -- --output runs/numbers/dry-run --updates 3 --train-pairs 300 --test-pairs 12 "$@"
+    set -- --output runs/numbers/dry-run --updates 3 --train-pairs 300 --test-pairs 12 --hidden 64 --feed-forward 128 "$@"
 fi
 exec lsq numbers "$@"
