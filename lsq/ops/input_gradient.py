@@ -14,7 +14,7 @@ import torch
 from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import row_defines
-from lsq.csrc.launch import FLOATS, Product, float_define, launch
+from lsq.csrc.launch import FLOATS, Product, check, float_define, launch
 from lsq.ops import kernels
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import (
@@ -37,7 +37,11 @@ PRODUCTS = {torch.int32: 0, torch.float32: 1}
 
 
 class ProjectInputGradient(Operation):
-    """The gradient of the input [M, K] of a Project, before its rounding, and before the end of what made it."""
+    """The gradient of the input [M, K] of a Project, before its rounding, and before the end of what made it.
+
+    Raises:
+        ValueError: it shall go to floats and to codes.
+    """
 
     gradient: In[RoundedGradient] | None
     """[M, P], under backward="int8"."""
@@ -61,6 +65,9 @@ class ProjectInputGradient(Operation):
     """[1], of x."""
     dtype: Host[str] = "float32"
     """Of the product of floats."""
+
+    def __post_init__(self):
+        check(self.dx is None or self.rounded is None, "a ProjectInputGradient has dx and rounded; give it one of them")
 
     rows = extent(0, "gradient.codes", "floats")
     columns = extent(1, "weight.matrix")

@@ -225,3 +225,8 @@ def test_padded_rows_of_the_weight_give_nothing():
     found = on_cpu(operation)
     operation.gradient.codes[:, OUTPUTS:] = 0
     assert torch.equal(found.dx, on_cpu(operation).dx)
+
+
+def test_floats_or_codes():
+    with pytest.raises(ValueError, match="has dx and rounded; give it one of them"):
+        ProjectInputGradient(weight=None, dx=torch.zeros(3, 16), rounded=torch.zeros(3, 16))
