@@ -20,7 +20,7 @@ def restart(model: nn.Module) -> None:
     """Measure the clips of all weights now, and those of activations on the next batch."""
     for module in quantized_modules(model):
         module.calibrate_weights()
-        module.calibrated.fill_(module.quant.activation_init == "fixed")
+        module.schedule.restart()
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def check_ready(layer: ProgramModule) -> None:
     """
     if layer.training:
         raise ValueError("incremental decoding needs eval mode; call .eval() first")
-    if layer.quant.quantized and not layer.calibrated:
+    if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(
             "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "
             "once on a whole target"

@@ -1,7 +1,6 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -12,6 +11,7 @@ from lsq import quant
 from lsq.backends import Backend, backend, for_device
 from lsq.config import QuantConfig
 from lsq.layers.programs import Mode
+from lsq.layers.schedule import Schedule
 from lsq.layers.upgrade import upgrade
 from lsq.ops.calibration import calibrate
 from lsq.ops.rounding import RoundWeight
@@ -24,9 +24,6 @@ from lsq.program.program import Program
 from lsq.quant.random import draw_key
 
 _BEFORE = "_clip_before"
-_CALIBRATED_AT = frozenset(2**k for k in range(1, 32))
-_WEIGHTS_CALIBRATED_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
-"""Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
 
 def beside_the_graph(method: Callable) -> Callable:
@@ -43,9 +40,9 @@ class ProgramModule(nn.Module):
 
     A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child module `self_attn`.
 
-    The buffer `calibrated` (bool) says whether the activations' clips hold measured values, `passes` (int64) counts
-    training passes: clips are measured in the first one and again while tensors still grow fast. Codes of weights are
-    made anew for every training pass, and kept while the module is in eval mode and no gradient is wanted.
+    `schedule` says when clips are measured: in the first training pass, and again while tensors still grow fast.
+    Codes of weights are made anew for every training pass, and kept while the module is in eval mode and no gradient is
+    wanted.
 
     `step_memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
     `backend` is where it runs; None: where its parameters are.
@@ -59,11 +56,8 @@ class ProgramModule(nn.Module):
         self._codes: dict[str, torch.Tensor] = {}
         self._codes_made_from: tuple = ()
         self._observer = None
-        self._measured_at = self._weights_measured_at = 0
         self.step_memory: StepMemory | None = None
-        if quantization.quantized:
-            self.register_buffer("calibrated", torch.tensor(quantization.activation_init == "fixed"))
-            self.register_buffer("passes", torch.tensor(0))
+        self.schedule = Schedule(quantization)
 
     # Construction
 
@@ -136,12 +130,12 @@ class ProgramModule(nn.Module):
         rehearsed = rehearsal.active()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
-        calibrating = self.quant.quantized and (self.calibration_due() if self.training else not self.calibrated)
+        calibrating = self.schedule.activations_due(self.training)
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
-            if self.weights_due():
+            if self.schedule.weights_due():
                 self._measure_weights()
-                self._weights_measured_at = int(self.passes)
+                self.schedule.measured_weights()
         tensors = {**self._parameters_of(program), **inputs, "random_key": draw_key(), **self._weight_codes(program)}
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
@@ -153,12 +147,11 @@ class ProgramModule(nn.Module):
         memory = self.step_memory if self.training else None
         outputs = Execution(program, self._backend(), hooks=hooks, memory=memory, owner=self)(tensors)
         if calibrating:
-            self.calibrated.fill_(True)
-            self._measured_at = int(self.passes)
+            self.schedule.measured_activations()
             self._forget_clips()
         if self.quant.quantized and self.training and program.output_gradients:
             self._remember_clips()
-            self.passes += 1
+            self.schedule.passes += 1
         return outputs
 
     def _parameters_of(self, program: Program) -> dict[str, torch.Tensor]:
@@ -172,37 +165,24 @@ class ProgramModule(nn.Module):
         of a small clip each time, in a random direction, and across zero sooner or later. Where a clip was is
         remembered on the parameter itself, and forgotten when it is measured or loaded.
         """
-        step = self.quant.clip_step
-        for clip in self.clips().values():
-            before = getattr(clip, _BEFORE, None)
-            if before is not None:
-                torch.clamp(clip.data, before * (1 - step), before * (1 + step), out=clip.data)
+        remembered = [clip for clip in self.clips().values() if getattr(clip, _BEFORE, None) is not None]
+        if remembered:
+            clips, before = [clip.data for clip in remembered], [getattr(clip, _BEFORE) for clip in remembered]
+            torch._foreach_maximum_(clips, torch._foreach_mul(before, 1 - self.quant.clip_step))
+            torch._foreach_minimum_(clips, torch._foreach_mul(before, 1 + self.quant.clip_step))
 
     def _remember_clips(self) -> None:
-        for clip in self.clips().values():
-            setattr(clip, _BEFORE, clip.detach().clone())
+        clips = list(self.clips().values())
+        for clip, before in zip(clips, torch._foreach_clone([clip.data for clip in clips]), strict=True):
+            setattr(clip, _BEFORE, before)
 
     def _forget_clips(self) -> None:
         for clip in self.clips().values():
             setattr(clip, _BEFORE, None)
 
     def calibration_due(self) -> bool:
-        """Whether the next training pass measures the clips: the first one does, then 2, 4, 8, ..."""
-        if not self.quant.quantized:
-            return False
-        passes = int(self.passes)
-        again = passes in _CALIBRATED_AT and passes <= self.quant.calibration_passes and self._measured_at != passes
-        return not self.calibrated or again
-
-    def weights_due(self) -> bool:
-        """Whether the next training pass measures the clips of weights: passes 2, 3, 4, ..., each time 9 % later."""
-        passes = int(self.passes)
-        return (
-            self.quant.weight_init != "fixed"
-            and passes in _WEIGHTS_CALIBRATED_AT
-            and passes <= self.quant.calibration_passes
-            and self._weights_measured_at != passes
-        )
+        """Whether the next training pass measures the clips of activations."""
+        return self.schedule.activations_due(training=True)
 
     def _calibrate_operation(self, declared: Operation, operation: Operation) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""
@@ -254,11 +234,13 @@ class ProgramModule(nn.Module):
         self._codes.clear()
         return super()._apply(*arguments, **options)
 
-    def _save_to_state_dict(self, *arguments, **options):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
         self.limit_clip_steps()
-        super()._save_to_state_dict(*arguments, **options)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.quant.quantized:
+            self.schedule.save(destination, prefix)
 
-    def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *lists):
         """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint would bring it."""
         for name in self.clips():
             if prefix + name in state_dict:
@@ -266,7 +248,10 @@ class ProgramModule(nn.Module):
         self._codes.clear()
         self._forget_clips()
         upgrade(state_dict, prefix, self.declared)
-        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
+        if self.quant.quantized:
+            lacking = self.schedule.load(state_dict, prefix)
+            missing += lacking if strict else []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *lists)
 
 
 @contextlib.contextmanager

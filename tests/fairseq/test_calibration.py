@@ -38,14 +38,14 @@ def test_restart_measures_every_weight_once(build, monkeypatch):
     monkeypatch.setattr(ProgramModule, "calibrate_weights", calibrate_weights)
     calibration.restart(model)
     assert len(measured) == sum(name.endswith("weight") for name, _ in quantized_tensors(model))
-    assert not any(module.calibrated for module in calibration.quantized_modules(model))
+    assert not any(module.schedule.calibrated for module in calibration.quantized_modules(model))
 
 
 def test_restart_leaves_fixed_clips_alone(build):
     _, model = build("--lsq-activation-init fixed --lsq-weight-init fixed")
     before = clips_of(model)
     calibration.restart(model)
-    assert all(module.calibrated for module in calibration.quantized_modules(model))
+    assert all(module.schedule.calibrated for module in calibration.quantized_modules(model))
     assert all(torch.equal(clip, before[name]) for name, clip in quantized_tensors(model))
 
 

@@ -35,13 +35,13 @@ def test_projections_are_concatenated_in_order(fairseq_state):
 
 def test_loading_measures_the_clips_of_weights_and_asks_for_those_of_activations(model, fairseq_state):
     name, clip = next((name, clip) for name, clip in quantized_tensors(model) if name.endswith("fc1_weight"))
-    model.encoder.layers[0].calibrated.fill_(True)
+    model.encoder.layers[0].schedule.calibrated = True
     fairseq_state["encoder.layers.0.fc1.weight"] *= 100.0
     before = clip.clone()
     checkpoint.load_float(model, fairseq_state)
     assert name == "encoder.layers.0.feed_forward.fc1_weight"
     assert (clip > 10 * before).all()
-    assert not model.encoder.layers[0].calibrated
+    assert not model.encoder.layers[0].schedule.calibrated
 
 
 def test_everything_that_does_not_fit_is_listed_and_nothing_is_copied(model, fairseq_state):
@@ -189,9 +189,10 @@ def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(bui
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warned == ["a checkpoint of an older version; clips of activations are measured again"]
     layers = [*after.encoder.layers, *after.decoder.layers]
-    assert not any(layer.calibrated for layer in layers) and all(layer.passes == 1 for layer in layers)
+    schedules = [layer.schedule for layer in layers]
+    assert not any(one.calibrated for one in schedules) and all(one.passes == 1 for one in schedules)
     after.eval()(**sample)
-    assert all(layer.calibrated for layer in layers)
+    assert all(layer.schedule.calibrated for layer in layers)
     clips = {name: clip for name, clip in quantized_tensors(after) if ".layers." in name}
     assert all(0 < clip.max() < 100 for clip in clips.values()) and len(clips) == 52
 

@@ -67,7 +67,7 @@ def test_layers_learn(pre_norm):
         optimizer.zero_grad()
         found.append(loss.item())
     assert found[-1] < 0.6 * found[0]
-    assert encoder.calibrated and decoder.calibrated
+    assert encoder.schedule.calibrated and decoder.schedule.calibrated
 
 
 def test_a_training_goes_on_from_its_state():

@@ -36,10 +36,10 @@ def linear(**options):
 def test_the_first_batch_is_measured(method, training, grad):
     layer = linear(activation_init=method, percentile=90.0).train(training)
     x = torch.randn(41, 16)
-    assert not layer.calibrated
+    assert not layer.schedule.calibrated
     with torch.set_grad_enabled(grad):
         layer(x)
-    assert layer.calibrated
+    assert layer.schedule.calibrated
     assert torch.equal(layer.input_clip, calibrate(x, method, 8, percentile=90.0))
 
 
@@ -51,7 +51,7 @@ def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
     assert all(clip != 16.0 for clip in clips_of(layer).values())
     for name in clips_of(layer):
         assert outcome.codes[name].abs().max() == 127, name  # the largest value is the clip
-    assert layer.calibrated
+    assert layer.schedule.calibrated
 
 
 def test_the_second_batch_is_not_measured():
@@ -65,7 +65,7 @@ def test_the_second_batch_is_not_measured():
 
 def test_a_fixed_clip_is_never_measured():
     layer = linear(activation_init="fixed", activation_clip=3.0, weight_init="fixed", weight_clip=0.5)
-    assert layer.calibrated
+    assert layer.schedule.calibrated
     for _ in range(20):
         layer(torch.randn(41, 16))
     assert layer.input_clip == 3.0 and (layer.weight_clip == 0.5).all()
@@ -96,7 +96,7 @@ def test_clips_of_weights_are_measured_more_often():
     assert measured == [*range(2, 17), 18, 20, 21, 23]
     with torch.no_grad():
         layer.weight.mul_(3)
-    assert not layer.weights_due()
+    assert not layer.schedule.weights_due()
 
 
 def test_what_a_pass_without_gradients_measures_stays():
@@ -116,7 +116,7 @@ def test_non_finite_values_are_not_measured():
     x[1, 3] = float("inf")
     with pytest.raises(ValueError, match="1 of 32 values are NaN or infinite"):
         layer(x)
-    assert not layer.calibrated
+    assert not layer.schedule.calibrated
 
 
 def test_what_cannot_be_measured_is_named():
@@ -293,7 +293,7 @@ def test_a_state_dict_brings_everything(tmp_path):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     second = TransformerEncoderLayer(config_of(dropout=0.1))
     second.load_state_dict(state)
-    assert second.calibrated and second.passes == 3
+    assert second.schedule.calibrated and second.schedule.passes == 3
     for _ in range(3):  # through the pass that measures again
         outputs = []
         for layer in (first, second):

@@ -18,6 +18,6 @@ def test_a_checkpoint_of_an_older_version_is_measured_again(build, caplog):
     upgrade._warn.cache_clear()
     for _ in range(2):
         layer.load_state_dict(state)
-        assert not layer.calibrated and caplog.text.count("of an older version") == 1
+        assert not layer.schedule.calibrated and caplog.text.count("of an older version") == 1
     layer.load_state_dict(layer.state_dict() | {"calibrated": torch.tensor(True)})
-    assert layer.calibrated
+    assert layer.schedule.calibrated

@@ -34,7 +34,7 @@ def test_nothing_is_measured_or_counted():
     layer, x = layer_and_input()
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     rehearsal.rehearse(lambda: layer(x).sum(), layer.parameters())
-    assert not layer.calibrated and layer.passes == 0
+    assert not layer.schedule.calibrated and layer.schedule.passes == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
 

@@ -1,0 +1,69 @@
+"""When a module measures its clips, by how many training passes it has made.
+
+Plain numbers, so that nobody waits for a device to decide. Checkpoints hold them as tensors beside the parameters.
+"""
+
+import math
+
+import torch
+
+from lsq.config import QuantConfig
+
+ACTIVATIONS_AT = frozenset(2**k for k in range(1, 32))
+WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
+"""Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
+
+
+class Schedule:
+    """The state of one module.
+
+    Attributes:
+        calibrated: whether the clips of activations hold measured values.
+        passes: training passes so far.
+    """
+
+    NAMES = ("calibrated", "passes")
+    """In state dicts: bool and int64 scalars."""
+
+    def __init__(self, quantization: QuantConfig):
+        self._quant = quantization
+        self.passes = self._activations_at = self._weights_at = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """The clips of activations are not measured any more; fixed ones need not be."""
+        self.calibrated = self._quant.activation_init == "fixed"
+
+    def activations_due(self, training: bool) -> bool:
+        """Whether the next pass measures the clips of activations: the first one does, and training passes 2, 4, 8, ..."""
+        again = training and self._within(ACTIVATIONS_AT) and self._activations_at != self.passes
+        return self._quant.quantized and (not self.calibrated or again)
+
+    def weights_due(self) -> bool:
+        """Whether the next training pass measures those of weights: passes 2, 3, 4, ..., each time 9 % later."""
+        wanted = self._quant.quantized and self._quant.weight_init != "fixed"
+        return wanted and self._within(WEIGHTS_AT) and self._weights_at != self.passes
+
+    def _within(self, passes: frozenset[int]) -> bool:
+        return self.passes in passes and self.passes <= self._quant.calibration_passes
+
+    def measured_activations(self) -> None:
+        """The clips of activations hold what this pass measured."""
+        self.calibrated, self._activations_at = True, self.passes
+
+    def measured_weights(self) -> None:
+        """The same of weights."""
+        self._weights_at = self.passes
+
+    def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
+        """Put the state into a state dict."""
+        for name in self.NAMES:
+            destination[prefix + name] = torch.tensor(getattr(self, name))
+
+    def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
+        """Take the state out of a state dict; the names that it lacks."""
+        given = {name: state_dict.pop(prefix + name, None) for name in self.NAMES}
+        for name, value in given.items():
+            if value is not None:
+                setattr(self, name, value.item())
+        return [prefix + name for name, value in given.items() if value is None]
