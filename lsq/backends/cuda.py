@@ -77,6 +77,8 @@ class CUDA(Backend):
         kept: lists that `run` keeps.
     """
 
+    few_sizes = True
+
     def __init__(self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT):
         self.device = target
         self.activations = activations

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lsq.fairseq.options import layer_config, quantization
 from lsq.fairseq.stack import CPUStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
+from lsq.layers.module import packing_options
 
 IncrementalState = dict[str, dict[str, Tensor]]
 
@@ -75,10 +76,10 @@ class LSQDecoder(CPUStack, FairseqIncrementalDecoder):
                 "alignment_heads are not supported; leave them out"
             )
         if incremental_state is not None:
-            packing = Packing(shape=(len(prev_output_tokens), 1))
+            packing = Packing(shape=(len(prev_output_tokens), 1), **packing_options(self))
             states = self.step(prev_output_tokens, incremental_state, *self.memory_of_steps(encoder_out))
         else:
-            packing = Packing(prev_output_tokens.eq(self.padding_idx))
+            packing = Packing(prev_output_tokens.eq(self.padding_idx), **packing_options(self))
             states = self.rows(prev_output_tokens, packing, *self.memory_of_rows(encoder_out))
         *inner, x = (packing.unpack(state) for state in states)
         return x, {"attn": [None], "inner_states": [state.transpose(0, 1) for state in inner]}
@@ -117,7 +118,7 @@ class LSQTransformerDecoder(LSQDecoder):
 
     def memory_of_rows(self, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Packing]:
         """The encoder's rows [S, H] and how they are packed."""
-        packing = Packing(encoder_out["encoder_padding_mask"][0])
+        packing = Packing(encoder_out["encoder_padding_mask"][0], **packing_options(self))
         return packing.pack(encoder_out["encoder_out"][0].transpose(0, 1)), packing
 
     def memory_of_steps(self, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lsq.fairseq.options import layer_config
 from lsq.fairseq.stack import CPUStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerEncoderLayer, unpack_time_major
+from lsq.layers.module import packing_options
 
 
 class LSQTransformerEncoder(CPUStack, FairseqEncoder):
@@ -52,7 +53,7 @@ class LSQTransformerEncoder(CPUStack, FairseqEncoder):
             ValueError: the tokens are not on the CPU.
         """
         padding = src_tokens.eq(self.padding_idx)
-        packing = Packing(padding)
+        packing = Packing(padding, **packing_options(self))
         states = self.rows(src_tokens, packing)
         return {
             "encoder_out": [unpack_time_major(states[-1], packing)],

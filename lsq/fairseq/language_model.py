@@ -18,6 +18,7 @@ from lsq.fairseq.memory import bounding_batch
 from lsq.fairseq.model import LSQModel
 from lsq.fairseq.task import LSQTask, TaskOptions
 from lsq.layers import Packing, TransformerEncoderLayer
+from lsq.layers.module import packing_options
 
 MODEL, TASK = "lsq_transformer_lm", "lsq_language_modeling"
 SUFFIXES = """
@@ -80,9 +81,9 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         self.calibrate(lambda: self.decoder(src_tokens))
         if target is None:
             return self.decoder(src_tokens, **extra)
-        packing = Packing(src_tokens.eq(self.decoder.padding_idx))
+        packing = Packing(src_tokens.eq(self.decoder.padding_idx), **packing_options(self))
         features = self.decoder.last_rows(src_tokens, packing)
-        return self.decoder.loss(features, packing.pack(target), label_smoothing)
+        return self.decoder.loss(features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing)
 
 
 def base_architecture(args: Namespace) -> None:

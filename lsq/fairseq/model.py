@@ -13,6 +13,7 @@ from lsq.fairseq import calibration, checkpoint, options
 from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
 from lsq.layers import Packing
+from lsq.layers.module import packing_options
 from lsq.program import rehearsal
 
 MODEL = "lsq_transformer"
@@ -136,10 +137,11 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         self.calibrate(run)
         if target is None:
             return run(**options)
-        source = Packing(src_tokens.eq(self.encoder.padding_idx))
-        packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx))
+        options = packing_options(self)
+        source = Packing(src_tokens.eq(self.encoder.padding_idx), **options)
+        packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx), **options)
         # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed again.
         features = self.decoder.last_rows(
             prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source
         )
-        return self.decoder.loss(features, packing.pack(target), label_smoothing)
+        return self.decoder.loss(features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing)

@@ -5,7 +5,7 @@ import torch
 from lsq.config import LayerConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
-from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.module import ProgramModule, beside_the_graph, packing_options
 from lsq.layers.packing import check_memory, pack_time_major, unpack_time_major
 
 
@@ -43,15 +43,15 @@ class MultiheadAttention(ProgramModule):
         """
         if self.cross != (memory is not None):
             raise ValueError(f"cross is {self.cross}, but a memory was {'not ' if memory is None else ''}given")
-        width = self.config.hidden
+        width, options = self.config.hidden, packing_options(self)
         if memory is None:
-            rows, packing = pack_time_major(x, key_padding_mask, width)
+            rows, packing = pack_time_major(x, key_padding_mask, width, **options)
             program = programs.self_attention(self.config, packing.sentences, self.mode(x), causal=causal)
             (y,) = self.execute(program, {"x": rows, "starts": packing.starts})
         else:
-            rows, packing = pack_time_major(x, None, width)
+            rows, packing = pack_time_major(x, None, width, **options)
             check_memory(memory, x)
-            source, source_packing = pack_time_major(memory, key_padding_mask, width)
+            source, source_packing = pack_time_major(memory, key_padding_mask, width, **options)
             program = programs.cross_attention(
                 self.config, packing.sentences, source_packing.sentences, self.mode(x, memory)
             )

@@ -42,6 +42,16 @@ class Sentences:
         """With the longest sentence as it is."""
         return Sentences(rows=rows, count=count, longest=-(-longest // 8) * 8)
 
+    def filled(self) -> "Sentences":
+        """At least as large, of few sizes: eight numbers of rows between two powers of two, and for each of them one
+        number of sentences as long as they have 16 tokens or more on average, twice as many for 8, ..."""
+        step = max(16, 2 ** (max(self.rows - 1, 1).bit_length() - 4))
+        rows = -(-self.rows // step) * step
+        count = -(-rows // 16)
+        while count < self.count:
+            count *= 2
+        return Sentences(rows=rows, count=count, longest=self.longest)
+
     def starts(self, builder: Builder, name: str) -> VirtualTensor:
         """The input int32 [B + 1] that says where each sentence begins."""
         return builder.input(name, (self.count + 1,), torch.int32)

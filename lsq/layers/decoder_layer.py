@@ -6,7 +6,7 @@ from lsq.config import LayerConfig
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
-from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.module import ProgramModule, beside_the_graph, packing_options
 from lsq.layers.packing import Packing, check_memory, pack_time_major, unpack_time_major
 
 
@@ -38,7 +38,8 @@ class TransformerDecoderLayer(ProgramModule):
             ValueError: another shape, no sentence or no word; a state in training mode, with more than one step, or
                 before calibration.
         """
-        rows, packing = pack_time_major(x, self_padding_mask, self.config.hidden)
+        options = packing_options(self)
+        rows, packing = pack_time_major(x, self_padding_mask, self.config.hidden, **options)
         if state is not None:
             if x.shape[:2] != (1, encoder_out.shape[1]):
                 raise ValueError(
@@ -47,7 +48,7 @@ class TransformerDecoderLayer(ProgramModule):
                 )
             return unpack_time_major(self.step(rows, encoder_out, encoder_padding_mask, state), packing)
         check_memory(encoder_out, x)
-        memory, memory_packing = pack_time_major(encoder_out, encoder_padding_mask, self.config.hidden)
+        memory, memory_packing = pack_time_major(encoder_out, encoder_padding_mask, self.config.hidden, **options)
         return unpack_time_major(self.rows(rows, packing, memory, memory_packing), packing)
 
     @beside_the_graph
@@ -79,8 +80,8 @@ class TransformerDecoderLayer(ProgramModule):
             state["cross"] = cross.view(batch, source, 2 * hidden)
             if scale:
                 state["cross_scale"] = scale[0]
-        memory_packing = Packing(padding, shape=(batch, source), device=x.device)
-        past, inputs = decoding.step_inputs(state, x, config)
+        memory_packing = Packing(padding, shape=(batch, source), backend=self.target)
+        past, inputs = decoding.step_inputs(state, x, config, self.target)
         inputs |= {"cross": memory_packing.pack(state["cross"]), "source_starts": memory_packing.starts}
         if "cross_scale" in state:
             inputs["cross_scale"] = state["cross_scale"]

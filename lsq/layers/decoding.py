@@ -5,6 +5,7 @@ B sentences, P steps so far, H hidden; S rows of a memory.
 
 import torch
 
+from lsq.backends import Backend
 from lsq.config import LayerConfig
 from lsq.layers import blocks
 from lsq.layers.blocks import Memory, Sentences
@@ -42,16 +43,18 @@ def check_ready(layer: ProgramModule) -> None:
         )
 
 
-def step_inputs(state: State, x: torch.Tensor, config: LayerConfig) -> tuple[int, dict[str, torch.Tensor]]:
+def step_inputs(
+    state: State, x: torch.Tensor, config: LayerConfig, backend: Backend
+) -> tuple[int, dict[str, torch.Tensor]]:
     """(P, inputs of a program of one step) for x float32 [B, H]; an empty state begins its history."""
     batch, width = x.shape[0], 3 * config.hidden
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
     return past, {
-        "x": x, "starts": Packing(shape=(batch, 1), device=x.device).starts,
+        "x": x, "starts": Packing(shape=(batch, 1), backend=backend).starts,
         "history": state["history"].reshape(batch * past, width),
-        "history_starts": Packing(shape=(batch, past + 1), device=x.device).starts,
+        "history_starts": Packing(shape=(batch, past + 1), backend=backend).starts,
     }  # fmt: skip
 
 

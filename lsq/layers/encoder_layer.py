@@ -6,7 +6,7 @@ from lsq.config import LayerConfig
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
-from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.module import ProgramModule, beside_the_graph, packing_options
 from lsq.layers.packing import Packing, pack_time_major, unpack_time_major
 
 
@@ -29,7 +29,7 @@ class TransformerEncoderLayer(ProgramModule):
         Raises:
             ValueError: another shape, no sentence, or no word.
         """
-        rows, packing = pack_time_major(x, key_padding_mask, self.config.hidden)
+        rows, packing = pack_time_major(x, key_padding_mask, self.config.hidden, **packing_options(self))
         return unpack_time_major(self.rows(rows, packing), packing)
 
     @beside_the_graph
@@ -52,7 +52,7 @@ class TransformerEncoderLayer(ProgramModule):
         if not self.causal:
             raise ValueError("a layer whose words see those after them cannot decode; make it with causal=True")
         decoding.check_ready(self)
-        past, inputs = decoding.step_inputs(state, x, self.config)
+        past, inputs = decoding.step_inputs(state, x, self.config, self.target)
         y, history = self.execute(decoding.encoder_step(self.config, past, len(x), self.mode()), inputs)
         decoding.keep_history(state, history)
         return y

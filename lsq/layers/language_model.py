@@ -7,6 +7,7 @@ from lsq.config import LayerConfig
 from lsq.layers.decoding import State
 from lsq.layers.embedding import Embedding
 from lsq.layers.encoder_layer import TransformerEncoderLayer
+from lsq.layers.module import packing_options
 from lsq.layers.packing import Packing
 from lsq.layers.stack import Stack
 from lsq.layers.vocabulary import VocabularyProjection
@@ -63,13 +64,13 @@ class TransformerLanguageModel(Stack, nn.Module):
             ValueError: an empty batch, a token or target outside the vocabulary, a sentence longer than max_positions,
                 another shape of targets, or label_smoothing not in [0, 1).
         """
-        packing = Packing(tokens == self.padding_idx)
+        packing = Packing(tokens == self.padding_idx, **packing_options(self))
         features = self.last_rows(tokens, packing)
         if target is None:
             return packing.unpack(self.output_projection(features))
         if target.shape != tokens.shape:
             raise ValueError(f"the targets are {tuple(target.shape)}; they must be {tuple(tokens.shape)}")
-        return self.output_projection.loss(features, packing.pack(target), label_smoothing)
+        return self.output_projection.loss(features, packing.pack(target, fill=self.padding_idx), label_smoothing)
 
     @torch.no_grad()
     def next_word(self, tokens: torch.Tensor, states: dict[str, State]) -> torch.Tensor:

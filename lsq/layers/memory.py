@@ -62,7 +62,8 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
     rehearsed, names = rehearse_step(model, step)
     margin = MARGIN if mode == "guard" else 0
     kind = GuardedMemory if mode == "guard" else StepMemory
-    memory = kind(plan_step(tuple(rehearsed.passes), names, margin=margin), rehearsed.owners, names)
+    place = rehearsed.owners[0].target.place
+    memory = kind(plan_step(tuple(rehearsed.passes), names, margin=margin), rehearsed.owners, names, place)
     for owner in rehearsed.owners:
         owner.step_memory = memory
     return memory

@@ -120,9 +120,11 @@ class ProgramModule(nn.Module):
 
     def mode(self, *inputs: torch.Tensor) -> Mode:
         """How a program of this module runs on these inputs now."""
-        return Mode(training=self.training, backward=self.wants_backward(*inputs), backend=self._backend())
+        return Mode(training=self.training, backward=self.wants_backward(*inputs), backend=self.target)
 
-    def _backend(self) -> Backend:
+    @property
+    def target(self) -> Backend:
+        """Where it runs."""
         return self.backend or for_device(next(self.parameters()).device)
 
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -136,7 +138,8 @@ class ProgramModule(nn.Module):
             if self.schedule.weights_due():
                 self._measure_weights()
                 self.schedule.measured_weights()
-        tensors = {**self._parameters_of(program), **inputs, "random_key": draw_key(), **self._weight_codes(program)}
+        (key,) = self.target.send([draw_key()])
+        tensors = {**self._parameters_of(program), **inputs, "random_key": key, **self._weight_codes(program)}
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
             before=self._calibrate_operation if measuring else None,
@@ -145,7 +148,7 @@ class ProgramModule(nn.Module):
         if self._observer is not None and program.output_gradients:
             self._observer.weights(self, tensors)
         memory = self.step_memory if self.training else None
-        outputs = Execution(program, self._backend(), hooks=hooks, memory=memory, owner=self)(tensors)
+        outputs = Execution(program, self.target, hooks=hooks, memory=memory, owner=self)(tensors)
         if calibrating:
             self.schedule.measured_activations()
             self._forget_clips()
@@ -191,7 +194,7 @@ class ProgramModule(nn.Module):
             return
         with naming(declared.rounding().clip.name.removesuffix("_clip")):
             measured = calibrate(
-                operation.unrounded(self._backend().run), self.quant.activation_init, self.quant.bits,
+                operation.unrounded(self.target.run), self.quant.activation_init, self.quant.bits,
                 fixed=self.quant.activation_clip, percentile=self.quant.percentile,
             )
         rounding.clip.data.copy_(measured)
@@ -203,7 +206,7 @@ class ProgramModule(nn.Module):
             (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in self.parameters()
         )
         kept = self._codes if made_from == self._codes_made_from else {}
-        place, parameters, codes = self._backend(), self._parameters_of(program), {}
+        place, parameters, codes = self.target, self._parameters_of(program), {}
         for virtual in program.weights.values():
             if virtual.codes is None:
                 continue
@@ -261,6 +264,17 @@ def naming(tensor: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{tensor}: {error}") from error
+
+
+def packing_options(model: nn.Module) -> dict:
+    """How to make the Packing (see there) of a batch for the program modules in `model`, or for itself.
+
+    Sizes are exact in passes that measure clips: what fills them up must not be measured.
+    """
+    modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
+    target = modules[0].target
+    measuring = any(not module.training or module.calibration_due() for module in modules)
+    return {"backend": target, "few_sizes": target.few_sizes and not measuring}
 
 
 def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,53 +1,67 @@
 """Packing: the real tokens of padded sentences as rows, one sentence after another, and back. Padding is not computed.
 
-B sentences, T time, M real tokens, H hidden.
+B sentences, T time, M real tokens, R rows, H hidden. R is M, or more where programs are made for a few sizes alone: the
+rows behind the last sentence belong to none.
 """
 
 import torch
+from torch.nn import functional
 
+from lsq.backends import Backend, for_device
 from lsq.layers.blocks import Sentences
 
 
 class Packing:
     """Where the tokens of a padded batch lie among packed rows.
 
+    It is made on the CPU, since its sizes choose programs, and sent in one piece. So a padding that lies on a GPU makes
+    the CPU wait for it: keep a copy on the CPU, and name the backend.
+
     Args:
         padding: bool [B, T], True is padding; None: no padding.
         shape: (B, T), for a batch without padding.
-        device: of the rows, for a batch without padding.
+        backend: of the modules that will use it; None: that of the padding's device.
+        few_sizes: rows and sentences are filled up to one of a few sizes, see Sentences.filled.
 
     Attributes:
-        starts: int32 [B + 1], the first row of each sentence, and M.
+        starts: int32 [B + 1], the first row of each sentence, and M; B filled up by sentences without a token.
+        positions: int64 [R], of each row in its sentence; 0 behind the last one.
         sentences: the sizes, by which programs are chosen.
     """
 
     def __init__(
         self, padding: torch.Tensor | None = None, *, shape: tuple[int, int] | None = None,
-        device: torch.device | str = "cpu",
+        backend: Backend | None = None, few_sizes: bool = False,
     ):
-        batch, time = shape if padding is None else padding.shape
+        backend = backend or for_device(torch.device("cpu") if padding is None else padding.device)
+        self.shape = batch, time = tuple(shape if padding is None else padding.shape)
         if padding is None:
-            lengths, longest = torch.full((batch,), time, device=device), time
-            self._index = None
+            lengths, index = torch.full((batch,), time), None
+            positions = torch.arange(time).repeat(batch)
         else:
-            present = ~padding
-            lengths = present.sum(dim=1)
-            longest = int(lengths.max()) if batch else 0
-            index = present.flatten().nonzero().squeeze(1)  # of [B, T]
-            self._index = None if len(index) == batch * time else index
-        self.shape = (batch, time)
-        ends = lengths.cumsum(0)
-        self.starts = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
-        rows = batch * time if self._index is None else len(self._index)
-        self.sentences = Sentences.of(rows, batch, longest)
+            present = ~padding.cpu()
+            lengths, index = present.sum(dim=1), present.flatten().nonzero().squeeze(1)  # index: of [B, T]
+            positions = (present.cumsum(dim=1) - 1).flatten()[index]
+        self.rows = len(positions)
+        sentences = Sentences.of(self.rows, batch, int(lengths.max()) if batch else 0)
+        self.sentences = sentences.filled() if few_sizes else sentences
+        self._filling = self.sentences.rows - self.rows
+        starts = torch.full((self.sentences.count + 1,), self.rows, dtype=torch.int32)
+        starts[: batch + 1] = functional.pad(lengths.cumsum(0), (1, 0))
+        kept = [] if self.rows == batch * time else [index]
+        positions = functional.pad(positions, (0, self._filling))
+        self.starts, self.positions, *kept = backend.send([starts, positions, *kept])
+        self._index = kept[0] if kept else None
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, T, ...] -> [M, ...]."""
+    def pack(self, x: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """x [B, T, ...] -> [R, ...], with `fill` behind the last sentence."""
         flat = x.reshape(-1, *x.shape[2:])
-        return flat if self._index is None else flat.index_select(0, self._index)
+        rows = flat if self._index is None else flat.index_select(0, self._index)
+        return functional.pad(rows, (0, 0) * (x.dim() - 2) + (0, self._filling), value=fill) if self._filling else rows
 
     def unpack(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [M, H] -> [B, T, H], zero where there is padding."""
+        """rows [R, H] -> [B, T, H], zero where there is padding."""
+        rows = rows[: self.rows]
         if self._index is None:
             return rows.view(*self.shape, rows.shape[1])
         whole = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
@@ -55,9 +69,9 @@ class Packing:
 
 
 def pack_time_major(
-    x: torch.Tensor, padding: torch.Tensor | None, width: int
+    x: torch.Tensor, padding: torch.Tensor | None, width: int, **options
 ) -> tuple[torch.Tensor, Packing]:
-    """Rows [M, H] of x [T, B, H] with padding bool [B, T] or None, and how they were packed.
+    """Rows [R, H] of x [T, B, H] with padding bool [B, T] or None, and how they were packed; options: as Packing's.
 
     Raises:
         ValueError: another shape, no sentence, no word, or a mask that does not fit.
@@ -69,7 +83,7 @@ def pack_time_major(
     batch, time = x.shape[1], x.shape[0]
     if padding is not None and tuple(padding.shape) != (batch, time):
         raise ValueError(f"the padding mask is {tuple(padding.shape)}; for this input it must be {(batch, time)}")
-    packing = Packing(None if padding is None else padding.to(torch.bool), shape=(batch, time), device=x.device)
+    packing = Packing(None if padding is None else padding.to(torch.bool), shape=(batch, time), **options)
     return packing.pack(x.transpose(0, 1)), packing
 
 
@@ -87,5 +101,5 @@ def check_memory(memory: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def unpack_time_major(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """Rows [M, H] -> [T, B, H], zero where there is padding."""
+    """Rows [R, H] -> [T, B, H], zero where there is padding."""
     return packing.unpack(rows).transpose(0, 1)

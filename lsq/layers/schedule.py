@@ -35,12 +35,12 @@ class Schedule:
         self.calibrated = self._quant.activation_init == "fixed"
 
     def activations_due(self, training: bool) -> bool:
-        """Whether the next pass measures the clips of activations: the first one does, and training passes 2, 4, 8, ..."""
+        """Whether the next pass measures the clips of activations: the first does, and training passes 2, 4, 8, ..."""
         again = training and self._within(ACTIVATIONS_AT) and self._activations_at != self.passes
         return self._quant.quantized and (not self.calibrated or again)
 
     def weights_due(self) -> bool:
-        """Whether the next training pass measures those of weights: passes 2, 3, 4, ..., each time 9 % later."""
+        """Whether the next training pass measures the clips of weights: passes 2, 3, 4, ..., each time 9 % later."""
         wanted = self._quant.quantized and self._quant.weight_init != "fixed"
         return wanted and self._within(WEIGHTS_AT) and self._weights_at != self.passes
 

@@ -42,7 +42,8 @@ class Stack:
                 f"{tokens.shape[1]} words are given, but the states hold {past}; only the last word is computed: "
                 "give a prefix word by word, and begin a new one with empty states"
             )
-        packing = Packing(shape=(len(tokens), 1), device=tokens.device)  # also of sentences that begin with padding
+        # Also of sentences that begin with padding.
+        packing = Packing(shape=(len(tokens), 1), backend=self.embed_tokens.target)
         found = [self.embedded(tokens[:, -1:], packing, tokens.shape[1] - 1)]
         for index, layer in enumerate(self.layers):
             found.append(layer.step(found[-1], *memory, states.setdefault(_key(index), {})))

@@ -76,7 +76,8 @@ class VocabularyProjection(ProgramModule):
         if target.numel() != rows.shape[0]:
             raise ValueError(f"the targets are {tuple(target.shape)}; they must be {tuple(x.shape[:-1])}")
         target = target.reshape(-1)
-        if not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
+        known = target.device.type != "cpu"  # the kernel answers with NaN: nobody waits for a look
+        if not known and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
             raise ValueError(
                 f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary has "
                 f"{self.vocabulary} words"

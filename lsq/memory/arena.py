@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 HUGE_PAGE = 2 << 20
 """Bytes of the pages that the system is asked for on the CPU: fewer page faults, fewer misses in the address cache."""
@@ -52,11 +53,9 @@ class Arena:
         )
 
     def lend(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, weakref.ref]:
-        """The same, not empty and on the CPU, with a storage of its own; the reference is dead once nothing uses it."""
-        self._check(offset, shape, dtype)
-        memory = memoryview(self._slab.numpy())
-        tensor = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).resize_(tuple(shape))
-        return tensor, weakref.ref(memory)
+        """The same with a storage of its own; the reference is dead once nothing uses it."""
+        memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
+        return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
 
     def _check(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = math.prod(shape) * dtype.itemsize

@@ -8,6 +8,8 @@ from lsq.program.operation import Operation, Spec
 
 Call = tuple[Operation, Sequence[torch.Tensor]]
 """An operation on real tensors, and its scratch memory."""
+SENT_ALIGNMENT = 16
+"""Bytes to whose multiples the tensors begin that `Backend.send` sends together."""
 
 
 class Backend:
@@ -18,12 +20,14 @@ class Backend:
         place: the device whose tensors it works on.
         activations: the dtype of activations in programs that are built for it; other floats are float32.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
+        few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
     """
 
     name: str
     place: torch.device = torch.device("cpu")
     activations: torch.dtype = torch.float32
     refillable: bool = False
+    few_sizes: bool = False
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs here."""
@@ -40,6 +44,21 @@ class Backend:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Fresh memory."""
         return torch.empty(shape, dtype=dtype, device=self.place)
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Small tensors of the CPU on this device, aligned for kernels, in one copy that nobody waits for."""
+        if self.place.type == "cpu":
+            return list(tensors)
+        given = [tensor.contiguous() for tensor in tensors]
+        sizes = [-(-tensor.nbytes // SENT_ALIGNMENT) * SENT_ALIGNMENT for tensor in given]
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        for tensor, place in zip(given, staged.split(sizes), strict=True):
+            place[: tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
+        arrived = staged.to(self.place, non_blocking=True)
+        return [
+            place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, place in zip(given, arrived.split(sizes), strict=True)
+        ]
 
     def run(self, operation: Operation) -> None:
         """Run one operation now, with fresh scratch memory.

@@ -92,7 +92,7 @@ class Execution:
             self.run(indices, values, frame)
 
     def _fresh(self) -> FreshFrame:
-        return FreshFrame(lambda tensor: self.backend.allocate(tensor.shape, tensor.dtype))
+        return FreshFrame(self.backend.place)
 
     def run(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:
         """Run `indices` one by one on `values`, which gains their outputs and loses what has no reader left."""

@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -27,15 +27,14 @@ ADVICE = (
 )
 
 
-Allocate = Callable[[VirtualTensor], torch.Tensor]
 Values = dict[VirtualTensor, torch.Tensor]
 PREPARED_KEPT = 2048
 """Prepared passes that a memory keeps, those used last; one takes about 30 KB."""
 
 
-def allocate(tensor: VirtualTensor) -> torch.Tensor:
-    """Fresh memory for a virtual tensor on the CPU."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
+    """Memory of its own for a virtual tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 class Frame:
@@ -63,17 +62,13 @@ class Frame:
 
 
 class FreshFrame(Frame):
-    """Every tensor in memory of its own.
+    """Every tensor in memory of its own on a device."""
 
-    Args:
-        allocate: where it comes from; memory of the CPU without.
-    """
-
-    def __init__(self, allocate: Allocate = allocate):
-        self._allocate = allocate
+    def __init__(self, device: torch.device):
+        self._device = device
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        return [self._allocate(tensor) for tensor in program.written(index)]
+        return [fresh(tensor, self._device) for tensor in program.written(index)]
 
 
 class PlannedFrame(Frame):
@@ -137,7 +132,7 @@ class PlannedFrame(Frame):
     def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
         place = self.place(index, number)
         if place is None or not tensor.size:
-            return allocate(tensor)
+            return fresh(tensor, self.memory.arena.device)
         if is_placed(tensor):
             return self.memory.arena.tensor(place, tensor.shape, tensor.dtype)
         lending = self.memory.step.lent[self.node, index, number]
@@ -172,14 +167,17 @@ class StepMemory:
         step: the plan.
         owners: the module of each node.
         names: of the nodes, for messages.
+        device: where the arena lies.
     """
 
     frame = PlannedFrame
 
-    def __init__(self, step: StepPlan, owners: list[object], names: tuple[str, ...]):
+    def __init__(
+        self, step: StepPlan, owners: list[object], names: tuple[str, ...], device: torch.device | str = "cpu"
+    ):
         self.step = step
         self.names = names
-        self.arena = Arena(step.plan.peak)
+        self.arena = Arena(step.plan.peak, device)
         self.loans = Loans(self.arena)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._positions = {(one.node, one.backward): position for position, one in enumerate(step.passes)}

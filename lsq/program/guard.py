@@ -94,8 +94,8 @@ class GuardedMemory(StepMemory):
 
     frame = GuardedFrame
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.alive: dict[Key, Alive] = {}
         self.fired = 0
         """Faults found."""

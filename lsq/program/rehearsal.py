@@ -55,12 +55,13 @@ class Rehearsal:
     def run(self, owner: object, program: Program, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Note a run of `program` by `owner`; zeros come back, without memory behind them."""
         self.programs.append(program)
+        device = next(iter(tensors.values())).device
         if not program.output_gradients:
-            return _zeros(program.outputs)
+            return _zeros(program.outputs, device)
         given = [tensors.get(tensor.name) for tensor in (*program.inputs, *program.parameters)]
         makes = tuple(next(self._count) for _ in program.outputs)
         self._borders.append((tuple(map(self._number, given)), makes))
-        results = _Noted.apply(self, owner, program, *given)
+        results = _Noted.apply(self, owner, program, device, *given)
         self._numbers.update(zip(map(id, results), makes, strict=True))
         self._made += results
         return results
@@ -91,10 +92,10 @@ class _Noted(torch.autograd.Function):
     """A run of a program in autograd's graph that leaves only its name."""
 
     @staticmethod
-    def forward(ctx, rehearsal: Rehearsal, owner: object, program: Program, *arguments):
-        ctx.rehearsal, ctx.program = rehearsal, program
+    def forward(ctx, rehearsal: Rehearsal, owner: object, program: Program, device: torch.device, *arguments):
+        ctx.rehearsal, ctx.program, ctx.device = rehearsal, program, device
         ctx.node = rehearsal.begin(owner, program)
-        return _zeros(program.outputs)
+        return _zeros(program.outputs, device)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -102,11 +103,12 @@ class _Noted(torch.autograd.Function):
         ctx.rehearsal.end(ctx.node, program)
         results = dict(zip(program.differentiable, program.gradients, strict=True))
         found = (results.get(tensor) for tensor in (*program.inputs, *program.parameters))
-        return None, None, None, *(None if gradient is None else _zeros([gradient])[0] for gradient in found)
+        made = (None if gradient is None else _zeros([gradient], ctx.device)[0] for gradient in found)
+        return None, None, None, None, *made
 
 
-def _zeros(tensors) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors)
+def _zeros(tensors, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape) for tensor in tensors)
 
 
 def active() -> Rehearsal | None:
@@ -134,14 +136,13 @@ def rehearse(step: Callable[[], torch.Tensor], parameters) -> Rehearsal:
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = [parameter.grad for parameter in wanted]
-    state = torch.get_rng_state()
+    gpus = {parameter.device for parameter in wanted if parameter.device.type == "cuda"}
     try:
-        with rehearsing() as rehearsal, torch.enable_grad():
+        with torch.random.fork_rng(gpus), rehearsing() as rehearsal, torch.enable_grad():
             loss = step()
             _check_step(loss, rehearsal)
             torch.autograd.grad(loss, wanted, allow_unused=True)
     finally:
-        torch.set_rng_state(state)
         for parameter, gradient in zip(wanted, gradients, strict=True):
             parameter.grad = gradient
     return rehearsal
