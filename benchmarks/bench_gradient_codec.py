@@ -23,7 +23,6 @@ QUICK_BUCKET = 5000
 CASES = [  # dtype of the bucket, bits of the codes, rounded at random
     (torch.float32, 8, False),
     (torch.bfloat16, 8, False),
-    (torch.float16, 8, False),
     (torch.float32, 4, True),
 ]
 """What int8 modes send of each dtype, and what the 4-bit mode does."""
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         baseline="plain PyTorch: the operation's reference",
         shape={"values": values, "shards": PROCESSES, "block": 128},
         library=loader.description(),
-        dtypes=["float32", "bfloat16", "float16"],
+        dtypes=["float32", "bfloat16"],
     )
     common.report("gradient_codec", table, conditions, options)
     return 0

@@ -31,7 +31,7 @@ from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 
 TARGETS = ("sm_80", "sm_90a", "sm_100")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32)
 TOKENS = 4096
 """Nothing is specialised for it."""
 MESSAGE_BLOCKS = (128, 1024)

@@ -11,7 +11,7 @@ from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, WEIGHT_FORMATS, Format, Grai
 MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
 GRANULARITIES = ("tensor", "channel")
-PRODUCT_DTYPES = ("float32", "bfloat16", "float16")
+PRODUCT_DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("relu", "gelu")
 NORMS = ("layer", "rms")
 DIMENSION_MULTIPLE = 16

@@ -26,7 +26,7 @@ def test_defaults():
     ("weight_granularity", "row", "'tensor', 'channel'"),
     ("clip_gradient", "ste", "'pact', 'lsq'"),
     ("backward", "int4", "'float', 'int8'"),
-    ("backward_dtype", "float64", "'float32', 'bfloat16', 'float16'"),
+    ("backward_dtype", "float64", "'float32', 'bfloat16'"),
     ("bits", 1, "from 2 to 8"),
     ("bits", 9, "from 2 to 8"),
     ("bits", 8.0, "from 2 to 8"),

@@ -73,7 +73,7 @@ class CUDA(Backend):
 
     Args:
         target: the device.
-        activations: the dtype of activations in programs: float32, bfloat16 or float16.
+        activations: the dtype of activations in programs: float32 or bfloat16.
         kept: lists that `run` keeps.
     """
 

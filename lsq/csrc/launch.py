@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOATS = {torch.float32: 0, torch.bfloat16: 1}
 """-DFLOAT of each dtype that activations may have."""
 
 

@@ -16,7 +16,7 @@ _LONGEST_LIST = 4096
 
 ALGORITHM_BYTES = 64
 
-DTYPES = {torch.float32: 0, torch.float16: 2, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
+DTYPES = {torch.float32: 0, torch.int8: 3, torch.int32: 10, torch.bfloat16: 14}
 """torch's dtype -> cudaDataType."""
 
 ALPHAS = {"one": 0, "scalar": 1, "vector": 2}

@@ -27,7 +27,7 @@ from lsq.dist.two_hop import TwoHop
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 """Of gradients that can be compressed."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries codes on each device."""

@@ -30,7 +30,6 @@ LAYOUTS = ("nt", "nn", "tt", "tn")
 OUTS = {
     "int8": ("int32", "int8"),
     "bfloat16": ("bfloat16", "float32"),
-    "float16": ("float16", "float32"),
     "float32": ("float32",),
 }
 """dtype of the operands -> dtypes of the result."""

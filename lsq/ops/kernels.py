@@ -50,7 +50,7 @@ def float_operand(values: torch.Tensor, scale: torch.Tensor | None, out: torch.T
     """out [M, N] = values [M, N], codes or floats, times scale [M], [1] or None, in the dtype of `out`."""
     return launch(
         "operands.cu", "lsq_float_operand", values, scale, out, 1 if scale is None else scale.numel(), *values.shape,
-        grid=patches(*values.shape), FLOAT=FLOATS[out.dtype], FROM=FLOATS.get(values.dtype, 3),
+        grid=patches(*values.shape), FLOAT=FLOATS[out.dtype], FROM=FLOATS.get(values.dtype, 2),
     )
 
 

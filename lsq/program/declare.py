@@ -30,8 +30,8 @@ class Host(Generic[T]):
     """Marks a field that only Python knows."""
 
 
-Activations = Annotated[torch.Tensor, torch.float32, torch.bfloat16, torch.float16]
-"""float32; on a GPU it may be bfloat16 or float16."""
+Activations = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
+"""float32; on a GPU it may be bfloat16."""
 Floats = Annotated[torch.Tensor, torch.float32]
 Codes = Annotated[torch.Tensor, torch.int8]
 """Of whatever format."""
@@ -45,7 +45,7 @@ Key = Annotated[torch.Tensor, torch.int64]
 """[1], the key of random numbers (lsq.quant.random)."""
 Bytes = Annotated[torch.Tensor, torch.uint8]
 """Memory in which several things lie."""
-AnyFloats = Annotated[torch.Tensor, torch.float32, torch.bfloat16, torch.float16]
+AnyFloats = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
 """On every device; a size of the operation tells C++ which, see csrc.launch.FLOATS."""
 
 KINDS: dict[str, tuple[torch.dtype, ...]] = {kind: globals()[kind].__metadata__ for kind in declarations.TENSORS}

@@ -46,7 +46,7 @@ def reduced(rank: int, values: int, dtype: torch.dtype, op_name: str) -> tuple[t
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype", "op"), [(1, torch.float32, "SUM"), (64, torch.bfloat16, "AVG"), (1001, torch.float16, "SUM")]
+    ("values", "dtype", "op"), [(1, torch.float32, "SUM"), (64, torch.bfloat16, "AVG"), (1001, torch.bfloat16, "SUM")]
 )
 def test_each_worker_gets_its_sum_and_what_is_not_finite_stays_so(values, dtype, op):
     results = run(reduced, 2, values, dtype, op)

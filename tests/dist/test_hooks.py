@@ -89,10 +89,10 @@ def overflows(rank: int, modes: list[str]) -> list[tuple[str, torch.Tensor]]:
     results = []
     for mode in modes:
         for value in (torch.inf, torch.nan):
-            net = Net(torch.float16)
+            net = Net(torch.bfloat16)
             model = DistributedDataParallel(net)
             compress_gradients(model, GradientConfig(mode=mode, node_size=1))
-            x = batch(rank, 0).half()
+            x = batch(rank, 0).bfloat16()
             loss = model(x).square().sum()
             (loss * (value if rank == 1 else 1.0)).backward()
             results.append((mode, flat_gradients(net)))

@@ -137,18 +137,17 @@ def test_overflow_in_the_gradient_reaches_the_gradients(value, backward, mode):
         assert not named[name].isfinite().all(), name
 
 
-@pytest.mark.parametrize("dtype, allowed", [("bfloat16", 0.02), ("float16", 0.003)])
-def test_narrow_backward_products_are_close(dtype, allowed):
+def test_narrow_backward_products_are_close():
     x = torch.randn(7, 3, HIDDEN, requires_grad=True)
     found = []
-    for backward_dtype in ("float32", dtype):
+    for backward_dtype in ("float32", "bfloat16"):
         torch.manual_seed(1)
         layer = TransformerEncoderLayer(config_of(backward_dtype=backward_dtype))
         found.append(gradients(layer, layer(x), x))
     exact, narrow = found
     for name, wanted in exact.items():
         assert narrow[name].dtype == torch.float32
-        assert (narrow[name] - wanted).norm() <= allowed * wanted.norm() + 1e-6, name
+        assert (narrow[name] - wanted).norm() <= 0.02 * wanted.norm() + 1e-6, name
     assert any(not torch.equal(narrow[name], wanted) for name, wanted in exact.items())
 
 

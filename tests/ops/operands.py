@@ -6,7 +6,7 @@ from lsq.quant import pack_bits
 
 KINDS = ("int8", "int32", "float32")
 ROWS = (1, 7, 41, 341)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def product_of(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:

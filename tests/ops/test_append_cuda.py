@@ -21,6 +21,6 @@ def test_floats(batch, past, width, dtype):
 
 def test_activations_of_two_dtypes_are_refused():
     operation = append_of(1, 1, 16, codes=False)
-    operation.now_floats = operation.now_floats.half()
+    operation.now_floats = operation.now_floats.bfloat16()
     with pytest.raises(ValueError, match="takes one dtype"):
         operation.cuda()

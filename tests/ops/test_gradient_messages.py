@@ -275,8 +275,8 @@ MESSAGES = torch.zeros(2, LAYOUT.message_bytes, dtype=torch.uint8)
     (lambda: pack(torch.zeros(1, 1000).double(), LAYOUT), "pack are torch.float64"),
     (lambda: PackGradients(x=torch.zeros(1, 1000), messages=to_write(LAYOUT)), r"messages are torch.uint8 \[528\]"),
     (lambda: PackGradients(
-        x=torch.zeros(1, 1000), messages=to_write(LAYOUT, 2), error=empty(1000, dtype=torch.float16)),
-     "error are torch.float16"),
+        x=torch.zeros(1, 1000), messages=to_write(LAYOUT, 2), error=empty(1000, dtype=torch.bfloat16)),
+     "error are torch.bfloat16"),
     (lambda: add_up(torch.zeros(2, 48, dtype=torch.uint8), LAYOUT), r"\[2, 48\]; the layout wants"),
     (lambda: add_up(MESSAGES.float(), LAYOUT), "add up are torch.float32"),
     (lambda: SumMessages(

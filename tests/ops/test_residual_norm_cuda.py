@@ -121,7 +121,7 @@ def test_nothing_to_do():
 
 def test_activations_of_two_dtypes_are_refused():
     with pytest.raises(ValueError, match="takes one dtype"):
-        run(norm(torch.randn(7, 48), torch.randn(7, 48).half(), normed=False))
+        run(norm(torch.randn(7, 48), torch.randn(7, 48).bfloat16(), normed=False))
 
 
 def test_a_width_that_kernels_do_not_have_is_refused():

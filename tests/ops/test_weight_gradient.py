@@ -80,9 +80,8 @@ def test_the_rounding_has_no_bias():
     assert (total / 64 - exact).norm() < 0.004 * exact.norm()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_products(dtype):
-    operation = case(41, "float", dtype=dtype)
+def test_narrow_products():
+    operation = case(41, "float", dtype="bfloat16")
     exact, _ = by_autograd(operation)
     narrow = compare(operation).dweight
     assert narrow.dtype == torch.float32

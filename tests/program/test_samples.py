@@ -84,7 +84,7 @@ def test_offsets_whose_end_nothing_tells_are_refused():
 def test_messages_are_finite():
     layout = MessageLayout.for_values(5000, 3)
     messages = Messages(layout=layout, data=empty(1, 3, layout.message_bytes, dtype=torch.uint8))
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16):
         unpacking = UnpackGradients(messages=messages, x=empty(5000, dtype=dtype))
         operation = Sampler(activations=torch.bfloat16).operation(unpacking)
         assert operation.x.dtype == dtype and operation.reference()[0].isfinite().all()
@@ -97,8 +97,9 @@ def test_a_tensor_in_two_fields_is_one_tensor():
 
 
 def test_placed_on_meta_takes_no_memory():
-    found = placed(Everything(x=empty(40, 2**50), statistics=torch.ones(3), y=empty(40, 50)), activations=torch.float16)
-    assert found.x.device.type == found.statistics.device.type == "meta" and found.x.dtype == torch.float16
+    everything = Everything(x=empty(40, 2**50), statistics=torch.ones(3), y=empty(40, 50))
+    found = placed(everything, activations=torch.bfloat16)
+    assert found.x.device.type == found.statistics.device.type == "meta" and found.x.dtype == torch.bfloat16
 
 
 def test_the_same_seed_draws_the_same():

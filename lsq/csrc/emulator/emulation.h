@@ -5,7 +5,7 @@
 // A file may hold no other writable global variable: before each block, all of them are filled with 0xFF bytes.
 #pragma once
 
-#include "halves.h"
+#include "bfloat16.h"
 #include "services.h"
 
 #define __global__

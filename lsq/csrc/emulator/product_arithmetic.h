@@ -12,7 +12,7 @@
 
 namespace emulator {
 
-enum Type { kFloat32 = 0, kFloat16 = 2, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
+enum Type { kFloat32 = 0, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
 enum Compute { kCompute32F = 68, kCompute32I = 72 };
 enum PointerMode { kHost = 0, kAlphaDeviceVectorBetaHost = 4 };
 
@@ -31,28 +31,20 @@ struct Problem {
     int64_t m, n, k;
 };
 
-inline size_t bytes_of(int32_t type) { return type == kInt8 ? 1 : type == kFloat16 || type == kBfloat16 ? 2 : 4; }
+inline size_t bytes_of(int32_t type) { return type == kInt8 ? 1 : type == kBfloat16 ? 2 : 4; }
 
-inline float widened(uint16_t bits, int32_t type) {
-    if (type == kBfloat16) {
-        const uint32_t wide = uint32_t{bits} << 16;
-        float value;
-        std::memcpy(&value, &wide, sizeof value);
-        return value;
-    }
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const float steps = static_cast<float>(exponent ? fraction + 1024 : fraction);
-    const float finite = std::ldexp(steps, std::max(exponent, 1) - 25);
-    const float magnitude = exponent < 31 ? finite : fraction ? NAN : INFINITY;
-    return bits >> 15 ? -magnitude : magnitude;
+inline float widened(uint16_t bits) {
+    const uint32_t wide = uint32_t{bits} << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
 }
 
-// A sum rounded once, half to even, to float16 or bfloat16.
-inline uint16_t narrowed(double sum, int32_t type) {
-    const int precision = type == kBfloat16 ? 8 : 11, smallest = type == kBfloat16 ? -126 : -14;
+// A sum rounded once, half to even, to bfloat16.
+inline uint16_t narrowed(double sum) {
+    constexpr int bits = 7, smallest = -126;  // of the fraction, and the least exponent of a normal number
+    constexpr uint16_t infinity = 0x7F80;
     const uint16_t sign = std::signbit(sum) ? 0x8000 : 0;
-    const int bits = precision - 1;
-    const uint16_t infinity = static_cast<uint16_t>((1 << 15) - (1 << bits));
     if (std::isnan(sum)) return sign | infinity | 1 << (bits - 1);
     if (std::isinf(sum)) return sign | infinity;
     const int exponent = sum == 0 ? smallest : std::max(std::ilogb(sum), smallest);
@@ -117,7 +109,7 @@ inline std::vector<double> lines(const char* operand, const Layout& layout, int6
             const int64_t at = contiguous ? line * layout.leading + i : i * layout.leading + line;
             values[line * k + i] = layout.type == kFloat32
                                        ? reinterpret_cast<const float*>(operand)[at]
-                                       : widened(reinterpret_cast<const uint16_t*>(operand)[at], layout.type);
+                                       : widened(reinterpret_cast<const uint16_t*>(operand)[at]);
         }
     return values;
 }
@@ -133,7 +125,7 @@ inline void multiply_floats(const Job& job, const char* a, const char* b, char* 
             if (p.d.type == kFloat32) {
                 reinterpret_cast<float*>(d)[at] = static_cast<float>(sum);
             } else {
-                reinterpret_cast<uint16_t*>(d)[at] = narrowed(sum, p.d.type);
+                reinterpret_cast<uint16_t*>(d)[at] = narrowed(sum);
             }
         }
     }

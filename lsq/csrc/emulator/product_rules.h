@@ -97,7 +97,7 @@ inline bool types_supported(int32_t compute, int32_t scale, int32_t a, int32_t b
     if (a != b || c != d) return false;
     const bool exact = scale == kInt32 && d == kInt32, scaled = scale == kFloat32 && d == kInt8;
     if (compute == kCompute32I) return a == kInt8 && (exact || scaled);
-    const bool floats = a == kFloat32 || a == kFloat16 || a == kBfloat16;
+    const bool floats = a == kFloat32 || a == kBfloat16;
     return compute == kCompute32F && scale == kFloat32 && floats && (d == a || d == kFloat32);
 }
 

@@ -2,7 +2,7 @@
 //
 // No CUDA header is needed. A kernel takes the struct of its operation (operations.h, see lsq/csrc/declarations.py), and
 // In<T>, Out<T>, int64_t and float beside it. -D says what a kernel is specialised for; FLOAT is the dtype of activations
-// and their gradients: 0 float32, 1 bfloat16, 2 float16.
+// and their gradients: 0 float32, 1 bfloat16.
 #pragma once
 
 #ifdef LSQ_EMULATOR
@@ -20,9 +20,6 @@ namespace lsq {
 struct bfloat16 {
     uint16_t bits;
 };
-struct float16 {
-    uint16_t bits;
-};
 
 #ifndef FLOAT
 #define FLOAT 0
@@ -31,10 +28,8 @@ struct float16 {
 using Float = float;
 #elif FLOAT == 1
 using Float = bfloat16;
-#elif FLOAT == 2
-using Float = float16;
 #else
-#error "FLOAT is 0 (float32), 1 (bfloat16) or 2 (float16)"
+#error "FLOAT is 0 (float32) or 1 (bfloat16)"
 #endif
 
 // An address on the device.

@@ -3,7 +3,7 @@
 // M rows, N columns, a multiple of 8.
 #include "patch.cuh"
 
-// A float operand of a product. -DFROM: 0 float32, 1 bfloat16, 2 float16, 3 codes.
+// A float operand of a product. -DFROM: 0 float32, 1 bfloat16, 2 codes.
 #ifndef FROM
 #define FROM 0
 #endif
@@ -20,10 +20,6 @@ struct Operand<1> {
 };
 template <>
 struct Operand<2> {
-    using type = float16;
-};
-template <>
-struct Operand<3> {
     using type = int8_t;
 };
 using Given = Operand<FROM>::type;
@@ -38,7 +34,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_float_operand(
     const Given* from = values;
     const float* factors = scale;
     Float* to = out;
-#if FROM == 3
+#if FROM == 2
     int32_t x[kPatchRows][kVector];
 #else
     float x[kPatchRows][kVector];

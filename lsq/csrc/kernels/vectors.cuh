@@ -1,7 +1,7 @@
 // Eight neighbouring values at a time: 16-byte accesses of two-byte floats, 8-byte accesses of codes.
 //
 // All pointers must be aligned to what is read at once, which holds for every row whose length is a multiple of 8.
-// Half-precision floats widen exactly and round to nearest even, NaN to NaN.
+// bfloat16 widens exactly and is rounded to nearest even, NaN to NaN.
 #pragma once
 
 #include "device.cuh"
@@ -28,15 +28,6 @@ __device__ __forceinline__ void store_words(void* to, const Word& words) {
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
-__device__ __forceinline__ float widen(float16 x) {
-#ifdef LSQ_EMULATOR
-    return emulator_half_to_float(x.bits);
-#else
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
-    return wide;
-#endif
-}
 
 template <class T>
 __device__ __forceinline__ T narrow(float x);
@@ -51,16 +42,6 @@ __device__ __forceinline__ bfloat16 narrow<bfloat16>(float x) {
 #else
     bfloat16 result;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
-    return result;
-#endif
-}
-template <>
-__device__ __forceinline__ float16 narrow<float16>(float x) {
-#ifdef LSQ_EMULATOR
-    return {emulator_float_to_half(x)};
-#else
-    float16 result;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
     return result;
 #endif
 }
@@ -99,11 +80,10 @@ __device__ __forceinline__ void unpack8(const Packed<float>& packed, float (&x)[
     for (int i = 0; i < kVector; ++i) x[i] = float_of(packed.word[i]);
 }
 
-template <class Half>
-__device__ __forceinline__ void unpack8(const Packed<Half>& packed, float (&x)[kVector]) {
+__device__ __forceinline__ void unpack8(const Packed<bfloat16>& packed, float (&x)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        x[i] = widen(Half{static_cast<uint16_t>(packed.word[i / 2] >> (16 * (i % 2)))});
+        x[i] = widen(bfloat16{static_cast<uint16_t>(packed.word[i / 2] >> (16 * (i % 2)))});
     }
 }
 
@@ -127,11 +107,11 @@ __device__ __forceinline__ void pack8(const float (&x)[kVector], Packed<float>& 
     for (int i = 0; i < kVector; ++i) packed.word[i] = bits_of(x[i]);
 }
 
-template <class Half>
-__device__ __forceinline__ void pack8(const float (&x)[kVector], Packed<Half>& packed) {
+__device__ __forceinline__ void pack8(const float (&x)[kVector], Packed<bfloat16>& packed) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        packed.word[i] = narrow<Half>(x[2 * i]).bits | static_cast<uint32_t>(narrow<Half>(x[2 * i + 1]).bits) << 16;
+        const uint32_t high = narrow<bfloat16>(x[2 * i + 1]).bits;
+        packed.word[i] = narrow<bfloat16>(x[2 * i]).bits | high << 16;
     }
 }
 

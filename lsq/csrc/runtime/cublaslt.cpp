@@ -34,7 +34,6 @@ size_t configuration_bytes(int64_t attribute) {
 const char* name(int64_t type) {
     switch (static_cast<DataType>(type)) {
         case DataType::kFloat32: return "float32";
-        case DataType::kFloat16: return "float16";
         case DataType::kInt8: return "int8";
         case DataType::kInt32: return "int32";
         case DataType::kBfloat16: return "bfloat16";

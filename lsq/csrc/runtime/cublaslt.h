@@ -16,7 +16,7 @@
 
 namespace lsq {
 
-enum class DataType : int32_t { kFloat32 = 0, kFloat16 = 2, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
+enum class DataType : int32_t { kFloat32 = 0, kInt8 = 3, kInt32 = 10, kBfloat16 = 14 };
 enum class Alpha : int64_t { kOne = 0, kScalar = 1, kVector = 2 };
 enum class PointerMode : int32_t { kHost = 0, kAlphaDeviceVectorBetaHost = 4 };
 

@@ -95,12 +95,10 @@ extern "C" __global__ void ticket_sum(float* partial, unsigned* ticket, float* t
 }
 LSQ_EXPORT(ticket_sum)
 
-extern "C" __global__ void narrow(const float* x, uint16_t* bfloat16, uint16_t* half, float* widened, int64_t count) {
+extern "C" __global__ void narrow(const float* x, uint16_t* bfloat16, int64_t count) {
     const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
     if (i >= count) return;
     bfloat16[i] = emulator_float_to_bfloat16(x[i]);
-    half[i] = emulator_float_to_half(x[i]);
-    widened[i] = emulator_half_to_float(half[i]);
 }
 LSQ_EXPORT(narrow)
 
