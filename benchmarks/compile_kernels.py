@@ -51,8 +51,8 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
 def needed_programs() -> Iterator[Program]:
     """Every program of a training run and of decoding."""
     for size in sizes(TOKENS):
-        sentences = Sentences.of(size.tokens, size.sentences, size.length)
-        step = Sentences.of(size.sentences, size.sentences, 1)
+        sentences = Sentences(rows=size.tokens, count=size.sentences)
+        step = Sentences(rows=size.sentences, count=size.sentences)
         for config, training in itertools.product(configurations(size), (True, False)):
             quant = config.quant
             mode = Mode(training=training, backward=training, backend=backend("reference"))

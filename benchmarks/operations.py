@@ -122,7 +122,7 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
     """Every kind of program of a training step."""
     config = layer_config(size, quant, dropout)
     mode = Mode(training=True, backward=True, backend=backend("reference"))
-    sentences = Sentences.of(size.tokens, size.sentences, size.length)
+    sentences = Sentences(rows=size.tokens, count=size.sentences)
     yield programs.embedding(quant, size.tokens, table(size, dropout), mode)
     yield programs.encoder_layer(config, sentences, mode)
     yield programs.encoder_layer(layer_config(size, quant, dropout, norm="rms"), sentences, mode)

@@ -61,7 +61,7 @@ def trained() -> list[Program]:
         )
         found += [
             programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
-            programs.decoder_layer(config, Sentences.of(21, 3, 7), Sentences.of(27, 3, 9), mode),
+            programs.decoder_layer(config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode),
             programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
         ]

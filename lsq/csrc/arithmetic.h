@@ -196,4 +196,9 @@ LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t subsequence, uint64_t
     return {{c0, c1, c2, c3}};
 }
 
+constexpr int64_t kKeys = int64_t{1} << 31;  // that a sentence may have, for the elements of probabilities
+
+// The element of the probability of key 0; see lsq/ops/heads.py.
+LSQ_INLINE int64_t probability_element(int64_t row, int64_t heads, int64_t head) { return (row * heads + head) * kKeys; }
+
 }  // namespace lsq

@@ -20,7 +20,7 @@ class MultiheadAttention(ProgramModule):
     def __init__(self, config: LayerConfig, *, cross: bool = False):
         super().__init__(config.quant)
         self.config, self.cross = config, cross
-        one = Sentences.of(1, 1, 1)
+        one = Sentences(rows=1, count=1)
         if cross:
             self.declare(lambda mode: programs.cross_attention(config, one, one, mode))
         else:

@@ -34,13 +34,6 @@ class Sentences:
     """M, all tokens."""
     count: int
     """B"""
-    longest: int
-    """Tokens of the longest sentence, rounded up to a multiple of 8."""
-
-    @staticmethod
-    def of(rows: int, count: int, longest: int) -> "Sentences":
-        """With the longest sentence as it is."""
-        return Sentences(rows=rows, count=count, longest=-(-longest // 8) * 8)
 
     def filled(self) -> "Sentences":
         """At least as large, of few sizes: eight numbers of rows between two powers of two, and for each of them one
@@ -50,7 +43,7 @@ class Sentences:
         count = -(-rows // 16)
         while count < self.count:
             count *= 2
-        return Sentences(rows=rows, count=count, longest=self.longest)
+        return Sentences(rows=rows, count=count)
 
     def starts(self, builder: Builder, name: str) -> VirtualTensor:
         """The input int32 [B + 1] that says where each sentence begins."""
@@ -64,7 +57,6 @@ class Memory:
     rows: Rows
     key_column: int
     starts: VirtualTensor
-    longest: int
 
 
 def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
@@ -148,7 +140,7 @@ def attention(
         q=Projected(rows=queries, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
         v=Projected(rows=memory.rows, column=memory.key_column + hidden), starts=starts,
         key_starts=memory.starts, count=config.heads, width=hidden // config.heads, causal=causal,
-        dropout=builder.dropout(config.attention_dropout), longest=memory.longest,
+        dropout=builder.dropout(config.attention_dropout),
     )  # fmt: skip
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
@@ -162,7 +154,7 @@ def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Se
                    causal: bool) -> VirtualTensor:  # fmt: skip
     """Attention of packed sentences to themselves: normalised rows -> as `attention`."""
     qkv = project_heads(builder, config, x, prefix + "qkv", 3)
-    memory = Memory(rows=qkv, key_column=config.hidden, starts=starts, longest=sentences.longest)
+    memory = Memory(rows=qkv, key_column=config.hidden, starts=starts)
     return attention(builder, config, qkv, starts, memory, prefix, causal=causal)
 
 

@@ -16,7 +16,7 @@ class TransformerDecoderLayer(ProgramModule):
     def __init__(self, config: LayerConfig):
         super().__init__(config.quant)
         self.config = config
-        one = Sentences.of(1, 1, 1)
+        one = Sentences(rows=1, count=1)
         self.declare(lambda mode: programs.decoder_layer(config, one, one, mode))
 
     def forward(

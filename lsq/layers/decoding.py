@@ -75,7 +75,7 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
     `history` [B * P, 3H] holds the rows of the steps before.
     """
     b = mode.builder("encoder_step", config.quant)
-    x, starts = packed(b, "x", Sentences.of(batch, batch, 1), config)
+    x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update, every = _attend_to_history(b, config, residual.rows, starts, past)
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
@@ -100,7 +100,7 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
     """The same of a decoder layer. `cross` [S, 2H] is what decoder_memory made."""
     b = mode.builder("decoder_step", config.quant)
     hidden, batch = config.hidden, source.count
-    x, starts = packed(b, "x", Sentences.of(batch, batch, 1), config)
+    x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
     cross = b.input("cross", (source.rows, 2 * hidden), codes_dtype(config))
     cross_scale = b.input("cross_scale", (1,)) if config.quant.quantized else None
     source_starts = source.starts(b, "source_starts")
@@ -111,7 +111,7 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
         clip="encoder_attn.input_clip",
     )
     rows = blocks.stored(b, cross, cross_scale)
-    memory = Memory(rows=rows, key_column=0, starts=source_starts, longest=source.longest)
+    memory = Memory(rows=rows, key_column=0, starts=source_starts)
     update = blocks.cross_attention(b, config, residual.rows, starts, memory, "encoder_attn.")
     finish_with_feed_forward(b, config, residual, update, "encoder_attn_layer_norm")
     b.output(every.tensor)
@@ -127,6 +127,5 @@ def _attend_to_history(
     all_starts = b.input("history_starts", (batch + 1,), torch.int32)
     qkv = blocks.project_heads(b, config, rows, "self_attn.qkv", 3)
     every = blocks.append(b, history, qkv, batch)
-    longest = Sentences.of(0, 0, past + 1).longest
-    memory = Memory(rows=every, key_column=hidden, starts=all_starts, longest=longest)
+    memory = Memory(rows=every, key_column=hidden, starts=all_starts)
     return blocks.attention(b, config, qkv, starts, memory, "self_attn.", causal=False), every

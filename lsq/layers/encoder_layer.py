@@ -21,7 +21,7 @@ class TransformerEncoderLayer(ProgramModule):
     def __init__(self, config: LayerConfig, *, causal: bool = False):
         super().__init__(config.quant)
         self.config, self.causal = config, causal
-        self.declare(lambda mode: programs.encoder_layer(config, Sentences.of(1, 1, 1), mode))
+        self.declare(lambda mode: programs.encoder_layer(config, Sentences(rows=1, count=1), mode))
 
     def forward(self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> float32 [T, B, H], zero in padding.

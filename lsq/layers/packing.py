@@ -43,7 +43,7 @@ class Packing:
             lengths, index = present.sum(dim=1), present.flatten().nonzero().squeeze(1)  # index: of [B, T]
             positions = (present.cumsum(dim=1) - 1).flatten()[index]
         self.rows = len(positions)
-        sentences = Sentences.of(self.rows, batch, int(lengths.max()) if batch else 0)
+        sentences = Sentences(rows=self.rows, count=batch)
         self.sentences = sentences.filled() if few_sizes else sentences
         self._filling = self.sentences.rows - self.rows
         starts = torch.full((self.sentences.count + 1,), self.rows, dtype=torch.int32)

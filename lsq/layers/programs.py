@@ -222,7 +222,7 @@ def _project_memory(b: Builder, config: LayerConfig, source: Sentences, prefix: 
     memory = b.input("memory", (source.rows, config.hidden))
     starts = source.starts(b, "memory_starts")
     rows = blocks.project_memory(b, config, memory, prefix)
-    return Memory(rows=rows, key_column=0, starts=starts, longest=source.longest)
+    return Memory(rows=rows, key_column=0, starts=starts)
 
 
 def finish_with_feed_forward(

@@ -16,6 +16,9 @@ import torch
 from lsq.program.declare import In, Offsets, Value, extent, size
 from lsq.program.values import Dropout, Rows
 
+KEYS = 2**31
+"""More than any sentence has: elements of probabilities are numbered alike whatever stands in a batch. See kKeys."""
+
 
 class Projected(Value):
     """Queries, keys or values where a projection wrote them."""
@@ -47,9 +50,7 @@ class Heads(Value):
     causal: bool
     """Query i of a sentence sees its keys up to i + (keys - queries)."""
     dropout: In[Dropout] | None
-    """Of probabilities: key j of row m and head h is element (m * count + h) * longest + j."""
-    longest: int
-    """Keys of the longest sentence, rounded up to a multiple of 8."""
+    """Of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
 
     @size
     def sentences(self) -> int:
@@ -67,9 +68,6 @@ class Heads(Value):
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
-        mask = None
-        if self.dropout is not None:
-            mask = self.dropout.apply(torch.ones(self.rows, self.count, self.longest))
         starts, key_starts = self.starts.tolist(), self.key_starts.tolist()
         for queries, keys in zip(map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True):
             q, k, v = (
@@ -81,9 +79,16 @@ class Heads(Value):
             yield Sentence(
                 queries=queries, keys=keys, q=q, k=k, v=v, hidden=hidden,
                 scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.rows.scale * share,
-                k_factor=self.q.rows.scale * share, v_scale=self.v.rows.scale,
-                mask=None if mask is None else mask[queries, :, : k.shape[1]].transpose(0, 1),
+                k_factor=self.q.rows.scale * share, v_scale=self.v.rows.scale, mask=self._mask(queries, scores),
             )
+
+    def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
+        """What dropout multiplies the probabilities of a sentence by, shaped as its scores [N, T, S]."""
+        if self.dropout is None:
+            return None
+        row, head = torch.arange(queries.start, queries.stop)[:, None], torch.arange(self.count)[:, None, None]
+        element = (row * self.count + head) * KEYS + torch.arange(scores.shape[2])
+        return self.dropout.apply(torch.ones(element.shape), element)
 
     def columns_of(self, one: Projected) -> slice:
         """Where all heads stand."""

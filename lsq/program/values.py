@@ -127,9 +127,9 @@ class Dropout(Value):
         """What the others are multiplied by."""
         return random.keep_factor(self.probability)
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Reference: x, any shape, after dropout."""
-        return random.dropout(x, self.probability, self.key, self.subsequence)
+    def apply(self, x: torch.Tensor, element: torch.Tensor | None = None) -> torch.Tensor:
+        """Reference: x, any shape, after dropout; see lsq.quant.random.dropout."""
+        return random.dropout(x, self.probability, self.key, self.subsequence, element)
 
 
 class RoundedGradient(Value):

@@ -22,7 +22,16 @@ def draw_key() -> torch.Tensor:
 
 def philox(key: int, subsequence: int, numel: int) -> torch.Tensor:
     """The first `numel` 32-bit words of a subsequence, int64 [numel] with values in [0, 2^32)."""
-    group = torch.arange(-(-numel // 4), dtype=torch.int64)
+    return _groups(key, subsequence, torch.arange(-(-numel // 4))).view(-1)[:numel]
+
+
+def philox_of(key: int, subsequence: int, element: torch.Tensor) -> torch.Tensor:
+    """The words of these elements, int64 of any shape."""
+    return _groups(key, subsequence, element >> 2).gather(-1, (element & 3)[..., None]).squeeze(-1)
+
+
+def _groups(key: int, subsequence: int, group: torch.Tensor) -> torch.Tensor:
+    """The four words of each group of elements, int64 [..., 4]."""
     counter = [group & _MASK, group >> 32, torch.full_like(group, subsequence), torch.zeros_like(group)]
     keys = [key & _MASK, (key >> 32) & _MASK]
     for _ in range(10):
@@ -31,7 +40,7 @@ def philox(key: int, subsequence: int, numel: int) -> torch.Tensor:
         low = [product & _MASK for product in products]
         counter = [high[1] ^ counter[1] ^ keys[0], low[1], high[0] ^ counter[3] ^ keys[1], low[0]]
         keys = [(word + step) & _MASK for word, step in zip(keys, _WEYL, strict=True)]
-    return torch.stack(counter, dim=1).reshape(-1)[:numel]
+    return torch.stack(counter, dim=-1)
 
 
 def dropout_threshold(probability: float) -> int:
@@ -39,12 +48,20 @@ def dropout_threshold(probability: float) -> int:
     return min(round(probability * 2**32), _MASK)
 
 
-def dropout(x: torch.Tensor, probability: float, key: torch.Tensor, subsequence: int) -> torch.Tensor:
-    """Zero each element with `probability` and scale the rest by 1 / (1 - probability); any shape and float dtype."""
+def dropout(
+    x: torch.Tensor, probability: float, key: torch.Tensor, subsequence: int, element: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Zero each element with `probability` and scale the rest by 1 / (1 - probability); any shape and float dtype.
+
+    `element`, int64 and shaped as x, numbers the elements; without, they are counted from 0 as they lie.
+    """
     if probability == 0.0:
         return x
-    words = philox(int(key), subsequence, x.numel()).view(x.shape).to(x.device)
-    kept = words >= dropout_threshold(probability)
+    if element is None:
+        words = philox(int(key), subsequence, x.numel()).view(x.shape)
+    else:
+        words = philox_of(int(key), subsequence, element)
+    kept = words.to(x.device) >= dropout_threshold(probability)
     return torch.where(kept, x * keep_factor(probability), torch.zeros((), dtype=x.dtype))
 
 

@@ -21,7 +21,7 @@ VARIANTS = {
     " rms": {"norm": "rms", "pre_norm": True, "dropout": 0.1, "backward": "int8"},
     " float": {"mode": "float"},
 }
-SENTENCES, SOURCE = Sentences.of(17, 3, 7), Sentences.of(23, 3, 9)
+SENTENCES, SOURCE = Sentences(rows=17, count=3), Sentences(rows=23, count=3)
 """Three sentences of different lengths, and what they attend to."""
 
 
@@ -76,7 +76,7 @@ def _programs():
     table = Table(vocabulary=13, hidden=48, positions=20, padding=1, scale=7.0, dropout=0.1, learned=True)
     yield "embedding float", lambda: programs.embedding(QuantConfig(mode="float"), 21, table, mode)
     wide = LayerConfig(hidden=512, heads=8, feed_forward=2048, dropout=0.1, quant=QuantConfig(backward="int8"))
-    yield "wide encoder", lambda: programs.encoder_layer(wide, Sentences.of(512, 16, 32), mode)
+    yield "wide encoder", lambda: programs.encoder_layer(wide, Sentences(rows=512, count=16), mode)
 
 
 PROGRAMS = dict(_programs())

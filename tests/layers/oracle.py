@@ -12,7 +12,7 @@ import torch
 
 from lsq.ops.nonlinearity import SLOPE_UNIT
 from lsq.quant import maximum_code, scale_of
-from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox
+from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox_of
 from tests.layers.reference import ReferenceLayer, gelu_slope
 
 MARGIN = 3e-5
@@ -179,10 +179,10 @@ def drop(x, probability, key, subsequence, padding):
     if x.dim() == 3:
         element = row[..., None] * x.shape[2] + torch.arange(x.shape[2])
     else:
-        heads, longest = x.shape[1], -(-x.shape[3] // 8) * 8
+        heads = x.shape[1]
         head = torch.arange(heads)[:, None]
-        element = ((row[:, None] * heads + head)[..., None]) * longest + torch.arange(x.shape[3])
-    words = philox(int(key), subsequence, int(element.max()) + 1)[element]
+        element = ((row[:, None] * heads + head)[..., None]) * 2**31 + torch.arange(x.shape[3])
+    words = philox_of(int(key), subsequence, element)
     return torch.where(words >= dropout_threshold(probability), x * keep_factor(probability), torch.zeros_like(x))
 
 

@@ -25,7 +25,7 @@ def test_a_program_is_built_once():
     first = programs.encoder_layer(config_of(), SENTENCES, mode)
     assert programs.encoder_layer(config_of(), SENTENCES, mode_on()) is first
     assert programs.encoder_layer(config_of(dropout=0.1), SENTENCES, mode) is not first
-    assert programs.encoder_layer(config_of(), Sentences.of(18, 3, 7), mode) is not first
+    assert programs.encoder_layer(config_of(), Sentences(rows=18, count=3), mode) is not first
     assert programs.encoder_layer(config_of(), SENTENCES, mode, causal=True) is not first
     assert programs.encoder_layer(config_of(), SENTENCES, mode_on("cpu")) is not first
 

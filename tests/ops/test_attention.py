@@ -42,7 +42,7 @@ def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False
     read = Heads(
         q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + hidden),
         starts=offsets(lengths), key_starts=offsets(keys), count=heads, width=width, causal=causal,
-        dropout=dropout_of(dropout), longest=-(-max(keys, default=0) // 8) * 8,
+        dropout=dropout_of(dropout),
     )  # fmt: skip
     return Attention(
         heads=read, log_sum=empty(rows, heads), out=empty(rows, hidden) if to is None else None, rounded=to
@@ -89,12 +89,12 @@ def dense(operation, dtype):
     blind = ~seen.any(dim=3, keepdim=True)
     probabilities = scores.masked_fill(blind, 0.0).softmax(dim=3) * ~blind
     if heads.dropout is not None:
-        mask = random.dropout(
-            torch.ones(sum(of_q), heads.count, heads.longest), heads.dropout.probability, KEY,
-            heads.dropout.subsequence,
-        )
-        whole = torch.nn.utils.rnn.pad_sequence(mask.split(of_q), batch_first=True).transpose(1, 2)
-        probabilities = probabilities * whole[:, :, :, : k.shape[2]]
+        row = torch.arange(sum(of_q))[:, None, None] * heads.count + torch.arange(heads.count)[:, None]
+        element = row * 2**31 + torch.arange(k.shape[2])
+        dropout, ones = heads.dropout, torch.ones(element.shape)
+        mask = random.dropout(ones, dropout.probability, KEY, dropout.subsequence, element)
+        whole = torch.nn.utils.rnn.pad_sequence(mask.split(of_q), batch_first=True)
+        probabilities = probabilities * whole.transpose(1, 2)
     context = (probabilities @ v).transpose(1, 2).flatten(2)
     return leaves, torch.cat([one[:length] for one, length in zip(context, of_q, strict=True)])
 
@@ -189,6 +189,13 @@ def test_a_poisoned_scale_poisons_everything():
     forward.heads.q.rows.coded.scale.fill_(math.nan)
     found = on_cpu(forward)
     assert found.rounded.scale.isnan() and not found.rounded.codes.any()
+
+
+def test_a_mask_does_not_depend_on_what_follows():
+    long, short = attention((7, 9, 70), dropout=0.5), attention((7, 9), dropout=0.5)
+    short.heads.q.rows = short.heads.k.rows = short.heads.v.rows = Rows(coded=long.heads.q.rows.coded.bare())
+    short.heads.q.rows.coded.codes = long.heads.q.rows.coded.codes[:16]
+    assert torch.equal(compare(short).out, compare(long).out[:16])
 
 
 def test_extreme_scores_do_not_overflow():

@@ -191,7 +191,7 @@ def test_profile_counts_both_passes():
     x = torch.randn(5, 3, 48)
     with profile() as seconds:
         layer(x).sum().backward()
-    program = programs.encoder_layer(layer.config, Sentences.of(15, 3, 5), mode_on("cpu"))
+    program = programs.encoder_layer(layer.config, Sentences(rows=15, count=3), mode_on("cpu"))
     assert seconds.keys() == {operation.name for operation in program.operations}
     assert all(value > 0 for value in seconds.values())
     before = dict(seconds)

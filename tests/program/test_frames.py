@@ -24,7 +24,7 @@ def planned():
 
 
 def program_of(layer, batch, time):
-    return programs.encoder_layer(layer.config, Sentences.of(batch * time, batch, time), mode_on("cpu"))
+    return programs.encoder_layer(layer.config, Sentences(rows=batch * time, count=batch), mode_on("cpu"))
 
 
 def test_fresh_tensors_have_the_shapes_of_what_is_written():

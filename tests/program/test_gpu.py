@@ -19,7 +19,7 @@ from tests.layers.shapes import config_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
-LONG, SOURCE = Sentences.of(350, 9, 41), Sentences.of(300, 9, 37)
+LONG, SOURCE = Sentences(rows=350, count=9), Sentences(rows=300, count=9)
 
 
 class Prepared:

@@ -59,6 +59,17 @@ def test_share_of_dropped_elements(probability):
     assert abs(dropped.mean().item() - 1) < 5 * deviation / (1 - probability)
 
 
+def test_words_of_any_elements():
+    elements = torch.tensor([[5, 0, 2**31 + 3], [2**40, 2**62 + 2, 5]])
+    found = philox_random.philox_of(-7, 3, elements)
+    for element, word in zip(elements.flatten().tolist(), found.flatten().tolist(), strict=True):
+        group = element // 4
+        counter = (group & 0xFFFFFFFF, group >> 32, 3, 0)
+        assert word == plain_philox(counter, (-7 & 0xFFFFFFFF, -7 >> 32 & 0xFFFFFFFF))[element % 4]
+    x = torch.ones(2, 3)
+    assert torch.equal(philox_random.dropout(x, 0.5, torch.tensor([-7]), 3, elements), 2.0 * (found >= 2**31))
+
+
 def test_masks_depend_on_key_and_subsequence_alone():
     x = torch.ones(1000)
     masks = {

@@ -108,7 +108,8 @@ protected:
 
     // Random words of keys [0, n) of a row.
     void draw(int64_t row, int64_t head, int64_t n) {
-        philox(heads_.dropout.key[0], heads_.dropout.subsequence, (row * heads_.count + head) * heads_.longest, n, words_.data());
+        const Dropout& dropout = heads_.dropout;
+        philox(dropout.key[0], dropout.subsequence, probability_element(row, heads_.count, head), n, words_.data());
     }
 
     // Dropout by the words that were drawn last.

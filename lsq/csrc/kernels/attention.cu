@@ -35,19 +35,19 @@ struct Backward {
     Factor factor;
     DropoutMask dropout;
     const float* log_sum;
-    int64_t longest, heads;
+    int64_t heads;
 
     __device__ __forceinline__ explicit Backward(const AttentionGradient& op)
         : q(op.heads.q), k(op.heads.k), v(op.heads.v),
           upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), factor(q, k), dropout(op.heads.dropout),
-          log_sum(op.log_sum), longest(op.heads.longest), heads(op.heads.count) {}
+          log_sum(op.log_sum), heads(op.heads.count) {}
 
     // The probability of a key, whose product with the query is `product`.
     __device__ __forceinline__ float probability(float product, int64_t row, int head) const {
         return bounded_exponential(product * factor.scores - log_sum[row * heads + head]);
     }
     __device__ __forceinline__ int64_t element(int64_t row, int head, int64_t key) const {
-        return (row * heads + head) * longest + key;
+        return probability_element(row, heads, head) + key;
     }
 };
 
@@ -97,7 +97,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention o
             for (int j = 0; j < kOther; ++j) {
                 scores[i][j] = bounded_exponential(scores[i][j] - base);
                 sum += scores[i][j];
-                const int64_t element = ((row + own(i)) * op.heads.count + head) * op.heads.longest + begin + other(j);
+                const int64_t element = probability_element(row + own(i), op.heads.count, head) + begin + other(j);
                 scores[i][j] = drop(dropout, element, scores[i][j]);
             }
             total[i] = total[i] * shrink + warp_reduce<Sum, kAcross>(sum);
