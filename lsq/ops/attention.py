@@ -29,7 +29,7 @@ THREADS = 128
 
 
 class Attention(Operation):
-    """Context rows [M, N * D]. A query that sees no key gets 0."""
+    """Context rows [M, N * D]. A query that sees no key gets 0, and so does a row behind all sentences."""
 
     heads: In[Heads]
     out: Out[Activations] | None

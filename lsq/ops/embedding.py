@@ -1,6 +1,6 @@
 """Rows of words plus rows of positions, and their gradient: x = dropout(scale * weight[token] + table[place]).
 
-M tokens, V words, P positions, H hidden. The row of the padding token gets no gradient, as in torch.nn.Embedding.
+M tokens, V words, P positions, H hidden. Rows of the padding token are zeros and give no gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Embed(Operation):
     """[P, H]"""
     scale: float
     padding: int
-    """The token without gradient."""
+    """The token whose rows are zeros, without gradient."""
     dropout: In[Dropout] | None
     learned: bool
     """Whether the table of positions gets a gradient."""
@@ -50,7 +50,7 @@ class Embed(Operation):
 
     def reference(self):
         x = self.weight[self.tokens] * self.scale + self.table[self.places]
-        return (dropped(x, self.dropout),)
+        return (torch.where((self.tokens == self.padding)[:, None], 0.0, dropped(x, self.dropout)),)
 
     def cuda(self):
         return [

@@ -1,8 +1,9 @@
 """What attention and its gradient read: heads of queries, keys and values. The reference takes sentence after sentence.
 
-M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] .. starts[b + 1] - 1,
-and starts[B] is M. Head h of the queries stands in columns q.column + h * width of their tensor, and so for keys and
-values. N heads, T queries and S keys of one sentence, D columns of a head.
+M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] .. starts[b + 1] - 1.
+Rows from starts[B] on belong to no sentence: their context and their gradients are zeros. Head h of the queries stands
+in columns q.column + h * width of their tensor, and so for keys and values. N heads, T queries and S keys of one
+sentence, D columns of a head.
 """
 
 from __future__ import annotations

@@ -31,9 +31,14 @@ def mode_on(where: Backend | str = "reference", *, training: bool = True, backwa
     return Mode(training=training, backward=backward, backend=place)
 
 
-def run(program: Program, where: Backend, seed: int = 0) -> dict[str, torch.Tensor]:
-    """By name, on the CPU: outputs, gradients, and the integers that the forward pass writes, from random inputs."""
-    drawn = {virtual.name: tensor.to(where.place) for virtual, tensor in border_tensors(program, seed).items()}
+def drawn_for(program: Program, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random inputs, parameters and gradients of outputs, by name."""
+    return {virtual.name: tensor for virtual, tensor in border_tensors(program, seed).items()}
+
+
+def run(program: Program, where: Backend, given: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """By name, on the CPU: outputs, gradients, and the integers of the forward pass, from what is given, or drawn."""
+    drawn = {name: tensor.to(where.place) for name, tensor in (given or drawn_for(program)).items()}
     leaves = [drawn[virtual.name].requires_grad_() for virtual in program.differentiable]
     found = {}
 

@@ -31,13 +31,18 @@ def values(rows: int, columns: int, coded: bool) -> Rows:
     return Rows(coded=codes_of(rows, columns)) if coded else Rows(floats=torch.randn(rows, columns).bfloat16().float())
 
 
-def attention(lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, to=None):
-    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats."""
-    hidden, rows = heads * width, sum(lengths)
+def attention(
+    lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, behind=0, to=None
+):
+    """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats.
+
+    So many rows of queries and of keys stand `behind` all sentences.
+    """
+    hidden, rows = heads * width, sum(lengths) + behind
     if others is None:
         q = k = values(rows, 3 * hidden, coded)
     else:
-        q, k = values(rows, hidden, coded), values(sum(others), 2 * hidden, coded)
+        q, k = values(rows, hidden, coded), values(sum(others) + behind, 2 * hidden, coded)
     keys, first = (lengths, hidden) if others is None else (others, 0)
     read = Heads(
         q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + hidden),
@@ -208,6 +213,24 @@ def test_no_keys_at_all():
     forward = attention((3, 2), (0, 0))
     assert not compare(forward).out.any()
     assert not compare(gradient_of(forward)).dkv.sum.any()
+
+
+def assert_zeros_behind(run, lengths, others, to_rounded):
+    """Rows behind all sentences give zeros forward and backward, and nothing to sums and clips."""
+    options = {"others": others, "dropout": 0.1, "causal": others is None}
+    forward = attention(lengths, behind=35, **options, to=to_round(sum(lengths) + 35, 16, 0.8, error=True))
+    assert not run(forward).rounded.codes[-35:].any()
+    found = run(gradient_of(forward, to_rounded=to_rounded))
+    for one in filter(None, (found.dq, found.dkv)):
+        gradient = one.rounded.codes if to_rounded else one.floats
+        assert not gradient[-35:].any() and (not sum(lengths) or gradient[:-35].any())
+        assert bool(one.sum.any()) == bool(sum(lengths))
+
+
+@pytest.mark.parametrize("lengths, others", [(LENGTHS, None), (LENGTHS, OTHERS), ((), None), ((0, 0), (0, 0))])
+@pytest.mark.parametrize("to_rounded", [False, True])
+def test_rows_behind_all_sentences_are_zeros(lengths, others, to_rounded):
+    assert_zeros_behind(compare, lengths, others, to_rounded)
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0)])

@@ -9,7 +9,7 @@ from lsq.csrc.compiler import compile_kernels
 from lsq.program.values import Rows
 from tests.ops.compare import to_round
 from tests.ops.cuda import compare_cuda, run
-from tests.ops.test_attention import attention, codes_of, gradient_of
+from tests.ops.test_attention import assert_zeros_behind, attention, codes_of, gradient_of
 
 LONG = (3, 37, 0, 1)
 """Two tiles of 32 that are not full, no row, and one."""
@@ -54,6 +54,12 @@ def test_clips_that_learn_by_lsq():
 
 def test_the_context_is_rounded():
     compare_cuda(attention((7, 0, 40), dropout=0.1, to=to_round(47, 16, 0.8, error=True)))
+
+
+@pytest.mark.parametrize("lengths, others", [(LONG, None), (LONG, (5, 31, 0, 7)), ((), None), ((0, 0), (0, 0))])
+def test_rows_behind_all_sentences_are_zeros(lengths, others):
+    for to_rounded in (False, True):
+        assert_zeros_behind(compare_cuda, lengths, others, to_rounded)
 
 
 def test_many_tiles():

@@ -33,6 +33,25 @@ struct Operand : Projected {
     }
 };
 
+// A pair of a sentence and a head. Rows behind all sentences are one sentence more, without keys.
+struct Pair {
+    int64_t head, first, queries, first_key, keys;
+    bool causal;
+
+    Pair(const Heads& heads, int64_t number) : head(number % heads.count), causal(heads.causal) {
+        const int64_t sentence = number / heads.count;
+        const bool behind = sentence == heads.sentences;
+        first = heads.starts[sentence], first_key = heads.key_starts[sentence];
+        queries = (behind ? heads.rows : heads.starts[sentence + 1]) - first;
+        keys = behind ? 0 : heads.key_starts[sentence + 1] - first_key;
+    }
+
+    // Keys that query `i` of the sentence sees.
+    int64_t seen(int64_t i) const {
+        return causal ? std::clamp<int64_t>(i + 1 + keys - queries, 0, keys) : keys;
+    }
+};
+
 // What both passes make of the heads that they read.
 struct Case {
     const Heads& heads;
@@ -41,37 +60,18 @@ struct Case {
     int64_t stride;       // of rows of a head in scratch
     int64_t most;         // keys of the longest sentence, in whole panels
     int64_t wide;         // of rows of scores: not a power of two, lest all rows share a few lines of the cache
-    std::vector<int64_t> order;  // pairs, the longest first
+    std::vector<int64_t> order;  // pairs, the longest first; those of rows behind all sentences are the last
 
     explicit Case(const Heads& heads)
         : heads(heads), q{heads.q}, k{heads.k}, v{heads.v},
           share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
           factor(q.scale() * k.scale() * share), stride(whole_panels(heads.width)), most(0), wide(0),
-          order(heads.sentences * heads.count) {
-        const auto keys = [&](int64_t pair) {
-            const int64_t sentence = pair / heads.count;
-            return static_cast<int64_t>(heads.key_starts[sentence + 1] - heads.key_starts[sentence]);
-        };
+          order((heads.sentences + 1) * heads.count) {
+        const auto keys = [&](int64_t pair) { return Pair(heads, pair).keys; };
         for (size_t pair = 0; pair < order.size(); ++pair) most = std::max(most, whole_panels(keys(pair)));
         wide = most + 16;
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return keys(a) > keys(b); });
-    }
-};
-
-// A pair of a sentence and a head.
-struct Pair {
-    int64_t head, first, queries, first_key, keys;
-    bool causal;
-
-    Pair(const Heads& heads, int64_t number)
-        : head(number % heads.count), first(heads.starts[number / heads.count]),
-          queries(heads.starts[number / heads.count + 1] - first), first_key(heads.key_starts[number / heads.count]),
-          keys(heads.key_starts[number / heads.count + 1] - first_key), causal(heads.causal) {}
-
-    // Keys that query `i` of the sentence sees.
-    int64_t seen(int64_t i) const {
-        return causal ? std::clamp<int64_t>(i + 1 + keys - queries, 0, keys) : keys;
     }
 };
 

@@ -106,9 +106,12 @@ struct Ending {
 // dq and dkv: float32, where gradients stand before their ends; dkv is null where dq holds all.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
     const Case given(op.heads);
+    float* keys = dkv ? dkv : dq;
+    const int64_t end = op.heads.key_starts[op.heads.sentences], columns = op.heads.k.columns;
+    std::fill(keys + end * columns, keys + op.heads.key_rows * columns, 0.0f);
 #pragma omp parallel
     {
-        BackwardWorker worker(op, given, dq, dkv ? dkv : dq);
+        BackwardWorker worker(op, given, dq, keys);
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < given.order.size(); ++i) worker.run(Pair(op.heads, given.order[i]));
     }

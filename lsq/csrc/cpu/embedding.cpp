@@ -6,9 +6,14 @@ using namespace lsq;
 LSQ_OPERATION(Embed, op) {
     const int64_t n = op.columns;
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
-        const float *word = op.weight + op.tokens[row] * n, *place = op.table + op.places[row] * n;
+        const int64_t token = op.tokens[row];
+        const float *word = op.weight + token * n, *place = op.table + op.places[row] * n;
         const float scale = op.scale;
         float* x = op.x + row * n;
+        if (token == op.padding) {
+            std::fill(x, x + n, 0.0f);
+            return 0;
+        }
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) x[i] = word[i] * scale + place[i];
         apply(op.dropout, row * n, n, x, scratch.words.data());

@@ -60,7 +60,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kForward) lsq_attention(const Attention o
     const Factor factor(q, k);
     const DropoutMask dropout{op.heads.dropout};
     const int head = blockIdx.y;
-    const Place place(op.heads.starts, op.heads.sentences);
+    const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     const int64_t row = place.begin + place.first;  // of the first query
     load_tile(q, row, place.count, head, queries);
@@ -152,7 +152,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
     __shared__ PairTile weighted, plain;
     const Backward given(op);
     const int head = blockIdx.y;
-    const Place place(op.heads.starts, op.heads.sentences);
+    const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     const int64_t row = place.begin + place.first;
     load_tile(given.q, row, place.count, head, queries);
@@ -214,7 +214,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kBackward)
     const Backward given(op);
     const float* totals = sums;
     const int head = blockIdx.y;
-    const Place place(op.heads.key_starts, op.heads.sentences);
+    const Place place(op.heads.key_starts, op.heads.sentences, op.heads.key_rows);
     const Sentence sentence(op.heads, place.sentence);
     const int64_t row = place.begin + place.first;
     load_tile(given.k, row, place.count, head, keys);

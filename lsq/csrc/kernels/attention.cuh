@@ -125,18 +125,17 @@ __device__ __forceinline__ void add_products(const float* pairs, const float* ti
 }
 
 // Which tile of rows a block has. Sentence b owns places starts[b] / TILE + b and those after it, which are enough for
-// its rows however they begin; some stay empty.
+// its rows however they begin; some stay empty. Rows behind the last sentence are one sentence more.
 struct Place {
     int64_t sentence;
     int64_t first;  // row of the sentence with which the tile begins
     int64_t begin;  // of the sentence among all rows
     int count;      // rows of the tile, 0 for an empty place
 
-    __device__ __forceinline__ Place(const int32_t* starts, int64_t sentences)
-        : sentence(0), first(0), begin(0), count(0) {
-        if (sentences == 0) return;
+    // `rows`: all that there are.
+    __device__ __forceinline__ Place(const int32_t* starts, int64_t sentences, int64_t rows) : sentence(0) {
         const int64_t place = blockIdx.x;
-        int64_t end = sentences;  // the sentence lies in [sentence, end)
+        int64_t end = sentences + 1;  // the sentence lies in [sentence, end)
         while (end - sentence > 1) {
             const int64_t middle = (sentence + end) / 2;
             if (starts[middle] / TILE + middle <= place) {
@@ -147,19 +146,19 @@ struct Place {
         }
         begin = starts[sentence];
         first = (place - begin / TILE - sentence) * TILE;
-        const int64_t left = starts[sentence + 1] - begin - first;
+        const int64_t left = (sentence < sentences ? starts[sentence + 1] : rows) - begin - first;
         count = static_cast<int>(left < 0 ? 0 : left < TILE ? left : TILE);
     }
 };
 
-// The queries and keys of a sentence.
+// The queries and keys of a sentence. Rows behind all sentences have no keys, and no queries.
 struct Sentence {
     int64_t query, queries, key, keys;  // first row of each, and how many there are
     bool causal;
 
     __device__ __forceinline__ Sentence(const Heads& heads, int64_t number)
         : query(0), queries(0), key(0), keys(0), causal(heads.causal) {
-        if (heads.sentences == 0) return;
+        if (number == heads.sentences) return;
         const int32_t *starts = heads.starts, *key_starts = heads.key_starts;
         query = starts[number], queries = starts[number + 1] - query;
         key = key_starts[number], keys = key_starts[number + 1] - key;

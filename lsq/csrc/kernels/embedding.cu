@@ -59,13 +59,15 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!has(v)) continue;
-            float word[kVector], position[kVector];
-            gather8(weight, token, op.vocabulary, column_of(v), word);
-            gather8(table, place, op.positions, column_of(v), position);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) word[i] = word[i] * op.scale + position[i];
             const int64_t element = row * COLUMNS + column_of(v);
-            dropout.apply8(element, word);
+            float word[kVector] = {}, position[kVector];
+            if (token != op.padding) {
+                gather8(weight, token, op.vocabulary, column_of(v), word);
+                gather8(table, place, op.positions, column_of(v), position);
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) word[i] = word[i] * op.scale + position[i];
+                dropout.apply8(element, word);
+            }
             store8(x + element, word);
         }
     }
