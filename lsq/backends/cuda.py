@@ -58,13 +58,12 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
         )
     place = torch.device("cuda", index)
     target = compiler.architecture(torch.cuda.get_device_capability(place))
-    driver = Driver("libcuda.so.1")
+    driver = Driver("libcuda.so.1", index)
     compiler.check_driver(driver.version)
-    torch.zeros(1, device=place)  # makes the context that kernels are loaded into
     return Device(
         name=torch.cuda.get_device_name(place), driver=driver, place=place,
         compile=lambda kernel: compiler.compile_kernels(kernel.source, kernel.defines, target).image,
-        products=Products(place, choose=choose or TunedChoice(lookup.table("cuda"))),
+        products=Products(place, current=driver.current, choose=choose or TunedChoice(lookup.table("cuda"))),
     )
 
 

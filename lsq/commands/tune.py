@@ -15,6 +15,7 @@ from tqdm import tqdm
 from lsq.commands.options import HelpFormatter, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
+from lsq.csrc.runtime import Driver
 from lsq.gemm import configuration_file, device
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
@@ -149,7 +150,8 @@ def trials(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> 
     """
     if kind == "cpu":
         return functools.partial(CpuTrial, cache=cache)
-    products = Products(torch.device("cuda", torch.cuda.current_device()))
+    number = torch.cuda.current_device()
+    products = Products(torch.device("cuda", number), current=Driver("libcuda.so.1", number).current)
     return CublasBackend(products, exhaustive=exhaustive, cache=cache).trial
 
 

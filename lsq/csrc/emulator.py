@@ -23,7 +23,9 @@ EMULATOR = Path(__file__).parent / "emulator"
 ARITHMETIC = Path(__file__).parent / "arithmetic.h"
 
 MAGIC = b"lsq-emulated-module\n"
-DRIVER_SOURCES = ("driver.cpp", "scheduler.cpp", "fibers.cpp", "races.cpp", "crashes.cpp", "report.cpp")
+DRIVER_SOURCES = (
+    "driver.cpp", "contexts.cpp", "scheduler.cpp", "fibers.cpp", "races.cpp", "crashes.cpp", "report.cpp",
+)  # fmt: skip
 
 # -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.
 FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wno-unknown-pragmas", "-fPIC", "-fvisibility=hidden"]

@@ -1,7 +1,9 @@
 """Calls the launcher in csrc/runtime: a CUDA driver and its functions; launch_list.py has its lists."""
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 from lsq.csrc import shared_library
@@ -44,23 +46,24 @@ def _call(name: str, *arguments) -> None:
 
 
 class Driver:
-    """A CUDA driver, or the emulator's.
+    """A CUDA driver, or the emulator's, with one device and its primary context, which PyTorch works in, too.
 
     Args:
         path: of libcuda.so.1.
+        ordinal: number of the device.
 
     Raises:
-        RuntimeError: it cannot be opened, or finds no GPU.
+        RuntimeError: it cannot be opened, or finds no such GPU.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, ordinal: int = 0):
         self.handle, version = ctypes.c_void_p(), ctypes.c_int64()
-        _call("lsq_driver_open", path.encode(), ctypes.byref(self.handle), ctypes.byref(version))
+        _call("lsq_driver_open", path.encode(), ordinal, ctypes.byref(self.handle), ctypes.byref(version))
         self.version = (version.value // 1000, version.value % 1000 // 10)
         """Newest CUDA version that it supports."""
 
     def load(self, image: bytes, name: str, shared: int) -> int:
-        """The handle of kernel `name` in machine code, in the current context, for `shared` bytes of dynamic memory.
+        """The handle of kernel `name` in machine code, for `shared` bytes of dynamic shared memory.
 
         It stays loaded as long as the process lives.
 
@@ -71,3 +74,17 @@ class Driver:
         places = ctypes.byref(module), ctypes.byref(function)
         _call("lsq_function_load", self.handle, image, name.encode(), shared, *places)
         return function.value
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device's context current in this thread meanwhile; a fresh thread has none.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        entered = ctypes.c_void_p()
+        _call("lsq_context_enter", self.handle, ctypes.byref(entered))
+        try:
+            yield
+        finally:
+            library().lsq_context_leave(entered)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,8 @@ class Products:
 
     Args:
         device: where the tensors lie.
+        current: makes the device's context current in this thread (lsq.csrc.runtime.Driver.current): libcublasLt needs
+            that. Not needed by the emulated one.
         library: path of libcublasLt, by default the one that is installed; of the emulated one to run on the CPU.
         workspace_bytes: the largest workspace that algorithms may need.
         choose: picks the algorithms.
@@ -94,11 +96,13 @@ class Products:
         self,
         device: torch.device,
         *,
+        current: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         library: str | None = None,
         workspace_bytes: int = WORKSPACE_BYTES,
         choose: Choose = first_candidate,
     ) -> None:
         self.device = device
+        self.current = current
         self.library = ProductLibrary(library or find_cublaslt())
         self.workspace_bytes = workspace_bytes
         self._choose = choose
@@ -201,12 +205,6 @@ class Products:
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
         with self.current():
             return [self.algorithm(found) for found in native.candidates(self.workspace_bytes, CANDIDATES)]
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the device's context current, which cuBLASLt needs."""
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            yield
 
 
 class TunedChoice:

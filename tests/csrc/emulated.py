@@ -29,11 +29,14 @@ class CudaError(Exception):
 
 
 class Driver:
-    """The emulated driver, in one order of threads."""
+    """The emulated driver, in one order of threads; the context of its first device becomes current."""
 
     def __init__(self, order=0, sanitize=False):
         self.library = ctypes.CDLL(str(emulator.build_driver(sanitize)))
         self.library.lsq_emulator_order(order)
+        context = ctypes.c_void_p()
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self("cuCtxSetCurrent", context)
 
     def __call__(self, name, *arguments):
         result = getattr(self.library, name)(*arguments)

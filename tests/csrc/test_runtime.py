@@ -1,6 +1,8 @@
 """The launcher: what it launches, in which order, with which arguments, and what it says when something fails."""
 
+import ctypes
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 
 from lsq.backends import cuda
-from lsq.csrc import runtime, sources
+from lsq.csrc import emulator, runtime, sources
+from lsq.csrc.device import Device
 from lsq.csrc.launch import TICKET, Product, launch
 from lsq.csrc.runtime import Driver
 
@@ -104,6 +107,65 @@ def test_every_entry_is_launched_once_a_run(stub):
 def test_a_kernel_that_a_file_does_not_have_is_named(emulated):
     with pytest.raises(RuntimeError, match="lsq_absent"):
         emulated.run([launch(STORE, "lsq_absent", grid=1)])
+
+
+class Contexts:
+    """Which context of the emulated driver is current in this thread, and how to change that."""
+
+    def __init__(self):
+        self._library = ctypes.CDLL(str(emulator.build_driver()))
+
+    def current(self) -> int | None:
+        found = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(found))
+        return found.value
+
+    def set(self, number: int) -> int:
+        """Make that of a device current; it."""
+        found = ctypes.c_void_p()
+        self._library.cuDevicePrimaryCtxRetain(ctypes.byref(found), number)
+        self._library.cuCtxSetCurrent(found)
+        return found.value
+
+
+def test_a_fresh_thread_loads_and_launches_and_is_left_without_a_context():
+    memory = torch.zeros(6, dtype=torch.int64)
+    device = cuda.emulated_device.__wrapped__()  # nothing is loaded yet
+
+    def work():
+        device.run([store(memory, 0, 1)])
+        with device.driver.current():
+            inside = Contexts().current()
+        return inside, Contexts().current()
+
+    with ThreadPoolExecutor(1) as pool:
+        inside, after = pool.submit(work).result()
+    assert memory[0] == 1 and inside is not None and after is None
+
+
+def test_a_list_runs_on_its_own_device_whichever_is_current(emulated):
+    memory = torch.zeros(6, dtype=torch.int64)
+    device = Device(
+        name="second", driver=Driver(str(emulator.build_driver()), 1), compile=emulated._compile, products=None,
+        place=torch.device("cpu"),
+    )  # fmt: skip
+
+    def work():
+        contexts = Contexts()
+        first = contexts.set(0)
+        with device.driver.current():
+            own = contexts.current()
+        device.run([store(memory, 0, 1)])
+        return first, own, contexts.current()
+
+    with ThreadPoolExecutor(1) as pool:
+        first, own, after = pool.submit(work).result()
+    assert memory[0] == 1 and own != first == after
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match=r"GPU 7 cannot be used: CUDA_ERROR_INVALID_DEVICE \(101\)"):
+        Driver(str(emulator.build_driver()), 7)
 
 
 def test_a_missing_driver_is_named(tmp_path):

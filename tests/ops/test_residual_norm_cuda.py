@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lsq.csrc import compiler
+from lsq.csrc.geometry import sums_in_shared_memory
 from lsq.ops.residual_norm import ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSumGradient
 from tests.ops.compare import on_cpu
@@ -136,3 +137,9 @@ def test_kernels_compile_without_spills(target):
         defines = (("COLUMNS", columns), ("FLOAT", 1), ("LANES", lanes), ("ROUNDED", 1))
         found = compiler.compile_kernels("residual_norm.cu", defines, target).resources
         assert len(found) == 2 and not any(taken.spill_bytes for taken in found.values())
+
+
+@pytest.mark.parametrize("columns", [4104, 6144])
+def test_sums_of_48_kib_beside_what_a_kernel_has_of_its_own(columns):
+    assert sums_in_shared_memory(columns, 2) == 48 * 1024
+    compare_gradients(torch.float32, 3, columns, rounds=False)

@@ -15,20 +15,29 @@ void find(void* library, const char* path, const char* name, Function& function)
 
 }  // namespace
 
-Driver::Driver(const char* path) {
+Driver::Driver(const char* path, int ordinal) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(std::string("the NVIDIA driver cannot be opened: ") + dlerror());
     find(library, path, "cuInit", init);
     find(library, path, "cuDriverGetVersion", version);
+    find(library, path, "cuDeviceGet", device_get);
+    find(library, path, "cuDevicePrimaryCtxRetain", retain_context);
     find(library, path, "cuCtxGetCurrent", current_context);
+    find(library, path, "cuCtxPushCurrent_v2", push_context);
+    find(library, path, "cuCtxPopCurrent_v2", pop_context);
     find(library, path, "cuModuleLoadData", module_load);
     find(library, path, "cuModuleUnload", module_unload);
     find(library, path, "cuModuleGetFunction", module_function);
+    find(library, path, "cuFuncGetAttribute", get_attribute);
     find(library, path, "cuFuncSetAttribute", set_attribute);
     find(library, path, "cuLaunchKernel", launch);
     find(library, path, "cuGetErrorName", error_name);
     find(library, path, "cuGetErrorString", error_string);
     if (const int status = init(0)) throw std::runtime_error("the NVIDIA driver does not start: " + explain(status));
+    int device = 0;
+    int status = device_get(&device, ordinal);
+    if (!status) status = retain_context(&context_, device);
+    if (status) throw std::runtime_error("GPU " + std::to_string(ordinal) + " cannot be used: " + explain(status));
 }
 
 std::string Driver::explain(int status) const {
@@ -37,6 +46,19 @@ std::string Driver::explain(int status) const {
     error_string(status, &text);
     const std::string found = std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")";
     return text ? found + ": " + text : found;
+}
+
+Current::Current(const Driver& driver) : driver_(driver) {
+    void* found = nullptr;
+    status_ = driver.current_context(&found);
+    if (status_ || found == driver.context()) return;
+    status_ = driver.push_context(driver.context());
+    pushed_ = !status_;
+}
+
+Current::~Current() {
+    void* ours = nullptr;
+    if (pushed_) driver_.pop_context(&ours);
 }
 
 }  // namespace lsq

@@ -8,19 +8,25 @@
 
 namespace lsq {
 
-// Never unloaded: a process may be exiting. Every function returns a CUresult, 0 for success.
+// One device and its primary context, which PyTorch works in as well. Never unloaded nor released: a process may be
+// exiting. Every function returns a CUresult, 0 for success.
 class Driver {
 public:
-    // Opens the library at `path` and starts it. Throws std::runtime_error: it is missing, lacks a function, or finds
-    // no GPU.
-    explicit Driver(const char* path);
+    // Opens the library at `path`, starts it, and retains the context of device `ordinal`. Throws std::runtime_error:
+    // it is missing, lacks a function, or finds no such GPU.
+    Driver(const char* path, int ordinal);
+
+    void* context() const { return context_; }
 
     int (*init)(unsigned flags);
     int (*version)(int* version);
     int (*current_context)(void** context);
+    int (*push_context)(void* context);
+    int (*pop_context)(void** context);
     int (*module_load)(void** module, const void* image);
     int (*module_unload)(void* module);
     int (*module_function)(void** function, void* module, const char* name);
+    int (*get_attribute)(int* value, int attribute, void* function);
     int (*set_attribute)(void* function, int attribute, int value);
     int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                   unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
@@ -29,8 +35,29 @@ public:
     std::string explain(int status) const;
 
 private:
+    int (*device_get)(int* device, int ordinal);
+    int (*retain_context)(void** context, int device);
     int (*error_name)(int status, const char** text);
     int (*error_string)(int status, const char** text);
+
+    void* context_ = nullptr;
+};
+
+// As long as it lives, the driver's context is current in this thread; then it is as before. A fresh thread, such as
+// those of autograd, has none.
+class Current {
+public:
+    explicit Current(const Driver& driver);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+
+    int status() const { return status_; }
+
+private:
+    const Driver& driver_;
+    int status_;
+    bool pushed_ = false;
 };
 
 }  // namespace lsq

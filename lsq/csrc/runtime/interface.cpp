@@ -11,8 +11,9 @@ using namespace lsq;
 namespace {
 
 constexpr int kFailed = -1;
+constexpr int kSharedSize = 1;              // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr int64_t kUsualShared = 48 << 10;  // a kernel gets more only when it asks
+constexpr int64_t kUsualShared = 48 << 10;  // static and dynamic bytes; a kernel gets more only when it asks
 
 int64_t fail(int64_t status, const std::string& text, char* message, int64_t capacity) {
     const size_t length = std::min(text.size(), static_cast<size_t>(capacity - 1));
@@ -21,11 +22,20 @@ int64_t fail(int64_t status, const std::string& text, char* message, int64_t cap
     return status;
 }
 
+// Lets a kernel use `dynamic` bytes of shared memory beside its own.
+int allow_shared(const Driver& driver, void* function, int64_t dynamic) {
+    int fixed = 0;
+    if (const int status = driver.get_attribute(&fixed, kSharedSize, function)) return status;
+    if (fixed + dynamic <= kUsualShared) return 0;
+    return driver.set_attribute(function, kMaxDynamicShared, static_cast<int>(dynamic));
+}
+
 }  // namespace
 
-LSQ_EXPORT int64_t lsq_driver_open(const char* path, void** driver, int64_t* version, char* message, int64_t capacity) {
+LSQ_EXPORT int64_t lsq_driver_open(const char* path, int64_t ordinal, void** driver, int64_t* version, char* message,
+                                   int64_t capacity) {
     try {
-        Driver* made = new Driver(path);
+        Driver* made = new Driver(path, static_cast<int>(ordinal));
         int found = 0;
         made->version(&found);
         *driver = made;
@@ -36,23 +46,35 @@ LSQ_EXPORT int64_t lsq_driver_open(const char* path, void** driver, int64_t* ver
     }
 }
 
-// Loads machine code into the current context and finds a function in it, which may take `shared` bytes of dynamic
+// Makes the driver's context current in this thread until lsq_context_leave; a null `current` says that it failed.
+LSQ_EXPORT int64_t lsq_context_enter(void* driver, void** current, char* message, int64_t capacity) {
+    const Driver& cuda = *static_cast<Driver*>(driver);
+    Current* made = new Current(cuda);
+    *current = made->status() ? nullptr : made;
+    if (*current) return 0;
+    const int status = made->status();
+    delete made;
+    return fail(status, "the context of a GPU cannot be used: " + cuda.explain(status), message, capacity);
+}
+
+// In the same thread.
+LSQ_EXPORT void lsq_context_leave(void* current) { delete static_cast<Current*>(current); }
+
+// Loads machine code into the driver's context and finds a function in it, which may take `shared` bytes of dynamic
 // shared memory.
 LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char* name, int64_t shared, void** module,
                                      void** function, char* message, int64_t capacity) {
     const Driver& cuda = *static_cast<Driver*>(driver);
-    void* context = nullptr;
-    int status = cuda.current_context(&context);
-    if (!status && !context) return fail(kFailed, "no CUDA context is current in this thread", message, capacity);
+    const Current current(cuda);
+    int status = current.status();
     if (!status) status = cuda.module_load(module, image);
     if (status) return fail(status, "a kernel cannot be loaded: " + cuda.explain(status), message, capacity);
     status = cuda.module_function(function, *module, name);
-    if (!status && shared > kUsualShared) {
-        status = cuda.set_attribute(*function, kMaxDynamicShared, static_cast<int>(shared));
-    }
+    if (!status) status = allow_shared(cuda, *function, shared);
     if (!status) return 0;
+    const std::string reason = cuda.explain(status);
     cuda.module_unload(*module);
-    return fail(status, std::string(name) + " cannot be used: " + cuda.explain(status), message, capacity);
+    return fail(status, std::string(name) + " cannot be used: " + reason, message, capacity);
 }
 
 LSQ_EXPORT void* lsq_list_create(void* driver) { return new LaunchList(*static_cast<Driver*>(driver)); }

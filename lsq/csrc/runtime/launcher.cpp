@@ -32,6 +32,11 @@ int LaunchList::start(const Entry& entry, void* stream) {
 }
 
 int LaunchList::run(void* stream, std::string& message) {
+    const Current current(driver_);
+    if (current.status()) {
+        message = "the context of a GPU cannot be used: " + driver_.explain(current.status());
+        return current.status();
+    }
     for (size_t i = 0; i < entries_.size(); ++i) {
         if (const int status = start(entries_[i], stream)) {
             message = explain(i, status);
