@@ -1,6 +1,5 @@
 """A GPU, or the emulator of one: lists of launches that one call replays."""
 
-import contextlib
 import functools
 import threading
 from collections import OrderedDict
@@ -8,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lsq.backends.launches import part_of
 from lsq.csrc import compiler, emulator
 from lsq.csrc.device import Device
 from lsq.csrc.launch_list import LaunchList
+from lsq.csrc.places import contiguous_address
 from lsq.csrc.runtime import Driver
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
@@ -32,11 +33,12 @@ def emulated_device(sanitize: bool = False, choose: Choose = first_candidate) ->
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    place = torch.device("cpu")
+    place, driver = torch.device("cpu"), Driver(str(emulator.build_driver(sanitize)))
+    library = str(emulator.build_products(sanitize))
     return Device(
-        name="CUDA emulator on the CPU", driver=Driver(str(emulator.build_driver(sanitize))), place=place,
+        name="CUDA emulator on the CPU", driver=driver, place=place,
         compile=lambda kernel: emulator.compile_kernels(kernel.source, kernel.defines, sanitize),
-        products=Products(place, library=str(emulator.build_products(sanitize)), choose=choose),
+        products=Products(place, current=driver.current, library=library, choose=choose),
     )
 
 
@@ -68,7 +70,7 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
 
 
 class CUDA(Backend):
-    """Runs what `Operation.cuda` returns on a device.
+    """Runs what `Operation.cuda` returns on a device; operations that are prepared together are one list.
 
     Args:
         target: the device.
@@ -77,6 +79,7 @@ class CUDA(Backend):
     """
 
     few_sizes = True
+    refillable = True
 
     def __init__(self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT):
         self.device = target
@@ -89,9 +92,11 @@ class CUDA(Backend):
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         return operation.cuda_scratch()
 
+    def check(self, tensor: torch.Tensor, name: str) -> None:
+        contiguous_address(tensor, self.place, name)
+
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
-        entries = [entry for operation, scratch in calls for entry in operation.cuda(*scratch)]
-        return self.device.list(entries, title=", ".join(dict.fromkeys(one.name for one, _ in calls))).run
+        return LaunchList(self.device, [part_of(*call, self.place) for call in calls]).run
 
     def run(self, operation: Operation) -> None:
         """Run one operation now, on the current stream; the caller keeps its tensors until it is done.
@@ -100,11 +105,10 @@ class CUDA(Backend):
         at the same addresses in every step. What is kept knows addresses, shapes and dtypes, and holds no tensor.
         Threads may share it.
         """
-        with torch.cuda.device(self.place) if self.place.type == "cuda" else contextlib.nullcontext():
-            if self.scratch(operation):
-                super().run(operation)
-            else:
-                self._list_for(operation).run()
+        if self.scratch(operation):
+            super().run(operation)
+        else:
+            self._list_for(operation).run()
 
     def _list_for(self, operation: Operation) -> LaunchList:
         tensors = (leaf.of(operation) for leaf in operation.leaves())
@@ -113,7 +117,7 @@ class CUDA(Backend):
         with self._lock:
             found = self._kept.get(key)
             if found is None:
-                found = self.device.list(operation.cuda(), title=operation.name, forget=True)
+                found = LaunchList(self.device, [part_of(operation, (), self.place, hold=False)])
                 self._kept[key] = found
             self._kept.move_to_end(key)
             if len(self._kept) > self._most:

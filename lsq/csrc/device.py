@@ -1,12 +1,16 @@
 """Runs lists of launches and products: on a GPU, or in the emulator, through the same launcher."""
 
+import ctypes
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
 from lsq.csrc.launch import Kernel, Launch, Product
-from lsq.csrc.launch_list import LaunchList
-from lsq.csrc.runtime import Driver
+from lsq.csrc.launch_list import LaunchList, Part
+from lsq.csrc.places import Places
+from lsq.csrc.runtime import MESSAGE_BYTES, Driver
+from lsq.csrc.stream_memory import StreamMemory
 
 
 class Device:
@@ -29,6 +33,11 @@ class Device:
         self.products = products
         self._compile = compile
         self._functions: dict[tuple[Kernel, int], int] = {}
+        self._memories: dict[int, StreamMemory] = {}
+        self.lock = threading.Lock()
+        """Held while a list is launched: what lists share is handed from one to the next."""
+        self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
+        """What went wrong then."""
 
     def function(self, kernel: Kernel, shared: int) -> int:
         """The driver's handle of a kernel, compiled and loaded when it is first wanted."""
@@ -37,13 +46,30 @@ class Device:
             self._functions[key] = self.driver.load(self._compile(kernel), kernel.name, shared)
         return self._functions[key]
 
-    def list(self, entries: Sequence[Launch | Product], **options) -> LaunchList:
-        """Prepare `entries` for running; options: see LaunchList."""
-        return LaunchList(self, entries, **options)
+    def list(self, entries: Sequence[Launch | Product], *, title: str = "") -> LaunchList:
+        """Prepare `entries` for running on their tensors, which the list keeps."""
+        return LaunchList(self, [Part(entries=entries, places=Places(self.place), title=title)])
 
     def run(self, entries: Sequence[Launch | Product]) -> None:
         """Run `entries` once on the current stream."""
         self.list(entries).run()
+
+    def memory(self, stream: int, workspace_bytes: int, capturing: bool) -> StreamMemory:
+        """What the current stream's work shares, with a workspace of at least so many bytes.
+
+        A capture gets memory of its own for each list: its graph may run on any stream.
+        """
+        if capturing:
+            return StreamMemory(self.place, workspace_bytes)
+        if stream not in self._memories:
+            self._memories[stream] = StreamMemory(self.place, workspace_bytes)
+        self._memories[stream].grow(workspace_bytes)
+        return self._memories[stream]
+
+    def record(self, tensor: torch.Tensor) -> None:
+        """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it was made on."""
+        if self.place.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(self.place))
 
     def stream(self) -> int:
         """The handle of PyTorch's current stream on this device."""

@@ -1,147 +1,155 @@
 """Launches and products with their tensors, turned into a list that C++ replays with one call."""
 
-import contextlib
 import ctypes
-import itertools
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from lsq.csrc import runtime
 from lsq.csrc.launch import TICKET, Launch, Product, check
+from lsq.csrc.places import Places
 
-ALIGNMENT = 16
-"""Bytes to whose multiples the addresses of tensors must be aligned."""
-WORKSPACE_ALIGNMENT = 256
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Entries that run one after another."""
+
+    entries: Sequence[Launch | Product]
+    places: Places
+    title: str = ""
+    """What to call them in errors."""
 
 
 class LaunchList:
     """Launches and products that `run` replays with one call into C++, on PyTorch's current stream.
 
-    The list keeps the tensors of its entries alive and works on their addresses. Between two runs on different streams,
-    the caller must synchronise.
+    Operations and operands stand where their Places say, and are read from there at every run. A run in a capture of a
+    graph takes what stands there at that moment.
+
+    Runs on several streams follow each other: a run waits for the stream of the one before. Until the work of a list is
+    done, whoever made it keeps the tensors that are not `held`.
 
     Args:
         device: the lsq.csrc.device.Device where it runs.
-        entries: what an operation's `cuda` returns, or several of these one after another.
-        title: what to call the list in errors.
-        forget: keep no tensor alive, but work on whatever lies at the same addresses later.
+        parts: what it runs, in order.
 
     Raises:
         ValueError: a tensor lies elsewhere, is not contiguous or not aligned.
         RuntimeError: a kernel does not compile or load, or a product has no algorithm.
     """
 
-    def __init__(self, device, entries: Sequence[Launch | Product], *, title: str = "", forget: bool = False):
+    def __init__(self, device, parts: Sequence[Part]):
         self.device = device
-        self._entries = list(entries)
-        self._tickets = self._new_tickets()
-        prepared = [device.products.prepare(entry) for entry in self._entries if isinstance(entry, Product)]
-        largest = max((one.algorithm.workspace_bytes for one in prepared), default=0)
-        self._workspace = aligned_workspace(largest, device.place)
+        self._places = [part.places for part in parts]
+        self._memory: list = []
+        self._ticket = ctypes.c_uint64()
+        self._workspace_bytes = 0
+        self._stream, self._recorded = device.stream(), set()
+        self._captured: list = []
         self._library = runtime.library()
         self._list = ctypes.c_void_p(self._library.lsq_list_create(device.driver.handle))
-        self._message = ctypes.create_string_buffer(runtime.MESSAGE_BYTES)
-        for entry in self._entries:
-            if isinstance(entry, Launch):
-                self._add_launch(entry, title)
-            else:
-                self._add_product(entry, prepared.pop(0), title)
-        self._library.lsq_list_close(self._list)
-        if forget:
-            self._entries = []
+        for part in parts:
+            for entry in part.entries:
+                if isinstance(entry, Launch):
+                    self._add_launch(entry, part)
+                else:
+                    self._add_product(entry, part)
 
     def run(self) -> None:
-        """Launch everything on PyTorch's current stream.
+        """Launch everything on PyTorch's current stream. Threads may share the list.
 
         Raises:
             RuntimeError: a launch failed; the message names the kernel or product and its sizes.
         """
-        stream, size = ctypes.c_void_p(self.device.stream()), ctypes.c_int64(runtime.MESSAGE_BYTES)
-        if self._library.lsq_list_run(self._list, stream, self._message, size):
-            with contextlib.suppress(RuntimeError):  # a GPU whose context is lost takes no more work
-                self._ticket_memory.zero_()  # a kernel that did not finish leaves them as they are
-            raise RuntimeError(self._message.value.decode(errors="replace"))
+        with self.device.lock:
+            stream = self.device.stream()
+            capturing = self.device.driver.is_capturing(stream)
+            if not capturing:
+                self._follow(stream)
+            memory = self.device.memory(stream, self._workspace_bytes, capturing)
+            if capturing and self.device.place.type != "cuda":  # PyTorch keeps a capture's memory with its graph
+                self._captured.append(memory)
+            self._ticket.value = memory.ticket.data_ptr()
+            workspace = memory.workspace
+            if self._library.lsq_list_run(
+                self._list, ctypes.c_void_p(stream), ctypes.c_void_p(workspace.data_ptr()),
+                ctypes.c_int64(workspace.numel()), self.device.message, ctypes.c_int64(runtime.MESSAGE_BYTES),
+            ):  # fmt: skip
+                memory.clear()
+                raise RuntimeError(self.device.message.value.decode(errors="replace"))
 
     def __del__(self) -> None:
         if hasattr(self, "_list"):
             self._library.lsq_list_destroy(self._list)
 
-    def _new_tickets(self):
-        launches = [entry for entry in self._entries if isinstance(entry, Launch)]
-        wanted = sum(value is TICKET for entry in launches for value in entry.arguments)
-        self._ticket_memory = torch.zeros(2 * max(1, wanted), dtype=torch.int32, device=self.device.place)
-        first = self._ticket_memory.data_ptr()
-        return iter(range(first, first + 8 * wanted, 8))
+    def _follow(self, stream: int) -> None:
+        """Wait for the last run where that was on another stream, and let PyTorch know who uses the tensors."""
+        if stream == self._stream:
+            return
+        self.device.driver.follow(self._stream, stream)
+        self._stream = stream
+        if stream not in self._recorded:
+            self._recorded.add(stream)
+            for places in self._places:
+                for tensor in places.held():
+                    self.device.record(tensor)
 
-    def _argument(self, value, what: str) -> bytes:
-        """What a kernel reads: 8 bytes of a pointer, an int64_t or (in the first four) a float, or a struct."""
-        place = self.device.place
+    def _word(self, value: bytes) -> int:
+        """The address of 8 bytes that live as long as the list."""
+        self._memory.append(ctypes.c_uint64.from_buffer_copy(value))
+        return ctypes.addressof(self._memory[-1])
+
+    def _pointer(self, tensor: torch.Tensor, places: Places, what: str) -> int:
+        """The address of a word in which that of the tensor stands at every run."""
+        word, offset = places.address(tensor, what)
+        if word is None:
+            return self._word(struct.pack("<q", offset))
+        if not offset:
+            return word
+        shifted = self._word(bytes(8))
+        self._library.lsq_list_add_shift(
+            self._list, ctypes.c_void_p(word), ctypes.c_int64(offset), ctypes.c_void_p(shifted)
+        )
+        return shifted
+
+    def _parameter(self, value, places: Places, what: str) -> int:
+        """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8 bytes."""
+        if value is TICKET:
+            return ctypes.addressof(self._ticket)
+        if isinstance(value, torch.Tensor):
+            check(
+                value.is_contiguous(),
+                f"{what}: a tensor with strides {value.stride()} is not contiguous; call .contiguous()",
+            )
+            return self._pointer(value, places, what)
         if hasattr(value, "pack"):
-            return value.pack(lambda tensor: contiguous_address(tensor, place, what))
-        if isinstance(value, float):
-            return struct.pack("<fxxxx", value)
-        if value is None:
-            value = 0
-        elif value is TICKET:
-            value = next(self._tickets)
-        elif isinstance(value, torch.Tensor):
-            value = contiguous_address(value, place, what)
-        return struct.pack("<q", value)
+            self._memory.append(places.struct(value, what))
+            return ctypes.addressof(self._memory[-1])
+        return self._word(struct.pack("<fxxxx", value) if isinstance(value, float) else struct.pack("<q", value or 0))
 
-    def _add_launch(self, entry: Launch, title: str) -> None:
-        what = f"{title}: {entry.kernel}" if title else str(entry.kernel)
+    def _add_launch(self, entry: Launch, part: Part) -> None:
+        what = _named(part.title, entry.kernel)
         function = self.device.function(entry.kernel, entry.shared)
-        values = [self._argument(value, what) for value in entry.arguments]
-        *begins, count = itertools.accumulate((len(value) // 8 for value in values), initial=0)
+        values = [self._parameter(value, part.places, what) for value in entry.arguments]
         self._library.lsq_list_add_launch(
             self._list, what.encode(), ctypes.c_void_p(function), (ctypes.c_int64 * 6)(*entry.grid, *entry.block),
-            ctypes.c_int64(entry.shared), b"".join(values), ctypes.c_int64(count),
-            (ctypes.c_int64 * len(values))(*begins), ctypes.c_int64(len(values)),
+            ctypes.c_int64(entry.shared), (ctypes.c_void_p * len(values))(*values), ctypes.c_int64(len(values)),
         )
 
-    def _add_product(self, entry: Product, prepared, title: str) -> None:
-        what = f"{title}: {prepared}" if title else str(prepared)
-        place, vector = self.device.place, isinstance(entry.alpha, torch.Tensor)
-        a, b, out = (tensor_address(tensor, place, what) for tensor in (entry.a, entry.b, entry.out))
-        alphas = tensor_address(entry.alpha, place, what) if vector else None
+    def _add_product(self, entry: Product, part: Part) -> None:
+        prepared = self.device.products.prepare(entry)
+        what = _named(part.title, prepared)
+        vector = isinstance(entry.alpha, torch.Tensor)
+        operands = [entry.a, entry.b, entry.out, *([entry.alpha] if vector else [])]
+        words = [self._pointer(tensor, part.places, what) for tensor in operands]
+        self._workspace_bytes = max(self._workspace_bytes, prepared.algorithm.workspace_bytes)
         self._library.lsq_list_add_product(
-            self._list, what.encode(), *map(ctypes.c_void_p, (prepared.native.address, a, b, out, alphas)),
-            ctypes.c_float(1.0 if vector else entry.alpha), ctypes.c_void_p(self._workspace.data_ptr()),
-            ctypes.c_int64(self._workspace.numel()),
+            self._list, what.encode(), ctypes.c_void_p(prepared.native.address),
+            *map(ctypes.c_void_p, (*words, None)[:4]), ctypes.c_float(1.0 if vector else entry.alpha),
         )
 
 
-def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """Where a kernel on `place` finds a tensor; `what` begins the message of an error.
-
-    Raises:
-        ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
-    """
-    check(
-        tensor.is_contiguous(),
-        f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()",
-    )
-    return tensor_address(tensor, place, what)
-
-
-def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """The same for a tensor that may have any strides."""
-    check(
-        tensor.device == place,
-        f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with .to()",
-    )
-    found = tensor.data_ptr()
-    check(
-        found % ALIGNMENT == 0,
-        f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()",
-    )
-    return found
-
-
-def aligned_workspace(size: int, place: torch.device) -> torch.Tensor:
-    """uint8 [size] on a device that begins at a multiple of WORKSPACE_ALIGNMENT, as cuBLASLt wants its workspace."""
-    whole = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8, device=place)
-    first = -whole.data_ptr() % WORKSPACE_ALIGNMENT
-    return whole[first : first + size]
+def _named(title: str, entry) -> str:
+    return f"{title}: {entry}" if title else str(entry)

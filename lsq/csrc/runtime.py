@@ -88,3 +88,21 @@ class Driver:
             yield
         finally:
             library().lsq_context_leave(entered)
+
+    def follow(self, before: int, after: int) -> None:
+        """Let the next work of stream `after` wait for what was launched on stream `before` so far.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is launched on the stream goes into a graph.
+
+        Raises:
+            RuntimeError: there is no such stream in the device's context, or nothing may be launched on it now.
+        """
+        found = ctypes.c_int64()
+        _call("lsq_stream_capturing", self.handle, ctypes.c_void_p(stream), ctypes.byref(found))
+        return found.value != 0

@@ -29,6 +29,9 @@ class Backend:
     refillable: bool = False
     few_sizes: bool = False
 
+    def __deepcopy__(self, memo):
+        return self  # a copy of a model runs where the model does
+
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs here."""
         return ()
@@ -40,6 +43,13 @@ class Backend:
             ValueError: an operation cannot take these tensors here.
         """
         raise NotImplementedError
+
+    def check(self, tensor: torch.Tensor, name: str) -> None:
+        """Refuse a tensor that cannot be put into operations that were prepared with another one.
+
+        Raises:
+            ValueError: it lies elsewhere, or is not aligned; the message begins with `name`.
+        """
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Fresh memory."""

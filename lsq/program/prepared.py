@@ -64,14 +64,20 @@ class PreparedPass:
                 virtual = leaf.of(program.operations[index])
                 if virtual in borders and virtual not in inside:
                     self._slots[virtual].append(Slot(operation, leaf))
+        self._backend = backend
         self._run = backend.prepare(list(zip(bound, scratch, strict=True)))
         self._clear()
 
     def run(self, borders: Mapping[VirtualTensor, torch.Tensor]) -> None:
-        """Run it on other tensors at its borders, of the same shapes and dtypes."""
+        """Run it on other tensors at its borders, of the same shapes and dtypes.
+
+        Raises:
+            ValueError: the backend cannot take one of them.
+        """
         try:
             for virtual, slots in self._slots.items():
                 tensor = borders[virtual]
+                self._backend.check(tensor, virtual.name)
                 for slot in slots:
                     slot.put(tensor)
             self._run()

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from lsq.csrc.launch_list import aligned_workspace
 from lsq.csrc.products import Matmul, ProductError, ProductLibrary
+from lsq.csrc.stream_memory import aligned_workspace
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products
 from lsq.gemm.product_key import ADDRESS_MULTIPLE, ProductKey

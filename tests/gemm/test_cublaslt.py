@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from lsq.csrc.launch_list import aligned_workspace
+from lsq.csrc.stream_memory import aligned_workspace
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
 from lsq.gemm.product_key import key_of
 from tests.csrc.emulated_cublaslt import emulated

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lsq.csrc.launch_list import aligned_workspace
+from lsq.csrc.stream_memory import aligned_workspace
 from lsq.gemm.configuration_file import Found
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice
 from lsq.gemm.lookup import Table

@@ -6,6 +6,8 @@ namespace lsq {
 
 namespace {
 
+constexpr unsigned kWithoutTiming = 2;  // CU_EVENT_DISABLE_TIMING
+
 template <class Function>
 void find(void* library, const char* path, const char* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
@@ -25,6 +27,11 @@ Driver::Driver(const char* path, int ordinal) {
     find(library, path, "cuCtxGetCurrent", current_context);
     find(library, path, "cuCtxPushCurrent_v2", push_context);
     find(library, path, "cuCtxPopCurrent_v2", pop_context);
+    find(library, path, "cuEventCreate", event_create);
+    find(library, path, "cuEventRecord", event_record);
+    find(library, path, "cuEventDestroy_v2", event_destroy);
+    find(library, path, "cuStreamWaitEvent", stream_wait);
+    find(library, path, "cuStreamIsCapturing", is_capturing);
     find(library, path, "cuModuleLoadData", module_load);
     find(library, path, "cuModuleUnload", module_unload);
     find(library, path, "cuModuleGetFunction", module_function);
@@ -46,6 +53,15 @@ std::string Driver::explain(int status) const {
     error_string(status, &text);
     const std::string found = std::string(name ? name : "CUDA error") + " (" + std::to_string(status) + ")";
     return text ? found + ": " + text : found;
+}
+
+int Driver::follow(void* before, void* after) const {
+    void* event = nullptr;
+    if (const int status = event_create(&event, kWithoutTiming)) return status;
+    int status = event_record(event, before);
+    if (!status) status = stream_wait(after, event, 0);
+    event_destroy(event);  // a stream that waits for it still does
+    return status;
 }
 
 Current::Current(const Driver& driver) : driver_(driver) {

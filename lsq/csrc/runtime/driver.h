@@ -31,12 +31,20 @@ public:
     int (*launch)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                   unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
 
+    // Lets what is launched on stream `after` from now on wait for everything that was launched on `before` so far.
+    int follow(void* before, void* after) const;
+    int (*is_capturing)(void* stream, int* capturing);
+
     // "CUDA_ERROR_INVALID_VALUE (1): invalid argument"
     std::string explain(int status) const;
 
 private:
     int (*device_get)(int* device, int ordinal);
     int (*retain_context)(void** context, int device);
+    int (*event_create)(void** event, unsigned flags);
+    int (*event_record)(void* event, void* stream);
+    int (*event_destroy)(void* event);
+    int (*stream_wait)(void* stream, void* event, unsigned flags);
     int (*error_name)(int status, const char** text);
     int (*error_string)(int status, const char** text);
 

@@ -60,6 +60,25 @@ LSQ_EXPORT int64_t lsq_context_enter(void* driver, void** current, char* message
 // In the same thread.
 LSQ_EXPORT void lsq_context_leave(void* current) { delete static_cast<Current*>(current); }
 
+// What is launched on stream `after` from now on waits for everything that was launched on `before` so far.
+LSQ_EXPORT int64_t lsq_stream_follow(void* driver, void* before, void* after, char* message, int64_t capacity) {
+    const Driver& cuda = *static_cast<Driver*>(driver);
+    const Current current(cuda);
+    int status = current.status();
+    if (!status) status = cuda.follow(before, after);
+    return status ? fail(status, "a stream cannot wait for another: " + cuda.explain(status), message, capacity) : 0;
+}
+
+LSQ_EXPORT int64_t lsq_stream_capturing(void* driver, void* stream, int64_t* capturing, char* message,
+                                        int64_t capacity) {
+    const Driver& cuda = *static_cast<Driver*>(driver);
+    const Current current(cuda);
+    int found = 0, status = current.status();
+    if (!status) status = cuda.is_capturing(stream, &found);
+    *capturing = found;
+    return status ? fail(status, "a stream cannot be used: " + cuda.explain(status), message, capacity) : 0;
+}
+
 // Loads machine code into the driver's context and finds a function in it, which may take `shared` bytes of dynamic
 // shared memory.
 LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char* name, int64_t shared, void** module,
@@ -81,30 +100,32 @@ LSQ_EXPORT void* lsq_list_create(void* driver) { return new LaunchList(*static_c
 
 LSQ_EXPORT void lsq_list_destroy(void* list) { delete static_cast<LaunchList*>(list); }
 
-// sizes: grid, then block, three each. words, begins: see LaunchList::add.
+// sizes: grid, then block, three each. parameters: where the bytes of each stand, see LaunchList.
 LSQ_EXPORT void lsq_list_add_launch(void* list, const char* what, void* function, const int64_t* sizes, int64_t shared,
-                                    const uint64_t* words, int64_t count, const int64_t* begins, int64_t parameters) {
-    Launch launch{function, {}, {}, static_cast<unsigned>(shared), 0};
+                                    void* const* parameters, int64_t count) {
+    Launch launch{function, {}, {}, static_cast<unsigned>(shared), {parameters, parameters + count}};
     for (int i = 0; i < 3; ++i) {
         launch.grid[i] = static_cast<unsigned>(sizes[i]);
         launch.block[i] = static_cast<unsigned>(sizes[3 + i]);
     }
-    static_cast<LaunchList*>(list)->add(what, launch, words, static_cast<size_t>(count), begins,
-                                       static_cast<size_t>(parameters));
+    static_cast<LaunchList*>(list)->add(what, launch);
 }
 
-LSQ_EXPORT void lsq_list_add_product(void* list, const char* what, const void* product, const void* a, const void* b,
-                                     void* out, const void* alphas, float alpha, void* workspace,
-                                     int64_t workspace_bytes) {
-    const ProductCall call{static_cast<const MatrixProduct*>(product), a, b, out, workspace,
-                           static_cast<size_t>(workspace_bytes), alphas, alpha};
+// a, b, out, alphas: of words, see ProductCall.
+LSQ_EXPORT void lsq_list_add_product(void* list, const char* what, const void* product, void* const* a, void* const* b,
+                                     void* const* out, void* const* alphas, float alpha) {
+    const ProductCall call{static_cast<const MatrixProduct*>(product), a, b, out, alphas, alpha};
     static_cast<LaunchList*>(list)->add(what, call);
 }
 
-LSQ_EXPORT void lsq_list_close(void* list) { static_cast<LaunchList*>(list)->close(); }
+LSQ_EXPORT void lsq_list_add_shift(void* list, const uint64_t* from, int64_t offset, uint64_t* to) {
+    static_cast<LaunchList*>(list)->add(Shift{from, offset, to});
+}
 
-LSQ_EXPORT int64_t lsq_list_run(void* list, void* stream, char* message, int64_t capacity) {
+LSQ_EXPORT int64_t lsq_list_run(void* list, void* stream, void* workspace, int64_t workspace_bytes, char* message,
+                                int64_t capacity) {
     std::string text;
-    const int status = static_cast<LaunchList*>(list)->run(stream, text);
+    const Workspace handed{workspace, static_cast<size_t>(workspace_bytes)};
+    const int status = static_cast<LaunchList*>(list)->run(stream, handed, text);
     return status ? fail(status, text, message, capacity) : 0;
 }

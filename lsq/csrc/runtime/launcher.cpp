@@ -2,13 +2,9 @@
 
 namespace lsq {
 
-void LaunchList::add(const std::string& what, const Launch& launch, const uint64_t* words, size_t count,
-                     const int64_t* begins, size_t parameters) {
+void LaunchList::add(const std::string& what, const Launch& launch) {
     entries_.push_back({what, false, launches_.size()});
     launches_.push_back(launch);
-    launches_.back().first_parameter = begins_.size();
-    for (size_t i = 0; i < parameters; ++i) begins_.push_back(words_.size() + begins[i]);
-    words_.insert(words_.end(), words, words + count);
 }
 
 void LaunchList::add(const std::string& what, const ProductCall& call) {
@@ -16,29 +12,26 @@ void LaunchList::add(const std::string& what, const ProductCall& call) {
     products_.push_back(call);
 }
 
-void LaunchList::close() {
-    for (size_t begin : begins_) parameters_.push_back(&words_[begin]);
-}
-
-int LaunchList::start(const Entry& entry, void* stream) {
+int LaunchList::start(const Entry& entry, void* stream, const Workspace& workspace) {
     if (entry.is_product) {
         const ProductCall& call = products_[entry.index];
-        const void* alpha = call.alphas ? call.alphas : &call.alpha;
-        return call.product->run(call.a, call.b, call.out, alpha, call.workspace, call.workspace_bytes, stream);
+        const void* alpha = call.alphas ? *call.alphas : &call.alpha;
+        return call.product->run(*call.a, *call.b, *call.out, alpha, workspace.memory, workspace.bytes, stream);
     }
-    const Launch& l = launches_[entry.index];
+    Launch& l = launches_[entry.index];
     return driver_.launch(l.function, l.grid[0], l.grid[1], l.grid[2], l.block[0], l.block[1], l.block[2],
-                          l.shared_bytes, stream, parameters_.data() + l.first_parameter, nullptr);
+                          l.shared_bytes, stream, l.parameters.data(), nullptr);
 }
 
-int LaunchList::run(void* stream, std::string& message) {
+int LaunchList::run(void* stream, const Workspace& workspace, std::string& message) {
     const Current current(driver_);
     if (current.status()) {
         message = "the context of a GPU cannot be used: " + driver_.explain(current.status());
         return current.status();
     }
+    for (const Shift& shift : shifts_) *shift.to = *shift.from + shift.offset;
     for (size_t i = 0; i < entries_.size(); ++i) {
-        if (const int status = start(entries_[i], stream)) {
+        if (const int status = start(entries_[i], stream, workspace)) {
             message = explain(i, status);
             return status;
         }

@@ -1,6 +1,8 @@
-// A list of kernel launches and matrix products at fixed addresses, replayed on a stream by one call.
+// A list of kernel launches and matrix products, replayed on a stream by one call.
 //
-// A run allocates nothing, looks nothing up and does not synchronise, so that it can be captured in a CUDA graph.
+// Parameters and operands are read, at every run, where they were said to stand: in words of the host's memory that the
+// caller keeps alive and may write between two runs. A run allocates nothing, looks nothing up and does not synchronise,
+// so that it can be captured in a CUDA graph, with what stands there at that moment.
 #pragma once
 
 #include <array>
@@ -16,31 +18,38 @@ struct Launch {
     void* function;
     std::array<unsigned, 3> grid, block;
     unsigned shared_bytes;
-    size_t first_parameter;  // in LaunchList::parameters_
+    std::vector<void*> parameters;  // where each one's bytes stand
 };
 
+// Operands are addresses of words, in which the addresses of matrices stand.
 struct ProductCall {
     const MatrixProduct* product;
-    const void *a, *b;
-    void *out, *workspace;
-    size_t workspace_bytes;
-    const void* alphas;  // floats on the device, or null: `alpha` is the only one
+    void *const *a, *const *b, *const *out;
+    void* const* alphas;  // floats on the device, or null: `alpha` is the only one
     float alpha;
+};
+
+struct Workspace {
+    void* memory;
+    size_t bytes;
+};
+
+// Before every run, the address in `from` plus an offset is put into `to`.
+struct Shift {
+    const uint64_t* from;
+    int64_t offset;
+    uint64_t* to;
 };
 
 class LaunchList {
 public:
     explicit LaunchList(const Driver& driver) : driver_(driver) {}
 
-    // Appends a launch with its parameters: `words` of 8 bytes, parameter i beginning at words[begins[i]]. A float stands in
-    // the first four bytes of its word.
-    void add(const std::string& what, const Launch& launch, const uint64_t* words, size_t count, const int64_t* begins,
-             size_t parameters);
+    void add(const std::string& what, const Launch& launch);
     void add(const std::string& what, const ProductCall& call);
-    // Must be called once after the last `add`.
-    void close();
+    void add(const Shift& shift) { shifts_.push_back(shift); }
     // Returns 0, or the status of the first entry that failed, which `message` then explains.
-    int run(void* stream, std::string& message);
+    int run(void* stream, const Workspace& workspace, std::string& message);
 
 private:
     struct Entry {
@@ -48,16 +57,14 @@ private:
         bool is_product;
         size_t index;
     };
-    int start(const Entry& entry, void* stream);
+    int start(const Entry& entry, void* stream, const Workspace& workspace);
     std::string explain(size_t entry, int status) const;
 
     const Driver& driver_;
     std::vector<Entry> entries_;
     std::vector<Launch> launches_;
     std::vector<ProductCall> products_;
-    std::vector<uint64_t> words_;
-    std::vector<size_t> begins_;     // of each parameter in `words_`
-    std::vector<void*> parameters_;  // the same as addresses
+    std::vector<Shift> shifts_;
 };
 
 }  // namespace lsq

@@ -1,0 +1,105 @@
+"""Where the operands of launches and products stand in memory: fixed, or read through words that may change."""
+
+import ctypes
+from collections.abc import Callable, Iterable
+
+import torch
+
+from lsq.csrc import loader
+from lsq.csrc.launch import check
+
+ALIGNMENT = 16
+"""Bytes to whose multiples the addresses of tensors must be aligned."""
+
+
+class Places:
+    """Tensors at their addresses, and operations in structs that are made of them and stay as they are.
+
+    Args:
+        place: the device where tensors must lie.
+    """
+
+    def __init__(self, place: torch.device):
+        self._place = place
+        self._held: list[torch.Tensor] = []
+
+    def struct(self, operation, what: str) -> ctypes.Array:
+        """The struct of an operation, 8 bytes at a time. `what` begins the message of an error."""
+
+        def address(tensor: torch.Tensor) -> int:
+            self._held.append(tensor)
+            return contiguous_address(tensor, self._place, what)
+
+        return loader.words(operation.pack(address))
+
+    def address(self, tensor: torch.Tensor, what: str) -> tuple[int | None, int]:
+        """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no word: at it."""
+        self._held.append(tensor)
+        return None, tensor_address(tensor, self._place, what)
+
+    def held(self) -> Iterable[torch.Tensor]:
+        """Tensors that live as long as what reads them here."""
+        return self._held
+
+
+class MovingPlaces(Places):
+    """One operation whose struct is read again and again, and so are its operands, through the words of the struct.
+
+    Args:
+        struct: of the operation; whoever writes other addresses there moves its tensors.
+        held: see Places.
+    """
+
+    def __init__(self, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):
+        self._struct = struct
+        self.held = held
+        self._words: dict[int, int] = {}
+        self._memory: list[ctypes.Array] = [struct]
+
+    def know_field(self, tensor: torch.Tensor, number: int) -> None:
+        """A tensor with the storage of `tensor` lies where word `number` of the struct says."""
+        self._words[_storage(tensor)] = ctypes.addressof(self._struct) + 8 * number
+
+    def know_fixed(self, tensor: torch.Tensor, address: int) -> None:
+        """A tensor with the storage of `tensor` lies at `address`."""
+        self._memory.append((ctypes.c_uint64 * 1)(address))
+        self._words[_storage(tensor)] = ctypes.addressof(self._memory[-1])
+
+    def struct(self, operation, what):
+        return self._struct
+
+    def address(self, tensor, what):
+        word = self._words.get(_storage(tensor))
+        check(word is not None, f"{what}: an operand is neither a field of the operation nor its scratch memory")
+        return word, tensor.storage_offset() * tensor.element_size()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
+    """Where a kernel on `place` finds a tensor; `what` begins the message of an error.
+
+    Raises:
+        ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
+    """
+    check(
+        tensor.is_contiguous(),
+        f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()",
+    )
+    return tensor_address(tensor, place, what)
+
+
+def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
+    """The same for a tensor that may have any strides."""
+    check(
+        tensor.device == place,
+        f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with .to()",
+    )
+    found = tensor.data_ptr()
+    check(
+        found % ALIGNMENT == 0,
+        f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()",
+    )
+    return found

@@ -1,0 +1,69 @@
+"""Prepared passes on CUDA, and in the emulator: one list for a pass, whose inputs and gradients may move."""
+
+import copy
+
+import pytest
+import torch
+
+from lsq.backends.cuda import CUDA
+from lsq.csrc.launch_list import LaunchList
+from lsq.layers import QuantizedLinear, TransformerEncoderLayer
+from lsq.layers.memory import plan_memory
+from tests.layers.shapes import config_of
+from tests.ops import cuda
+
+pytestmark = pytest.mark.skipif(cuda.SANITIZE, reason="compiles the kernels of a layer")
+
+
+@pytest.fixture
+def layers():
+    """(on planned memory, on fresh memory): the same layer, with measured clips."""
+    torch.manual_seed(0)
+    where = CUDA(cuda.current_device())
+    fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0))
+    fresh.backend = where
+    fresh(torch.randn(3, 2, 48))
+    planned = copy.deepcopy(fresh)
+    plan_memory(planned, lambda: planned(torch.ones(5, 2, 48)).sum())
+    return planned, fresh
+
+
+def step(layer, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+    """Result and gradients of one pass there and back; none is left on the layer."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(upstream)
+    found = [y.detach().clone(), x.grad.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
+    layer.zero_grad()
+    return found
+
+
+def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, monkeypatch):
+    planned, fresh = layers
+    runs, run = [], LaunchList.run
+    for number in range(4):
+        x, upstream = torch.randn(4, 2, 48), torch.randn(4, 2, 48)
+        if number == 2:  # parameters, too, lie elsewhere from now on
+            for parameter in planned.parameters():
+                parameter.data = parameter.data.clone()
+        expected = step(fresh, x, upstream)
+        with monkeypatch.context() as patch:
+            runs.clear()
+            patch.setattr(LaunchList, "run", lambda self: (runs.append(self), run(self)))
+            found = step(planned, x, upstream)
+        for name, one, other in zip(["y", "dx", *dict(fresh.named_parameters())], found, expected, strict=True):
+            assert torch.equal(one, other), (number, name)
+    weights = 4
+    assert len(runs) == weights + 2 and len(planned.step_memory.prepared) == 2
+
+
+def test_memory_that_is_not_aligned_is_refused_when_a_pass_comes_again():
+    layer = QuantizedLinear(48, 32, quant=config_of().quant)
+    layer.backend = CUDA(cuda.current_device())
+    plan_memory(layer, lambda: layer(torch.ones(8, 48)).sum())
+    memory = torch.randn(8 * 48 + 1)
+    for _ in range(3):
+        layer(memory[:-1].view(8, 48)).sum().backward()
+    with pytest.raises(ValueError, match="^x: a tensor begins 4 bytes"):
+        layer(memory[1:].view(8, 48))
