@@ -46,14 +46,16 @@ def _call(name: str, *arguments) -> None:
 
 
 class Driver:
-    """A CUDA driver, or the emulator's, with one device and its primary context, which PyTorch works in, too.
+    """A CUDA driver, or the emulator's, for one device in its primary context, which PyTorch works in, too.
+
+    The context is made, if it is not there, when it is first needed.
 
     Args:
         path: of libcuda.so.1.
         ordinal: number of the device.
 
     Raises:
-        RuntimeError: it cannot be opened, or finds no such GPU.
+        RuntimeError: it cannot be opened, or finds no GPU.
     """
 
     def __init__(self, path: str, ordinal: int = 0):
@@ -80,7 +82,7 @@ class Driver:
         """Make the device's context current in this thread meanwhile; a fresh thread has none.
 
         Raises:
-            RuntimeError: the driver refuses.
+            RuntimeError: there is no such device, or the driver refuses.
         """
         entered = ctypes.c_void_p()
         _call("lsq_context_enter", self.handle, ctypes.byref(entered))

@@ -164,8 +164,12 @@ def test_a_list_runs_on_its_own_device_whichever_is_current(emulated):
 
 
 def test_a_device_that_is_not_there_is_named():
-    with pytest.raises(RuntimeError, match=r"GPU 7 cannot be used: CUDA_ERROR_INVALID_DEVICE \(101\)"):
-        Driver(str(emulator.build_driver()), 7)
+    driver = Driver(str(emulator.build_driver()), 7)  # makes no context yet
+    with (
+        pytest.raises(RuntimeError, match=r"the context of GPU 7 cannot be used: CUDA_ERROR_INVALID_DEVICE \(101\)"),
+        driver.current(),
+    ):
+        pass
 
 
 def test_a_missing_driver_is_named(tmp_path):

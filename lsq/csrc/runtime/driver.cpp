@@ -17,7 +17,7 @@ void find(void* library, const char* path, const char* name, Function& function)
 
 }  // namespace
 
-Driver::Driver(const char* path, int ordinal) {
+Driver::Driver(const char* path, int ordinal) : ordinal_(ordinal) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) throw std::runtime_error(std::string("the NVIDIA driver cannot be opened: ") + dlerror());
     find(library, path, "cuInit", init);
@@ -41,10 +41,15 @@ Driver::Driver(const char* path, int ordinal) {
     find(library, path, "cuGetErrorName", error_name);
     find(library, path, "cuGetErrorString", error_string);
     if (const int status = init(0)) throw std::runtime_error("the NVIDIA driver does not start: " + explain(status));
-    int device = 0;
-    int status = device_get(&device, ordinal);
-    if (!status) status = retain_context(&context_, device);
-    if (status) throw std::runtime_error("GPU " + std::to_string(ordinal) + " cannot be used: " + explain(status));
+}
+
+int Driver::context(void** context) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int device = 0, status = 0;
+    if (!context_) status = device_get(&device, ordinal_);
+    if (!context_ && !status) status = retain_context(&context_, device);
+    *context = context_;
+    return status;
 }
 
 std::string Driver::explain(int status) const {
@@ -65,16 +70,21 @@ int Driver::follow(void* before, void* after) const {
 }
 
 Current::Current(const Driver& driver) : driver_(driver) {
-    void* found = nullptr;
-    status_ = driver.current_context(&found);
-    if (status_ || found == driver.context()) return;
-    status_ = driver.push_context(driver.context());
+    void *wanted = nullptr, *found = nullptr;
+    status_ = driver.context(&wanted);
+    if (!status_) status_ = driver.current_context(&found);
+    if (status_ || found == wanted) return;
+    status_ = driver.push_context(wanted);
     pushed_ = !status_;
 }
 
 Current::~Current() {
     void* ours = nullptr;
     if (pushed_) driver_.pop_context(&ours);
+}
+
+std::string Driver::explain_context(int status) const {
+    return "the context of GPU " + std::to_string(ordinal_) + " cannot be used: " + explain(status);
 }
 
 }  // namespace lsq

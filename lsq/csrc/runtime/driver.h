@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -12,11 +13,12 @@ namespace lsq {
 // exiting. Every function returns a CUresult, 0 for success.
 class Driver {
 public:
-    // Opens the library at `path`, starts it, and retains the context of device `ordinal`. Throws std::runtime_error:
-    // it is missing, lacks a function, or finds no such GPU.
+    // Opens the library at `path` and starts it, for device `ordinal`. Throws std::runtime_error: it is missing, lacks a
+    // function, or finds no GPU.
     Driver(const char* path, int ordinal);
 
-    void* context() const { return context_; }
+    // The device's primary context, retained, and thereby made, when it is first wanted.
+    int context(void** context) const;
 
     int (*init)(unsigned flags);
     int (*version)(int* version);
@@ -37,6 +39,8 @@ public:
 
     // "CUDA_ERROR_INVALID_VALUE (1): invalid argument"
     std::string explain(int status) const;
+    // Why the context could not be made current.
+    std::string explain_context(int status) const;
 
 private:
     int (*device_get)(int* device, int ordinal);
@@ -48,7 +52,9 @@ private:
     int (*error_name)(int status, const char** text);
     int (*error_string)(int status, const char** text);
 
-    void* context_ = nullptr;
+    int ordinal_;
+    mutable std::mutex mutex_;
+    mutable void* context_ = nullptr;
 };
 
 // As long as it lives, the driver's context is current in this thread; then it is as before. A fresh thread, such as

@@ -54,7 +54,7 @@ LSQ_EXPORT int64_t lsq_context_enter(void* driver, void** current, char* message
     if (*current) return 0;
     const int status = made->status();
     delete made;
-    return fail(status, "the context of a GPU cannot be used: " + cuda.explain(status), message, capacity);
+    return fail(status, cuda.explain_context(status), message, capacity);
 }
 
 // In the same thread.
@@ -86,7 +86,8 @@ LSQ_EXPORT int64_t lsq_function_load(void* driver, const void* image, const char
     const Driver& cuda = *static_cast<Driver*>(driver);
     const Current current(cuda);
     int status = current.status();
-    if (!status) status = cuda.module_load(module, image);
+    if (status) return fail(status, cuda.explain_context(status), message, capacity);
+    status = cuda.module_load(module, image);
     if (status) return fail(status, "a kernel cannot be loaded: " + cuda.explain(status), message, capacity);
     status = cuda.module_function(function, *module, name);
     if (!status) status = allow_shared(cuda, *function, shared);

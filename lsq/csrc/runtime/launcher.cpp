@@ -26,7 +26,7 @@ int LaunchList::start(const Entry& entry, void* stream, const Workspace& workspa
 int LaunchList::run(void* stream, const Workspace& workspace, std::string& message) {
     const Current current(driver_);
     if (current.status()) {
-        message = "the context of a GPU cannot be used: " + driver_.explain(current.status());
+        message = driver_.explain_context(current.status());
         return current.status();
     }
     for (const Shift& shift : shifts_) *shift.to = *shift.from + shift.offset;
