@@ -30,8 +30,8 @@ def part_of(operation: Operation, scratch: Sequence[torch.Tensor], place: torch.
     def held() -> Iterable[torch.Tensor]:
         return (*operation.inputs, *operation.outputs, *scratch)
 
-    places = MovingPlaces(operation.packed, held if hold else tuple)
     bound, memory = operation.bind(_without_memory), [_without_memory(tensor) for tensor in scratch]
+    places = MovingPlaces(bound, operation.packed, held if hold else tuple)
     words = address_words(type(operation))
     for leaf in operation.leaves():
         tensor = leaf.of(operation)

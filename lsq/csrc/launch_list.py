@@ -42,8 +42,8 @@ class LaunchList:
 
     def __init__(self, device, parts: Sequence[Part]):
         self.device = device
-        self._places = [part.places for part in parts]
-        self._memory: list = []
+        self._held = [part.places.held for part in parts]
+        self._memory: list = [part.places.memory for part in parts]
         self._ticket = ctypes.c_uint64()
         self._workspace_bytes = 0
         self._stream, self._recorded = device.stream(), set()
@@ -92,8 +92,8 @@ class LaunchList:
         self._stream = stream
         if stream not in self._recorded:
             self._recorded.add(stream)
-            for places in self._places:
-                for tensor in places.held():
+            for held in self._held:
+                for tensor in held():
                     self.device.record(tensor)
 
     def _word(self, value: bytes) -> int:
@@ -125,8 +125,7 @@ class LaunchList:
             )
             return self._pointer(value, places, what)
         if hasattr(value, "pack"):
-            self._memory.append(places.struct(value, what))
-            return ctypes.addressof(self._memory[-1])
+            return ctypes.addressof(places.struct(value, what))
         return self._word(struct.pack("<fxxxx", value) if isinstance(value, float) else struct.pack("<q", value or 0))
 
     def _add_launch(self, entry: Launch, part: Part) -> None:

@@ -21,6 +21,8 @@ class Places:
 
     def __init__(self, place: torch.device):
         self._place = place
+        self.memory: list[ctypes.Array] = []
+        """What must live as long as what reads tensors here."""
         self._held: list[torch.Tensor] = []
 
     def struct(self, operation, what: str) -> ctypes.Array:
@@ -30,7 +32,8 @@ class Places:
             self._held.append(tensor)
             return contiguous_address(tensor, self._place, what)
 
-        return loader.words(operation.pack(address))
+        self.memory.append(loader.words(operation.pack(address)))
+        return self.memory[-1]
 
     def address(self, tensor: torch.Tensor, what: str) -> tuple[int | None, int]:
         """(address of a word, offset): the tensor lies `offset` bytes after what stands there; no word: at it."""
@@ -46,15 +49,16 @@ class MovingPlaces(Places):
     """One operation whose struct is read again and again, and so are its operands, through the words of the struct.
 
     Args:
-        struct: of the operation; whoever writes other addresses there moves its tensors.
+        operation: what launches are given as such.
+        struct: what they take for it; whoever writes other addresses there moves its tensors.
         held: see Places.
     """
 
-    def __init__(self, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):
-        self._struct = struct
+    def __init__(self, operation, struct: ctypes.Array, held: Callable[[], Iterable[torch.Tensor]]):
+        self._operation, self._struct = operation, struct
         self.held = held
+        self.memory = [struct]
         self._words: dict[int, int] = {}
-        self._memory: list[ctypes.Array] = [struct]
 
     def know_field(self, tensor: torch.Tensor, number: int) -> None:
         """A tensor with the storage of `tensor` lies where word `number` of the struct says."""
@@ -62,10 +66,11 @@ class MovingPlaces(Places):
 
     def know_fixed(self, tensor: torch.Tensor, address: int) -> None:
         """A tensor with the storage of `tensor` lies at `address`."""
-        self._memory.append((ctypes.c_uint64 * 1)(address))
-        self._words[_storage(tensor)] = ctypes.addressof(self._memory[-1])
+        self.memory.append((ctypes.c_uint64 * 1)(address))
+        self._words[_storage(tensor)] = ctypes.addressof(self.memory[-1])
 
     def struct(self, operation, what):
+        check(operation is self._operation, f"{what}: the launch is given another operation than its own")
         return self._struct
 
     def address(self, tensor, what):

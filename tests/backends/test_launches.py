@@ -1,5 +1,7 @@
 """Launches of operations: every operand is read through the struct, whichever tensor it was at first."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -54,6 +56,13 @@ def test_memory_that_is_no_field_is_refused(where, monkeypatch):
     other = torch.zeros(48).to(where.place)
     monkeypatch.setattr(Add, "cuda", lambda self: [launch("elementwise.cu", "lsq_add", self, other, grid=1, FLOAT=0)])
     with pytest.raises(ValueError, match="Add: lsq_add .*neither a field of the operation nor its scratch memory"):
+        where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
+
+
+def test_another_operation_is_refused(where, monkeypatch):
+    x, launches = torch.randn(41, 48).to(where.place), Add.cuda
+    monkeypatch.setattr(Add, "cuda", lambda self: launches(dataclasses.replace(self, a=self.b)))
+    with pytest.raises(ValueError, match="Add: lsq_add .*another operation than its own"):
         where.prepare([(Add(a=x, b=x, out=torch.empty_like(x)), ())])
 
 
