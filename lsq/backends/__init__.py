@@ -13,29 +13,47 @@ from lsq.program.operation import Operation
 
 NAMES = ("reference", "cpu", "cuda", "emulated")
 
-__all__ = ["NAMES", "Backend", "backend", "for_device", "run"]
+__all__ = ["ACTIVATIONS", "NAMES", "Backend", "backend", "for_device", "run"]
 
 
-@functools.cache
-def backend(name: str) -> Backend:
+ACTIVATIONS = {
+    "reference": (torch.float32,), "cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32),
+    "emulated": (torch.float32, torch.bfloat16),
+}  # fmt: skip
+"""The dtypes that activations may have on each backend, the usual one first."""
+
+
+def backend(name: str, activations: torch.dtype | None = None) -> Backend:
     """The backend of that name, one for all.
 
+    Args:
+        name: one of NAMES.
+        activations: their dtype in programs; None: bfloat16 on "cuda", float32 elsewhere.
+
     Raises:
-        ValueError: there is no backend of that name.
+        ValueError: there is no backend of that name, or it has no such activations.
         RuntimeError: there is no GPU ("cuda"), or no C++ compiler ("emulated").
     """
-    made = {
-        "reference": Reference, "cpu": CPU, "cuda": lambda: _on_gpu(0), "emulated": lambda: CUDA(emulated_device())
-    }  # fmt: skip
-    if name not in made:
+    if name not in NAMES:
         raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, NAMES))}")
-    return made[name]()
+    allowed = ACTIVATIONS[name]
+    activations = activations or allowed[0]
+    if activations not in allowed:
+        raise ValueError(
+            f"activations are {activations}; the backend {name!r} has them in {' or '.join(map(str, allowed))}"
+        )
+    if name == "cuda":
+        return _on_gpu(0, activations)
+    return _emulated(activations) if name == "emulated" else _on_cpu(name)
 
 
 def for_device(device: torch.device) -> Backend:
-    """What runs on tensors of `device`; on the CPU the reference, said once, where there is no C++ library."""
+    """What runs on tensors of `device`, with its usual activations; on the CPU the reference, said once, where there is
+    no C++ library.
+    """
     if device.type == "cuda":
-        return _on_gpu(torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _on_gpu(index, ACTIVATIONS["cuda"][0])
     return backend("cpu" if loader.available() else "reference")
 
 
@@ -49,5 +67,15 @@ def run(operation: Operation) -> None:
 
 
 @functools.cache
-def _on_gpu(index: int) -> CUDA:
-    return CUDA(gpu(index))
+def _on_gpu(index: int, activations: torch.dtype) -> CUDA:
+    return CUDA(gpu(index), activations=activations)
+
+
+@functools.cache
+def _emulated(activations: torch.dtype) -> CUDA:
+    return CUDA(emulated_device(), activations=activations)
+
+
+@functools.cache
+def _on_cpu(name: str) -> Backend:
+    return {"reference": Reference, "cpu": CPU}[name]()

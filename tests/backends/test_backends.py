@@ -52,6 +52,22 @@ def test_there_is_one_of_each():
     assert backend("cpu") is backend("cpu") is not backend("reference")
 
 
+def test_activations_are_those_that_a_backend_has(monkeypatch):
+    emulated = backend("emulated")
+    assert emulated.activations == torch.float32 and backend("emulated", torch.float32) is emulated
+    narrow = backend("emulated", activations=torch.bfloat16)
+    assert narrow.activations == torch.bfloat16 and narrow.device is emulated.device
+    with pytest.raises(ValueError, match="activations are torch.bfloat16; the backend 'cpu' has them in torch.float32"):
+        backend("cpu", activations=torch.bfloat16)
+    with pytest.raises(ValueError, match="activations are torch.float16; the backend 'emulated' has them in"):
+        backend("emulated", activations=torch.float16)
+    monkeypatch.setattr(backends, "gpu", lambda index: emulated.device)
+    backends._on_gpu.cache_clear()
+    assert backend("cuda").activations == backends.for_device(torch.device("cuda", 0)).activations == torch.bfloat16
+    assert backend("cuda", torch.float32).activations == torch.float32
+    backends._on_gpu.cache_clear()
+
+
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backends.cuda.gpu.cache_clear()
