@@ -24,7 +24,8 @@ ARITHMETIC = Path(__file__).parent / "arithmetic.h"
 
 MAGIC = b"lsq-emulated-module\n"
 DRIVER_SOURCES = (
-    "driver.cpp", "contexts.cpp", "scheduler.cpp", "fibers.cpp", "races.cpp", "crashes.cpp", "report.cpp",
+    "driver.cpp", "results.cpp", "contexts.cpp", "streams.cpp", "captures.cpp", "memory.cpp", "order.cpp",
+    "scheduler.cpp", "fibers.cpp", "races.cpp", "crashes.cpp", "report.cpp",
 )  # fmt: skip
 
 # -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.

@@ -29,13 +29,13 @@ class CudaError(Exception):
 
 
 class Driver:
-    """The emulated driver, in one order of threads; the context of its first device becomes current."""
+    """The emulated driver, in one order of threads; the context of a device becomes current."""
 
-    def __init__(self, order=0, sanitize=False):
+    def __init__(self, order=0, sanitize=False, device=0):
         self.library = ctypes.CDLL(str(emulator.build_driver(sanitize)))
         self.library.lsq_emulator_order(order)
         context = ctypes.c_void_p()
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self("cuCtxSetCurrent", context)
 
     def __call__(self, name, *arguments):
@@ -49,8 +49,8 @@ class Driver:
 class Module:
     """The kernels of a file."""
 
-    def __init__(self, source, order=0, sanitize=False, defines=()):
-        self.driver = Driver(order, sanitize)
+    def __init__(self, source, order=0, sanitize=False, defines=(), device=0):
+        self.driver = Driver(order, sanitize, device)
         self.handle = ctypes.c_void_p()
         image = emulator.compile_kernels(str(FOLDER / source), defines, sanitize)
         self.driver("cuModuleLoadData", ctypes.byref(self.handle), image)
@@ -60,8 +60,8 @@ class Module:
         self.driver("cuModuleGetFunction", ctypes.byref(found), self.handle, name.encode())
         return found
 
-    def launch(self, name, grid, block, *arguments, shared=0):
-        """Arrays go as pointers, whole numbers as int64 (addresses too), floats as float32."""
+    def launch(self, name, grid, block, *arguments, shared=0, stream=None):
+        """Arrays go as pointers, whole numbers as int64 (addresses too), floats as float32; stream: its handle."""
         values = [
             ctypes.c_float(value) if isinstance(value, float)
             else ctypes.c_int64(value if isinstance(value, int) else ctypes.addressof(value))
@@ -69,4 +69,4 @@ class Module:
         ]  # fmt: skip
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         grid, block = ((*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block))
-        self.driver("cuLaunchKernel", self.function(name), *grid, *block, shared, None, pointers, None)
+        self.driver("cuLaunchKernel", self.function(name), *grid, *block, shared, stream, pointers, None)

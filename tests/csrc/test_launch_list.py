@@ -7,6 +7,8 @@ import torch
 
 from lsq.backends import cuda
 from lsq.csrc.launch import Product
+from tests.csrc.emulated import Driver
+from tests.csrc.emulated_streams import Stream
 from tests.csrc.test_runtime import store
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -23,9 +25,11 @@ class Streams:
     def __init__(self, monkeypatch):
         self.device = cuda.emulated_device.__wrapped__(choose=with_a_workspace)
         self.current, self.capturing, self.waits, self.recorded = 0, False, [], []
+        driver = Driver()
+        self.handles = [0, *(Stream(driver).handle.value for _ in range(8))]
         for holder, name, value in (
-            (self.device, "stream", lambda: self.current), (self.device, "record", self.recorded.append),
-            (self.device.driver, "follow", lambda *streams: self.waits.append(streams)),
+            (self.device, "stream", lambda: self.handles[self.current]), (self.device, "record", self.recorded.append),
+            (self.device.driver, "follow", lambda *streams: self.waits.append(tuple(map(self.handles.index, streams)))),
             (self.device.driver, "is_capturing", lambda stream: self.capturing),
         ):  # fmt: skip
             monkeypatch.setattr(holder, name, value)
@@ -81,5 +85,5 @@ def test_lists_of_a_stream_share_a_workspace_that_grows(streams):
     assert streams.device.memory(0, 0, False) is shared
     streams.current = 1
     work[1].run()
-    other = streams.device.memory(1, 0, False)
+    other = streams.device.memory(streams.handles[1], 0, False)
     assert other is not shared and other.ticket.data_ptr() != shared.ticket.data_ptr()

@@ -1,21 +1,20 @@
-// The functions of libcuda about devices, contexts, and the order of streams. There are two devices, each with its
-// primary context. A launch has finished when cuLaunchKernel returns, so events and waits for them do nothing.
+// The functions of libcuda about devices and contexts. There are two devices, each with its primary context, which lives
+// as long as the process.
 #include "contexts.h"
 
 #include <vector>
 
-#include "services.h"
+#include "results.h"
+#include "streams.h"
+#include "work.h"
 
 namespace {
 
-// Results, with the numbers of cuda.h.
-constexpr int SUCCESS = 0;
-constexpr int INVALID_DEVICE = 101;
-constexpr int INVALID_CONTEXT = 201;
-
 constexpr int DEVICES = 2;
-emulator::Context contexts[DEVICES] = {{0}, {1}};
+emulator::Context contexts[DEVICES] = {{0, nullptr}, {1, nullptr}};
 thread_local std::vector<emulator::Context*> stack;
+
+bool exists(int device) { return device >= 0 && device < DEVICES; }
 
 }  // namespace
 
@@ -23,36 +22,56 @@ namespace emulator {
 
 Context* current_context() { return stack.empty() ? nullptr : stack.back(); }
 
+int find_context(Context*& context) {
+    context = current_context();
+    if (context) return SUCCESS;
+    return fail(INVALID_CONTEXT, "no context is current in this thread; make one current first (cuCtxPushCurrent)");
+}
+
+std::string of_device(int device) { return device ? " of device " + std::to_string(device) : ""; }
+
 }  // namespace emulator
 
-extern "C" {
+using namespace emulator;
 
-#define DRIVER EMULATOR_VISIBLE int
+DRIVER cuDeviceGetCount(int* count) {
+    *count = DEVICES;
+    return SUCCESS;
+}
 
 DRIVER cuDeviceGet(int* device, int ordinal) {
-    if (ordinal < 0 || ordinal >= DEVICES) return INVALID_DEVICE;
+    if (!exists(ordinal)) return INVALID_DEVICE;
     *device = ordinal;
     return SUCCESS;
 }
 
-DRIVER cuDevicePrimaryCtxRetain(emulator::Context** context, int device) {
-    if (device < 0 || device >= DEVICES) return INVALID_DEVICE;
+DRIVER cuDevicePrimaryCtxRetain(Context** context, int device) {
+    if (!exists(device)) return INVALID_DEVICE;
     *context = &contexts[device];
     return SUCCESS;
 }
 
-DRIVER cuCtxGetCurrent(emulator::Context** context) {
-    *context = emulator::current_context();
+DRIVER cuDevicePrimaryCtxRelease_v2(int device) { return exists(device) ? SUCCESS : INVALID_DEVICE; }
+
+DRIVER cuCtxGetCurrent(Context** context) {
+    *context = current_context();
     return SUCCESS;
 }
 
-DRIVER cuCtxPushCurrent_v2(emulator::Context* context) {
+DRIVER cuCtxGetDevice(int* device) {
+    Context* context;
+    if (const int refused = find_context(context)) return refused;
+    *device = context->device;
+    return SUCCESS;
+}
+
+DRIVER cuCtxPushCurrent_v2(Context* context) {
     if (!context) return INVALID_CONTEXT;
     stack.push_back(context);
     return SUCCESS;
 }
 
-DRIVER cuCtxPopCurrent_v2(emulator::Context** context) {
+DRIVER cuCtxPopCurrent_v2(Context** context) {
     if (stack.empty()) return INVALID_CONTEXT;
     if (context) *context = stack.back();
     stack.pop_back();
@@ -60,30 +79,21 @@ DRIVER cuCtxPopCurrent_v2(emulator::Context** context) {
 }
 
 // Replaces the top of the stack; null empties the place.
-DRIVER cuCtxSetCurrent(emulator::Context* context) {
+DRIVER cuCtxSetCurrent(Context* context) {
     if (!stack.empty()) stack.pop_back();
     if (context) stack.push_back(context);
     return SUCCESS;
 }
 
-DRIVER cuEventCreate(void** event, unsigned) {
-    if (!emulator::current_context()) return INVALID_CONTEXT;
-    *event = new char;
-    return SUCCESS;
+// The host waits for all streams of the current context.
+DRIVER cuCtxSynchronize() {
+    HOLD_DRIVER;
+    Context* context;
+    if (const int refused = find_context(context)) return refused;
+    return synchronize(*context);
 }
 
-DRIVER cuEventDestroy_v2(void* event) {
-    delete static_cast<char*>(event);
-    return SUCCESS;
+const void* emulator_context() {
+    if (stack.empty()) stack.push_back(&contexts[0]);
+    return stack.back();
 }
-
-DRIVER cuEventRecord(void*, void*) { return emulator::current_context() ? SUCCESS : INVALID_CONTEXT; }
-
-DRIVER cuStreamWaitEvent(void*, void*, unsigned) { return emulator::current_context() ? SUCCESS : INVALID_CONTEXT; }
-
-DRIVER cuStreamIsCapturing(void*, int* capturing) {
-    *capturing = 0;
-    return emulator::current_context() ? SUCCESS : INVALID_CONTEXT;
-}
-
-}  // extern "C"

@@ -1,38 +1,30 @@
-// The functions of libcuda that the launcher calls, for kernels that run in the emulator. Streams do not exist here:
-// a launch has finished when cuLaunchKernel returns. A module's image is MAGIC and the path of a shared library.
+// The functions of libcuda about modules and launches, for kernels that run in the emulator: a launch has finished when
+// cuLaunchKernel returns. A module's image is MAGIC and the path of a shared library.
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <mutex>
 #include <string>
+#include <vector>
 
-#include "contexts.h"
+#include "captures.h"
+#include "results.h"
 #include "scheduler.h"
 
 namespace {
-
-// Results, with the numbers of cuda.h.
-constexpr int SUCCESS = 0;
-constexpr int INVALID_VALUE = 1;
-constexpr int INVALID_DEVICE = 101;
-constexpr int INVALID_IMAGE = 200;
-constexpr int INVALID_CONTEXT = 201;
-constexpr int NOT_FOUND = 500;
-constexpr int LAUNCH_FAILED = 719;
 
 constexpr int DRIVER_VERSION = 13000;
 constexpr int SHARED_SIZE = 1;         // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 constexpr int MAX_DYNAMIC_SHARED = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr size_t DEFAULT_SHARED = 48 * 1024;
-constexpr char NO_CONTEXT[] = "no context is current in this thread; make one current first (cuCtxPushCurrent)";
 constexpr char MAGIC[] = "lsq-emulated-module\n";
 
 struct Function {
     std::string name;
+    emulator::Context* context;
     void (*kernel)(void** arguments);
+    const size_t* parameters;  // the bytes of each, ended by 0
     emulator::Memory static_shared;
     size_t dynamic_shared;  // the most that a launch may ask for
 
@@ -41,18 +33,9 @@ struct Function {
 
 struct Module {
     void* library;
+    emulator::Context* context;
     std::map<std::string, Function> functions;
 };
-
-std::mutex functions_guard;
-thread_local std::string last_message;
-thread_local int last_failure = SUCCESS;
-
-int fail(int result, const std::string& message) {
-    last_failure = result;
-    last_message = message;
-    return result;
-}
 
 bool too_large(emulator::Index size, unsigned x, unsigned y, unsigned z) {
     return !size.x || !size.y || !size.z || size.x > x || size.y > y || size.z > z;
@@ -79,13 +62,27 @@ std::string refusal(const Function& function, const emulator::Launch& launch) {
     return "";
 }
 
+// Runs a launch with copies of its arguments: again and again, from a graph.
+emulator::Work repeatable(const Function& function, const emulator::Launch& launch) {
+    std::vector<std::vector<unsigned char>> values;
+    for (const size_t* bytes = function.parameters; *bytes; ++bytes) {
+        const auto* value = static_cast<const unsigned char*>(launch.arguments[values.size()]);
+        values.emplace_back(value, value + *bytes);
+    }
+    return [launch, values]() mutable {
+        std::vector<void*> arguments;
+        for (auto& value : values) arguments.push_back(value.data());
+        emulator::Launch again = launch;
+        again.arguments = arguments.data();
+        return emulator::run(again);
+    };
+}
+
 }  // namespace
 
-extern "C" {
+using namespace emulator;
 
-#define DRIVER EMULATOR_VISIBLE int
-
-EMULATOR_VISIBLE void lsq_emulator_order(int order) { emulator::set_order(order); }
+extern "C" EMULATOR_VISIBLE void lsq_emulator_order(int order) { set_order(order); }
 
 DRIVER cuInit(unsigned) { return SUCCESS; }
 
@@ -95,14 +92,17 @@ DRIVER cuDriverGetVersion(int* version) {
 }
 
 DRIVER cuModuleLoadData(Module** module, const void* image) {
-    if (!emulator::current_context()) return fail(INVALID_CONTEXT, NO_CONTEXT);
+    HOLD_DRIVER;
+    Context* context;
+    if (const int refused = find_context(context)) return refused;
+    if (const int refused = refuse_unsafe("cuModuleLoadData")) return refused;
     const char* text = static_cast<const char*>(image);
     if (std::strncmp(text, MAGIC, sizeof MAGIC - 1) != 0) {
         return fail(INVALID_IMAGE, "not a module of the emulator; make it with lsq.csrc.emulator.compile_kernels");
     }
     void* library = dlopen(text + sizeof MAGIC - 1, RTLD_NOW | RTLD_LOCAL);
     if (!library) return fail(INVALID_IMAGE, dlerror());
-    *module = new Module{library, {}};
+    *module = new Module{library, context, {}};
     return SUCCESS;
 }
 
@@ -113,17 +113,18 @@ DRIVER cuModuleUnload(Module* module) {
 }
 
 DRIVER cuModuleGetFunction(Function** function, Module* module, const char* name) {
-    const std::lock_guard<std::mutex> guard(functions_guard);
+    HOLD_DRIVER;
     const auto known = module->functions.find(name);
     if (known != module->functions.end()) {
         *function = &known->second;
         return SUCCESS;
     }
-    void* kernel = dlsym(module->library, (std::string(name) + "__launch").c_str());
+    const auto find = [&](const std::string& symbol) { return dlsym(module->library, symbol.c_str()); };
+    void* kernel = find(std::string(name) + "__launch");
     if (!kernel) return fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
-    const auto shared =
-        reinterpret_cast<emulator::Memory (*)()>(dlsym(module->library, "emulator_static_shared"));
-    Function made{name, reinterpret_cast<void (*)(void**)>(kernel), shared(), 0};
+    const auto shared = reinterpret_cast<Memory (*)()>(find("emulator_static_shared"));
+    const auto parameters = reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
+    Function made{name, module->context, reinterpret_cast<void (*)(void**)>(kernel), parameters(), shared(), 0};
     made.dynamic_shared = DEFAULT_SHARED - std::min(DEFAULT_SHARED, made.static_bytes());
     *function = &module->functions.emplace(name, made).first->second;
     return SUCCESS;
@@ -137,7 +138,7 @@ DRIVER cuFuncGetAttribute(int* value, int attribute, Function* function) {
 
 DRIVER cuFuncSetAttribute(Function* function, int attribute, int value) {
     if (attribute != MAX_DYNAMIC_SHARED) return SUCCESS;
-    const size_t most = emulator::LARGEST_SHARED - function->static_bytes();
+    const size_t most = LARGEST_SHARED - function->static_bytes();
     if (value < 0 || static_cast<size_t>(value) > most) {
         return fail(INVALID_VALUE, "kernel " + function->name + ": " + std::to_string(value) +
                                        " bytes of dynamic shared memory; allowed are 0 to " + std::to_string(most));
@@ -147,34 +148,19 @@ DRIVER cuFuncSetAttribute(Function* function, int attribute, int value) {
 }
 
 DRIVER cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                      unsigned block_y, unsigned block_z, unsigned shared, void*, void** arguments, void**) {
-    if (!emulator::current_context()) return fail(INVALID_CONTEXT, NO_CONTEXT);
-    const emulator::Launch launch{function->name.c_str(),       function->kernel, {grid_x, grid_y, grid_z},
-                                  {block_x, block_y, block_z},  shared,           function->static_shared,
-                                  arguments};
+                      unsigned block_y, unsigned block_z, unsigned shared, const void* handle, void** arguments,
+                      void**) {
+    HOLD_DRIVER;
+    Stream* stream;
+    if (const int refused = find_stream(handle, stream)) return refused;
+    const Launch launch{function->name.c_str(),      function->kernel, {grid_x, grid_y, grid_z},
+                        {block_x, block_y, block_z}, shared,           function->static_shared,
+                        arguments};
     const std::string refused = refusal(*function, launch);
     if (!refused.empty()) return fail(INVALID_VALUE, "kernel " + function->name + ": " + refused);
-    const std::string fault = emulator::run(launch);
-    return fault.empty() ? SUCCESS : fail(LAUNCH_FAILED, fault);
+    const std::string what = "kernel " + function->name;
+    if (function->context != &stream->context) {
+        return fail(INVALID_HANDLE, what + " was loaded into another context than the current one");
+    }
+    return submit(*stream, what, stream->capture ? repeatable(*function, launch) : [&] { return run(launch); });
 }
-
-DRIVER cuGetErrorName(int result, const char** name) {
-    *name = result == SUCCESS           ? "CUDA_SUCCESS"
-            : result == INVALID_VALUE   ? "CUDA_ERROR_INVALID_VALUE"
-            : result == INVALID_DEVICE  ? "CUDA_ERROR_INVALID_DEVICE"
-            : result == INVALID_IMAGE   ? "CUDA_ERROR_INVALID_IMAGE"
-            : result == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT"
-            : result == NOT_FOUND       ? "CUDA_ERROR_NOT_FOUND"
-            : result == LAUNCH_FAILED   ? "CUDA_ERROR_LAUNCH_FAILED"
-                                        : nullptr;
-    return *name ? SUCCESS : INVALID_VALUE;
-}
-
-// What went wrong in this thread's last call that failed with `result`; only the name of any other.
-DRIVER cuGetErrorString(int result, const char** message) {
-    const int found = cuGetErrorName(result, message);
-    if (result == last_failure && result != SUCCESS) *message = last_message.c_str();
-    return found;
-}
-
-}  // extern "C"

@@ -96,12 +96,14 @@ inline void __threadfence() {}
 #define EMULATOR_ATOMIC inline __attribute__((no_sanitize_thread))
 
 EMULATOR_ATOMIC unsigned atomicAdd(unsigned* address, unsigned value) {
+    emulator_atomic(address, sizeof value);
     const unsigned before = *address;
     *address = before + value;
     return before;
 }
 
 EMULATOR_ATOMIC unsigned atomicExch(unsigned* address, unsigned value) {
+    emulator_atomic(address, sizeof value);
     const unsigned before = *address;
     *address = value;
     return before;
@@ -169,8 +171,9 @@ namespace emulator {
 struct Arguments {
     void** next;
 
+    // What the driver has copied at the launch is nobody's memory.
     template <typename T>
-    T read() { return *static_cast<T*>(*next++); }
+    __attribute__((no_sanitize_thread)) T read() { return *static_cast<T*>(*next++); }
 };
 
 // Calls a kernel. Braces evaluate the values from left to right.
@@ -186,8 +189,16 @@ inline void call(void (*kernel)(T...), void** arguments) {
     Call{kernel, left.read<T>()...};
 }
 
+// The bytes of each parameter, ended by 0.
+template <typename... T>
+inline const size_t* parameters(void (*)(T...)) {
+    static constexpr size_t bytes[] = {sizeof(T)..., 0};
+    return bytes;
+}
+
 }  // namespace emulator
 
-// Stands after each kernel: what the driver looks up, one thread's run of it.
-#define LSQ_EXPORT(kernel) \
-    extern "C" EMULATOR_VISIBLE void kernel##__launch(void** arguments) { emulator::call(kernel, arguments); }
+// Stands after each kernel: what the driver looks up, one thread's run of it and the sizes of its parameters.
+#define LSQ_EXPORT(kernel)                                                                                     \
+    extern "C" EMULATOR_VISIBLE void kernel##__launch(void** arguments) { emulator::call(kernel, arguments); } \
+    extern "C" EMULATOR_VISIBLE const size_t* kernel##__parameters() { return emulator::parameters(kernel); }

@@ -138,6 +138,8 @@ void Fiber::yield() {
     after_switch(kept, true);
 }
 
+bool Fiber::holds(const void* address) const { return stack_ && address >= stack_ && address < stack_ + STACK; }
+
 bool Fiber::overflown(const void* address) const {
     return stack_ && address < stack_ && address >= stack_ - page_size();
 }

@@ -25,6 +25,9 @@ public:
     // From within the fiber: back to resume().
     void yield();
 
+    // Whether an address lies on its stack.
+    bool holds(const void* address) const;
+
     // Whether an address lies where the stack would go on if it were larger.
     bool overflown(const void* address) const;
 

@@ -1,4 +1,5 @@
-// Finds warps that touch the same byte of shared memory between two barriers, where at least one of them writes.
+// Finds warps that touch the same byte of shared memory between two barriers, where at least one of them writes, and
+// tells order.h of all other memory.
 //
 // Kernels are compiled with -fsanitize=thread, which calls a function before each access to memory; these stand in for
 // those of ThreadSanitizer's library. Within a warp nothing is reported: the order of its lanes shows there.
@@ -7,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "order.h"
 #include "scheduler.h"
 
 #ifndef LSQ_SANITIZE
@@ -45,13 +47,26 @@ void record(Accesses& byte, uint64_t warp, bool writes) {
     }
 }
 
+bool in_shared(const void* address) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(address);
+    return at - begins[0] < sizes[0] || at - begins[1] < sizes[1];
+}
+
+void touch_global(const void* address, size_t size, bool writes) {
+    if (on_stack(address)) return;
+    const std::string fault = use(address, size, writes);
+    if (!fault.empty()) fail_thread(fault);
+}
+
 inline void touch(const void* address, size_t size, bool writes) {
     for (int place = 0; place < 2; ++place) {
         const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - begins[place];
         if (offset >= sizes[place]) continue;
         const uint64_t warp = running_warp();
         for (size_t i = offset; i < offset + size && i < sizes[place]; ++i) record(shadows[place][i], warp, writes);
+        return;
     }
+    if (watching) touch_global(address, size, writes);
 }
 
 }  // namespace
@@ -75,6 +90,10 @@ using emulator::touch;
 extern "C" {
 
 #define HOOK EMULATOR_VISIBLE void
+
+HOOK emulator_atomic(const void* address, size_t size) {
+    if (emulator::watching && !emulator::in_shared(address)) emulator::touch_global(address, size, true);
+}
 
 HOOK __tsan_init() {}
 HOOK __tsan_func_entry(void*) {}
@@ -108,5 +127,7 @@ void watch_shared(Memory, size_t) {}
 void order_accesses() {}
 
 }  // namespace emulator
+
+extern "C" EMULATOR_VISIBLE void emulator_atomic(const void*, size_t) {}
 
 #endif

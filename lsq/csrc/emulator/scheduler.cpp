@@ -243,6 +243,8 @@ std::string waited() {
     return site.file ? ", after it waited at " + describe(site) : "";
 }
 
+bool on_stack(const void* address) { return fibers[current].holds(address); }
+
 unsigned running_warp() { return current / WARP; }
 
 }  // namespace emulator

@@ -36,6 +36,9 @@ std::string run(const Launch& launch);
 // Within such a thread: where it waited last, in words; empty if nowhere.
 std::string waited();
 
+// Whether an address lies on the stack of the thread that runs.
+bool on_stack(const void* address);
+
 // The number in its block of the warp that runs.
 unsigned running_warp();
 

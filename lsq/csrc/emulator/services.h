@@ -47,6 +47,9 @@ EMULATOR_VISIBLE uint32_t emulator_collective(emulator::Collective kind, const c
 // The index in its warp of the thread that runs.
 EMULATOR_VISIBLE uint32_t emulator_lane();
 
+// An atomic operation on memory: no race between the warps of a launch, but between launches that nothing orders.
+EMULATOR_VISIBLE void emulator_atomic(const void* address, size_t size);
+
 // Ends the launch: `address` is no multiple of `alignment`.
 [[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);
 
