@@ -61,7 +61,7 @@ def build_products(sanitize: bool = False) -> Path:
 
     Args and Raises as `build_driver`.
     """
-    return _build_library("libemulated_cublasLt", (EMULATOR / "products.cpp",), sanitize)
+    return _build_library("libemulated_cublasLt", (EMULATOR / "products.cpp",), sanitize, (build_driver(sanitize),))
 
 
 def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize: bool = False) -> bytes:
@@ -94,11 +94,12 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize:
     return MAGIC + os.fsencode(target) + b"\0"
 
 
-def _build_library(stem: str, sources: tuple[Path, ...], sanitize: bool) -> Path:
+def _build_library(stem: str, sources: tuple[Path, ...], sanitize: bool, libraries: tuple[Path, ...] = ()) -> Path:
     flags = [*FLAGS, *(SANITIZE if sanitize else []), "-shared"]
-    target = _target(stem, [*sources, *_headers()], flags)
+    linked = list(map(os.fspath, libraries))
+    target = _target(stem, [*sources, *_headers()], [*flags, *linked])
     if not target.exists():
-        _link([*flags, f"-I{ARITHMETIC.parent}", *map(os.fspath, sources), "-ldl"], target)
+        _link([*flags, f"-I{ARITHMETIC.parent}", *map(os.fspath, sources), *linked, "-ldl"], target)
     return target
 
 

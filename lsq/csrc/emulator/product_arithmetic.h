@@ -59,6 +59,8 @@ struct Job {
     char* d;
     const float* alpha;  // of every row of D, or null
     float scalar;
+    void* workspace;
+    size_t workspace_bytes;
 };
 
 inline int32_t dot(const int8_t* a, const int8_t* b, int64_t k) {

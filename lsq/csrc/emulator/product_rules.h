@@ -11,7 +11,7 @@
 
 namespace emulator {
 
-enum Status { kSuccess = 0, kNotInitialized = 1, kInvalidValue = 7, kNotSupported = 15 };
+enum Status { kSuccess = 0, kNotInitialized = 1, kInvalidValue = 7, kExecutionFailed = 13, kNotSupported = 15 };
 enum Scheme { kNone = 0, kInPlace = 1, kComputeType = 2, kOutputType = 4 };
 
 struct Candidate {

@@ -3,16 +3,18 @@
 // It refuses what the documentation of cublasLtMatmul forbids, and some things that a device might let pass: operands
 // that are not at multiples of 16 bytes, a missing algorithm (a hidden lookup), algorithms that are not its own. Its
 // algorithms have different configurations and workspaces, and compute the same. Calls are counted, and fail on demand.
-// There are no streams: a product is finished when cublasLtMatmul returns.
+// A product goes to a stream of the emulated driver, which knows contexts, captures and who touches which memory.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "product_rules.h"
+#include "work.h"
 
 #define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -24,7 +26,9 @@ struct Preference {
     uint64_t workspace;
     uint32_t schemes, alignment[4];
 };
-struct Handle {};
+struct Handle {
+    const void* context;
+};
 struct Failure {
     int32_t status;
     int64_t times;
@@ -61,11 +65,36 @@ int give(const void* value, size_t size, void* out, size_t bytes, size_t* writte
 
 bool misaligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes != 0; }
 
+// A column-major matrix is read or written.
+const char* use(const Layout& layout, const void* matrix, bool writes) {
+    const size_t bytes = bytes_of(layout.type);
+    const char* first = static_cast<const char*>(matrix);
+    for (uint64_t column = 0; column < layout.columns; ++column) {
+        const char* at = first + column * layout.leading * bytes;
+        if (const char* fault = emulator_use(at, layout.rows * bytes, writes)) return fault;
+    }
+    return nullptr;
+}
+
+// A Job, on its stream.
+const char* work(const void* data) {
+    Job job;
+    std::memcpy(&job, data, sizeof job);
+    const Problem& problem = job.problem;
+    const char* fault = use(problem.a, job.a, false);
+    if (!fault) fault = use(problem.b, job.b, false);
+    if (!fault && job.alpha) fault = emulator_use(job.alpha, 4 * problem.m, false);
+    if (!fault) fault = emulator_use(job.workspace, job.workspace_bytes, true);
+    if (!fault) fault = use(problem.d, job.d, true);
+    if (!fault) multiply(job);
+    return fault;
+}
+
 }  // namespace
 
 LSQ_EXPORT int cublasLtCreate(Handle** handle) {
     if (const int failure = called("cublasLtCreate")) return failure;
-    *handle = new Handle;
+    *handle = new Handle{emulator_context()};
     return kSuccess;
 }
 
@@ -229,9 +258,10 @@ LSQ_EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm* algorithm, 
 LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alpha, const void* a,
                               const Layout* a_layout, const void* b, const Layout* b_layout, const void* beta,
                               const void* c, const Layout* c_layout, void* d, const Layout* d_layout,
-                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* /* stream */) {
+                              const Algorithm* algorithm, void* workspace, size_t workspace_bytes, void* stream) {
     if (const int failure = called("cublasLtMatmul")) return failure;
     if (!handle) return kNotInitialized;
+    emulator_context();  // a thread that has none gets one
     Job job{};
     if (const int refused = describe(desc, a_layout, b_layout, c_layout, d_layout, job.problem)) return refused;
     Candidate result{};
@@ -251,8 +281,10 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     job.d = static_cast<char*>(d);
     job.alpha = vector ? static_cast<const float*>(alpha) : nullptr;
     job.scalar = vector ? 0 : number(alpha);
-    multiply(job);
-    return kSuccess;
+    job.workspace = workspace;
+    job.workspace_bytes = result.workspace;
+    static_assert(std::is_trivially_copyable_v<Job>, "a capture keeps copies");
+    return emulator_submit(handle->context, stream, "a product", work, &job, sizeof job) ? kExecutionFailed : kSuccess;
 }
 
 LSQ_EXPORT const char* cublasLtGetStatusName(int status) {
@@ -268,7 +300,10 @@ LSQ_EXPORT const char* cublasLtGetStatusName(int status) {
     return "unrecognized status";
 }
 
-LSQ_EXPORT const char* cublasLtGetStatusString(int) { return "said by the emulated library"; }
+// What went wrong in the driver, where that was it.
+LSQ_EXPORT const char* cublasLtGetStatusString(int status) {
+    return status == kExecutionFailed ? emulator_message() : "said by the emulated library";
+}
 
 LSQ_EXPORT size_t cublasLtGetVersion() { return 131000; }
 
