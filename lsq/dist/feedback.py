@@ -58,8 +58,9 @@ class ErrorFeedback:
     def state(self) -> dict[str, Tensor]:
         """PREFIX and a parameter's name -> its residual, float32 of the parameter's number of values, copied."""
         self._settle()
-        residuals = {name: piece.clone() for name, piece in self._waiting.items()}
+        residuals = {name: _used_here(piece).clone() for name, piece in self._waiting.items()}
         for names, values in self._buckets.items():
+            _used_here(values)
             residuals.update({name: piece.clone() for name, piece in self._pieces(names, values)})
         return {PREFIX + name: residuals[name] for name in sorted(residuals)}
 
@@ -85,7 +86,7 @@ class ErrorFeedback:
         if self._finite is not None:
             for values in self._buckets.values():
                 # Decided on the device: to look at the flag would make the host wait for a GPU.
-                values.copy_(torch.where(self._finite, values, 0.0))
+                _used_here(values).copy_(torch.where(_used_here(self._finite), values, 0.0))
         self._finite = None
 
     def _arrange(self, names: tuple[str, ...], device: torch.device) -> None:
@@ -96,8 +97,18 @@ class ErrorFeedback:
         for name, piece in self._pieces(names, values):
             residual = self._waiting.pop(name, None)
             if residual is not None:
-                piece.copy_(residual)
+                piece.copy_(_used_here(residual))
 
     def _pieces(self, names: tuple[str, ...], values: Tensor) -> Iterable[tuple[str, Tensor]]:
         """(name, residual float32 [values]) of each parameter of a bucket, views."""
         return zip(names, values.split([self._sizes[name] for name in names]), strict=True)
+
+
+def _used_here(tensor: Tensor) -> Tensor:
+    """`tensor`, whose memory goes to nobody else before the current stream is done with it.
+
+    Exchanges run on a side stream and states are saved and loaded on another; PyTorch knows of the one that allocated.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return tensor
