@@ -13,9 +13,9 @@ import torch
 
 from lsq import gemm
 from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.csrc.geometry import MANY_BLOCKS, TILE, row_blocks, row_defines, tiles
 from lsq.csrc.launch import Product, launch
-from lsq.ops.kernels import add_parts, zero
+from lsq.ops.kernels import add_parts, check_columns, zero
 from lsq.ops.products import (
     converted,
     converted_scratch,
@@ -24,11 +24,14 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
-from lsq.ops.transpose import column_scratch, round_transposed, transpose_codes, transposed_scratch
+from lsq.ops.transpose import transposed_scratch
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
+
+PARTS = 16
+"""Most runs of rows whose largest magnitudes per column are found apart."""
 
 
 class ProjectWeightGradient(Operation):
@@ -142,9 +145,10 @@ class ProjectWeightGradient(Operation):
         (rows, inner), columns = self._upstream.shape, self.columns
         sums, product = ((self.weight_rows,), torch.float32), (inner, columns)
         if self.gradient is not None:
+            parts = max(1, min(PARTS, -(-rows // TILE)))
             return [
                 sums, (product, torch.int32), transposed_scratch(rows, inner), transposed_scratch(rows, columns),
-                *column_scratch(rows, columns),
+                ((parts, columns), torch.float32), ((columns,), torch.float32),
             ]  # fmt: skip
         dtype = getattr(torch, self.dtype)
         operands = [*converted_scratch(self.x.tensor, dtype), *converted_scratch(self.floats, dtype)]
@@ -157,7 +161,7 @@ class ProjectWeightGradient(Operation):
         sums, product, *scratch = scratch
         column_scale = None
         if self.gradient is not None:
-            entries, column_scale = self._int8_entries(product, *scratch)
+            entries, column_scale = self._int8_entries(product, *scratch), scratch[-1]
         else:
             entries = self._float_entries(product, iter(scratch))
         per_channel = self.clips > 1 and self.dclip is not None
@@ -168,13 +172,22 @@ class ProjectWeightGradient(Operation):
         )
         return [*entries, end] if per_channel else [*entries, end, add_parts(sums, self.dclip)]
 
-    def _int8_entries(self, product, transposed, codes, *scratch):
-        rounding = round_transposed(
-            self.x.tensor, self.gradient.scale, codes, scratch, key=self.key, subsequence=self.subsequence,
-            largest=self.gradient.largest,
-        )
-        products = int8_products(transposed, codes, product)
-        return [transpose_codes(self.gradient.codes, transposed), *rounding, *products], scratch[1]
+    def _int8_entries(self, product, gradient, x, largest, scale):
+        """Both operands transposed, x rounded once more with a scale for each column, and their product."""
+        inner, columns = self._upstream.shape[1], self.columns
+        check_columns(16, **{"the width of a weight": columns, "the width of its gradient's operand": inner})
+        parts, padded = len(largest), x.shape[1]
+        (down, along), (_, strips) = tiles(padded, inner), tiles(padded, columns)
+        return [
+            launch(
+                "transpose.cu", "lsq_begin_weight_gradient", self, gradient, largest, parts, inner, padded,
+                grid=parts * strips + down * along,
+            ),
+            launch(
+                "transpose.cu", "lsq_round_transposed", self, largest, scale, x, parts, padded, grid=(down, strips)
+            ),
+            *int8_products(gradient, x, product),
+        ]  # fmt: skip
 
     def _float_entries(self, product, scratch):
         dtype = getattr(torch, self.dtype)

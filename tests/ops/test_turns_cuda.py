@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lsq.csrc import emulator, geometry
-from lsq.ops import embedding, kernels, transpose
+from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
 from lsq.ops.vocabulary_loss import ScaleRows
@@ -109,11 +109,12 @@ def float_operands():
 
 
 def transposition():
-    """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 22 runs, 8 at a time."""
+    """Runs of 114 rows, which 32 at a time are read; the largest magnitudes of 16 runs, 2 at a time."""
     for tile in (128, 16):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transpose, "TILE", tile)
+            patch.setattr(weight_gradient, "TILE", tile)
             compare_cuda(test_weight_gradient.case(341))
+    test_input_gradient_cuda.turns(*FEW, True)
 
 
 def sums():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lsq.csrc.launch import Launch
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.test_input_gradient import MODES
@@ -37,8 +38,17 @@ def test_products_in_half_precision(activations):
 
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_wide_rows(mode):
-    """More columns than a warp and a tile hold."""
-    compare_cuda(case(11, mode, lsq=True, columns=1040, outputs=139, padded=144))
+    """More rows and columns than a warp and a tile hold."""
+    compare_cuda(case(141, mode, lsq=True, columns=1040, outputs=139, padded=144))
+
+
+def test_launches():
+    """Both operands of the int8 product, codes of one, the product, its end: nothing else."""
+    operation = case(341)
+    entries = operation.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in operation.cuda_scratch()))
+    assert [entry.kernel.name if isinstance(entry, Launch) else "product" for entry in entries] == [
+        "lsq_begin_weight_gradient", "lsq_round_transposed", "product", "lsq_project_weight_gradient",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", MODES)

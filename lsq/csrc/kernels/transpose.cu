@@ -1,8 +1,8 @@
 // Transposed codes for the backward products, which need both operands contiguous along the inner dimension.
 //
 // M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond M is 0. Rounding codes
-// times row_factor [M] with a scale for each column takes three steps: largest magnitudes of parts of the rows, scales,
-// codes. lsq/quant/arithmetic.py (round_columns) is the reference.
+// times row_factor [M] with a scale for each column takes two launches: largest magnitudes of parts of the rows, then
+// scales and codes. lsq/quant/arithmetic.py (round_columns) is the reference.
 #include "random.cuh"
 #include "reduce.cuh"
 #include "rounding.cuh"
@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int kColumnGroups = kTile / kGroupColumns, kRowGroups = kTileThreads / kColumnGroups;
+constexpr int kSlices = kTileThreads / kTile;  // threads of a column
 
 // 16 codes of a row times its factor.
 __device__ __forceinline__ void load16(const int8_t* from, float factor, float (&x)[16]) {
@@ -20,12 +21,10 @@ __device__ __forceinline__ void load16(const int8_t* from, float factor, float (
     for (int i = 0; i < 16; ++i) x[i] = static_cast<float>(static_cast<int8_t>(four[i / 4] >> (8 * (i % 4)))) * factor;
 }
 
-}  // namespace
-
-// codes int8 [M, N] -> out int8 [N, P].
-LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_transpose_codes(
-    In<int8_t> codes, Out<int8_t> out, int64_t rows, int64_t columns, int64_t padded) {
-    const int64_t row = tile_row(), column = tile_column();
+// A tile of codes int8 [rows, columns] -> out int8 [columns, padded]. All threads of the block must call this.
+__device__ __forceinline__ void transpose_tile(
+    const TilePlace tile, const int8_t* codes, int8_t* out, int64_t rows, int64_t columns, int64_t padded) {
+    const int64_t row = tile.row(), column = tile.column();
     const int8_t* from = codes + (row * columns + column);
     uint4 line[kGroupRows];
 #pragma unroll
@@ -42,20 +41,19 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_transpose_codes(
         if (i % 4 == 0) transpose_bytes(word[i / 4]);
         column_word[i] = word[i / 4][i % 4];
     }
-    store_transposed(column_word, out, columns, padded);
+    store_transposed(tile, column_word, out, columns, padded);
 }
-LSQ_EXPORT(lsq_transpose_codes)
 
-// codes [M, N] -> partial float32 [gridDim.x, N]: each column's largest magnitude in a run of rows; NaN is the
-// largest.
-LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_column_largest(
-    In<int8_t> codes, In<float> row_factor, Out<float> partial, int64_t rows, int64_t columns) {
-    const int64_t run = (rows + gridDim.x - 1) / gridDim.x, end = min((blockIdx.x + 1) * run, rows);
-    const int64_t column = tile_column();
+// codes [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end); NaN is the largest. All
+// threads of the block must call this; it takes one tile of the columns.
+__device__ __forceinline__ void column_largest(
+    int64_t tile, const int8_t* codes, const float* row_factor, float* partial, int64_t begin, int64_t end,
+    int64_t columns) {
+    const int64_t column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
     uint32_t largest[16] = {};
     if (column < columns) {
 #pragma unroll 4
-        for (int64_t row = blockIdx.x * run + threadIdx.x / kColumnGroups; row < end; row += kRowGroups) {
+        for (int64_t row = begin + threadIdx.x / kColumnGroups; row < end; row += kRowGroups) {
             float x[16];
             load16(codes + row * columns + column, row_factor[row], x);
 #pragma unroll
@@ -74,55 +72,86 @@ LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_column_largest(
         }
     }
     __syncthreads();
-    const int64_t mine = static_cast<int64_t>(blockIdx.y) * kTile + threadIdx.x;
+    const int64_t mine = tile * kTile + threadIdx.x;
     if (threadIdx.x >= kTile || mine >= columns) return;
     uint32_t overall = part[0][threadIdx.x];
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) overall = Largest::join(overall, part[warp][threadIdx.x]);
-    partial[blockIdx.x * columns + mine] = float_of(overall);
+    partial[mine] = float_of(overall);
 }
-LSQ_EXPORT(lsq_column_largest)
 
-// partial float32 [parts, N] -> scale [N] and its reciprocal [N] for rounding each column to codes within q.
-LSQ_KERNEL __launch_bounds__(256) lsq_column_scales(
-    In<float> partial, Out<float> scale, Out<float> reciprocal, int64_t parts, int64_t columns, float q) {
-    constexpr int kSlices = 256 / kWarp;
-    __shared__ uint32_t slices[kSlices][kWarp];
-    const int slice = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
-    const float* from = partial;
+// partial float32 [parts, N] -> the reciprocals of a tile's columns, for rounding to codes within q; and their scales,
+// unless that is null. All threads of the block must call this.
+__device__ __forceinline__ void column_scales(
+    int64_t tile, const float* partial, int64_t parts, int64_t columns, float q, float* scale,
+    float (&reciprocal)[kTile]) {
+    __shared__ uint32_t slices[kSlices][kTile];
+    const int slice = threadIdx.x / kTile, here = threadIdx.x % kTile;
+    const int64_t column = tile * kTile + here;
     uint32_t largest = 0;
     if (column < columns) {
 #pragma unroll 8
         for (int64_t part = slice; part < parts; part += kSlices) {
-            largest = Largest::join(largest, bits_of(from[part * columns + column]));
+            largest = Largest::join(largest, bits_of(partial[part * columns + column]));
         }
     }
-    slices[slice][lane] = largest;
+    slices[slice][here] = largest;
     __syncthreads();
-    if (slice || column >= columns) return;
+    if (slice == 0) {
 #pragma unroll
-    for (int i = 1; i < kSlices; ++i) largest = Largest::join(largest, slices[i][lane]);
-    const GradientScale s = gradient_scale(float_of(largest), q);
-    scale[column] = s.scale;
-    reciprocal[column] = s.reciprocal;
+        for (int i = 1; i < kSlices; ++i) largest = Largest::join(largest, slices[i][here]);
+        const GradientScale s = gradient_scale(float_of(largest), q);
+        reciprocal[here] = s.reciprocal;
+        if (scale && column < columns) scale[column] = s.scale;
+    }
+    __syncthreads();
 }
-LSQ_EXPORT(lsq_column_scales)
 
-// codes [M, N], reciprocal [N] -> out int8 [N, P], rounded at random.
+}  // namespace
+
+// codes int8 [M, N] -> out int8 [N, P].
+LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_transpose_codes(
+    In<int8_t> codes, Out<int8_t> out, int64_t rows, int64_t columns, int64_t padded) {
+    transpose_tile({blockIdx.x, blockIdx.y}, codes, out, rows, columns, padded);
+}
+LSQ_EXPORT(lsq_transpose_codes)
+
+// What the product for the gradient of a weight begins with, for both of its operands: the codes of the gradient
+// [M, outputs], transposed to [outputs, P]; and partial float32 [parts, N], largest magnitudes of the columns of
+// x [M, N] times the gradient's scales in `parts` runs of rows. The first blocks do the latter.
+LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_begin_weight_gradient(
+    const ProjectWeightGradient op, Out<int8_t> transposed, Out<float> partial, int64_t parts, int64_t outputs,
+    int64_t padded) {
+    const int64_t strips = (op.columns + kTile - 1) / kTile, tiles = (padded + kTile - 1) / kTile;
+    const int64_t block = blockIdx.x, after = block - parts * strips;
+    if (after >= 0) {
+        transpose_tile({after % tiles, after / tiles}, op.gradient.codes, transposed, op.rows, outputs, padded);
+        return;
+    }
+    const int64_t part = block % parts, run = (op.rows + parts - 1) / parts, begin = part * run;
+    column_largest(
+        block / parts, op.x.coded.codes, op.gradient.scale, partial + part * op.columns, begin,
+        min(begin + run, op.rows), op.columns);
+}
+LSQ_EXPORT(lsq_begin_weight_gradient)
+
+// x [M, N] of the gradient of a weight times the gradient's scales, partial [parts, N] -> scale [N] and out int8 [N, P],
+// rounded at random.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
-    In<int8_t> codes, In<float> row_factor, In<float> reciprocal, In<int64_t> key, Out<int8_t> out,
-    int64_t subsequence, int64_t rows, int64_t columns, int64_t padded, float q) {
-    const int64_t row = tile_row(), column = tile_column();
-    const int64_t drawn_from = key[0];
+    const ProjectWeightGradient op, In<float> partial, Out<float> scale, Out<int8_t> out, int64_t parts,
+    int64_t padded) {
+    const TilePlace tile{blockIdx.x, blockIdx.y};
+    const int64_t row = tile.row(), column = tile.column(), rows = op.rows, columns = op.columns;
+    const int8_t* codes = op.x.coded.codes;
+    const float *row_factor = op.gradient.scale, q = op.gradient.largest;
+    const int64_t drawn_from = op.key[0], subsequence = op.subsequence;
+    __shared__ float reciprocal[kTile];
+    column_scales(blockIdx.y, partial, parts, columns, q, blockIdx.x ? nullptr : static_cast<float*>(scale), reciprocal);
     uint32_t word[kGroupColumns] = {};
     if (column < columns) {
         float inverse[16];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float4 four = load_words<float4>(reciprocal + column + 4 * i);
-            inverse[4 * i] = four.x, inverse[4 * i + 1] = four.y, inverse[4 * i + 2] = four.z, inverse[4 * i + 3] = four.w;
-        }
+        for (int i = 0; i < 16; ++i) inverse[i] = reciprocal[threadIdx.x % kColumnGroups * kGroupColumns + i];
         // Each row's codes come in at the top of the columns' words; unrolling this would only cost registers.
 #pragma unroll 1
         for (int r = 0; r < kGroupRows; ++r) {
@@ -143,6 +172,6 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
             }
         }
     }
-    store_transposed(word, out, columns, padded);
+    store_transposed(tile, word, out, columns, padded);
 }
 LSQ_EXPORT(lsq_round_transposed)

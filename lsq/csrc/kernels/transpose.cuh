@@ -37,32 +37,36 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
     word[3] = choose_bytes(high01, high23, 0x7632);
 }
 
-// Where a thread's 4 x 16 values lie. Tiles go along the rows with blockIdx.x, along the columns with blockIdx.y.
-__device__ __forceinline__ int64_t tile_row() {
-    return static_cast<int64_t>(blockIdx.x) * kTile + threadIdx.x / (kTile / kGroupColumns) * kGroupRows;
-}
-__device__ __forceinline__ int64_t tile_column() {
-    return static_cast<int64_t>(blockIdx.y) * kTile + threadIdx.x % (kTile / kGroupColumns) * kGroupColumns;
-}
+// A tile by its numbers along the rows and the columns, and where the thread's 4 x 16 values begin.
+struct TilePlace {
+    int64_t down, along;
+
+    __device__ __forceinline__ int64_t row() const {
+        return down * kTile + threadIdx.x / (kTile / kGroupColumns) * kGroupRows;
+    }
+    __device__ __forceinline__ int64_t column() const {
+        return along * kTile + threadIdx.x % (kTile / kGroupColumns) * kGroupColumns;
+    }
+};
 
 // Writes the tile of which every thread holds 16 columns, each a word of 4 rows, to out [columns, padded]; both sizes
 // are multiples of 16. All threads of the block must call this.
 __device__ __forceinline__ void store_transposed(
-    const uint32_t (&column_word)[kGroupColumns], int8_t* out, int64_t columns, int64_t padded) {
+    const TilePlace place, const uint32_t (&column_word)[kGroupColumns], int8_t* out, int64_t columns, int64_t padded) {
     constexpr int kChunks = kTile / 16;  // 16-byte chunks of a column
     __shared__ uint4 tile[kTile * kChunks];
     uint32_t* words = reinterpret_cast<uint32_t*>(tile);
     const int column_group = threadIdx.x % kChunks, row_group = threadIdx.x / kChunks;
-    const int place = row_group ^ (column_group * 4);
+    const int word = row_group ^ (column_group * 4);
 #pragma unroll
-    for (int i = 0; i < kGroupColumns; ++i) words[(16 * column_group + i) * (kTile / 4) + place] = column_word[i];
+    for (int i = 0; i < kGroupColumns; ++i) words[(16 * column_group + i) * (kTile / 4) + word] = column_word[i];
     __syncthreads();
     const int chunk = threadIdx.x % kChunks;
-    const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kTile + 16 * chunk;
+    const int64_t first_row = place.down * kTile + 16 * chunk;
 #pragma unroll
     for (int pass = 0; pass < kTile * kChunks / kTileThreads; ++pass) {
         const int column = pass * (kTileThreads / kChunks) + threadIdx.x / kChunks;
-        const int64_t out_row = static_cast<int64_t>(blockIdx.y) * kTile + column;
+        const int64_t out_row = place.along * kTile + column;
         if (out_row >= columns || first_row >= padded) continue;
         store_words(out + out_row * padded + first_row, tile[column * kChunks + (chunk ^ (column / 16))]);
     }
