@@ -22,7 +22,7 @@ from lsq.program.samples import Sampler
 
 TOKENS = (4096, 8192)
 ACTIVATIONS = torch.bfloat16
-FINISH = ("lsq_finish_sums", "lsq_sum_losses")
+FINISH = ("lsq_finish_sums", "lsq_finish_own_sums", "lsq_sum_losses")
 """The kernels that only put together what the blocks of others have summed."""
 PARTS = ("operation", "kernels", "products", "finish")
 """What is timed of each operation."""

@@ -16,8 +16,8 @@ import torch
 from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR, row_defines
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
-from lsq.ops import kernels
 from lsq.ops.heads import Heads, Projected, rows_of
+from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.program.declare import Activations, Floats, In, Out, Value
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import Coded, RoundedGradient
@@ -81,6 +81,8 @@ class HeadsGradient(Value):
     """Summed over rows: the gradient of the bias in the projection."""
     clip: Floats | None
     """[1], of the tensor."""
+    parts: Floats | None
+    """Of `sum` and `clip`, in place of these; see lsq.ops.sums."""
 
     @classmethod
     def of(cls, heads: Projected, builder) -> HeadsGradient:
@@ -98,7 +100,22 @@ class HeadsGradient(Value):
         if coded is not None:
             gradient, clip = coded.straight_through(gradient)
         rounded = self.rounded.encode(gradient) if self.rounded is not None else (None, None)
-        return gradient, *rounded, gradient.sum(dim=0), clip
+        sums = gradient.sum(dim=0), clip
+        return gradient, *rounded, *sums, as_parts(self.parts, self.sums(self.parts, gradient.shape[1], coded, *sums))
+
+    def sums(self, parts, columns: int, coded: Coded | None, *totals) -> PartialSums:
+        """What a kernel leaves in `parts`; `totals`: the sums where they are known."""
+        total, clip = totals or (self.sum, self.clip)
+        return PartialSums.of(parts, columns, (total,), clip, coded)
+
+    def leave_sums(self, tensor, rows: int, columns: int, coded: Coded | None) -> list[PartialSums]:
+        """See Operation.leave_sums."""
+        name = (self.floats if self.rounded is None else self.rounded.codes).name
+        found = self.sums(tensor(name + ".parts", *parts_of(rows, columns, 1)), columns, coded)
+        if not found.wanted:
+            return []
+        self.parts, self.sum, self.clip = found.parts, None, None
+        return [found]
 
 
 class AttentionGradient(Operation):
@@ -142,7 +159,13 @@ class AttentionGradient(Operation):
             ):
                 place[rows, heads.columns_of(of)] = rows_of(gradient)
         found = [end.encode(total, one.rows.coded) for total, (one, _, end) in zip(sums, self._sides, strict=True)]
-        return *found[0], *(found[1] if len(found) > 1 else (None,) * 5)
+        return *found[0], *(found[1] if len(found) > 1 else (None,) * 6)
+
+    def leave_sums(self, tensor):
+        return [
+            left for one, rows, end in self._sides
+            for left in end.leave_sums(tensor, rows, one.columns, one.rows.coded)
+        ]  # fmt: skip
 
     def cpu_scratch(self) -> list[Spec]:
         """Gradients whose rows wait for the other heads before they are rounded."""
@@ -156,12 +179,13 @@ class AttentionGradient(Operation):
     def cuda_scratch(self) -> list[Spec]:
         """Sums of each row's weighted probabilities; gradients in float32, and sums over them for each tensor."""
         found = [((self.heads.rows, self.heads.count), torch.float32)]
-        for one, rows, _ in self._sides:
-            found += [((rows, one.columns), torch.float32), kernels.partial_scratch(rows, one.columns, 1)]
-        return found
+        found += [((rows, one.columns), torch.float32) for one, rows, _ in self._sides]
+        return found + [parts_of(rows, one.columns, 1) for one, rows, end in self._sides if end.parts is None]
 
-    def cuda(self, sums, dq, partial, *of_keys):
-        heads, (dkv, _) = self.heads, of_keys or (dq, None)
+    def cuda(self, sums, *scratch):
+        heads, sides = self.heads, len(self._sides)
+        gradients, left = scratch[:sides], iter(scratch[sides:])
+        dq, dkv = gradients[0], gradients[-1]
         defines = _defines(heads, self.dcontext, *(end.floats for _, _, end in self._sides))
         entries = [
             launch(
@@ -170,8 +194,8 @@ class AttentionGradient(Operation):
             )
             for side, rows, gradient in (("query", heads.rows, dq), ("key", heads.key_rows, dkv))
         ]
-        for keys, (one, _, end), scratch in zip((0, 1), self._sides, ((dq, partial), of_keys), strict=False):
-            entries += self._finish(keys, one, end, *scratch)
+        for keys, ((one, _, end), gradient) in enumerate(zip(self._sides, gradients, strict=True)):
+            entries += self._finish(keys, one, end, gradient, next(left) if end.parts is None else end.parts)
         return entries
 
     def _finish(self, keys: int, one: Projected, end: HeadsGradient, gradient, partial) -> list[Launch]:
@@ -182,7 +206,7 @@ class AttentionGradient(Operation):
                 KEYS=keys, ROUNDED=int(end.rounded is not None), FLOAT=FLOATS[self.dcontext.dtype],
                 **row_defines(one.columns),
             ),
-            kernels.finish_sums(partial, one.columns, (end.sum,), end.clip, one.rows.coded),
+            *finish(end.sums(partial, one.columns, one.rows.coded), leaves=end.parts is not None),
         ]  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import row_defines
 from lsq.csrc.launch import FLOATS, Product, check, float_define, launch
-from lsq.ops import kernels
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import (
     converted,
@@ -25,6 +24,7 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
+from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.ops.transpose import transpose_codes
 from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
 from lsq.program.operation import Operation
@@ -63,6 +63,8 @@ class ProjectInputGradient(Operation):
     """[K], over rows: the gradient of a bias."""
     dclip: Out[Floats] | None
     """[1], of x."""
+    parts: Out[Floats] | None
+    """Of `sum` and `dclip`, in place of these; see lsq.ops.sums."""
     dtype: Host[str] = "float32"
     """Of the product of floats."""
 
@@ -84,7 +86,8 @@ class ProjectInputGradient(Operation):
         if self.added is not None:
             dx = dx + self.added
         rounded = self.rounded.encode(dx) if self.rounded is not None else (None, None)
-        return dx, *rounded, dx.sum(dim=0), dclip
+        sums = dx.sum(dim=0), dclip
+        return dx, *rounded, *sums, as_parts(self.parts, self._sums(self.parts, *sums))
 
     def _product(self) -> torch.Tensor:
         if self.gradient is not None:
@@ -127,15 +130,28 @@ class ProjectInputGradient(Operation):
         return [(0, product)]
 
     def cuda_scratch(self):
-        partial, shape = kernels.partial_scratch(self.rows, self.columns, 1), (self.rows, self.columns)
+        partial = [] if self.parts is not None else [parts_of(self.rows, self.columns, 1)]
+        shape = self.rows, self.columns
         if self.gradient is not None:
-            return [partial, (tuple(reversed(self.weight.matrix.shape)), torch.int8), (shape, torch.int32)]
+            return [*partial, (tuple(reversed(self.weight.matrix.shape)), torch.int8), (shape, torch.int32)]
         dtype = self._product_dtype
         product = [] if self._in_place else [(shape, torch.float32)]
         operands = [*converted_scratch(self.weight.matrix, dtype), *converted_scratch(self.floats, dtype)]
-        return [partial, *product, *operands]
+        return [*partial, *product, *operands]
 
-    def cuda(self, partial, *scratch):
+    def leave_sums(self, tensor):
+        found = self._sums(tensor(self.outputs[0].name + ".parts", *parts_of(self.rows, self.columns, 1)))
+        if not found.wanted:
+            return []
+        self.parts, self.sum, self.dclip = found.parts, None, None
+        return [found]
+
+    def _sums(self, parts, *totals) -> PartialSums:
+        total, clip = totals or (self.sum, self.dclip)
+        return PartialSums.of(parts, self.columns, (total,), clip, self.x)
+
+    def cuda(self, *scratch):
+        partial, *scratch = scratch if self.parts is None else (self.parts, *scratch)
         entries, product = self._int8_entries(*scratch) if self.gradient is not None else self._float_entries(scratch)
         before = self.nonlinearity and self.nonlinearity.before
         given = [one for one in (self.floats, before, self.added, self.dx) if one is not None]
@@ -144,7 +160,7 @@ class ProjectInputGradient(Operation):
             PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
             **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
         )
-        return [*entries, end, kernels.finish_sums(partial, self.columns, (self.sum,), self.dclip, self.x)]
+        return [*entries, end, *finish(self._sums(partial), leaves=self.parts is not None)]
 
     def _int8_entries(self, weight, product):
         entries = [transpose_codes(self.weight.codes, weight), *int8_products(self.gradient.codes, weight, product)]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
 from lsq.csrc.launch import TICKET, float_define, launch
-from lsq.ops import kernels
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
+from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
@@ -94,13 +94,16 @@ class ResidualNormGradient(Operation):
     dbias: Out[Floats] | None
     """[H]"""
     sum: Out[ResidualSumGradient]
+    parts: Out[Floats] | None
+    """Of `dweight`, `dbias` and `sum.dupdate_sum`, in place of these; see lsq.ops.sums."""
 
     rows = extent(0, "dout", "sum.dz")
     columns = extent(1, "dout", "sum.dz")
 
     def reference(self):
         if self.dout is None:
-            return None, None, *self.sum.compute(None)
+            found = None, None, *self.sum.compute(None)
+            return *found, self._as_parts(found)
         centred = self.z if self.mean is None else self.z - self.mean[:, None]
         normalised = centred * self.rstd[:, None]
         scaled = self.dout * self.weight
@@ -108,27 +111,49 @@ class ResidualNormGradient(Operation):
         if self.mean is not None:
             scaled = scaled - scaled.mean(dim=1, keepdim=True)
         through = self.rstd[:, None] * (scaled - projected)
-        return (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0), *self.sum.compute(through)
+        found = (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0), *self.sum.compute(through)
+        return *found, self._as_parts(found)
 
-    def _sums(self) -> tuple:
-        """Where the norm's own sums over rows go: its weight's, and that of LayerNorm's bias."""
-        found = (self.dweight, self.dbias)
-        return () if self.dout is None else found[:1] if self.mean is None else found
+    def _as_parts(self, found):
+        dweight, dbias, *_, dupdate_sum = found
+        return as_parts(self.parts, self._sums(self.parts, (dweight, dbias), dupdate_sum))
+
+    @property
+    def _norm_sums(self) -> int:
+        """Sums over rows of the norm itself: its weight's, and that of LayerNorm's bias."""
+        return 0 if self.dout is None else 1 if self.mean is None else 2
+
+    def _sums(self, parts, of_norm, of_update) -> PartialSums:
+        outs = (*of_norm[: self._norm_sums], *([of_update] if self.sum.updated else []))
+        return PartialSums.of(parts, self.columns, outs)
+
+    def _parts(self):
+        return parts_of(self.rows, self.columns, self._norm_sums + self.sum.updated)
+
+    def leave_sums(self, tensor):
+        parts = tensor(self.outputs[0].name + ".parts", *self._parts()) if self.outputs else None
+        found = self._sums(parts, (self.dweight, self.dbias), self.sum.dupdate_sum)
+        if not found.wanted:
+            return []
+        self.parts, self.dweight, self.dbias, self.sum.dupdate_sum = parts, None, None, None
+        return [found]
 
     def cuda_scratch(self):
-        return [kernels.partial_scratch(self.rows, self.columns, len(self._sums()) + self.sum.updated)]
+        return [] if self.parts is not None else [self._parts()]
 
-    def cuda(self, partial):
-        sums, down = self._sums(), self.sum
-        outs = (*sums, down.dupdate_sum) if down.updated else sums
-        if not outs:
+    def cuda(self, *scratch):
+        (partial,), down = scratch or (self.parts,), self.sum
+        if not (self._norm_sums or down.updated):
             return []
+        finished = finish(
+            self._sums(partial, (self.dweight, self.dbias), down.dupdate_sum), leaves=self.parts is not None
+        )
         return [
             launch(
                 "residual_norm.cu", "lsq_residual_norm_gradient", self, partial, grid=len(partial),
-                shared=sums_in_shared_memory(self.columns, len(sums)), NORM_SUMS=len(sums), PRODUCT=int(down.updated),
-                ROUNDED=int(down.rounded is not None), **float_define(self.dout, self.z, *down.tensors),
-                **row_defines(self.columns),
+                shared=sums_in_shared_memory(self.columns, self._norm_sums), NORM_SUMS=self._norm_sums,
+                PRODUCT=int(down.updated), ROUNDED=int(down.rounded is not None),
+                **float_define(self.dout, self.z, *down.tensors), **row_defines(self.columns),
             ),
-            kernels.finish_sums(partial, self.columns, outs),
+            *finished,
         ]  # fmt: skip

@@ -15,6 +15,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import kernels
+from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -150,23 +151,37 @@ class RoundGradient(Operation):
     """[M, N]; None: the products that go back take floats."""
     sum: Out[Floats] | None
     """[N], the gradient summed over rows: that of the product's bias."""
+    parts: Out[Floats] | None
+    """Of `sum`, in its place; see lsq.ops.sums."""
 
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
 
     def reference(self):
         codes, scale = self.rounded.encode(self.gradient) if self.rounded is not None else (None, None)
-        return codes, scale, self.gradient.sum(dim=0)
+        total = self.gradient.sum(dim=0)
+        return codes, scale, total, as_parts(self.parts, self._sums(self.parts, total))
+
+    def leave_sums(self, tensor):
+        if self.sum is None:
+            return []
+        found = self._sums(tensor(self.sum.name + ".parts", *parts_of(self.rows, self.columns, 1)), self.sum)
+        self.parts, self.sum = found.parts, None
+        return [found]
+
+    def _sums(self, parts, total) -> PartialSums:
+        return PartialSums.of(parts, self.columns, (total,))
 
     def cuda_scratch(self):
-        return [kernels.partial_scratch(self.rows, self.columns, 1)]
+        return [] if self.parts is not None else [parts_of(self.rows, self.columns, 1)]
 
-    def cuda(self, partial):
-        rounds, sums = self.rounded is not None, self.sum is not None
+    def cuda(self, *scratch):
+        (partial,) = scratch or (self.parts,)
+        rounds, sums = self.rounded is not None, self.sum is not None or self.parts is not None
         apart = rounds and sums and self.columns > WIDEST_TOGETHER
         passes = [(True, False), (False, True)] if apart else [(rounds, sums)]
         entries = [self._pass(partial, *each) for each in passes]
-        return [*entries, kernels.finish_sums(partial, self.columns, (self.sum,))] if sums else entries
+        return [*entries, *finish(self._sums(partial, self.sum), leaves=self.parts is not None)]
 
     def _pass(self, partial, rounds: bool, sums: bool):
         return launch(

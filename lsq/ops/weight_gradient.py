@@ -15,7 +15,7 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import MANY_BLOCKS, TILE, row_blocks, row_defines, tiles
 from lsq.csrc.launch import Product, launch
-from lsq.ops.kernels import add_parts, check_columns, zero
+from lsq.ops.kernels import check_columns, zero
 from lsq.ops.products import (
     converted,
     converted_scratch,
@@ -24,6 +24,7 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
+from lsq.ops.sums import PartialSums, as_parts, finish
 from lsq.ops.transpose import transposed_scratch
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
 from lsq.program.operation import Operation
@@ -54,6 +55,8 @@ class ProjectWeightGradient(Operation):
     """[N, K]"""
     dclip: Out[Floats] | None
     """[N] or [1], like the clip."""
+    parts: Out[Floats] | None
+    """[N, 1], of `dclip` [1], in its place; see lsq.ops.sums."""
     dtype: Host[str] = "float32"
     """Of the product of floats."""
 
@@ -78,7 +81,7 @@ class ProjectWeightGradient(Operation):
 
     def reference(self):
         if self._float_mode:
-            return self.floats.t() @ self.x.floats, None
+            return self.floats.t() @ self.x.floats, None, None
         if self.gradient is None:
             product = float_product(self.floats.t(), self.x.coded.decode(), self.dtype)
         else:
@@ -88,7 +91,8 @@ class ProjectWeightGradient(Operation):
             )
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * self.x.scale) / self.weight.scale[:, None]
-        return self._straight_through(product[: self.weight_rows])
+        dweight, dclip = self._straight_through(product[: self.weight_rows])
+        return dweight, dclip, as_parts(self.parts, PartialSums.of(self.parts, 0, (), dclip))
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
@@ -139,11 +143,18 @@ class ProjectWeightGradient(Operation):
             loader.call("lsq_end_weight_gradient", self, product, column_scale, sums, first, count)
         loader.call("lsq_finish_weight_gradient", self, sums)
 
+    def leave_sums(self, tensor):
+        if self.dclip is None or self.clips > 1:
+            return []
+        found = PartialSums.of(tensor(self.dclip.name + ".parts", (self.weight_rows, 1)), 0, (), self.dclip)
+        self.parts, self.dclip = found.parts, None
+        return [found]
+
     def cuda_scratch(self):
         if self._float_mode:
             return []
         (rows, inner), columns = self._upstream.shape, self.columns
-        sums, product = ((self.weight_rows,), torch.float32), (inner, columns)
+        sums, product = ((self.weight_rows, 1), torch.float32), (inner, columns)
         if self.gradient is not None:
             parts = max(1, min(PARTS, -(-rows // TILE)))
             return [
@@ -159,6 +170,7 @@ class ProjectWeightGradient(Operation):
             product = Product(a=self.floats, b=self.x.floats, out=self.dweight, transpose_a=True, transpose_b=True)
             return [product] if self.rows else [zero(self.dweight)]
         sums, product, *scratch = scratch
+        sums = sums if self.parts is None else self.parts
         column_scale = None
         if self.gradient is not None:
             entries, column_scale = self._int8_entries(product, *scratch), scratch[-1]
@@ -170,7 +182,9 @@ class ProjectWeightGradient(Operation):
             self.dclip if per_channel else sums, grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
             SUMS=int(self.gradient is not None), FLOAT=0, **row_defines(self.columns),
         )
-        return [*entries, end] if per_channel else [*entries, end, add_parts(sums, self.dclip)]
+        if per_channel:
+            return [*entries, end]
+        return [*entries, end, *finish(PartialSums.of(sums, 0, (), self.dclip), leaves=self.parts is not None)]
 
     def _int8_entries(self, product, gradient, x, largest, scale):
         """Both operands transposed, x rounded once more with a scale for each column, and their product."""

@@ -19,6 +19,7 @@ class Backend:
         name: for people.
         place: the device whose tensors it works on.
         activations: the dtype of activations in programs that are built for it; other floats are float32.
+        leaves_sums: whether operations leave sums over rows in parts, for one operation to finish at the end of a pass.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
         few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
     """
@@ -26,6 +27,7 @@ class Backend:
     name: str
     place: torch.device = torch.device("cpu")
     activations: torch.dtype = torch.float32
+    leaves_sums: bool = False
     refillable: bool = False
     few_sizes: bool = False
 

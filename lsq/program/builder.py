@@ -1,7 +1,7 @@
 """Builds a program: records the forward operations, then walks them backwards and appends their gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from lsq.program.values import Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT
 
 Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
+Finish = Callable[[Sequence[Operation], Callable[..., VirtualTensor]], Sequence[Operation]]
 
 
 class Builder:
@@ -27,14 +28,16 @@ class Builder:
         backward: the program gets a backward pass; without one, weights come in as codes.
         backend: where it will run, which decides how much scratch memory operations take and how wide activations are.
         add: makes the operation that adds two tensors into a third.
+        finish: makes the last operations of a backward pass from the others and from what makes virtual tensors.
     """
 
     def __init__(
-        self, name: str, quant: QuantConfig, *, training: bool, backward: bool, backend: Backend, add: Add
-    ):
+        self, name: str, quant: QuantConfig, *, training: bool, backward: bool, backend: Backend, add: Add,
+        finish: Finish = lambda operations, tensor: (),
+    ):  # fmt: skip
         self.name, self.quant = name, quant
         self.training, self.backward = training, backward
-        self._backend, self._make_add = backend, add
+        self._backend, self._make_add, self._finish = backend, add, finish
         self._operations: list[Operation] = []
         self._inputs: list[VirtualTensor] = []
         self._parameters: dict[str, VirtualTensor] = {}
@@ -242,6 +245,8 @@ class Builder:
             self._gradients.update(zip(self._outputs, output_gradients, strict=True))
             for operation in reversed(forward):
                 operation.gradient(self)
+            for operation in self._finish(self._operations[len(forward) :], self.tensor):
+                self.add(operation)
             differentiable, gradients = self._leaves()
         operations = tuple(self._operations)
         self._narrow()

@@ -12,7 +12,8 @@ import torch
 from lsq.csrc import loader
 from lsq.csrc.launch import Launch, Product
 from lsq.program.declare import Declared
-from lsq.program.values import Coded, Weight
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded, Value, Weight
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """(shape, dtype) of scratch memory."""
@@ -56,6 +57,13 @@ class Operation(Declared):
             ValueError: kernels cannot take these shapes.
         """
         raise ValueError(f"operation {type(self).__name__} has no CUDA implementation")
+
+    def leave_sums(self, tensor: Callable[..., VirtualTensor]) -> Sequence[Value]:
+        """From now on leave sums over rows in parts, in a program for a GPU; what has to be added up then.
+
+        `tensor` makes a virtual tensor of a name, a shape and a dtype. See lsq.ops.sums.
+        """
+        return ()
 
     def unrounded(self, run: Callable[["Operation"], None]) -> torch.Tensor:
         """The float values that are rounded under a clip here; calibration measures those.

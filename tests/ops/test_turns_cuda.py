@@ -13,6 +13,7 @@ from lsq.csrc import emulator, geometry
 from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
+from lsq.ops.sums import FinishSums, PartialSums
 from lsq.ops.vocabulary_loss import ScaleRows
 from tests.ops import (
     cuda,
@@ -121,10 +122,7 @@ def sums():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "strided", lambda turns, most: min(most, turns))
         compare_gradients(torch.float32, 341, 48, rounds=True)
-    target = cuda.current_device()
-    parts, out = torch.randn(1000, device=target.place), torch.empty(1, device=target.place)
-    target.run([kernels.add_parts(parts, out, 0.5)])
-    assert out.item() == pytest.approx(0.5 * parts.double().sum().item(), rel=1e-6)
+    compare_cuda(FinishSums.of([PartialSums.of(torch.randn(1000, 1), 0, (), empty(1))]))
 
 
 def attentions():

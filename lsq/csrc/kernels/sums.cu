@@ -1,7 +1,7 @@
-// Adds up what the blocks of another kernel have summed: partial rows of W sums, in order, one result a column.
+// Adds up what the blocks of other kernels have summed: partial rows of W sums, in order, one result a column.
 //
-// A row holds up to three sums of N columns side by side and, where `clip` is wanted, one number more, whose sum
-// is taken in double precision, as on the CPU.
+// A row holds up to three sums of N columns side by side and, where a clip is wanted, one number more, whose sum is taken
+// in double precision, as on the CPU. lsq/ops/sums.py is the reference.
 #include "device.cuh"
 
 namespace {
@@ -17,38 +17,51 @@ __device__ __forceinline__ float run_sum(
     return sum;
 }
 
-}  // namespace
-
-// partial float32 [rows, width]; width = sums * n (+ 1 for the clip, after the columns); null results are skipped.
-LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_sums(
-    In<float> partial, Out<float> first, Out<float> second, Out<float> third, Out<float> clip, int64_t rows, int64_t n,
-    int64_t sums, int64_t width, float factor) {
+// Columns [kColumns * blockIdx.x, ...) of the totals, and the clip's in the first block.
+__device__ __forceinline__ void finish(const PartialSums& one) {
+    const float* partial = one.parts;
+    const int64_t rows = one.blocks, width = one.width, all = one.sums * one.columns;
     __shared__ float part[kSlices][kColumns];
     const int slice = threadIdx.x / kColumns, here = threadIdx.x % kColumns;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * kColumns + here, run = (rows + kSlices - 1) / kSlices;
-    if (column < sums * n) {
+    if (column < all) {
         part[slice][here] = run_sum(partial, width, column, min(slice * run, rows), min((slice + 1) * run, rows));
     }
     __syncthreads();
-    if (slice == 0 && column < sums * n) {
+    if (slice == 0 && column < all) {
         float total = part[0][here];
 #pragma unroll
         for (int i = 1; i < kSlices; ++i) total += part[i][here];
-        float* out = column < n ? first : column < 2 * n ? second : third;
-        if (out) out[column % n] = total;
+        float* out = column < one.columns ? one.first : column < 2 * one.columns ? one.second : one.third;
+        if (out) out[column % one.columns] = total;
     }
-    if (clip && blockIdx.x == 0) {
+    if (one.clip && blockIdx.x == 0) {
         // Many partial rows, one number of each: every thread takes some, so that their loads overlap.
         __shared__ double totals[kColumns * kSlices];
         double total = 0.0;
 #pragma unroll 8
-        for (int64_t row = threadIdx.x; row < rows; row += kColumns * kSlices) total += partial[row * width + sums * n];
+        for (int64_t row = threadIdx.x; row < rows; row += kColumns * kSlices) total += partial[row * width + all];
         totals[threadIdx.x] = total;
         for (int distance = kColumns * kSlices / 2; distance; distance /= 2) {
             __syncthreads();
             if (threadIdx.x < distance) totals[threadIdx.x] += totals[threadIdx.x + distance];
         }
-        if (threadIdx.x == 0) clip[0] = static_cast<float>(totals[0] * factor);
+        if (threadIdx.x == 0) one.clip[0] = static_cast<float>(totals[0] * one.factor);
     }
 }
+
+}  // namespace
+
+// Those of many operations, with blockIdx.y.
+LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_sums(const __grid_constant__ FinishSums op) {
+    finish((&op.sums0)[blockIdx.y]);
+}
 LSQ_EXPORT(lsq_finish_sums)
+
+// Those of one operation that runs by itself.
+LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_own_sums(
+    In<float> parts, Out<float> first, Out<float> second, Out<float> third, Out<float> clip, int64_t sums,
+    int64_t columns, int64_t blocks, int64_t width, float factor) {
+    finish({parts, first, second, third, clip, sums, columns, factor, blocks, width});
+}
+LSQ_EXPORT(lsq_finish_own_sums)
