@@ -1,0 +1,68 @@
+"""How much a GPU launches in a training step of Transformer-big, counted without one."""
+
+from collections import Counter
+
+import torch
+
+from lsq.backends.products import launched
+from lsq.config import LayerConfig, QuantConfig
+from lsq.csrc.launch import Product
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.programs import Mode, Table, Vocabulary
+from lsq.program.backend import Backend
+
+QUANT = QuantConfig(backward="int8")
+BIG = LayerConfig(
+    hidden=1024, heads=16, feed_forward=4096, dropout=0.3, attention_dropout=0.1, activation_dropout=0.1, quant=QUANT
+)
+SENTENCES = Sentences.of(8192, 256, 40)
+LAYERS = 6
+
+
+class OnPaper(Backend):
+    """Programs as a GPU has them."""
+
+    name = "paper"
+    activations = torch.bfloat16
+    leaves_sums = True
+
+    def scratch(self, operation):
+        return operation.cuda_scratch()
+
+
+MODE = Mode(training=True, backward=True, backend=OnPaper())
+
+
+def counts(program) -> Counter:
+    """Launches by kernel; "product" is one of cuBLASLt."""
+    entries = launched(program, torch.bfloat16)
+    return Counter("product" if isinstance(entry, Product) else entry.kernel.name for entry in entries)
+
+
+def test_an_encoder_layer():
+    """One launch or two for each operation and each product, and one for all sums."""
+    assert counts(programs.encoder_layer(BIG, SENTENCES, MODE)) == {
+        "product": 12, "lsq_round": 1, "lsq_end": 4, "lsq_attention": 1, "lsq_residual_norm": 2,
+        "lsq_residual_norm_gradient": 2, "lsq_project_input_gradient": 4, "lsq_transpose_codes": 4,
+        "lsq_begin_weight_gradient": 4, "lsq_round_transposed": 4, "lsq_project_weight_gradient": 4,
+        "lsq_attention_query_gradient": 1, "lsq_attention_key_gradient": 1, "lsq_attention_gradient_rows": 1,
+        "lsq_finish_sums": 1,
+    }  # fmt: skip
+
+
+def test_a_step():
+    """No more than were counted last; what RoundWeight and the optimizer launch is not in programs."""
+    words = Vocabulary(words=32768, hidden=1024, padded=32768)
+    table = Table(
+        vocabulary=32768, hidden=1024, positions=1026, padding=1, scale=32.0, dropout=0.3, learned=False
+    )
+    found = {
+        "encoder": programs.encoder_layer(BIG, SENTENCES, MODE),
+        "decoder": programs.decoder_layer(BIG, SENTENCES, SENTENCES, MODE),
+        "loss": programs.vocabulary_loss(QUANT, SENTENCES.rows, words, MODE, padding=1, smoothing=0.1),
+        "embedding": programs.embedding(QUANT, SENTENCES.rows, table, MODE),
+    }
+    launches = {name: counts(program).total() for name, program in found.items()}
+    assert launches == {"encoder": 46, "decoder": 81, "loss": 27, "embedding": 6}
+    assert LAYERS * (launches["encoder"] + launches["decoder"]) + launches["loss"] + 2 * launches["embedding"] == 801
