@@ -1,6 +1,7 @@
 """Where operations run: the reference in plain PyTorch, the CPU, a GPU, and the emulator of one."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +14,7 @@ from lsq.program.operation import Operation
 
 NAMES = ("reference", "cpu", "cuda", "emulated")
 
-__all__ = ["ACTIVATIONS", "NAMES", "Backend", "backend", "for_device", "run"]
+__all__ = ["ACTIVATIONS", "NAMES", "Backend", "backend", "for_device", "register", "run"]
 
 
 ACTIVATIONS = {
@@ -47,14 +48,28 @@ def backend(name: str, activations: torch.dtype | None = None) -> Backend:
     return _emulated(activations) if name == "emulated" else _on_cpu(name)
 
 
-def for_device(device: torch.device) -> Backend:
-    """What runs on tensors of `device`, with its usual activations; on the CPU the reference, said once, where there is
-    no C++ library.
+Maker = Callable[[torch.device, torch.dtype | None], Backend]
+"""(device, dtype of activations; None: the usual one) -> what runs there."""
+
+
+def register(device_type: str, make: Maker) -> None:
+    """Say what runs on tensors of a type of device that lsq does not know; `make` returns the same one each time."""
+    _makers[device_type] = make
+
+
+def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:
+    """What runs on tensors of `device`; on the CPU the reference, said once, where there is no C++ library.
+
+    Args:
+        device: where the tensors lie.
+        activations: their dtype in programs on a GPU; None: the usual one.
+
+    Raises:
+        ValueError: nothing runs on devices of that type.
     """
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return _on_gpu(index, ACTIVATIONS["cuda"][0])
-    return backend("cpu" if loader.available() else "reference")
+    if device.type not in _makers:
+        raise ValueError(f"nothing of lsq runs on {device}; move the tensors to one of: {', '.join(_makers)}")
+    return _makers[device.type](device, activations)
 
 
 def run(operation: Operation) -> None:
@@ -79,3 +94,14 @@ def _emulated(activations: torch.dtype) -> CUDA:
 @functools.cache
 def _on_cpu(name: str) -> Backend:
     return {"reference": Reference, "cpu": CPU}[name]()
+
+
+def _of_gpu(device: torch.device, activations: torch.dtype | None) -> Backend:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _on_gpu(index, activations or ACTIVATIONS["cuda"][0])
+
+
+_makers: dict[str, Maker] = {
+    "cpu": lambda device, activations: backend("cpu" if loader.available() else "reference"), "cuda": _of_gpu
+}  # fmt: skip
+"""By type of device."""

@@ -23,17 +23,20 @@ KEPT = 1024
 
 
 @functools.cache
-def emulated_device(sanitize: bool = False, choose: Choose = first_candidate) -> Device:
+def emulated_device(
+    sanitize: bool = False, choose: Choose = first_candidate, place: torch.device = torch.device("cpu")  # noqa: B008
+) -> Device:
     """The emulator: runs kernels on the CPU, for tests and for `lsq doctor --emulate`.
 
     Args:
         sanitize: see lsq.csrc.emulator.
         choose: picks the algorithms of products.
+        place: whose tensors it works on; the CPU must be able to read their memory.
 
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    place, driver = torch.device("cpu"), Driver(str(emulator.build_driver(sanitize)))
+    driver = Driver(str(emulator.build_driver(sanitize)))
     library = str(emulator.build_products(sanitize))
     return Device(
         name="CUDA emulator on the CPU", driver=driver, place=place,

@@ -68,6 +68,19 @@ def test_activations_are_those_that_a_backend_has(monkeypatch):
     backends._on_gpu.cache_clear()
 
 
+def test_devices_that_nothing_runs_on_are_refused():
+    with pytest.raises(ValueError, match="nothing of lsq runs on meta; move the tensors to one of: cpu, cuda"):
+        backends.for_device(torch.device("meta"))
+
+
+def test_another_type_of_device_can_be_registered(monkeypatch):
+    monkeypatch.setattr(backends, "_makers", dict(backends._makers))
+    asked = []
+    backends.register("meta", lambda device, activations: asked.append(device) or backend("reference"))
+    assert backends.for_device(torch.device("meta", 1)) is backend("reference")
+    assert asked == [torch.device("meta", 1)]
+
+
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backends.cuda.gpu.cache_clear()
