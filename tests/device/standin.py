@@ -1,0 +1,105 @@
+"""The device "standin" of PyTorch, and lsq's backend for it: kernels run in the emulator, on the device's own memory.
+
+Its memory is the host's, but its tensors do not mix with those of the CPU. To be loaded before the first backward pass
+of a process, which starts a thread for each device that is known then.
+"""
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+
+import torch
+
+from lsq import backends
+from lsq.backends.cuda import CUDA, emulated_device
+from tests.device import build
+
+NAME = "standin"
+DEVICES = 2
+PLACE = torch.device("privateuseone", 0)  # its name until it is loaded
+Watcher = Callable[[int, str, int], None]
+"""Is given 0 (a launch) or 1 (a wait), what it was, and the number of the current stream."""
+_C_WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+_library: ctypes.CDLL | None = None
+_watching: list = []
+
+
+def load() -> None:
+    """Make the device known to PyTorch and to lsq.
+
+    Raises:
+        build.CannotBuild: there is no compiler, or no headers of PyTorch.
+    """
+    global _library
+    if _library is not None:
+        return
+    _library = ctypes.CDLL(str(build.library()))
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend()
+    made: dict[torch.device, CUDA] = {}
+    backends.register(NAME, lambda place: made.setdefault(place, CUDA(emulated_device(place=place))))
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher):
+    """Within this context, tell `watcher` of everything that PyTorch launches on the device and waits for."""
+    told = _C_WATCHER(lambda what, name, stream: watcher(what, name.decode(), stream))
+    _watching.append(told)
+    _library.standin_watch(told)
+    try:
+        yield
+    finally:
+        _library.standin_watch(None)
+
+
+# What PyTorch asks of torch.<device>
+
+Stream = torch.Stream
+Event = torch.Event
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def device_count() -> int:
+    return DEVICES
+
+
+def current_device() -> int:
+    return torch.accelerator.current_device_index()
+
+
+def set_device(device) -> None:
+    torch.accelerator.set_device_index(device)
+
+
+def current_stream(device=None) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def synchronize(device=None) -> None:
+    torch.accelerator.synchronize(device)
+
+
+def device(given) -> torch.accelerator.device_index:
+    return torch.accelerator.device_index(given if isinstance(given, int) else torch.device(given).index)
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def manual_seed_all(seed: int) -> None:
+    for index in range(DEVICES):
+        torch.Generator(torch.device(NAME, index)).manual_seed(seed)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16]
