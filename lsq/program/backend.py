@@ -34,6 +34,9 @@ class Backend:
     def __deepcopy__(self, memo):
         return self  # a copy of a model runs where the model does
 
+    def __deepcopy__(self, memo):
+        return self  # a copy of a module runs where the module does
+
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         """(shape, dtype) of what an operation, virtual or real, needs for itself while it runs here."""
         return ()

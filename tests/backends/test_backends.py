@@ -1,5 +1,6 @@
 """The same operations on every backend from the same call, and the names that are refused."""
 
+import copy
 import logging
 
 import pytest
@@ -79,6 +80,11 @@ def test_another_type_of_device_can_be_registered(monkeypatch):
     backends.register("meta", lambda device, activations: asked.append(device) or backend("reference"))
     assert backends.for_device(torch.device("meta", 1)) is backend("reference")
     assert asked == [torch.device("meta", 1)]
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "emulated"])
+def test_a_copy_of_a_module_has_the_same_backend(name):
+    assert copy.deepcopy({"backend": backend(name)})["backend"] is backend(name)
 
 
 def test_a_gpu_that_is_not_there_is_said(monkeypatch):
