@@ -27,7 +27,7 @@ def call(function: Callable, arguments: dict) -> str | None:
     try:
         function(**arguments)
     except (Exception, pytest.fail.Exception):
-        return traceback.format_exc()
+        return traceback.format_exc(limit=-8)
 
 
 @pytest.hookimpl(tryfirst=True)
