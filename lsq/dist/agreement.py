@@ -21,7 +21,8 @@ def any_process(flag: bool, device: torch.device) -> bool:
 def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
     """The texts of all processes of a group, in order of ranks; every process must call it. `device`: as above."""
     texts = [""] * group.size()
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # NCCL sends from there
+    at = contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+    with at:  # NCCL sends from there
         distributed.all_gather_object(texts, text, group=group)
     return texts
 

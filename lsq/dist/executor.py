@@ -71,12 +71,12 @@ class SideStream:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.Stream(device)
 
     def submit(self, task: Task) -> Future:
         """A future of what `task` returns, complete once the side stream has got there."""
         done: Future = Future(devices=[self.device])
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.stream:
             done.set_result(task())  # records the events that whoever waits will wait for
         return done

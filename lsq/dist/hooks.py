@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 """Of gradients that can be compressed."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""What carries codes on each device."""
+"""What carries codes on each type of device; on others, whatever carries their tensors."""
 PYTORCH_HOOKS = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -81,7 +81,7 @@ class GradientCompression:
         if buffer.dtype not in DTYPES or buffer.is_sparse:
             raise _unfit(f"a bucket is {'sparse ' if buffer.is_sparse else ''}{buffer.dtype}", self.mode)
         if buffer.numel() == 0:  # of parameters that hold nothing, in a dtype of their own
-            done: Future = Future(devices=[buffer.device] if buffer.is_cuda else None)
+            done: Future = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
             done.set_result(buffer)
             return done
         parameters = bucket.parameters() if self._feedback is not None else []
@@ -99,7 +99,7 @@ class GradientCompression:
         topology, scratch = self.topology, Scratch(device)
 
         def group(parts: list[list[int]]) -> ProcessGroup:
-            return _own_group(self.group, parts, timedelta(seconds=config.timeout_s), BACKENDS[device.type])
+            return _own_group(self.group, parts, timedelta(seconds=config.timeout_s), backend_of(self.group, device))
 
         codec = Codec(
             block=config.block, first_bits=4 if self.mode == "int4_hier" else 8, stochastic=config.stochastic,
@@ -113,12 +113,12 @@ class GradientCompression:
         else:
             neighbours = group(topology.all_neighbours)
             self._average = TwoHop(group(topology.all_counterparts), codec, scratch, neighbours)
-        if device.type == "cuda":
-            self._executor = SideStream(device)
-        else:
+        if device.type == "cpu":
             if topology.world_size == distributed.get_world_size():  # else some processes may never register
                 roll_call.register()
             self._executor = WorkerThread(explain=roll_call.name_the_lost)
+        else:
+            self._executor = SideStream(device)
         if config.error_feedback:
             self._feedback = ErrorFeedback(model.module.named_parameters())
 
@@ -254,8 +254,8 @@ def _check_fit(model: DistributedDataParallel, mode: str, group: ProcessGroup, d
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in DTYPES:
             raise _unfit(f"parameter {name} is {parameter.dtype}", mode)
-    wanted, backend = BACKENDS.get(device.type), backend_of(group, device)
-    if wanted is None or backend != wanted:
+    backend = backend_of(group, device)
+    if backend is None or backend != BACKENDS.get(device.type, backend):
         known = " and ".join(f"{device} by {backend}" for device, backend in BACKENDS.items())
         raise ValueError(
             f"gradients are on {device.type} and their process group uses {backend}, but mode {mode} sends those of "

@@ -44,6 +44,14 @@ def load() -> None:
     ))  # fmt: skip
 
 
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    """The same memory of a contiguous tensor as one of the CPU; for what stands beside PyTorch."""
+    if not x.numel():
+        return torch.empty(x.shape, dtype=x.dtype)
+    memory = (ctypes.c_char * (x.numel() * x.itemsize)).from_address(x.data_ptr())
+    return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
+
+
 @contextlib.contextmanager
 def watching(watcher: Watcher):
     """Within this context, tell `watcher` of everything that PyTorch launches on the device and waits for."""

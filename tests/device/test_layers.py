@@ -1,4 +1,4 @@
-"""Layers on the test device give what they give on the CPU in the emulator, bit by bit, and refuse what lies elsewhere."""
+"""Layers on the test device give what they give on the CPU in the emulator, bit by bit; others are refused."""
 
 import copy
 

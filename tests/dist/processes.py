@@ -22,10 +22,14 @@ class ProcessFailed(AssertionError):
     """A process raised something; the text is its traceback."""
 
 
-def run(function: Callable, workers: int, *arguments, timeout: float = 90.0, backend: str = "gloo") -> list:
+def run(
+    function: Callable, workers: int, *arguments, timeout: float = 90.0, backend: str = "gloo",
+    prepare: Callable[[], None] | None = None,
+) -> list:  # fmt: skip
     """[function(rank, *arguments) for each rank], each in a process of its own with the default group initialised.
 
-    `function` must be at the top level of a module. What it returns goes through torch.save.
+    `function` must be at the top level of a module. What it returns goes through torch.save. `prepare` is called
+    before the group is made.
 
     Raises:
         ProcessFailed: a process raised something, died, or took longer than `timeout` seconds.
@@ -36,8 +40,9 @@ def run(function: Callable, workers: int, *arguments, timeout: float = 90.0, bac
         for rank in range(workers):
             receiving, sending = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
-                target=_process, args=(sending, rendezvous, rank, workers, function, arguments, backend), daemon=True
-            )
+                target=_process, daemon=True,
+                args=(sending, rendezvous, rank, workers, function, arguments, backend, prepare),
+            )  # fmt: skip
             process.start()
             sending.close()
             pipes.append(receiving)
@@ -63,11 +68,14 @@ def _result(pipe, rank: int, timeout: float):
 
 
 def _process(
-    pipe, rendezvous: str, rank: int, workers: int, function: Callable, arguments: tuple, backend: str
-) -> None:
+    pipe, rendezvous: str, rank: int, workers: int, function: Callable, arguments: tuple, backend: str,
+    prepare: Callable[[], None] | None,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
+        if prepare is not None:
+            prepare()
         distributed.init_process_group(
             backend, init_method=rendezvous, rank=rank, world_size=workers, timeout=datetime.timedelta(seconds=60)
         )
