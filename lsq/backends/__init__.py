@@ -8,13 +8,14 @@ import torch
 from lsq.backends.cpu import CPU
 from lsq.backends.cuda import CUDA, emulated_device, gpu
 from lsq.backends.reference import Reference
+from lsq.backends.requirements import gpu_fault
 from lsq.csrc import loader
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 
 NAMES = ("reference", "cpu", "cuda", "emulated")
 
-__all__ = ["ACTIVATIONS", "NAMES", "Backend", "backend", "for_device", "register", "run"]
+__all__ = ["ACTIVATIONS", "NAMES", "Backend", "backend", "for_device", "gpu_fault", "register", "run"]
 
 
 ACTIVATIONS = {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lsq.backends.launches import part_of
+from lsq.backends.requirements import require_gpu
 from lsq.csrc import compiler, emulator
 from lsq.csrc.device import Device
 from lsq.csrc.launch_list import LaunchList
@@ -53,18 +54,10 @@ def gpu(index: int = 0, choose: Choose | None = None) -> Device:
         choose: picks the algorithms of products; None: as they are tuned.
 
     Raises:
-        RuntimeError: there is no such GPU, or its driver is older than the compiler.
-        ValueError: the GPU is too old for the kernels.
+        RuntimeError, ValueError: it cannot be used; see `lsq.backends.requirements`.
     """
-    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        raise RuntimeError(
-            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()}); install the NVIDIA "
-            "driver and a CUDA build of PyTorch, or train on the CPU"
-        )
+    target, driver = require_gpu(index)
     place = torch.device("cuda", index)
-    target = compiler.architecture(torch.cuda.get_device_capability(place))
-    driver = Driver("libcuda.so.1", index)
-    compiler.check_driver(driver.version)
     return Device(
         name=torch.cuda.get_device_name(place), driver=driver, place=place,
         compile=lambda kernel: compiler.compile_kernels(kernel.source, kernel.defines, target).image,
