@@ -8,14 +8,14 @@ from fairseq.models import FairseqIncrementalDecoder
 from torch import Tensor, nn
 
 from lsq.fairseq.options import layer_config, quantization
-from lsq.fairseq.stack import CPUStack, build_embedding, final_norm
+from lsq.fairseq.stack import FairseqStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
 from lsq.layers.module import packing_options
 
 IncrementalState = dict[str, dict[str, Tensor]]
 
 
-class LSQDecoder(CPUStack, FairseqIncrementalDecoder):
+class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
     """Embedding, layers, under pre-norm a final LayerNorm, and the projection onto the vocabulary.
 
     Args:

@@ -9,12 +9,12 @@ from fairseq.models.transformer import TransformerEncoder
 from torch import Tensor, nn
 
 from lsq.fairseq.options import layer_config
-from lsq.fairseq.stack import CPUStack, build_embedding, final_norm
+from lsq.fairseq.stack import FairseqStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerEncoderLayer, unpack_time_major
 from lsq.layers.module import packing_options
 
 
-class LSQTransformerEncoder(CPUStack, FairseqEncoder):
+class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
     """Embedding, encoder layers and, under pre-norm, a final LayerNorm.
 
     Args:
@@ -50,7 +50,7 @@ class LSQTransformerEncoder(CPUStack, FairseqEncoder):
             encoder_embedding, fc_results, src_tokens: empty.
 
         Raises:
-            ValueError: the tokens are not on the CPU.
+            ValueError: the tokens are not on the device of the parameters.
         """
         padding = src_tokens.eq(self.padding_idx)
         packing = Packing(padding, **packing_options(self))

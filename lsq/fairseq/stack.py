@@ -3,9 +3,9 @@
 from typing import Any
 
 from fairseq.utils import safe_getattr
-from torch import Tensor, nn
+from torch import nn
 
-from lsq.layers import Embedding, Packing
+from lsq.layers import Embedding
 from lsq.layers.stack import Stack
 
 
@@ -33,20 +33,8 @@ def final_norm(args: Any, side: str) -> nn.LayerNorm | None:
     return nn.LayerNorm(getattr(args, f"{side}_embed_dim"))
 
 
-class CPUStack(Stack):
-    """A Stack that refuses batches on a GPU, where fairseq puts them without --cpu."""
-
-    def embedded(self, tokens: Tensor, packing: Packing, offset: int) -> Tensor:
-        """See `lsq.layers.stack.Stack`.
-
-        Raises:
-            ValueError: the tokens are not on the CPU.
-        """
-        if tokens.device.type != "cpu":
-            raise ValueError(
-                f"lsq_transformer runs on the CPU, but the batch is on {tokens.device}; add the option --cpu"
-            )
-        return super().embedded(tokens, packing, offset)
+class FairseqStack(Stack):
+    """A Stack that says what fairseq asks of encoders and decoders."""
 
     def max_positions(self) -> int:
         """The longest sentence."""

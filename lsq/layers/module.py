@@ -10,6 +10,7 @@ from torch import nn
 from lsq import quant
 from lsq.backends import Backend, backend, for_device
 from lsq.config import QuantConfig
+from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import Schedule
 from lsq.layers.upgrade import upgrade
@@ -128,7 +129,12 @@ class ProgramModule(nn.Module):
         return self.backend or for_device(next(self.parameters()).device)
 
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run `program` on `inputs` and this module's parameters, calibrating first if that is due."""
+        """Run `program` on `inputs` and this module's parameters, calibrating first if that is due.
+
+        Raises:
+            ValueError: an input is on another device than the parameters.
+        """
+        check_devices(self, inputs)
         rehearsed = rehearsal.active()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})

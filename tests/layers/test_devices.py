@@ -1,0 +1,24 @@
+"""Inputs on another device than the parameters."""
+
+import pytest
+import torch
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
+from lsq.layers.devices import check_devices
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_inputs_elsewhere_are_refused(training):
+    layer = QuantizedLinear(16, 16, quant=QuantConfig()).train(training)
+    before = layer.state_dict()
+    expected = "x is on meta, but the parameters of this QuantizedLinear are on cpu; move one of the two with .to()"
+    with pytest.raises(ValueError, match=expected):
+        layer(torch.empty(3, 16, device="meta"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_inputs_beside_the_parameters_pass():
+    layer = QuantizedLinear(16, 16, quant=QuantConfig())
+    check_devices(layer, {"x": torch.empty(1), "starts": torch.empty(1)})
+    check_devices(layer.to("meta"), {"x": torch.empty(1, device="meta")})
