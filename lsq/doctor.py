@@ -13,6 +13,7 @@ import torch
 
 import lsq
 from lsq import gemm
+from lsq.backends import gpu_fault
 from lsq.csrc import loader, processor, runtime
 from lsq.csrc.shared_library import LibraryError
 
@@ -69,6 +70,8 @@ class Report:
     """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell."""
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
+    gpu_fault: str | None
+    """Why layers cannot compute on the first of them; None: they can."""
     host_library: str | None
     """Which C++ library runs the fused loops; None: plain torch does, as none was built."""
     faults: dict[str, str]
@@ -95,6 +98,8 @@ class Report:
         missing = [name for name in REQUIRED if not self.packages[name]]
         if missing:
             advice.append(f"Required packages are missing: pip install {' '.join(missing)}")
+        if self.gpus and self.gpu_fault:
+            advice.append(f"The GPU cannot be used: {self.gpu_fault}")
         if self.host_library is None:
             advice.append(
                 "The C++ library is missing, so plain torch runs the fused loops, slower. Install a C++17 "
@@ -178,6 +183,7 @@ def report() -> Report:
         ),
         gpus=tuple(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus),
         host_library="UNUSABLE (see below)" if not usable else loader.description() if loader.available() else None,
+        gpu_fault=gpu_fault(),
         faults=faults,
         packages={name: installed_version(name) for name in REQUIRED + OPTIONAL},
         product=check_product(),
@@ -189,14 +195,17 @@ def text(found: Report) -> str:
     m, n, k = found.product.shape
     seen = "; ".join(found.gpus)
     loops = "the C++ library" if found.host_library else "plain torch"
-    gpu = f"{seen} (not used: layers of this version run on the CPU)" if seen else "none that torch can use"
+    gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})" if seen else "none that torch can use"
+    path = f"CPU: matrix products by oneDNN (torch._int_mm), the loops between them by {loops}"
+    if seen and not found.gpu_fault:
+        path = f"GPU: matrix products by cuBLASLt, kernels of lsq between them; {path}"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
         ("CPU", f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}"),
         ("CPU features", ", ".join(found.cpu_features) or "unknown"),
         ("GPU", gpu),
         ("C++ library", found.host_library or "none (plain PyTorch)"),
-        ("int8 path", f"CPU: matrix products by oneDNN (torch._int_mm), the loops between them by {loops}"),
+        ("int8 path", path),
         (
             "int8 product",
             f"{'exact' if found.product.exact else 'WRONG'}; {m} x {n} x {k} in "

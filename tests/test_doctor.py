@@ -80,9 +80,13 @@ def test_text_names_everything(found):
         assert part in shown
 
 
-def test_text_says_that_gpus_are_not_used(found):
-    shown = doctor.text(dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",)))
-    assert "Example GPU, sm_90, 80 GiB (not used: layers of this version run on the CPU)" in shown
+@pytest.mark.parametrize("fault, said, path", [
+    (None, "(used)", "GPU: matrix products by cuBLASLt"), ("it is too old", "(NOT USED, see below)", "CPU: matrix"),
+])  # fmt: skip
+def test_text_says_whether_a_gpu_is_used(found, fault, said, path):
+    shown = doctor.text(dataclasses.replace(found, gpus=("Example GPU, sm_90, 80 GiB",), gpu_fault=fault))
+    assert f"Example GPU, sm_90, 80 GiB {said}" in shown and re.search(rf"int8 path +{path}", shown)
+    assert ("* The GPU cannot be used: it is too old" in shown) is (fault is not None)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from fairseq.models import FairseqLanguageModel
 from fairseq.tasks import TASK_REGISTRY
 from sentencepiece import SentencePieceProcessor
 
-from lsq.commands import launch, limits
+from lsq.commands import device, launch, limits
 from lsq.commands.train import TASK, check_data, parse, peek
+from lsq.fairseq import architectures
 from lsq.fairseq.checkpoint import options_in
 from lsq.fairseq.compatibility import replaced
 
@@ -29,9 +30,9 @@ def run(arguments: list[str]) -> int:
     Raises:
         ValueError, OSError: a mistake in the options or the data.
     """
-    path = peek(arguments, "--path") or ""
+    checkpoint = Path((peek(arguments, "--path") or "").split(os.pathsep)[0])
     args = parse(
-        options.get_generation_parser(default_task=task_of(Path(path.split(os.pathsep)[0]))),
+        options.get_generation_parser(default_task=task_of(checkpoint)),
         arguments,
         "lsq generate",
         "Translate with a trained model: the options are fairseq-generate's.",
@@ -40,6 +41,7 @@ def run(arguments: list[str]) -> int:
     if args.path is None:
         raise ValueError("give the checkpoint to translate with: --path")
     check_data(args)
+    device.choose(args, is_ours(checkpoint))
     launch.check_precision(args)
     limits.check_generation(args)
     if args.bpe == "sentencepiece":
@@ -55,6 +57,12 @@ def task_of(checkpoint: Path) -> str:
     given = options_in(checkpoint, "task")
     name = given.get("_name") or given.get("task")
     return name if isinstance(name, str) and name in TASK_REGISTRY else TASK
+
+
+def is_ours(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of a model of lsq."""
+    given = options_in(checkpoint, "model")
+    return architectures.is_ours(given.get("arch") or given.get("_name") or "")
 
 
 def check_subwords(path: str) -> None:

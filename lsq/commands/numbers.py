@@ -9,7 +9,7 @@ import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import stages, training_options
+from lsq.commands import device, stages, training_options
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.options import HelpFormatter, one_line_errors, positive
@@ -63,6 +63,8 @@ def parser() -> ArgumentParser:
     training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)
     made.add_argument("--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout")
     cores = len(os.sched_getaffinity(0))
+    made.add_argument("--cpu", action="store_true", help="use no GPU")
+    device.add_options(made)
     made.add_argument("--threads", type=positive, default=min(cores, MOST_THREADS), help="threads of either training")
     made.add_argument("--quiet", action="store_true", help="no progress bars")
     return made
@@ -88,7 +90,9 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
         **{option: str(size) for option, size in sizes(given).items()},
         **TRAINING,
     }
-    switches = ["--cpu", *(["--quiet"] if given.quiet else [])]
+    if mode == "int8":
+        options |= device.asked(given)
+    switches = [*(["--cpu"] if given.cpu else []), *(["--quiet"] if given.quiet else [])]
     return arguments + [word for option in options.items() for word in option] + switches
 
 
@@ -167,6 +171,7 @@ def run(arguments: list[str]) -> int:
         Interrupted: a signal came.
     """
     given = parser().parse_args(arguments)
+    device.choose(given, ours=True)  # for both runs, so that they compute in one place
     with locked_folder(given.output / NUMBERS, "choose another --output"):
         compare(given)
     return 0

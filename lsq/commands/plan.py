@@ -18,7 +18,7 @@ SHOWN = 10
 """Buffers and segments that are listed."""
 
 
-TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer adam --cpu".split()
+TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer adam".split()
 """Options of fairseq-train that need not be given."""
 
 
@@ -97,9 +97,13 @@ def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
         return given, read_buffers(given.file, alignment=given.align)
     given, training = parser(of_file=False).parse_known_args(arguments)
     parsed = parse_step("lsq plan", given.arch, training)
-    from lsq.fairseq.memory import describe_training  # takes seconds, and a file needs none of it
+    from lsq.commands import device  # takes seconds, and a file needs none of it
+    from lsq.fairseq.memory import describe_training
 
-    step = describe_training(parsed, given.vocabulary_size)
+    backend = device.planned(parsed)
+    parsed.lsq_device = parsed.lsq_activations = None  # it need not be here
+    print(f"planned for  {backend.name}, activations in {str(backend.activations).removeprefix('torch.')}")
+    step = describe_training(parsed, given.vocabulary_size, backend)
     return given, [Buffer(**dataclasses.asdict(buffer)) for buffer in step.buffers.values()]
 
 

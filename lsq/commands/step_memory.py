@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, utils
 from torch.profiler import ProfilerActivity, profile
 
 import lsq.fairseq  # noqa: F401  (registers what checkpoints of lsq's models name)
@@ -51,8 +51,18 @@ def traced_peak(run: Callable[[], object]) -> int:
     return peak
 
 
+def peak_on_gpu(run: Callable[[], object]) -> int:
+    """The same of PyTorch's allocator on the current GPU."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def step_memory(checkpoint: Path) -> dict[str, int]:
     """Memory of a step of the translator in a checkpoint of `lsq train`, on the largest batch of its training data.
+
+    The step runs on a GPU if the training did and there is one, else on the CPU.
 
     A step is a forward and a backward pass with every tensor in fresh memory; parameters, their gradients and the
     optimizer's state exist before and are not counted.
@@ -73,11 +83,15 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
             batches.next_epoch_itr(shuffle=False),
             key=lambda batch: batch["net_input"]["src_tokens"].numel() + batch["target"].numel(),
         )
+    on_gpu = torch.cuda.is_available() and not config.common.cpu
+    if on_gpu:
+        model, batch = model.cuda(), utils.move_to_cuda(batch)
     model.train()
 
     def loss() -> torch.Tensor:
         return criterion(model, batch)[0]
 
+    peak = peak_on_gpu if on_gpu else traced_peak
     loss().backward()  # makes the gradients
     kept = saved_tensors(loss, model.parameters()).total()
-    return {"kept_bytes": kept, "peak_bytes": traced_peak(lambda: loss().backward())}
+    return {"kept_bytes": kept, "peak_bytes": peak(lambda: loss().backward())}

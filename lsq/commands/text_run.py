@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from fairseq.tasks import TASK_REGISTRY
 
-from lsq.commands import generate, stages, train, training_options
+from lsq.commands import device, generate, stages, train, training_options
 from lsq.commands.interruption import Interrupted
 from lsq.commands.limits import TRANSLATION
 from lsq.commands.logs import logging_to
@@ -143,8 +143,9 @@ def translate(prepared: Prepared, options: RunOptions, model: Path, folder: Path
     arguments += ["--results-path", str(folder), "--beam", str(options.given.beam), "--max-tokens", "4096"]
     arguments += ["--num-workers", "0", "--max-len-b", str(options.given.max_length)]
     arguments += ["--bpe", "sentencepiece", "--sentencepiece-model", str(prepared.vocabulary)]
-    if "--cpu" in options.training:
-        arguments.append("--cpu")
+    for option in ("--cpu", *device.OPTIONS):
+        if option in options.training:
+            arguments += filter(None, (option, options.training[option]))
     with logging_to(folder / "generate.log"), one_bar(f"translating with {options.given.name}", options.given.quiet):
         generate.run(arguments)
     hypotheses = generate.read_hypotheses(folder / "generate-test.txt", len(prepared.lines("test", "tgt")))
@@ -174,6 +175,7 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
         "versions": {name: metadata.version(name) for name in REPORTED_PACKAGES},
         "machine": {
             "architecture": platform.machine(),
+            "device": device.used(options.given),
             "threads": torch.get_num_threads(),
             "gpus": torch.cuda.device_count(),
         },

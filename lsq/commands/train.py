@@ -18,7 +18,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig
 
-from lsq.commands import launch, limits, logs
+from lsq.commands import device, launch, limits, logs
 from lsq.commands.interruption import Interrupted, Interruption
 from lsq.commands.launch import ARCHITECTURE
 from lsq.commands.options import HelpFormatter, one_line_errors
@@ -134,10 +134,8 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     if with_data:
         check_data(args)
         check_save_dir(args)
+    device.choose(args, architectures.is_ours(architecture))
     launch.check_precision(args)
-    if architectures.is_ours(architecture) and not launch.on_cpu(args):
-        logger.warning("%s computes on the CPU in this version, so --cpu is set; the GPU stays unused", architecture)
-        args.cpu = True
     launch.fill_in(args)
     return args
 

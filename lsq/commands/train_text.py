@@ -5,7 +5,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import training_options
+from lsq.commands import device, training_options
 from lsq.commands.options import HelpFormatter, one_line_errors, positive
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.run_folder import check_data, check_name
@@ -70,9 +70,8 @@ def parser() -> ArgumentParser:
     training.add_argument("--updates", type=positive, default=10000, help="updates of the weights")
     training_options.add(training, training_options.TRAINING)
     training.add_argument("--seed", type=int, default=1, help="seed of weights, order of batches and dropout")
-    training.add_argument(
-        "--cpu", action="store_true", help="use no GPU; int8 uses none in this version, with or without this option"
-    )
+    training.add_argument("--cpu", action="store_true", help="use no GPU")
+    device.add_options(training)
     training.add_argument("--beam", type=positive, default=5, help="beam size of the translation")
     training.add_argument(
         "--bleu-tokenizer", choices=TOKENIZERS, default="13a", help="what BLEU counts as words (sacrebleu's names)"
@@ -121,7 +120,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
     Raises:
         ValueError: options that contradict each other.
     """
-    names = [name for name in vars(given) if name.startswith(quantizer_options.PREFIX)]
+    names = [name for name in vars(given) if name.startswith(quantizer_options.PREFIX) and name not in device.NAMES]
     quantizers = {quantizer_options.option(name): str(getattr(given, name)) for name in names}
     architecture = given.arch or (ARCHITECTURE if given.mode == "int8" else "transformer")
     ours = architectures.is_ours(architecture)
@@ -136,6 +135,7 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
             f"--max-tokens {given.max_tokens} is too small for sentences of --max-length {given.max_length} pieces"
             f" and their end mark; use at least {given.max_length + 1}"
         )
+    device.choose(given, ours)
     training = {
         "--arch": architecture,
         "--task": TASK if ours else "translation",
@@ -143,10 +143,10 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
         "--seed": str(given.seed),
         **training_options.values(given),
     }
-    if given.cpu or ours:
+    if given.cpu:
         training["--cpu"] = None
     if ours:
-        training |= {"--lsq-mode": given.mode, **quantizers}
+        training |= {"--lsq-mode": given.mode, **quantizers, **device.asked(given)}
     given.name = given.mode if given.name is None else check_name(given.name)
     return RunOptions(given=given, training=training, extra=extra)
 

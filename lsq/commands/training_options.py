@@ -45,7 +45,7 @@ UNBOUND = frozenset(
     "--cpu --max-update --num-workers --log-interval --log-format --log-file --no-progress-bar --tensorboard-logdir"
     " --save-interval --save-interval-updates --validate-interval --validate-interval-updates --keep-interval-updates"
     " --keep-last-epochs --keep-best-checkpoints --no-epoch-checkpoints --stop-time-hours --lsq-memory"
-    " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout".split()
+    " --lsq-gemm-config --lsq-gemm-coverage --lsq-timeout --lsq-device --lsq-activations".split()
 )
 """Options of `lsq train` that change nothing of what a run has made: they may differ when it goes on."""
 OF_THIS_COMMAND = {

@@ -9,8 +9,9 @@ from fairseq import tasks
 from fairseq.data import Dictionary
 from torch import nn
 
+from lsq.backends import Backend
 from lsq.csrc import loader
-from lsq.fairseq import architectures
+from lsq.fairseq import architectures, device
 from lsq.fairseq.criterion import LSQLabelSmoothedCrossEntropyCriterion
 from lsq.layers.memory import describe_memory, plan_memory
 from lsq.program.frames import StepMemory
@@ -88,12 +89,13 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
     return memory
 
 
-def describe_training(given: Namespace, vocabulary: int) -> StepPlan:
+def describe_training(given: Namespace, vocabulary: int, backend: Backend | None = None) -> StepPlan:
     """The plan of a training step by its options alone: the model is built, but no data is read and no layer computes.
 
-    Arguments and errors as of `build_training`.
+    Arguments and errors as of `build_training`; `backend`: where its layers would compute; None: on the CPU.
     """
     task, model, criterion = build_training(given, vocabulary)
+    device.use(model, backend)
     batch = task.bounding_batch(model)
     return describe_memory(model, lambda: criterion(model, batch)[0])
 

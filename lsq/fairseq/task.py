@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.distributed import utils as distributed
 from fairseq.models import BaseFairseqModel
@@ -15,7 +16,8 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
 from lsq import gemm
-from lsq.fairseq import tuned_products
+from lsq.fairseq import device, tuned_products
+from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.signals import TrainingSignals, interval_of
@@ -28,8 +30,8 @@ DICTIONARIES = "lsq_dictionaries"
 
 
 @dataclass
-class TaskOptions(GradientOptions):
-    """What LSQTask needs beside fairseq's options of a task: those of gradients and memory, and what signals go by."""
+class TaskOptions(GradientOptions, DeviceOptions):
+    """What LSQTask needs beside fairseq's options of a task: those of gradients, place and memory, and of signals."""
 
     lsq_memory: ChoiceEnum(MODES) = field(
         default="planned",
@@ -101,9 +103,23 @@ class LSQTask(GradientTask):
         sides = {"source": self.source_dictionary, "target": self.target_dictionary}
         return {side: zlib.crc32("\n".join(words.symbols).encode()) for side, words in sides.items()}
 
+    def build_model(self, args: Any, from_checkpoint: bool = False) -> BaseFairseqModel:
+        """Build the model of these options, to compute where the task's own options say.
+
+        Raises:
+            ValueError: that place does not work; or see the model's `build_model`.
+        """
+        if not from_checkpoint:
+            device.check(self.cfg, on_cpu=self.cfg.cpu or not torch.cuda.is_available())
+        model = super().build_model(args, from_checkpoint)
+        device.place(model, self.cfg)
+        return model
+
     def begin_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each epoch, with the model itself."""
         super().begin_epoch(epoch, model)
+        if self.model is None and distributed.get_global_rank() == 0:
+            device.report(model, self.cfg)
         self.model = model
         if self.signals is None and distributed.get_global_rank() == 0 and any(True for _ in quantized_tensors(model)):
             self.signals = TrainingSignals(

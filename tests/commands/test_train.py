@@ -50,11 +50,12 @@ def test_defaults_are_lsqs(prepared):
     assert args.required_batch_size_multiple == 1 and args.distributed_world_size == 1
 
 
-def test_unused_gpu_is_told(prepared, monkeypatch, caplog):
+def test_a_gpu_that_lsq_cannot_use_is_told(prepared, monkeypatch, caplog):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: "it is too old")
     options = [str(prepared.data), "--max-tokens", "100"]
     assert train.parse_training(options).cpu
-    assert "lsq_transformer computes on the CPU in this version, so --cpu is set" in caplog.text
+    assert "the GPU stays unused, layers compute on the CPU: it is too old" in caplog.text
     caplog.clear()
     assert not train.parse_training([*options, "--arch", "transformer"]).cpu
     assert "CPU" not in caplog.text
@@ -72,6 +73,9 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
         *"-m torch.distributed.run".split(), *ONE_MACHINE, *"--nproc-per-node 8 -m lsq.cli train".split(),
         *options,
     ]
+    monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: None)
+    assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 8
+    monkeypatch.setattr("lsq.commands.device.gpu_fault", lambda: "it is too old")
     assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 1  # on the CPU
 
 

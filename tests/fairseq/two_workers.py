@@ -13,8 +13,8 @@ from fairseq_cli import train
 from tests.dist.processes import CONTEXT
 
 
-def train_by_two(folder: Path, arguments: list[str]) -> tuple[str, list[dict[str, torch.Tensor]]]:
-    """Train with the command line `arguments` of fairseq-train.
+def train_by_two(folder: Path, arguments: list[str], seconds: float = 100) -> tuple[str, list[dict[str, torch.Tensor]]]:
+    """Train with the command line `arguments` of fairseq-train, for at most so many seconds.
 
     Returns:
         What process 0 printed, and the parameters in the memory of each in the end.
@@ -30,7 +30,7 @@ def train_by_two(folder: Path, arguments: list[str]) -> tuple[str, list[dict[str
     for process in both:
         process.start()
     for rank, process in enumerate(both):
-        process.join(100)
+        process.join(seconds)
         process.kill()
         assert process.exitcode == 0, (folder / f"{rank}.log").read_text()[-5000:]
     return (folder / "0.log").read_text(), [torch.load(folder / f"{rank}.pt") for rank in range(2)]

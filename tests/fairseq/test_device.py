@@ -1,0 +1,175 @@
+"""--lsq-device and --lsq-activations: where layers compute, and that they compute the same everywhere."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import options
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq_cli import train as fairseq_train
+
+from lsq.backends import backend
+from lsq.fairseq import device, save_folder
+from lsq.fairseq.task import LSQTranslationTask
+from lsq.layers import ProgramModule
+from tests.fairseq.conftest import SHORT, TINY
+from tests.fairseq.test_task import command
+from tests.fairseq.two_workers import train_by_two
+
+EMULATOR = "--lsq-device emulator"
+
+
+def backends_of(model) -> set:
+    return {module.backend for module in model.modules() if isinstance(module, ProgramModule)}
+
+
+@pytest.mark.parametrize("arguments, activations", [
+    ("", None), ("--lsq-device cpu", None), ("--lsq-device cpu --lsq-activations float32", None),
+    (EMULATOR, torch.float32), (f"{EMULATOR} --lsq-activations bfloat16", torch.bfloat16),
+])  # fmt: skip
+def test_every_layer_computes_there(build, arguments, activations):
+    _, model = build(arguments)
+    assert backends_of(model) == {None if activations is None else backend("emulated", activations)}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--lsq-device cuda", "--lsq-device cuda: --cpu was given, too; leave one of them out"),
+    ("--lsq-activations bfloat16", "--lsq-activations bfloat16 is for cuda and the emulator"),
+])
+def test_what_does_not_work_is_refused(build, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build(arguments)
+
+
+def test_without_cpu_where_fairseq_would_take_the_gpu(parse):
+    for name in ("cpu", "emulator"):
+        args = parse(f"--lsq-device {name}")
+        with pytest.raises(ValueError, match=f"--lsq-device {name} needs fairseq's --cpu as well"):
+            device.check(args, on_cpu=False)
+
+
+def test_a_checkpoint_of_another_device_can_be_loaded(build, parse):
+    """Tasks are made of what stands in checkpoints, too."""
+    task, _ = build()
+    task.cfg.lsq_device = "cuda"
+    assert backends_of(task.build_model(parse(), from_checkpoint=True)) == {None}
+
+
+@pytest.mark.parametrize("fault", ["there is no GPU", None])
+def test_the_log_says_where_and_why(train, tmp_path, caplog, monkeypatch, fault):
+    monkeypatch.setattr(device, "gpu_fault", lambda: fault)
+    with caplog.at_level(logging.INFO, logger=device.__name__):
+        train(tmp_path / "default", "--max-update 1")
+        train(tmp_path / "asked", "--max-update 1 --lsq-device cpu")
+        train(tmp_path / "fairseq", "--max-update 1 --arch transformer --criterion label_smoothed_cross_entropy")
+    said = [record.getMessage() for record in caplog.records if record.name == device.__name__]
+    where = "layers compute on cpu, activations in float32"
+    assert said == [f"{where}: {fault or '--cpu was given'}", where]
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """The losses of all batches, of training and of validation."""
+    found = []
+
+    def noting(name: str) -> None:
+        original = getattr(LSQTranslationTask, name)
+
+        def step(*arguments, **more):
+            result = original(*arguments, **more)
+            found.append(float(result[2]["loss"]))
+            return result
+
+        monkeypatch.setattr(LSQTranslationTask, name, step)
+
+    noting("train_step")
+    noting("valid_step")
+    return found
+
+
+@pytest.fixture
+def run(toy, losses):
+    """run(folder, updates, options) trains with validations; the losses of its batches."""
+
+    def run(folder: Path, updates: int, arguments: str = "") -> torch.Tensor:
+        losses.clear()
+        given = [word for word in SHORT if word != "--disable-validation"]
+        given += f"--adam-eps 0.001 --max-update {updates} --save-interval-updates 2 --save-dir {folder}".split()
+        args = options.parse_args_and_arch(
+            options.get_training_parser(), [str(toy), *TINY, *given, *arguments.split()]
+        )
+        try:
+            fairseq_train.main(convert_namespace_to_omegaconf(args))
+        finally:
+            save_folder.release()
+        return torch.tensor(losses)
+
+    return run
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("activations, tolerance", [("float32", 3e-4), ("bfloat16", 1e-3)])
+def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activations, tolerance):
+    """With validations and a resume in between; and it goes on on the CPU.
+
+    A batch has about a hundred words: one code that differs changes its loss by a thousandth soon.
+    """
+    wanted = run(tmp_path / "cpu", 5)
+    emulated = f"{EMULATOR} --lsq-activations {activations}"
+    begun = run(tmp_path / "emulated", 4, emulated)
+    shutil.copytree(tmp_path / "emulated", tmp_path / "moved")
+    found = torch.cat([begun, run(tmp_path / "emulated", 5, emulated)])
+    moved = torch.cat([begun, run(tmp_path / "moved", 5)])
+    for losses in (found, moved):
+        torch.testing.assert_close(losses, wanted, rtol=3e-3, atol=0)
+        torch.testing.assert_close(losses.mean(), wanted.mean(), rtol=tolerance, atol=0)
+
+
+class Codes:
+    """Watches a model for the codes that its operations write in a training pass, in their order."""
+
+    def __init__(self, model):
+        self.found: list[tuple[str, torch.Tensor]] = []
+        for module in model.modules():
+            if isinstance(module, ProgramModule):
+                module._observer = self
+
+    def __call__(self, declared, operation) -> None:
+        for tensor in operation.outputs:
+            if tensor.dtype == torch.int8:
+                self.found.append((declared.name, tensor.clone()))
+
+    def weights(self, module, tensors) -> None:
+        self.found += [(name, codes.clone()) for name, codes in tensors.items() if codes.dtype == torch.int8]
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch):
+    """One code may fall to the other side of its border where float sums went in another order, and few follow it."""
+    found = []
+    for arguments in ("", EMULATOR):
+        torch.manual_seed(1)
+        task, model = build(f"--dropout 0.1 --attention-dropout 0.1 {arguments}")
+        codes = Codes(model.train())
+        sample = batch(task)
+        loss, *_ = model(**sample["net_input"], target=sample["target"])
+        found.append((loss.item(), codes.found))
+    (wanted_loss, wanted), (loss, codes) = found
+    assert [name for name, _ in codes] == [name for name, _ in wanted] and len(codes) > 40
+    pairs = zip(codes, wanted, strict=True)
+    different = torch.cat([(one.int() - other.int()).flatten() for (_, one), (_, other) in pairs])
+    assert different.abs().max() <= 1 and different.count_nonzero() < 1e-4 * different.numel()
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_two_processes_in_the_emulator_exchange_codes(toy, tmp_path):
+    given = f"--max-update 2 --lsq-gradients int8 {EMULATOR}"
+    log, (first, second) = train_by_two(tmp_path, command(toy, tmp_path / "save", given), seconds=500)
+    assert "gradients: int8 between 2 workers" in log
+    assert all(torch.equal(first[name], second[name]) for name in first)
