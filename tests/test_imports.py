@@ -22,6 +22,7 @@ ALLOWED = {
     "tune": {"config", "csrc", "program", "gemm", "ops", "lock"},
     "backends": {"csrc", "program", "gemm"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
+    "optim": {"csrc", "program", "ops", "backends"},
     "dist": {"config", "quant", "ops", "backends"},
     "text": {"config", "files"},
 }

@@ -16,7 +16,7 @@ from lsq.layers.schedule import Schedule
 from lsq.layers.upgrade import upgrade
 from lsq.ops.calibration import calibrate
 from lsq.ops.rounding import RoundWeight
-from lsq.program import rehearsal
+from lsq.program import rehearsal, upkeep
 from lsq.program.executor import Execution, Hooks
 from lsq.program.frames import StepMemory
 from lsq.program.operation import Operation
@@ -24,7 +24,6 @@ from lsq.program.parameters import CLIPS, Parameter
 from lsq.program.program import Program
 from lsq.quant.random import draw_key
 
-_BEFORE = "_clip_before"
 
 
 def beside_the_graph(method: Callable) -> Callable:
@@ -42,8 +41,8 @@ class ProgramModule(nn.Module):
     A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child module `self_attn`.
 
     `schedule` says when clips are measured: in the first training pass, and again while tensors still grow fast.
-    Codes of weights are made anew for every training pass, and kept while the module is in eval mode and no gradient is
-    wanted.
+    Codes of weights are made anew for every training pass, unless the optimizer has made them (lsq.optim.Adam), and
+    kept while the module is in eval mode and no gradient is wanted.
 
     `step_memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
     `backend` is where it runs; None: where its parameters are.
@@ -104,7 +103,7 @@ class ProgramModule(nn.Module):
                         fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                     )
                 self.get_parameter(declared.clip).data.copy_(measured)
-        self._codes.clear()
+        self._drop_codes()
         self._forget_clips()
 
     def clips(self) -> dict[str, nn.Parameter]:
@@ -172,22 +171,21 @@ class ProgramModule(nn.Module):
 
         An optimizer such as Adam takes steps about as long as its learning rate, whatever it steps on: several percent
         of a small clip each time, in a random direction, and across zero sooner or later. Where a clip was is
-        remembered on the parameter itself, and forgotten when it is measured or loaded.
+        forgotten when it is measured or loaded; lsq.optim.Adam limits its steps itself.
         """
-        remembered = [clip for clip in self.clips().values() if getattr(clip, _BEFORE, None) is not None]
-        if remembered:
-            clips, before = [clip.data for clip in remembered], [getattr(clip, _BEFORE) for clip in remembered]
+        limited = [(clip.data, upkeep.of(clip).before) for clip in self.clips().values()]
+        clips = [clip for clip, before in limited if before is not None]
+        if clips:
+            before = [value for _, value in limited if value is not None]
             torch._foreach_maximum_(clips, torch._foreach_mul(before, 1 - self.quant.clip_step))
             torch._foreach_minimum_(clips, torch._foreach_mul(before, 1 + self.quant.clip_step))
 
     def _remember_clips(self) -> None:
-        clips = list(self.clips().values())
-        for clip, before in zip(clips, torch._foreach_clone([clip.data for clip in clips]), strict=True):
-            setattr(clip, _BEFORE, before)
+        upkeep.remember(self.clips().values(), self.quant.clip_step)
 
     def _forget_clips(self) -> None:
         for clip in self.clips().values():
-            setattr(clip, _BEFORE, None)
+            upkeep.forget(clip)
 
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""
@@ -207,7 +205,8 @@ class ProgramModule(nn.Module):
 
     @torch.no_grad()
     def _weight_codes(self, program: Program) -> dict[str, torch.Tensor]:
-        """Codes and scale of every weight of `program`; kept in eval mode until a parameter changes."""
+        """Codes and scale of every weight of `program`; kept in eval mode until a parameter changes, and in training
+        mode where the optimizer has made those of the weights as they are."""
         made_from = () if self.training else tuple(
             (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in self.parameters()
         )
@@ -224,23 +223,35 @@ class ProgramModule(nn.Module):
                         made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
                 tensors = parameters | made
                 weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
-                place.run(RoundWeight(weight=weight))
+                values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
+                if not (self.training and upkeep.current(values, clip, made[virtual.codes.name])):
+                    place.run(RoundWeight(weight=weight))
+                if self.training:
+                    upkeep.offer(values, clip, weight.bare())
             codes |= made
         self._codes, self._codes_made_from = kept | codes, made_from  # when they are whole: other threads may look
         return codes
 
     # Whatever may change weights drops the kept codes, and so does a copy
 
+    def _drop_codes(self) -> None:
+        self._codes.clear()
+        for name, declared in self.declared.items():
+            if declared.clip is not None:
+                upkeep.withdraw(self.get_parameter(name))
+
     def __getstate__(self):
+        self.limit_clip_steps()  # the copy does not know where clips were
         return {**self.__dict__, "_codes": {}, "_codes_made_from": ()}
 
     def train(self, mode: bool = True):
-        self._codes.clear()
+        if mode != self.training:
+            self._drop_codes()
         self.limit_clip_steps()
         return super().train(mode)
 
     def _apply(self, *arguments, **options):
-        self._codes.clear()
+        self._drop_codes()
         return super()._apply(*arguments, **options)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -254,7 +265,7 @@ class ProgramModule(nn.Module):
         for name in self.clips():
             if prefix + name in state_dict:
                 quant.check_clip(state_dict[prefix + name], prefix + name)
-        self._codes.clear()
+        self._drop_codes()
         self._forget_clips()
         upgrade(state_dict, prefix, self.declared)
         if self.quant.quantized:

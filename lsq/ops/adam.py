@@ -1,4 +1,4 @@
-"""One step of Adam on a float32 master weight, and the new weight as int8 codes in both layouts, in one pass.
+"""One step of Adam on float32 master parameters, and the new weights as int8 codes, in one pass.
 
 Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019), in fairseq's form: the bias correction is part
 of the step size, and epsilon is added to the plain square root. N rows, K columns.
@@ -6,29 +6,33 @@ of the step size, and epsilon is added to the plain square root. N rows, K colum
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 
-from lsq.csrc.launch import TICKET, check, launch
+from lsq.csrc import loader
+from lsq.csrc.launch import TICKET, Launch, check, launch
 from lsq.ops.kernels import check_columns
-from lsq.program.declare import Codes, Floats, In, Out, extent, size
+from lsq.program.declare import Bytes, Codes, Floats, Host, In, Offsets, Out, Value, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 from lsq.quant import quantize
 
-ROWS, COLUMNS, BLOCK = 32, 128, 1024
-"""What a block of each kernel updates: a tile of a matrix, or a run of values."""
+RUN, ROWS, NORM_RUN = 1024, 32, 8192
+"""What a block of each kernel takes: values, rows of a weight that is rounded, values of a gradient for the norm."""
+NUMBERS = 5
+"""See `scalars`."""
 
 
 def scalars(
     learning_rate: float, betas: tuple[float, float], epsilon: float, step: int, *, weight_decay: float = 0.0,
-    factor: float = 1.0, torch_epsilon: bool = False,
+    torch_epsilon: bool = False,
 ) -> torch.Tensor:
-    """The six numbers of a step, float32 [6], which a captured graph reads from device memory.
+    """The five numbers of a step, float32 [5]: they change from step to step, and kernels read them from memory.
 
-    They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay, factor of the gradient. Betas are
-    kept as what they lack to 1, because float32 knows 0.001 better than 0.999.
+    They are: step size with bias correction, 1 - beta1, 1 - beta2, epsilon, decay. Betas are kept as what they lack to
+    1, because float32 knows 0.001 better than 0.999.
 
     Args:
         learning_rate: of this step.
@@ -36,13 +40,12 @@ def scalars(
         epsilon: added to the root of the second moment.
         step: counted from 1.
         weight_decay: the weight first loses learning_rate * weight_decay of itself (AdamW; fairseq's "adam").
-        factor: what the gradient is multiplied by: 1 / loss scale * clipping. NaN and infinity reach the weight.
         torch_epsilon: add epsilon after the bias correction, as torch.optim does; fairseq adds it before.
     """
     correction = math.sqrt(1 - betas[1] ** step)
     return torch.tensor([
         learning_rate * correction / (1 - betas[0] ** step), 1 - betas[0], 1 - betas[1],
-        epsilon * (correction if torch_epsilon else 1.0), learning_rate * weight_decay, factor,
+        epsilon * (correction if torch_epsilon else 1.0), learning_rate * weight_decay,
     ])  # fmt: skip
 
 
@@ -61,7 +64,11 @@ class Adam(Operation):
     second: In[Floats]
     """Moment."""
     numbers: In[Floats]
-    """[6], see `scalars`."""
+    """[5], see `scalars`."""
+    gradient_factor: In[Floats]
+    """[1], what the gradient is multiplied by first. NaN and infinity reach the weight."""
+    limit: Host[float] = 0.0
+    """Largest relative change of a value, for clips (QuantConfig.clip_step); 0: any change."""
     new_weight: Out[Floats]
     new_first: Out[Floats]
     new_second: Out[Floats]
@@ -97,13 +104,29 @@ class Adam(Operation):
     clips = extent(0, "rounded.clip")
     """N or 1."""
 
+    @size
+    def limited(self) -> int:
+        return int(self.limit > 0)
+
+    @factor
+    def lowest(self) -> float:
+        """What the old value times this is, the new one is at least."""
+        return 1 - self.limit
+
+    @factor
+    def highest(self) -> float:
+        """The same for at most."""
+        return 1 + self.limit
+
     def reference(self):
-        size, lack1, lack2, epsilon, decay, factor = self.numbers
-        scaled = self.gradient * factor
+        size, lack1, lack2, epsilon, decay = self.numbers
+        scaled = self.gradient * self.gradient_factor
         first = self.first * (1 - lack1) + scaled * lack1
         second = self.second * (1 - lack2) + scaled * lack2 * scaled
         weight = self.weight - self.weight * decay
         weight = weight - first / (second.sqrt() + epsilon) * size
+        if self.limited:
+            weight = torch.clamp(weight, self.weight * self.lowest, self.weight * self.highest)
         if self.rounded is None:
             return weight, first, second, None, None, None
         codes, scale, _ = quantize(weight, self.rounded.clip, self.rounded.format.bits)
@@ -113,13 +136,105 @@ class Adam(Operation):
         return weight, first, second, codes, scale, codes.t()
 
     def cuda(self):
+        self.check_cuda()
+        blocks = max(1, self.blocks)
         if self.rounded is None:
-            return [launch("adam.cu", "lsq_adam", self, grid=max(1, -(-self.numel // BLOCK)))]
-        check_columns(16, **{"the width of a weight": self.columns})
+            return [launch("adam.cu", "lsq_adam", self, grid=blocks)]
+        coded = launch("adam.cu", "lsq_adam_codes", self, grid=blocks)
+        return [coded, launch("adam.cu", "lsq_adam_poison", self, grid=1)] if self.clips == 1 else [coded]
+
+    def check_cuda(self) -> None:
+        """Raise ValueError where kernels cannot take these shapes."""
+        if self.rounded is not None:
+            check_columns(16, **{"the width of a weight": self.columns})
         if self.transposed is not None:
             check_columns(16, **{"the number of rows of a weight whose codes are transposed": self.rows})
-        return [
-            launch(
-                "adam.cu", "lsq_adam_codes", self, TICKET, grid=(-(-self.rows // ROWS), -(-self.columns // COLUMNS)),
-            )
-        ]  # fmt: skip
+
+    @property
+    def blocks(self) -> int:
+        """Of its kernel."""
+        return -(-self.numel // RUN) if self.rounded is None else -(-self.rows // ROWS)
+
+
+class Table(Value):
+    """Where kernels find the operations `Adam` that they run together, and which block does what.
+
+    `table_of` says what is in it; on the CPU it is empty.
+    """
+
+    structs: Bytes
+    """Those of the operations, one after another."""
+    tiles: Offsets
+    """[blocks, 2]: (operation, which of its tiles) of each block of the kernel that takes it."""
+
+
+def tiles_of(counts: dict[int, int]) -> torch.Tensor:
+    """int32 [blocks, 2]: (operation, tile) of each block, for `counts` tiles of each operation, by its number."""
+    found = [torch.stack([torch.full((count,), number), torch.arange(count)], 1) for number, count in counts.items()]
+    return torch.cat([torch.empty(0, 2, dtype=torch.int64), *found]).to(torch.int32)
+
+
+class AdamSteps(Operation):
+    """Steps of many tensors in one foreign call, or in two launches: of what is rounded last, as clips come before.
+
+    Raises:
+        ValueError: an operation that rounds comes before one that does not.
+    """
+
+    steps: Host[tuple[Adam, ...]]
+    """Their tensors lie at fixed addresses, but for what is put into their structs and into `table` again."""
+    plain: In[Table] | None
+    """Of the steps without codes; None on the CPU, as all further ones."""
+    coded: In[Table] | None
+    """Of those with codes, in which operations are counted like in `plain`."""
+    shared: In[Table] | None
+    """Of those whose rows share one clip: a tile is a whole operation."""
+
+    def __post_init__(self):
+        rounds = [step.rounded is not None for step in self.steps]
+        check(rounds == sorted(rounds), "AdamSteps takes the steps that round after all others; sort them")
+
+    def reference(self):
+        for step in self.steps:
+            step.store(step.reference())
+        return ()
+
+    def cpu(self):
+        self._sequence()
+
+    @functools.cached_property
+    def _sequence(self):
+        return loader.sequence(self.steps)
+
+    def cuda(self):
+        for step in self.steps:
+            step.check_cuda()
+        found = {"lsq_adam": self.plain, "lsq_adam_codes": self.coded, "lsq_adam_poison": self.shared}
+        return [_of_table(f"{name}_table", table) for name, table in found.items() if len(table.tiles)]
+
+
+class GradientNorm(Operation):
+    """The norm of the gradients of many steps, before their factor: the root of the sum of all squares."""
+
+    steps: Host[tuple[Adam, ...]]
+    table: In[Table] | None
+    """Tiles are runs of NORM_RUN values; None on the CPU."""
+    norm: Out[Floats]
+    """[1]"""
+
+    def reference(self):
+        parts = torch._foreach_norm([step.gradient for step in self.steps])
+        return (torch.stack(parts).norm(),)
+
+    def cpu(self):
+        self.store(self.reference())
+
+    def cuda_scratch(self):
+        return [((len(self.table.tiles),), torch.float32)]
+
+    def cuda(self, partial):
+        return [_of_table("lsq_gradient_norm", self.table, TICKET, partial, self.norm)]
+
+
+def _of_table(kernel: str, table: Table, *arguments) -> Launch:
+    return launch("adam.cu", kernel, table.structs, table.tiles, *arguments, grid=len(table.tiles))

@@ -21,15 +21,18 @@ def state(*shape):
 
 
 def numbers(**changes):
-    return adam.scalars(RATE, BETAS, EPSILON, **{"step": 3, "weight_decay": 0.1, "factor": 0.5, **changes})
+    return adam.scalars(RATE, BETAS, EPSILON, **{"step": 3, "weight_decay": 0.1, **changes})
 
 
-def step(before, now, rounded: Weight | None = None, transposed: bool = False) -> Adam:
+def step(
+    before, now, rounded: Weight | None = None, transposed: bool = False, factor: float = 0.5, limit: float = 0.0
+) -> Adam:
     """A step from `before`, see `state`, under the numbers `now`."""
     weight, gradient, first, second = before
     turned = empty(*rounded.codes.shape[::-1], dtype=torch.int8) if transposed else None
     return Adam(
-        weight=weight, gradient=gradient, first=first, second=second, numbers=now, new_weight=empty(*weight.shape),
+        weight=weight, gradient=gradient, first=first, second=second, numbers=now,
+        gradient_factor=torch.tensor([factor]), limit=limit, new_weight=empty(*weight.shape),
         new_first=empty(*weight.shape), new_second=empty(*weight.shape), rounded=rounded, transposed=turned,
     )
 
@@ -69,16 +72,16 @@ def check_gradient_that_is_not_finite(compare, clips: int) -> None:
 
 
 def check_factor_that_is_not_finite(compare, factor: float) -> None:
-    done = compare(step(state(16, 48), numbers(factor=factor), codes_of(torch.ones(16), (16, 48))))
+    done = compare(step(state(16, 48), numbers(), codes_of(torch.ones(16), (16, 48)), factor=factor))
     assert done.new_weight.isnan().all() and done.rounded.scale.isnan().all()
-    assert compare(step(state(7), numbers(factor=factor))).new_weight.isnan().all()
+    assert compare(step(state(7), numbers(), factor=factor)).new_weight.isnan().all()
 
 
 def check_infinity_times_zero(compare) -> None:
     """An infinite gradient is not hidden by a factor of zero."""
     before = state(7)
     before[1][3] = math.inf
-    assert compare(step(before, numbers(factor=0.0))).new_weight.isnan().nonzero().tolist() == [[3]]
+    assert compare(step(before, numbers(), factor=0.0)).new_weight.isnan().nonzero().tolist() == [[3]]
 
 
 def in_place(operation: Adam) -> Adam:

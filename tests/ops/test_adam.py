@@ -30,9 +30,9 @@ def test_steps_equal_those_of_other_libraries(like, decay):
         theirs.grad = gradient.clone()
         optimizer.step()
         now = adam.scalars(
-            RATE, BETAS, EPSILON, number, weight_decay=decay, factor=2.0**-7, torch_epsilon=like == "torch"
+            RATE, BETAS, EPSILON, number, weight_decay=decay, torch_epsilon=like == "torch"
         )
-        done = on_cpu(step((weight, gradient * 2**7, first, second), now))
+        done = on_cpu(step((weight, gradient * 2**7, first, second), now, factor=2.0**-7))
         weight, first, second = done.new_weight, done.new_first, done.new_second
     torch.testing.assert_close(weight, theirs.detach(), rtol=2e-6, atol=2e-6)
 
@@ -78,8 +78,8 @@ def test_in_place(shape):
 def test_transposed_codes_without_codes_are_refused():
     with pytest.raises(ValueError, match="not for codes; give it both"):
         adam.Adam(
-            weight=None, gradient=None, first=None, second=None, numbers=None, new_weight=None, new_first=None,
-            new_second=None, transposed=empty(48, 48, dtype=torch.int8),
+            weight=None, gradient=None, first=None, second=None, numbers=None, gradient_factor=None,
+            new_weight=None, new_first=None, new_second=None, transposed=empty(48, 48, dtype=torch.int8),
         )
 
 

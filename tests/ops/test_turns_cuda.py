@@ -37,6 +37,7 @@ from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
+from tests.optim import test_updates
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
@@ -45,10 +46,11 @@ FEW, WIDE = (41, 48), (11, 1040)
 
 def adam_steps():
     compare_cuda(step(state(1027), numbers()))
-    for clips in (1, 48):
-        before = state(48, 400)
-        before[1][[3, 20, 35, 36, 40, 47], [0, 127, 128, 131, 256, 399]] = math.nan
-        compare_cuda(step(before, numbers(), codes_of(torch.ones(clips), (48, 400)), transposed=True))
+    for clips in (1, 528):
+        before = state(528, 272)
+        before[1][[3, 20, 35, 36, 40, 527], [0, 127, 128, 131, 256, 271]] = math.nan
+        compare_cuda(step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True))
+    test_updates.turns()
 
 
 def messages():

@@ -5,24 +5,43 @@ using namespace lsq;
 
 namespace {
 
+// Below this many values a loop is over before a second thread has begun.
+constexpr int64_t kFewValues = 16384;
+
 struct Step {
     float size, first, second, epsilon, decay, factor;  // first, second: 1 - beta1, 1 - beta2
 
-    explicit Step(const float* numbers)
-        : size(numbers[0]), first(numbers[1]), second(numbers[2]), epsilon(numbers[3]), decay(numbers[4]),
-          factor(numbers[5]) {}
+    explicit Step(const Adam& op)
+        : size(op.numbers[0]), first(op.numbers[1]), second(op.numbers[2]), epsilon(op.numbers[3]),
+          decay(op.numbers[4]), factor(op.gradient_factor[0]) {}
 
     // Elements [begin, end).
     void apply(const Adam& op, int64_t begin, int64_t end) const {
+        if (op.limited) {
+            const float lowest = op.lowest, highest = op.highest;
+            apply(op, begin, end, [lowest, highest](float before, float after) {
+                const float low = before * lowest, high = before * highest;
+                const float raised = after < low ? low : after;
+                return raised > high ? high : raised;
+            });
+        } else {
+            apply(op, begin, end, [](float, float after) { return after; });
+        }
+    }
+
+private:
+    template <class Limit>
+    void apply(const Adam& op, int64_t begin, int64_t end, const Limit& limit) const {
         const float *weight = op.weight, *gradient = op.gradient, *m = op.first, *v = op.second;
         float *new_weight = op.new_weight, *new_m = op.new_first, *new_v = op.new_second;
+        const Step step = *this;
 #pragma omp simd
         for (int64_t i = begin; i < end; ++i) {
-            const float g = gradient[i] * factor;
-            const float mean = m[i] * (1.0f - first) + g * first;
-            const float square = v[i] * (1.0f - second) + g * second * g;
-            const float decayed = weight[i] - weight[i] * decay;
-            new_weight[i] = decayed - mean / (std::sqrt(square) + epsilon) * size;
+            const float g = gradient[i] * step.factor;
+            const float mean = m[i] * (1.0f - step.first) + g * step.first;
+            const float square = v[i] * (1.0f - step.second) + g * step.second * g;
+            const float before = weight[i], decayed = before - before * step.decay;
+            new_weight[i] = limit(before, decayed - mean / (std::sqrt(square) + step.epsilon) * step.size);
             new_m[i] = mean;
             new_v[i] = square;
         }
@@ -49,16 +68,16 @@ bool round_weight_row(const Adam& op, int64_t row) {
 }  // namespace
 
 LSQ_OPERATION(Adam, op) {
-    const Step step(op.numbers);
+    const Step step(op);
     if (!op.rounded.codes) {
         constexpr int64_t kRun = 4096;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (op.numel > kFewValues)
         for (int64_t begin = 0; begin < op.numel; begin += kRun) step.apply(op, begin, std::min(begin + kRun, op.numel));
         return;
     }
     const int64_t n = op.columns;
     int missing = 0;
-#pragma omp parallel for schedule(static) reduction(| : missing)
+#pragma omp parallel for schedule(static) reduction(| : missing) if (op.numel > kFewValues)
     for (int64_t row = 0; row < op.rows; ++row) {
         if (row < op.valid) {
             step.apply(op, row * n, (row + 1) * n);

@@ -1,4 +1,4 @@
-// Adam on float32 master weights, one read and one write of everything; the new weight leaves as int8 codes as well.
+// Adam on float32 master parameters, one read and one write of everything; new weights leave as int8 codes as well.
 //
 // Kingma & Ba 2015 with decoupled decay (Loshchilov & Hutter 2019), in the form of fairseq: bias correction is part of
 // the step size, and epsilon is added to the plain square root. N rows, K columns. lsq/ops/adam.py is the reference.
@@ -8,20 +8,28 @@
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int64_t kNormRun = 8192;  // values of a gradient that a block squares
 
 struct Step {
-    float size, first, second, epsilon, decay, factor;  // first, second: 1 - beta1, 1 - beta2
+    float size, first, second, epsilon, decay, factor, lowest, highest;  // first, second: 1 - beta1, 1 - beta2
+    bool limited;
 
-    explicit __device__ __forceinline__ Step(const float* scalars)
-        : size(scalars[0]), first(scalars[1]), second(scalars[2]), epsilon(scalars[3]), decay(scalars[4]),
-          factor(scalars[5]) {}
+    explicit __device__ __forceinline__ Step(const Adam& op)
+        : lowest(op.lowest), highest(op.highest), limited(op.limited) {
+        const float *numbers = op.numbers, *gradient_factor = op.gradient_factor;
+        size = numbers[0], first = numbers[1], second = numbers[2], epsilon = numbers[3], decay = numbers[4];
+        factor = gradient_factor[0];
+    }
 
     __device__ __forceinline__ void apply(float& weight, float gradient, float& m, float& v) const {
         const float g = gradient * factor;
         m = m * (1.0f - first) + g * first;
         v = v * (1.0f - second) + g * second * g;
-        weight = weight - weight * decay;
-        weight = weight - m / (sqrtf(v) + epsilon) * size;
+        const float decayed = weight - weight * decay;
+        const float after = decayed - m / (sqrtf(v) + epsilon) * size;
+        const float low = weight * lowest, high = weight * highest;
+        const float raised = limited && after < low ? low : after;
+        weight = limited && raised > high ? high : raised;
     }
 };
 
@@ -40,17 +48,23 @@ __device__ __forceinline__ bool any_nan(const float4& x) {
     return x.x != x.x || x.y != x.y || x.z != x.z || x.w != x.w;
 }
 
+// A gradient may be a view into a bucket of many, which begins anywhere.
+__device__ __forceinline__ float4 load_gradient(const float* from) {
+    if (reinterpret_cast<uint64_t>(from) % sizeof(float4) == 0) return load_words<float4>(from);
+    return {from[0], from[1], from[2], from[3]};
+}
+
+constexpr int kRun = 4 * kThreads;                                 // values of a block of what is not rounded
 constexpr int kTileRows = 4 * kWarps, kTileColumns = 4 * kWarp;  // of a block; a thread takes 4 x 4
 
-}  // namespace
-
-LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(const Adam op) {
-    const int64_t element = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
+// Values [tile * kRun, ...) of a step without codes.
+__device__ __forceinline__ void update(const Adam& op, int64_t tile) {
+    const int64_t element = tile * kRun + threadIdx.x * 4, numel = op.numel;
     const float *weight = op.weight, *gradient = op.gradient, *first = op.first, *second = op.second;
     float *new_weight = op.new_weight, *new_first = op.new_first, *new_second = op.new_second;
-    const Step step(op.numbers);
-    if (element + 4 <= op.numel) {
-        Moments values{load_words<float4>(weight + element), load_words<float4>(gradient + element),
+    const Step step(op);
+    if (element + 4 <= numel) {
+        Moments values{load_words<float4>(weight + element), load_gradient(gradient + element),
                        load_words<float4>(first + element), load_words<float4>(second + element)};
         values.apply(step);
         store_words(new_weight + element, values.weight);
@@ -58,84 +72,154 @@ LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(const Adam op) {
         store_words(new_second + element, values.v);
         return;
     }
-    for (int64_t i = element; i < op.numel; ++i) {
+    for (int64_t i = element; i < numel; ++i) {
         float w = weight[i], m = first[i], v = second[i];
         step.apply(w, gradient[i], m, v);
         new_weight[i] = w, new_first[i] = m, new_second[i] = v;
     }
 }
-LSQ_EXPORT(lsq_adam)
 
-// The same for [valid, K], and its codes; rows from `valid` on are padding with codes 0 and scale 1. Scales are written
-// anew where a weight is NaN.
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(const Adam op, Out<uint32_t> ticket) {
+// Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0 and scale 1.
+__device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
+    // Column 4 * lane + i lies at place 32 * i + lane, 9 words apart, so that a warp writes to 32 banks.
+    __shared__ uint32_t turned[kTileColumns * (kWarps + 1)];
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * kTileRows + 4 * warp;
-    const int64_t column = static_cast<int64_t>(blockIdx.y) * kTileColumns + 4 * lane;
+    const int64_t row = tile * kTileRows + 4 * warp;
     const int64_t valid = op.valid, rows = op.rows, columns = op.columns;
     const float *weights = op.weight, *gradients = op.gradient, *ms = op.first, *vs = op.second;
     const float* limits = op.rounded.clip;
     float *updated = op.new_weight, *new_ms = op.new_first, *new_vs = op.new_second, *scales = op.rounded.scale;
     int8_t *out = op.rounded.codes, *transposed = op.transposed;
     const float largest = op.rounded.largest;
-    const Step step(op.numbers);
-    Moments values[4];
+    const Step step(op);
+    float scale[4];
+    bool missing[4] = {};
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        if (row + r >= valid || column >= columns) continue;
-        const int64_t element = (row + r) * columns + column;
-        values[r] = {load_words<float4>(weights + element), load_words<float4>(gradients + element),
-                     load_words<float4>(ms + element), load_words<float4>(vs + element)};
-    }
-    uint32_t word[4] = {};  // the codes of each row, then of each column
-    bool missing = false;
+    for (int r = 0; r < 4; ++r) scale[r] = row + r < valid ? limits[op.clips > 1 ? row + r : 0] / largest : 1.0f;
+    for (int64_t start = 0; start < columns; start += kTileColumns) {
+        const int64_t column = start + 4 * lane;
+        Moments values[4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        if (row + r >= rows || column >= columns) continue;
-        const int64_t element = (row + r) * columns + column;
-        float limit = largest;  // so that padding has scale 1
-        if (row + r < valid) {
-            limit = limits[op.clips > 1 ? row + r : 0];
-            values[r].apply(step);
-            store_words(updated + element, values[r].weight);
-            store_words(new_ms + element, values[r].m);
-            store_words(new_vs + element, values[r].v);
-            missing |= any_nan(values[r].weight);
-            const float x[4] = {values[r].weight.x, values[r].weight.y, values[r].weight.z, values[r].weight.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int8_t code = code_of(x[i] / (limit / largest), largest);
-                word[r] |= static_cast<uint32_t>(static_cast<uint8_t>(code)) << (8 * i);
-            }
+        for (int r = 0; r < 4; ++r) {
+            if (row + r >= valid || column >= columns) continue;
+            const int64_t element = (row + r) * columns + column;
+            values[r] = {load_words<float4>(weights + element), load_gradient(gradients + element),
+                         load_words<float4>(ms + element), load_words<float4>(vs + element)};
         }
-        if (column == 0) scales[row + r] = limit / largest;
-        store_words(out + element, word[r]);
-    }
-    if (transposed) {
-        // Column 4 * lane + i lies at place 32 * i + lane, 9 words apart, so that a warp writes to 32 banks.
-        __shared__ uint32_t tile[kTileColumns * (kWarps + 1)];
-        transpose_bytes(word);
+        uint32_t word[4] = {};  // the codes of each row, then of each column
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tile[(kWarp * i + lane) * (kWarps + 1) + warp] = word[i];
+        for (int r = 0; r < 4; ++r) {
+            if (row + r >= rows || column >= columns) continue;
+            const int64_t element = (row + r) * columns + column;
+            if (row + r < valid) {
+                values[r].apply(step);
+                store_words(updated + element, values[r].weight);
+                store_words(new_ms + element, values[r].m);
+                store_words(new_vs + element, values[r].v);
+                missing[r] |= any_nan(values[r].weight);
+                const float x[4] = {values[r].weight.x, values[r].weight.y, values[r].weight.z, values[r].weight.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int8_t code = code_of(x[i] / scale[r], largest);
+                    word[r] |= static_cast<uint32_t>(static_cast<uint8_t>(code)) << (8 * i);
+                }
+            }
+            store_words(out + element, word[r]);
+        }
+        if (!transposed) continue;
+        transpose_bytes(word);
+        __syncthreads();  // the tile before has been read
+#pragma unroll
+        for (int i = 0; i < 4; ++i) turned[(kWarp * i + lane) * (kWarps + 1) + warp] = word[i];
         __syncthreads();
         const int place = threadIdx.x / 2, half = threadIdx.x % 2;
-        const int64_t out_row = static_cast<int64_t>(blockIdx.y) * kTileColumns + 4 * (place % kWarp) + place / kWarp;
-        const int64_t out_column = static_cast<int64_t>(blockIdx.x) * kTileRows + 16 * half;
+        const int64_t out_row = start + 4 * (place % kWarp) + place / kWarp;
+        const int64_t out_column = tile * kTileRows + 16 * half;
         if (out_row < columns && out_column < rows) {
-            const uint32_t* from = tile + place * (kWarps + 1) + 4 * half;
+            const uint32_t* from = turned + place * (kWarps + 1) + 4 * half;
             store_words(transposed + (out_row * rows + out_column), make_uint4(from[0], from[1], from[2], from[3]));
         }
     }
-    // Which rows are NaN is only looked up once training has gone wrong.
-    const bool last = last_block<kThreads>(ticket, missing);
-    if (!last || !missing) return;
-    for (int64_t poisoned_row = warp; poisoned_row < valid; poisoned_row += kWarps) {
-        bool found = op.clips == 1;
-        for (int64_t i = 4 * lane; i < columns && op.clips > 1; i += 4 * kWarp) {
-            found |= any_nan(load_words<float4>(updated + (poisoned_row * columns + i)));
-        }
-        found = __any_sync(kAllLanes, found);
-        if (found && lane == 0) scales[poisoned_row] = not_a_number();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const bool found = __any_sync(kAllLanes, missing[r]);
+        if (lane == 0 && row + r < rows) scales[row + r] = poisoned(scale[r], found);
     }
 }
+
+// Under a clip that all rows share, a NaN in one of them reaches the scales of all.
+__device__ __forceinline__ void poison(const Adam& op) {
+    float* scales = op.rounded.scale;
+    const int64_t valid = op.valid;
+    bool missing = false;
+    for (int64_t row = threadIdx.x; row < valid; row += kThreads) missing |= scales[row] != scales[row];
+    if (!block_any<kThreads>(missing)) return;
+    for (int64_t row = threadIdx.x; row < valid; row += kThreads) scales[row] = not_a_number();
+}
+
+// The steps of a table, and which of their tiles each block takes.
+__device__ __forceinline__ const Adam& step_of(const Adam* table, const int32_t* tiles) {
+    return table[tiles[2 * blockIdx.x]];
+}
+__device__ __forceinline__ int64_t tile_of(const int32_t* tiles) { return tiles[2 * blockIdx.x + 1]; }
+
+}  // namespace
+
+// Each for the step of one tensor, and for those of many.
+LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(const Adam op) { update(op, blockIdx.x); }
+LSQ_EXPORT(lsq_adam)
+LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam_table(In<Adam> table, In<int32_t> tiles) {
+    update(step_of(table, tiles), tile_of(tiles));
+}
+LSQ_EXPORT(lsq_adam_table)
+
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(const Adam op) { update_rows(op, blockIdx.x); }
 LSQ_EXPORT(lsq_adam_codes)
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes_table(In<Adam> table, In<int32_t> tiles) {
+    update_rows(step_of(table, tiles), tile_of(tiles));
+}
+LSQ_EXPORT(lsq_adam_codes_table)
+
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison(const Adam op) { poison(op); }
+LSQ_EXPORT(lsq_adam_poison)
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_poison_table(In<Adam> table, In<int32_t> tiles) {
+    poison(step_of(table, tiles));
+}
+LSQ_EXPORT(lsq_adam_poison_table)
+
+// norm [1]: of all gradients of the steps. The blocks' sums of squares, partial float32 [gridDim.x], are added up in order
+// in double precision by the last block.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_gradient_norm(
+    In<Adam> table, In<int32_t> tiles, Out<uint32_t> ticket, Out<float> partial, Out<float> norm) {
+    const Adam& op = step_of(table, tiles);
+    const float* gradient = op.gradient;
+    const int64_t begin = tile_of(tiles) * kNormRun, end = min(begin + kNormRun, op.numel);
+    float sum = 0.0f;
+    for (int64_t i = begin + 4 * threadIdx.x; i < end; i += 4 * kThreads) {
+        float4 g = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (i + 4 <= end) {
+            g = load_gradient(gradient + i);
+        } else {
+            g.x = gradient[i];
+            if (i + 1 < end) g.y = gradient[i + 1];
+            if (i + 2 < end) g.z = gradient[i + 2];
+        }
+        sum += (g.x * g.x + g.y * g.y) + (g.z * g.z + g.w * g.w);
+    }
+    sum = group_reduce<Sum, kThreads, kThreads>(sum);
+    float* sums = partial;
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+    bool nothing = false;
+    if (!last_block<kThreads>(ticket, nothing)) return;
+    __shared__ double part[kThreads];
+    double total = 0.0;
+    for (int64_t i = threadIdx.x; i < gridDim.x; i += kThreads) total += sums[i];
+    part[threadIdx.x] = total;
+    __syncthreads();
+    for (int half = kThreads / 2; half > 0; half /= 2) {
+        if (static_cast<int>(threadIdx.x) < half) part[threadIdx.x] += part[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) norm[0] = static_cast<float>(sqrt(part[0]));
+}
+LSQ_EXPORT(lsq_gradient_norm)

@@ -1,0 +1,205 @@
+"""Adam as a torch.optim.Optimizer: one read and one write of everything, and what layers leave to their optimizer."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from lsq.backends import Backend, for_device
+from lsq.ops.adam import scalars
+from lsq.optim.updates import Member, Updates, local
+from lsq.program import upkeep
+
+REFUSED = ("amsgrad", "maximize")
+"""Options of torch.optim.Adam that this one does not have."""
+
+
+class Adam(Optimizer):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019), on float32 parameters.
+
+    The new weights of lsq's layers leave as codes, too, which the next training pass takes, and their clips change by
+    QuantConfig.clip_step at most. Its state is that of torch.optim.Adam and AdamW and of fairseq's Adam, `exp_avg`,
+    `exp_avg_sq` and `step` (a whole number) for each parameter: they load each other's.
+
+    Gradients are multiplied and clipped while they are read: see `multiply_grads` and `clip_grad_norm`. Parameters may
+    be shards of FSDP2. On a GPU nothing waits for the device.
+
+    Args:
+        params: parameters, or dicts with options of their own: groups.
+        lr: learning rate.
+        betas: decay of the first and of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: a parameter first loses lr * weight_decay of itself, as under AdamW.
+        torch_epsilon: add eps after the bias correction, as torch.optim does; fairseq adds it before.
+        backend: where it runs; None: where parameters are. Not part of a copy.
+
+    Raises:
+        ValueError: an option is out of its range, or a parameter is not float32 and contiguous.
+    """
+
+    backend: Backend | None = None
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, torch_epsilon: bool = True, backend: Backend | None = None,
+    ):  # fmt: skip
+        self._clear()
+        self.backend = backend
+        super().__init__(params, {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "torch_epsilon": torch_epsilon,
+            "decoupled_weight_decay": True,
+        })  # fmt: skip
+
+    def _clear(self) -> None:
+        self._updates: dict[torch.device, Updates] = {}
+        self.gradient_factor: float | Tensor = 1.0
+        """What the next step multiplies gradients by."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and of a state dict that is loaded; raises ValueError where it is of another kind of Adam."""
+        super().__setstate__(state)
+        self._clear()
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            _check_group(group)
+        for moments in self.state.values():
+            if "max_exp_avg_sq" in moments:
+                raise ValueError("the state is of an Adam with amsgrad, which this one does not have")
+            moments["step"] = int(moments["step"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, of torch.optim.Adam or AdamW, or of fairseq's Adam.
+
+        Raises:
+            ValueError: it is of other parameters, or under options that this optimizer does not have.
+        """
+        before = {**self.__getstate__()}
+        try:
+            super().load_state_dict(state_dict)
+        except ValueError:
+            self.__dict__.update(before)
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.gradient_factor = 1.0
+
+    def multiply_grads(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a number, [] or [1] if it is a tensor, in the next step, until `zero_grad`."""
+        self.gradient_factor = self.gradient_factor * factor
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, aggregate: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The norm float32 [] of all gradients, which the next step shortens to `max_norm` if that is above 0.
+
+        Args:
+            max_norm: as torch.nn.utils.clip_grad_norm_ takes it.
+            aggregate: turns the norm of this process into that of all.
+
+        Raises:
+            ValueError: gradients are sharded, so that no process knows the norm; or sparse.
+        """
+        prepared = self._prepared()
+        if any(hasattr(parameter, "to_local") for _, parameter in self._stepping()):
+            raise ValueError("the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_")
+        norms = [updates.norm() for updates in prepared] or [torch.zeros(1)]
+        place = norms[0].device
+        norm = torch.cat([norm.to(place) for norm in norms]).norm() * _on(place, self.gradient_factor)
+        if aggregate is not None:
+            norm = aggregate(norm)
+        if max_norm > 0:
+            self.multiply_grads((float(max_norm) / (norm + 1e-6)).clamp(max=1))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; what `closure` returns, if there is one.
+
+        Raises:
+            ValueError: a gradient is sparse, or a parameter has become something else than float32 and contiguous.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for updates in self._prepared():
+            updates.run(self.gradient_factor)
+        self.gradient_factor = 1.0
+        for _, parameter in self._stepping():
+            self.state[parameter]["step"] += 1
+        return loss
+
+    def _stepping(self) -> Iterator[tuple[int, Tensor]]:
+        """(number of its group, parameter) of each that has a gradient."""
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield number, parameter
+
+    def _prepared(self) -> list[Updates]:
+        """What steps on each device, with the gradients and the numbers of now."""
+        members: dict[torch.device, list[Member]] = defaultdict(list)
+        rows: dict[tuple[int, int], int] = {}
+        for number, parameter in self._stepping():
+            state = self.state[parameter]
+            if not state:
+                state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            row = rows.setdefault((number, state["step"] + 1), len(rows))
+            first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            members[parameter.device].append(Member(parameter, first, second, row))
+        numbers = torch.stack([self._numbers(*each) for each in rows]) if rows else torch.empty(0)
+        for device, found in members.items():
+            if device not in self._updates or not self._updates[device].fits(found, len(numbers)):
+                upkeep.take(self, [member.parameter for member in found])
+                self._updates[device] = Updates(self.backend or for_device(device), found, len(numbers))
+            self._updates[device].put(found, numbers)
+        return [self._updates[device] for device in members]
+
+    def _numbers(self, number: int, step: int) -> Tensor:
+        group = self.param_groups[number]
+        return scalars(
+            float(group["lr"]), group["betas"], group["eps"], step, weight_decay=group["weight_decay"],
+            torch_epsilon=group["torch_epsilon"],
+        )
+
+
+def _on(place: torch.device, factor: float | Tensor) -> float | Tensor:
+    return factor.to(place, non_blocking=True) if isinstance(factor, Tensor) else factor
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for options that a group cannot have."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if isinstance(value, Tensor) or not 0.0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be a number from 0 on, and no tensor")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas is {betas!r}; it must be two numbers from 0 to below 1")
+    asked = [name for name in REFUSED if group.get(name)]
+    if asked:
+        raise ValueError(f"{asked[0]} is {group[asked[0]]!r}, which lsq's Adam does not have; take torch.optim.Adam")
+    if not group["decoupled_weight_decay"] and group["weight_decay"]:
+        raise ValueError(
+            f"weight_decay is {group['weight_decay']!r} and not decoupled, as torch.optim.Adam has it; lsq's Adam "
+            "decays weights as AdamW does: take torch.optim.Adam, or load a state without weight_decay"
+        )
+    for parameter in group["params"]:
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is {parameter.dtype} with strides {parameter.stride()}; lsq's "
+                "Adam takes contiguous float32: convert it with .float() and .contiguous(), or take torch.optim.Adam"
+            )

@@ -1,0 +1,162 @@
+"""Steps of many parameters on one device, prepared once and repeated as long as their memory stays where it is."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lsq.backends import Backend
+from lsq.backends.cuda import CUDA
+from lsq.csrc.launch_list import contiguous_address
+from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
+from lsq.program import upkeep
+from lsq.program.prepared import Slot
+from lsq.program.values import Weight
+
+ROW = 8
+"""Floats from one row of numbers to the next, so that rows are aligned."""
+
+
+class Member(NamedTuple):
+    """A parameter that steps."""
+
+    parameter: Tensor
+    first: Tensor
+    """Moment, of this process's shard if it is one."""
+    second: Tensor
+    row: int
+    """Of its numbers."""
+
+    def memory(self) -> tuple:
+        """What a prepared step depends on."""
+        kept, tensors = upkeep.of(self.parameter), (local(self.parameter), self.first, self.second)
+        clip = kept.clip and kept.clip()
+        own = (self.parameter.shape, *map(Tensor.data_ptr, tensors), self.row)
+        return *own, kept.limit, kept.rounded, clip is not None and clip.data_ptr()
+
+    def rounded(self) -> Weight | None:
+        """Where the codes of the new weight belong, if they are wanted and can be had."""
+        kept = upkeep.of(self.parameter)
+        clip = kept.clip and kept.clip()
+        if clip is None or kept.rounded.format.packed or kept.rounded.codes.device != self.parameter.device:
+            return None
+        given = kept.rounded
+        return Weight(format=given.format, codes=given.codes, scale=given.scale, clip=clip.detach())
+
+
+class Updates:
+    """Steps of `members` on a backend, all at once.
+
+    Args:
+        backend: where.
+        members: their gradients may lie elsewhere each time.
+        rows: how many rows of numbers there are.
+    """
+
+    def __init__(self, backend: Backend, members: Sequence[Member], rows: int):
+        self._backend = backend
+        self._fits = [member.memory() for member in members], rows
+        self._given = backend.allocate([rows + 1, ROW], torch.float32)
+        self._factor = self._given[rows, :1]
+        self._norm = backend.allocate([1], torch.float32)
+        found = [(member, member.rounded()) for member in members]
+        self._order = sorted(range(len(found)), key=lambda number: found[number][1] is not None)
+        self._steps = tuple(self._step(*found[number]) for number in self._order)
+        gradient = next(leaf for leaf in Adam.leaves() if leaf.name == "gradient")
+        self._slots = [Slot(step, gradient) for step in self._steps]
+        self._parameters = [found[number][0].parameter for number in self._order]
+        tables = self._tables() if isinstance(backend, CUDA) else dict.fromkeys(("plain", "coded", "shared", "all"))
+        self._update = self._prepare(AdamSteps(
+            steps=self._steps, plain=tables["plain"], coded=tables["coded"], shared=tables["shared"],
+        ))  # fmt: skip
+        self._measure = self._prepare(GradientNorm(steps=self._steps, table=tables["all"], norm=self._norm))
+
+    def _step(self, member: Member, rounded: Weight | None) -> Adam:
+        weight = local(member.parameter).detach()
+        return Adam(
+            weight=weight, gradient=gradient_of(member.parameter), first=member.first, second=member.second,
+            numbers=self._given[member.row, :NUMBERS], gradient_factor=self._factor,
+            limit=upkeep.of(member.parameter).limit, new_weight=weight, new_first=member.first,
+            new_second=member.second, rounded=rounded,
+        )
+
+    def _prepare(self, operation):
+        scratch = [self._backend.allocate(*spec) for spec in self._backend.scratch(operation)]
+        return self._backend.prepare([(operation, scratch)])
+
+    def _tables(self) -> dict[str, Table]:
+        """On a GPU: all structs in its memory, and which block takes what of them."""
+        place = self._backend.place
+        self._packed = b""
+        for step in self._steps:
+            for tensor in (step.weight, step.first, step.second):
+                contiguous_address(tensor, place, "a step of Adam")
+        self._structs = self._backend.allocate([len(self._bytes())], torch.uint8)
+        plain = {number: step.blocks for number, step in enumerate(self._steps) if step.rounded is None}
+        coded = {number: step.blocks for number, step in enumerate(self._steps) if step.rounded is not None}
+        shared = {number: 1 for number in coded if self._steps[number].clips == 1}
+        runs = {number: -(-step.numel // NORM_RUN) for number, step in enumerate(self._steps)}
+        return {
+            name: Table(structs=self._structs, tiles=tiles_of(counts).to(place))
+            for name, counts in {"plain": plain, "coded": coded, "shared": shared, "all": runs}.items()
+        }
+
+    def _bytes(self) -> bytes:
+        return b"".join(bytes(step.packed) for step in self._steps)
+
+    def fits(self, members: Sequence[Member], rows: int) -> bool:
+        """Whether what is prepared is still right for them."""
+        return self._fits == ([member.memory() for member in members], rows)
+
+    def put(self, members: Sequence[Member], numbers: Tensor) -> None:
+        """Take the gradients of now, and numbers [rows, NUMBERS]."""
+        for slot, number in zip(self._slots, self._order, strict=True):
+            slot.put(gradient_of(members[number].parameter))
+        self._numbers = numbers
+        if isinstance(self._backend, CUDA) and (found := self._bytes()) != self._packed:
+            self._packed = found
+            self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
+
+    def norm(self) -> Tensor:
+        """[1], of the gradients before they are multiplied; the next call writes to the same memory."""
+        self._measure()
+        return self._norm
+
+    def run(self, factor: float | Tensor) -> None:
+        """Step with gradients times `factor`, and let go of them."""
+        host = torch.zeros(len(self._given), ROW)
+        host[:-1, :NUMBERS] = self._numbers
+        host[-1, 0] = 1.0 if isinstance(factor, Tensor) else factor
+        self._upload(host, self._given)
+        if isinstance(factor, Tensor):
+            self._factor.mul_(factor.to(self._factor.device, non_blocking=True))
+        self._update()
+        for slot in self._slots:
+            slot.clear()
+        plain = [parameter for parameter in self._parameters if not hasattr(parameter, "to_local")]
+        torch.autograd.graph.increment_version(plain)
+        for parameter, step in zip(self._parameters, self._steps, strict=True):
+            if step.rounded is not None:
+                upkeep.made(parameter)
+
+    def _upload(self, host: Tensor, there: Tensor) -> None:
+        """Copy without waiting: PyTorch keeps pinned memory until what reads it is done."""
+        there.copy_(host.pin_memory() if there.is_cuda else host, non_blocking=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient as contiguous float32.
+
+    Raises:
+        ValueError: it is sparse.
+    """
+    gradient = parameter.grad.detach()
+    if gradient.layout is not torch.strided:
+        raise ValueError("a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam")
+    return local(gradient).to(torch.float32).contiguous()

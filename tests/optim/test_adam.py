@@ -1,0 +1,394 @@
+"""lsq.optim.Adam against torch.optim's and fairseq's: steps, states, options, what layers leave to it."""
+
+import copy
+import math
+
+import pytest
+import torch
+from fairseq.optim.adam import Adam as FairseqAdam
+from fairseq.utils import clip_grad_norm_
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear, TransformerEncoderLayer
+from lsq.layers.module import ProgramModule
+from lsq.ops.rounding import RoundWeight
+from lsq.optim import Adam
+from tests.layers.shapes import HIDDEN, config_of
+
+OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}
+
+
+def pair():
+    """Two equal modules."""
+    first = torch.nn.Sequential(torch.nn.Linear(33, 17), torch.nn.LayerNorm(17), torch.nn.Linear(17, 1, bias=False))
+    return first, copy.deepcopy(first)
+
+
+def train(modules, optimizers, steps=8, between=lambda optimizer: None):
+    for _ in range(steps):
+        x = torch.randn(5, 33)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            between(optimizer)
+            optimizer.step()
+
+
+def assert_same(modules, tolerance=2e-6):
+    for ours, theirs in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def others(module, decay=0.0, **options):
+    return {
+        "fairseq": lambda: FairseqAdam(module.parameters(), **OPTIONS, weight_decay=decay),
+        "torch": lambda: torch.optim.AdamW(module.parameters(), **OPTIONS, weight_decay=decay),
+    }
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("like", ["fairseq", "torch"])
+def test_steps_are_those_of_other_libraries(like, decay):
+    ours, theirs = pair()
+    optimizer = Adam(ours.parameters(), **OPTIONS, weight_decay=decay, torch_epsilon=like == "torch")
+    train((ours, theirs), (optimizer, others(theirs, decay)[like]()))
+    assert_same((ours, theirs))
+
+
+def test_groups_have_options_of_their_own():
+    ours, theirs = pair()
+
+    def groups(module):
+        first, *rest = module
+        others = [parameter for one in rest for parameter in one.parameters()]
+        return [{"params": first.parameters(), "lr": 1e-2}, {"params": others, "eps": 0.1}]
+
+    train((ours, theirs), (Adam(groups(ours), **OPTIONS), torch.optim.AdamW(groups(theirs), **OPTIONS, weight_decay=0)))
+    assert_same((ours, theirs))
+
+
+def test_schedulers_change_the_rate():
+    ours, theirs = pair()
+    optimizers = Adam(ours.parameters(), **OPTIONS), others(theirs)["torch"]()
+    schedules = {one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers}
+    train((ours, theirs), optimizers, between=lambda optimizer: schedules[optimizer].step())
+    assert_same((ours, theirs))
+
+
+def test_parameters_without_gradients_keep_their_step():
+    ours, theirs = pair()
+    optimizers = Adam(ours.parameters(), **OPTIONS), others(theirs)["torch"]()
+
+    def freeze_sometimes(optimizer):
+        last = optimizer.param_groups[0]["params"][-1]
+        if not last.requires_grad or optimizer.state[last].get("step", 0) == 2:
+            last.requires_grad_(not last.requires_grad)
+            last.grad = None
+
+    train((ours, theirs), optimizers, between=freeze_sometimes)
+    assert_same((ours, theirs))
+    steps = [optimizers[0].state[parameter]["step"] for parameter in ours.parameters()]
+    assert steps == [8, 8, 8, 8, optimizers[1].state[list(theirs.parameters())[-1]]["step"]] and steps[-1] < 8
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_gradients_are_multiplied_and_clipped_in_the_step(max_norm):
+    ours, theirs = pair()
+    norms = []
+
+    def clip(optimizer):
+        if isinstance(optimizer, Adam):
+            before = [parameter.grad.clone() for parameter in ours.parameters()]
+            optimizer.multiply_grads(0.25)
+            norms.append(optimizer.clip_grad_norm(max_norm))
+            assert all(torch.equal(old, now.grad) for old, now in zip(before, ours.parameters(), strict=True))
+        else:
+            for parameter in theirs.parameters():
+                parameter.grad.mul_(0.25)
+            norms.append(clip_grad_norm_(theirs.parameters(), max_norm))
+
+    train((ours, theirs), (Adam(ours.parameters(), **OPTIONS), others(theirs)["torch"]()), between=clip)
+    assert_same((ours, theirs))
+    torch.testing.assert_close(torch.stack(norms[0::2]), torch.stack(norms[1::2]))
+
+
+def test_a_factor_does_not_outlive_its_gradients():
+    module, _ = pair()
+    optimizer = Adam(module.parameters(), **OPTIONS)
+    optimizer.multiply_grads(math.nan)
+    train((module,), (optimizer,), steps=1)
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_the_norm_of_nothing_is_zero():
+    assert Adam(torch.nn.Linear(3, 3).parameters()).clip_grad_norm(1.0) == 0
+
+
+@pytest.mark.parametrize("like", ["fairseq", "torch"])
+@pytest.mark.parametrize("theirs_first", [False, True])
+def test_states_go_both_ways(like, theirs_first):
+    ours, theirs = pair()
+    optimizers = Adam(ours.parameters(), **OPTIONS, torch_epsilon=like == "torch"), others(theirs)[like]()
+    first, second = (1, 0) if theirs_first else (0, 1)
+    modules = ours, theirs
+    train((modules[first],), (optimizers[first],))
+    modules[second].load_state_dict(modules[first].state_dict())
+    optimizers[second].load_state_dict(copy.deepcopy(optimizers[first].state_dict()))
+    train(modules, optimizers)
+    assert_same(modules)
+
+
+def test_a_state_repeats_a_run(tmp_path):
+    ours, again = pair()
+    optimizer = Adam(ours.parameters(), **OPTIONS)
+    train((ours,), (optimizer,))
+    torch.save((ours.state_dict(), optimizer.state_dict()), tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again.load_state_dict(weights)
+    other = Adam(again.parameters(), lr=7.0)
+    other.load_state_dict(state)
+    train((ours, again), (optimizer, other))
+    assert all(map(torch.equal, ours.parameters(), again.parameters()))
+
+
+def test_a_copy_goes_on_alone():
+    ours, _ = pair()
+    optimizer = Adam(ours.parameters(), **OPTIONS, torch_epsilon=False)
+    train((ours,), (optimizer,))
+    both = copy.deepcopy([ours, optimizer])
+    before = [parameter.clone() for parameter in ours.parameters()]
+    train(both[:1], both[1:])
+    assert all(map(torch.equal, before, ours.parameters()))
+    assert not any(map(torch.equal, before, both[0].parameters()))
+    assert both[1].param_groups[0]["torch_epsilon"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"), ({"lr": torch.tensor(0.1)}, "lr is tensor"), ({"eps": math.nan}, "eps is nan"),
+        ({"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"), ({"weight_decay": math.inf}, "weight_decay is inf"),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_refused(options, named):
+    with pytest.raises(ValueError, match=named):
+        Adam(torch.nn.Linear(3, 3).parameters(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_refused(dtype):
+    optimizer = Adam(torch.nn.Linear(3, 3).parameters())
+    with pytest.raises(ValueError, match=r"a parameter \(3, 3\) is torch.*takes contiguous float32"):
+        optimizer.add_param_group({"params": torch.nn.Linear(3, 3).to(dtype).parameters()})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=r"with strides \(1, 5\)"):
+        Adam([torch.nn.Parameter(torch.zeros(4, 5).t())])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"amsgrad": True}, "amsgrad"), ({"maximize": True}, "maximize is"), ({"weight_decay": 0.1}, "not decoupled")],
+)
+def test_states_of_another_kind_are_refused_and_nothing_is_loaded(options, named):
+    ours, theirs = pair()
+    optimizer, other = Adam(ours.parameters(), **OPTIONS), torch.optim.Adam(theirs.parameters(), **options)
+    train((ours, theirs), (optimizer, other), steps=2)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=named):
+        optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][n]["exp_avg"], before["state"][n]["exp_avg"]) for n in before["state"])
+
+
+def test_sparse_gradients_are_refused():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = Adam(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="a gradient is sparse"):
+        optimizer.step()
+
+
+def test_a_closure_gives_the_gradients():
+    module, _ = pair()
+    optimizer, before = Adam(module.parameters(), **OPTIONS), module[0].weight.clone()
+
+    def loss():
+        optimizer.zero_grad()
+        found = module(torch.ones(2, 33)).sum()
+        found.backward()
+        return found
+
+    assert optimizer.step(loss).requires_grad and not torch.equal(before, module[0].weight)
+
+
+# With lsq's layers
+
+
+def layer_of(**options):
+    return TransformerEncoderLayer(config_of(calibration_passes=3, **options))
+
+
+def update(layer, optimizer, seed, passes=1):
+    for number in range(passes):
+        torch.manual_seed(10 * seed + number)
+        layer(torch.randn(7, 3, HIDDEN)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def rounded(monkeypatch):
+    """How often weights are rounded, in a list of one number."""
+    count, original = [0], RoundWeight.cpu
+
+    def cpu(operation):
+        count[0] += 1
+        original(operation)
+
+    monkeypatch.setattr(RoundWeight, "cpu", cpu)
+    return count
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_trains_as_with_another_optimizer(granularity, passes, rounded):
+    """But that codes come from the optimizer, not from the pass, once clips of weights are not measured any more."""
+    torch.manual_seed(1)
+    ours = layer_of(backward="int8", clip_step=0.001, weight_granularity=granularity)
+    theirs = copy.deepcopy(ours)
+    optimizers = Adam(ours.parameters(), **OPTIONS, torch_epsilon=False), FairseqAdam(theirs.parameters(), **OPTIONS)
+    for number in range(5):
+        update(theirs, optimizers[1], number, passes)
+        theirs.limit_clip_steps()
+        before = rounded[0]
+        update(ours, optimizers[0], number, passes)
+        if number == 4:
+            assert rounded[0] == before
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+        theirs.load_state_dict(ours.state_dict())
+
+
+def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
+    layer = layer_of(clip_step=0.01)
+    optimizer = Adam(layer.parameters(), lr=5.0)
+    update(layer, optimizer, 0)
+    layer.load_state_dict(layer.state_dict())
+    for number in range(1, 4):
+        before = {name: clip.detach().clone() for name, clip in layer.clips().items()}
+        layer.calibrated.fill_(True)
+        monkeypatch.setattr(ProgramModule, "calibration_due", lambda self: False)
+        monkeypatch.setattr(ProgramModule, "weights_due", lambda self: False)
+        update(layer, optimizer, number)
+        for name, clip in layer.clips().items():
+            assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(clip, before[name]), name
+
+
+def in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+def load(layer):
+    layer.load_state_dict({**layer.state_dict(), "weight": -layer.weight.detach()})
+
+
+def new_memory(layer):
+    layer.weight.data = layer.weight.data * 3
+
+
+def through_data(layer):
+    layer.weight.data.mul_(-1)
+
+
+def widen(layer):
+    with torch.no_grad():
+        layer.weight_clip.mul_(4)
+
+
+def other_optimizer(layer):
+    other = FairseqAdam(layer.parameters(), lr=0.1)  # it steps through .data
+    layer.weight.grad = torch.ones_like(layer.weight)
+    other.step()
+
+
+def few_values_by_another_optimizer(layer):
+    other = FairseqAdam([layer.weight], lr=0.1)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    layer.weight.grad[1, 3] = 1.0
+    other.step()
+
+
+def another_parameter(layer):
+    layer.weight = torch.nn.Parameter(-layer.weight.detach())
+
+
+def measure(layer):
+    layer.weight_clip.data.fill_(3.0)
+    layer.calibrate_weights()
+
+
+def leave_and_return(layer):
+    layer.eval()
+    layer.weight.data[1, 3] += 1.0
+    layer.train()
+
+
+CHANGES = [
+    in_place, load, new_memory, through_data, widen, other_optimizer, few_values_by_another_optimizer,
+    another_parameter, measure, leave_and_return,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_codes_of_other_weights_are_not_used(change, rounded):
+    """After any change of a weight a pass computes what a copy computes, which has no codes."""
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
+    for _ in range(3):
+        layer(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = rounded[0]
+    layer(x)
+    assert rounded[0] == before, "the codes of the optimizer were not used"
+    change(layer)
+    assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+    assert rounded[0] == before + 2
+
+
+def test_a_copy_of_a_layer_is_independent():
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
+    for _ in range(2):
+        layer(x).square().sum().backward()
+        optimizer.step()
+    twin = copy.deepcopy(layer)
+    expected = twin(x)
+    layer(x).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(twin(x), expected) and not torch.equal(layer(x), expected)
+
+
+def test_another_optimizer_that_takes_over_is_limited():
+    layer = layer_of(clip_step=0.01)
+    mine, other = Adam(layer.parameters(), lr=1e-3), torch.optim.SGD(layer.parameters(), lr=1e3)
+    for number in range(4):
+        update(layer, mine, number)
+    torch.manual_seed(0)
+    layer(torch.randn(7, 3, HIDDEN)).square().sum().backward()
+    before = {name: clip.detach().clone() for name, clip in layer.clips().items()}
+    other.step()
+    state = layer.state_dict()
+    assert all(((state[name] / clip - 1).abs() <= 0.0101).all() for name, clip in before.items())
+
+
+def test_packed_weights_are_rounded_by_the_pass(rounded):
+    layer = QuantizedLinear(32, 16, quant=QuantConfig(weight_format="int4", calibration_passes=0))
+    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 32)
+    for number in range(3):
+        layer(x).square().sum().backward()
+        optimizer.step()
+        assert rounded[0] == number + 1
+
