@@ -25,7 +25,6 @@ from lsq.program.program import Program
 from lsq.quant.random import draw_key
 
 
-
 def beside_the_graph(method: Callable) -> Callable:
     """Decorate a method that runs a program: torch.compile breaks its graph there and calls the method as it is."""
     return torch.compiler.disable(

@@ -32,9 +32,6 @@ class Backend:
     few_sizes: bool = False
 
     def __deepcopy__(self, memo):
-        return self  # a copy of a model runs where the model does
-
-    def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
