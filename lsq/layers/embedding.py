@@ -7,7 +7,7 @@ from torch import nn
 
 from lsq.config import QuantConfig
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.module import ProgramModule, beside_the_graph, packing_options
 from lsq.layers.packing import Packing, unpack_time_major
 
 POSITIONS = ("sinusoidal", "learned")
@@ -81,7 +81,7 @@ class Embedding(ProgramModule):
         `offset` is the position of the first column, for incremental decoding. Raises as `rows` does.
         """
         self._check(tokens)
-        packing = Packing(tokens == self.padding_idx, backend=self.target)
+        packing = Packing(tokens == self.padding_idx, **packing_options(self))
         return unpack_time_major(self.rows(tokens, packing, offset), packing)
 
     @beside_the_graph

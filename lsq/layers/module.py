@@ -282,6 +282,7 @@ def naming(tensor: str) -> Iterator[None]:
         raise ValueError(f"{tensor}: {error}") from error
 
 
+@beside_the_graph
 def packing_options(model: nn.Module) -> dict:
     """How to make the Packing (see there) of a batch for the program modules in `model`, or for itself.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lsq.backends import Backend
 from lsq.backends.cuda import CUDA
-from lsq.csrc.launch_list import contiguous_address
+from lsq.csrc.places import contiguous_address
 from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
 from lsq.program import upkeep
 from lsq.program.prepared import Slot

@@ -155,7 +155,7 @@ def test_memory_is_given_back_after_the_last_reader(name):
                     assert program.lifetimes.get(tensor, (0, index))[1] >= index, f"{tensor!r} at {index}"
             assert values.keys() >= set(operation.inputs)
 
-        Execution(program, mode.backend, hooks=Hooks(before=check)).run(stretch, values, FreshFrame())
+        Execution(program, mode.backend, hooks=Hooks(before=check)).run(stretch, values, FreshFrame(mode.backend.place))
     assert {tensor.role for tensor in values} <= {"output", "gradient"}
 
 

@@ -10,7 +10,7 @@ from fairseq.utils import clip_grad_norm_
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
-from lsq.layers.module import ProgramModule
+from lsq.layers.schedule import Schedule
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
 from tests.layers.shapes import HIDDEN, config_of
@@ -277,9 +277,9 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
     layer.load_state_dict(layer.state_dict())
     for number in range(1, 4):
         before = {name: clip.detach().clone() for name, clip in layer.clips().items()}
-        layer.calibrated.fill_(True)
-        monkeypatch.setattr(ProgramModule, "calibration_due", lambda self: False)
-        monkeypatch.setattr(ProgramModule, "weights_due", lambda self: False)
+        layer.schedule.calibrated = True
+        monkeypatch.setattr(Schedule, "activations_due", lambda self, training: False)
+        monkeypatch.setattr(Schedule, "weights_due", lambda self: False)
         update(layer, optimizer, number)
         for name, clip in layer.clips().items():
             assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(clip, before[name]), name

@@ -133,7 +133,7 @@ def test_every_tensor_comes_from_the_frame():
             finished.append(index)
 
     values = {tensor: tensors[tensor.name] for tensor in (*program.inputs, *program.parameters)}
-    Execution(program, backend("cpu")).run(range(program.forward_length), values, Frame())
+    Execution(program, backend("cpu")).run(range(program.forward_length), values, Frame(torch.device("cpu")))
     assert asked == [tensor for index in range(program.forward_length) for tensor in program.written(index)]
     assert finished == list(range(program.forward_length))
 

@@ -27,18 +27,13 @@ def program_of(layer, batch, time):
     return programs.encoder_layer(layer.config, Sentences(rows=batch * time, count=batch), mode_on("cpu"))
 
 
-def test_fresh_tensors_have_the_shapes_of_what_is_written():
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_fresh_tensors_have_the_shapes_of_what_is_written_and_lie_where_they_should(place):
     program = programs.feed_forward(config_of(), 5, mode_on("cpu"))
+    frame = FreshFrame(torch.device(place))
     for index in range(len(program.operations)):
-        for virtual, tensor in zip(program.written(index), FreshFrame().tensors_for(program, index), strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == (virtual.shape, virtual.dtype)
-
-
-def test_fresh_tensors_come_from_where_they_should():
-    program, asked = programs.feed_forward(config_of(), 5, mode_on("cpu")), []
-    frame = FreshFrame(lambda virtual: asked.append(virtual) or torch.empty(virtual.shape, dtype=virtual.dtype))
-    frame.tensors_for(program, 1)
-    assert asked == [*program.operations[1].outputs, *program.scratch[1]] and program.scratch[1]
+        for virtual, tensor in zip(program.written(index), frame.tensors_for(program, index), strict=True):
+            assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == (virtual.shape, virtual.dtype, place)
 
 
 @pytest.mark.parametrize("batch, time", [(2, 5), (1, 3), (2, 1)])

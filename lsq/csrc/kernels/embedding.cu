@@ -28,13 +28,13 @@ constexpr uint32_t kBeyond = 0xFFFFFFFFu;  // of none
 constexpr int kWindow = WINDOW, kFlight = 4;  // occurrences; how many gradients are read before the first is used
 
 // What the occurrences are of: words, or places.
-struct Table {
+struct Occurrences {
     const int64_t *tokens, *indices;
     int64_t padding, rows;
     float scale;
     float* out;  // [V, N]
 
-    __device__ __forceinline__ Table(const EmbedGradient& op, int64_t of_places)
+    __device__ __forceinline__ Occurrences(const EmbedGradient& op, int64_t of_places)
         : tokens(op.tokens), indices(of_places ? op.places : op.tokens), padding(op.padding),
           rows(of_places ? op.positions : op.vocabulary), scale(of_places ? 1.0f : op.scale),
           out(of_places ? op.dtable : op.dweight) {}
@@ -79,7 +79,7 @@ LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_rank_occurrences(const EmbedGradient op, Out<uint32_t> before, int64_t of_places) {
     __shared__ uint4 tile[kThreads / 4];
     uint32_t* keys = reinterpret_cast<uint32_t*>(tile);
-    const Table table(op, of_places);
+    const Occurrences table(op, of_places);
     const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const uint32_t key = m < count ? table.key_of(m) : kNone;
     uint32_t found = 0;
@@ -111,7 +111,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_sort_occurrences(
     uint32_t place = 0;
 #pragma unroll 8
     for (int64_t split = 0; split < splits; ++split) place += counted[split * count + m];
-    sorted[place] = Table(op, of_places).key_of(m);
+    sorted[place] = Occurrences(op, of_places).key_of(m);
     sorted[count + place] = static_cast<uint32_t>(m);
 }
 LSQ_EXPORT(lsq_sort_occurrences)
@@ -120,7 +120,7 @@ LSQ_EXPORT(lsq_sort_occurrences)
 // partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row 2 * w + 1 for one that w begins.
 LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_sum_occurrences(const EmbedGradient op, In<uint32_t> sorted, Out<float> partial, int64_t of_places) {
-    const Table table(op, of_places);
+    const Occurrences table(op, of_places);
     const DropoutMask dropout{op.dropout};
     const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow;
@@ -198,6 +198,6 @@ LSQ_KERNEL __launch_bounds__(kThreads)
         }
         more = there[kFlight - 1];
     }
-    store8(Table(op, of_places).out + static_cast<int64_t>(word) * COLUMNS + column, sum);
+    store8(Occurrences(op, of_places).out + static_cast<int64_t>(word) * COLUMNS + column, sum);
 }
 LSQ_EXPORT(lsq_join_occurrences)
