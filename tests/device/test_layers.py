@@ -78,5 +78,5 @@ def test_a_layer_gives_what_the_emulator_gives(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_inputs_of_the_cpu_are_refused(name):
     layer, run = LAYERS[name]()
-    with pytest.raises((ValueError, RuntimeError), match="is on cpu, but the parameters|lies on cpu|same device|tensor on cpu"):
+    with pytest.raises((ValueError, RuntimeError), match=r"\bcpu\b"):
         run(layer.to(PLACE), lambda tensor: tensor)
