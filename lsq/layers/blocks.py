@@ -36,9 +36,9 @@ class Sentences:
     """B"""
 
     def filled(self) -> "Sentences":
-        """At least as large, of few sizes: eight numbers of rows between two powers of two, and for each of them one
-        number of sentences as long as they have 16 tokens or more on average, twice as many for 8, ..."""
-        step = max(16, 2 ** (max(self.rows - 1, 1).bit_length() - 4))
+        """At least as large, of few sizes: four numbers of rows between two powers of two, and with each of them one
+        number of sentences as long as they have 16 tokens or more on average, twice as many from 8 on, ..."""
+        step = max(16, 2 ** (max(self.rows - 1, 1).bit_length() - 3))
         rows = -(-self.rows // step) * step
         count = -(-rows // 16)
         while count < self.count:
