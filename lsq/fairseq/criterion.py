@@ -11,6 +11,8 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
 from fairseq.models import BaseFairseqModel
 from torch import Tensor
 
+from lsq.fairseq.paddings import BATCH
+
 
 @register_criterion("lsq_label_smoothed_cross_entropy", dataclass=LabelSmoothedCrossEntropyCriterionConfig)
 class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
@@ -37,7 +39,9 @@ class LSQLabelSmoothedCrossEntropyCriterion(LabelSmoothedCrossEntropyCriterion):
                 "use label_smoothed_cross_entropy for this one"
             )
         target = self._target(sample["target"])
-        loss, nll_loss, features = model(**sample["net_input"], target=target, label_smoothing=self.eps)
+        loss, nll_loss, features = model(
+            **sample["net_input"], target=target, label_smoothing=self.eps, paddings=sample.get(BATCH)
+        )
         sample_size = sample["target"].size(0) if self.sentence_avg else sample["ntokens"]
         logging_output = {
             "loss": loss.data,

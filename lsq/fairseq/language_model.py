@@ -16,6 +16,7 @@ from lsq.fairseq import architectures, options
 from lsq.fairseq.decoder import LSQDecoder
 from lsq.fairseq.memory import bounding_batch
 from lsq.fairseq.model import LSQModel
+from lsq.fairseq.paddings import Paddings
 from lsq.fairseq.task import LSQTask, TaskOptions
 from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.module import packing_options
@@ -68,12 +69,14 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         src_lengths: Tensor | None = None,
         target: Tensor | None = None,
         label_smoothing: float = 0.0,
+        paddings: Paddings | None = None,
         **extra,
     ) -> tuple:
         """Predict the words after each of src_tokens int64 [B, T].
 
         Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's language models return them, `extra` as
-        the decoder takes it. With `target` int64 [B, T]: (loss, nll_loss, features) as `LSQDecoder.loss` has them.
+        the decoder takes it. With `target` int64 [B, T]: (loss, nll_loss, features) as `LSQDecoder.loss` has them. On a
+        GPU it waits, unless the `paddings` of the tokens are given.
 
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
@@ -81,7 +84,8 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         self.calibrate(lambda: self.decoder(src_tokens))
         if target is None:
             return self.decoder(src_tokens, **extra)
-        packing = Packing(src_tokens.eq(self.decoder.padding_idx), **packing_options(self))
+        padding = src_tokens.eq(self.decoder.padding_idx) if paddings is None else paddings.src_tokens
+        packing = Packing(padding, **packing_options(self))
         features = self.decoder.last_rows(src_tokens, packing)
         return self.decoder.loss(features, packing.pack(target, fill=self.decoder.padding_idx), label_smoothing)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lsq.fairseq import calibration, checkpoint, options
 from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
+from lsq.fairseq.paddings import Paddings
 from lsq.layers import Packing
 from lsq.layers.module import packing_options
 from lsq.program import rehearsal
@@ -121,6 +122,7 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         return_all_hiddens: bool = False,
         target: Tensor | None = None,
         label_smoothing: float = 0.0,
+        paddings: Paddings | None = None,
         **options,
     ) -> tuple:
         """Encode src_tokens int64 [B, S] and decode prev_output_tokens int64 [B, T].
@@ -128,7 +130,8 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         Without `target`: (logits float32 [B, T, V], extra outputs) as fairseq's transformer returns them, which takes
         `options`. With `target` int64 [B, T]: (loss, nll_loss, features float32 [M, H]), the losses summed over the
         targets that are not padding, the features of the M words of prev_output_tokens alone; the logits are never
-        stored. It is a part of this method so that data parallel wrappers see it.
+        stored. It is a part of this method so that data parallel wrappers see it. On a GPU it waits, unless the
+        `paddings` of the tokens are given.
 
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
@@ -137,9 +140,13 @@ class LSQTransformerModel(LSQModel, TransformerModel):
         self.calibrate(run)
         if target is None:
             return run(**options)
+        paddings = paddings or Paddings(
+            src_tokens.eq(self.encoder.padding_idx), prev_output_tokens.eq(self.decoder.padding_idx)
+        )
         options = packing_options(self)
-        source = Packing(src_tokens.eq(self.encoder.padding_idx), **options)
-        packing = Packing(prev_output_tokens.eq(self.decoder.padding_idx), **options)
+        source, packing = (
+            Packing(padding, **options) for padding in (paddings.src_tokens, paddings.prev_output_tokens)
+        )
         # Nothing holds the encoder's result beyond the decoder's last layer: its place is needed again.
         features = self.decoder.last_rows(
             prev_output_tokens, packing, self.encoder.last_rows(src_tokens, source), source

@@ -20,6 +20,7 @@ from lsq.fairseq import device, tuned_products
 from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
+from lsq.fairseq.paddings import Collater
 from lsq.fairseq.signals import TrainingSignals, interval_of
 from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
@@ -150,6 +151,13 @@ class LSQTask(GradientTask):
         self.planned = True
         if self.model is not None and any(isinstance(module, ProgramModule) for module in self.model.modules()):
             plan_training(self.model, criterion, self.bounding_batch(self.model), str(self.cfg.lsq_memory))
+
+    def get_batch_iterator(self, dataset, *arguments, **options):
+        """fairseq's iterator over `dataset`, whose batches have their Paddings."""
+        found = super().get_batch_iterator(dataset, *arguments, **options)
+        if not isinstance(found.collate_fn, Collater):  # fairseq keeps iterators
+            found.collate_fn = Collater(found.collate_fn, self.source_dictionary.pad())
+        return found
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
         """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""
