@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lsq.fairseq.options import layer_config, quantization
 from lsq.fairseq.stack import FairseqStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
-from lsq.layers.module import packing_options
+from lsq.layers.packing import packing_options
 
 IncrementalState = dict[str, dict[str, Tensor]]
 

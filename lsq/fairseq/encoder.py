@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lsq.fairseq.options import layer_config
 from lsq.fairseq.stack import FairseqStack, build_embedding, final_norm
 from lsq.layers import Packing, TransformerEncoderLayer, unpack_time_major
-from lsq.layers.module import packing_options
+from lsq.layers.packing import packing_options
 
 
 class LSQTransformerEncoder(FairseqStack, FairseqEncoder):

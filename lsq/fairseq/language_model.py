@@ -19,7 +19,7 @@ from lsq.fairseq.model import LSQModel
 from lsq.fairseq.paddings import Paddings
 from lsq.fairseq.task import LSQTask, TaskOptions
 from lsq.layers import Packing, TransformerEncoderLayer
-from lsq.layers.module import packing_options
+from lsq.layers.packing import packing_options
 
 MODEL, TASK = "lsq_transformer_lm", "lsq_language_modeling"
 SUFFIXES = """

@@ -14,7 +14,7 @@ from lsq.fairseq.decoder import LSQTransformerDecoder
 from lsq.fairseq.encoder import LSQTransformerEncoder
 from lsq.fairseq.paddings import Paddings
 from lsq.layers import Packing
-from lsq.layers.module import packing_options
+from lsq.layers.packing import packing_options
 from lsq.program import rehearsal
 
 MODEL = "lsq_transformer"

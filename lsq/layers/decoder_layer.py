@@ -6,8 +6,8 @@ from lsq.config import LayerConfig
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
-from lsq.layers.module import ProgramModule, beside_the_graph, packing_options
-from lsq.layers.packing import Packing, check_memory, pack_time_major, unpack_time_major
+from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.packing import Packing, check_memory, pack_time_major, packing_options, unpack_time_major
 
 
 class TransformerDecoderLayer(ProgramModule):

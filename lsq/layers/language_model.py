@@ -7,8 +7,7 @@ from lsq.config import LayerConfig
 from lsq.layers.decoding import State
 from lsq.layers.embedding import Embedding
 from lsq.layers.encoder_layer import TransformerEncoderLayer
-from lsq.layers.module import packing_options
-from lsq.layers.packing import Packing
+from lsq.layers.packing import Packing, packing_options
 from lsq.layers.stack import Stack
 from lsq.layers.vocabulary import VocabularyProjection
 

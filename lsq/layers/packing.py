@@ -5,10 +5,12 @@ rows behind the last sentence belong to none.
 """
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from lsq.backends import Backend, for_device
 from lsq.layers.blocks import Sentences
+from lsq.layers.module import ProgramModule, beside_the_graph
 
 
 class Packing:
@@ -66,6 +68,18 @@ class Packing:
             return rows.view(*self.shape, rows.shape[1])
         whole = rows.new_zeros(self.shape[0] * self.shape[1], rows.shape[1])
         return whole.index_copy(0, self._index, rows).view(*self.shape, rows.shape[1])
+
+
+@beside_the_graph
+def packing_options(model: nn.Module) -> dict:
+    """How to make the Packing (see there) of a batch for the program modules in `model`, or for itself.
+
+    Sizes are exact in passes that measure clips: what fills them up must not be measured.
+    """
+    modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
+    target = modules[0].target
+    measuring = any(not module.training or module.calibration_due() for module in modules)
+    return {"backend": target, "few_sizes": target.few_sizes and not measuring}
 
 
 def pack_time_major(

@@ -7,7 +7,7 @@ from fairseq.data import data_utils
 from lsq.backends import backend
 from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.blocks import Sentences
-from lsq.layers.module import packing_options
+from lsq.layers.packing import packing_options
 from tests.layers.shapes import HIDDEN, config_of
 
 PADDING = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
