@@ -3,17 +3,20 @@
 Two tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and bfloat16 and of lsq
 int8, with fresh memory for every tensor and with the planned arena, every event of the allocator traced; once with
 gradients that exist before, to which the pass adds, and once with gradients that are None before, as in every update of
-fairseq. The other is planned alone: what a step of larger models takes, how far from the lower bound, and how long
-planning took.
+fairseq. The other is planned alone, on the CPU and on a GPU (which needs none, and has activations in bfloat16): what a
+step of larger models takes, how far from the lower bound, and how long planning took.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
 import common
+import torch
 import transformer
 
+from lsq.backends import backend
 from lsq.commands.step_memory import saved_tensors, traced_peak
+from lsq.fairseq import device
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
 from lsq.program.step import StepPlan
 
@@ -92,19 +95,22 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
     ]
 
 
-def plan_of(size: Size) -> StepPlan:
-    """The plan of a step of lsq int8 on a batch of this size."""
+def plan_of(size: Size, where: str = "cpu") -> StepPlan:
+    """The plan of a step of lsq int8 on a batch of this size, on the CPU or on "cuda"."""
     side = transformer.Side(size.shape, arguments=INT8)
+    if where == "cuda":
+        device.use(side.model, backend("emulated", torch.bfloat16))  # its programs are a GPU's
     sample = transformer.batch(size.shape, padded=False, seed=1)
     return describe_memory(side.model, lambda: side.loss(sample))
 
 
-def planned_row(size: Size) -> dict:
-    """What is planned for one size."""
-    step = plan_of(size)
+def planned_row(size: Size, where: str) -> dict:
+    """What is planned for one size and device."""
+    step = plan_of(size, where)
     plan = step.plan
     return {
         "size": size.name,
+        "device": where,
         "sentences": size.shape.sentences,
         "length": size.shape.length,
         "tensors": len(plan.offsets),
@@ -119,7 +125,7 @@ def planned_row(size: Size) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     options = common.parse(common.parser(__doc__), arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()
-    planned = [planned_row(size) for size in sizes(options.quick)]
+    planned = [planned_row(size, where) for size in sizes(options.quick) for where in ("cpu", "cuda")]
     print("planned alone; ratio: bytes of all tensors side by side, against the plan's")
     print(common.table(planned), end="\n\n")
     common.report(
