@@ -11,6 +11,7 @@ from torch.nn import functional
 from lsq.backends import Backend, for_device
 from lsq.layers.blocks import Sentences
 from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.program import rehearsal
 
 
 class Packing:
@@ -74,12 +75,13 @@ class Packing:
 def packing_options(model: nn.Module) -> dict:
     """How to make the Packing (see there) of a batch for the program modules in `model`, or for itself.
 
-    Sizes are exact in passes that measure clips: what fills them up must not be measured.
+    Sizes are exact in passes that measure clips: what fills them up must not be measured. A rehearsed pass measures
+    none, and is planned for filled sizes, which are larger.
     """
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
-    measuring = any(not module.training or module.calibration_due() for module in modules)
-    return {"backend": target, "few_sizes": target.few_sizes and not measuring}
+    measuring = rehearsal.active() is None and any(module.calibration_due() for module in modules)
+    return {"backend": target, "few_sizes": target.few_sizes and model.training and not measuring}
 
 
 def pack_time_major(

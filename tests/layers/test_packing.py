@@ -7,6 +7,7 @@ from fairseq.data import data_utils
 from lsq.backends import backend
 from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.blocks import Sentences
+from lsq.layers.memory import plan_memory
 from lsq.layers.packing import packing_options
 from tests.layers.shapes import HIDDEN, config_of
 
@@ -95,3 +96,16 @@ def test_a_filled_batch_trains_as_the_batch_itself():
         results.append([y.detach(), *(parameter.grad for parameter in layer.parameters())])
     for exact, filled in zip(*results, strict=True):
         torch.testing.assert_close(filled, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_has_room_for_filled_batches():
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(config_of(backward="int8"))
+    layer.backend = backend("emulated")
+    plan_memory(layer, lambda: layer(torch.randn(19, 1, HIDDEN)).sum())
+    layer(torch.randn(19, 1, HIDDEN)).sum().backward()  # measures, in exact sizes
+    layer.schedule.passes = 3
+    for time in (17, 19, 19):
+        layer(torch.randn(time, 1, HIDDEN)).sum().backward()
+    rows = {program.outputs[0].shape[0] for program, *_ in layer.step_memory.prepared}
+    assert rows == {19, 32}, "those of the pass that measures, and the size that both others are filled up to"
