@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from lsq import backends
 from lsq.backends.cuda import CUDA, emulated_device
@@ -50,6 +51,17 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
         return torch.empty(x.shape, dtype=x.dtype)
     memory = (ctypes.c_char * (x.numel() * x.itemsize)).from_address(x.data_ptr())
     return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
+
+
+def moved(model: nn.Module, place: torch.device = PLACE) -> nn.Module:
+    """`model` on the device; as on CUDA, and unlike model.to(), parameters that modules share stay shared."""
+    named = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    model.to(place)
+    first = {}
+    for module, name, before in named:
+        if before is not None:
+            module._parameters[name] = first.setdefault(id(before), module._parameters[name])
+    return model
 
 
 @contextlib.contextmanager

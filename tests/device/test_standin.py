@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.device.standin import PLACE
+from tests.device.standin import PLACE, moved
 from tests.device.watch import watched
 
 
@@ -152,6 +152,13 @@ def test_random_numbers_are_the_devices_own():
     assert torch.equal(torch.get_rng_state(), before)
     seeded = [torch.rand(4, device=PLACE, generator=torch.Generator(PLACE).manual_seed(3)) for _ in range(2)]
     assert torch.equal(*seeded) and not torch.equal(first, torch.rand(4, device=PLACE))
+
+
+def test_shared_parameters_stay_shared():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    both = moved(nn.Sequential(first, second))
+    assert both[0].weight is both[1].weight and both[0].weight.device == PLACE
 
 
 def test_outputs_grow():

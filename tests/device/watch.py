@@ -1,7 +1,8 @@
 """What PyTorch launches on the test device and what the host waits for, with the lines that asked for it."""
 
 import contextlib
-import traceback
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -55,12 +56,13 @@ def watched() -> Iterator[Record]:
 
 
 def _lines() -> tuple[str, ...]:
-    stack = [(Path(frame.filename), frame) for frame in reversed(traceback.extract_stack())]
-    for package in PACKAGES:
-        lines = [
-            f"{path.relative_to(package.parent)}:{frame.lineno} {frame.name}"
-            for path, frame in stack if path.is_relative_to(package)
-        ]  # fmt: skip
-        if lines:
-            return tuple(lines)
-    return ()
+    found: dict[Path, list[str]] = {package: [] for package in PACKAGES}
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        for package, lines in found.items():
+            if code.co_filename.startswith(f"{package}{os.sep}"):
+                path = code.co_filename[len(str(package.parent)) + 1 :]
+                lines.append(f"{path}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return tuple(next(filter(None, found.values()), ()))
