@@ -100,11 +100,5 @@ class Driver:
         _call("lsq_stream_follow", self.handle, ctypes.c_void_p(before), ctypes.c_void_p(after))
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is launched on the stream goes into a graph.
-
-        Raises:
-            RuntimeError: there is no such stream in the device's context, or nothing may be launched on it now.
-        """
-        found = ctypes.c_int64()
-        _call("lsq_stream_capturing", self.handle, ctypes.c_void_p(stream), ctypes.byref(found))
-        return found.value != 0
+        """Whether what is launched on the stream goes into a graph."""
+        return bool(library().lsq_stream_capturing(self.handle, ctypes.c_void_p(stream)))

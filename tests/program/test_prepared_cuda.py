@@ -15,16 +15,17 @@ from tests.ops import cuda
 pytestmark = pytest.mark.skipif(cuda.SANITIZE, reason="compiles the kernels of a layer")
 
 
-@pytest.fixture
-def layers():
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def layers(request):
     """(on planned memory, on fresh memory): the same layer, with measured clips."""
     torch.manual_seed(0)
-    where = CUDA(cuda.current_device())
+    where = CUDA(cuda.current_device(), activations=request.param)
     fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0))
+    fresh = fresh.to(where.place)
     fresh.backend = where
-    fresh(torch.randn(3, 2, 48))
+    fresh(torch.randn(3, 2, 48).to(where.place))
     planned = copy.deepcopy(fresh)
-    plan_memory(planned, lambda: planned(torch.ones(5, 2, 48)).sum())
+    plan_memory(planned, lambda: planned(torch.ones(5, 2, 48, device=where.place)).sum())
     return planned, fresh
 
 
@@ -43,7 +44,7 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
     planned, fresh = layers
     runs, run = [], LaunchList.run
     for number in range(4):
-        x, upstream = torch.randn(4, 2, 48), torch.randn(4, 2, 48)
+        x, upstream = torch.randn(2, 4, 2, 48).to(planned.backend.place, planned.backend.activations)
         if number == 2:  # parameters, too, lie elsewhere from now on
             for parameter in planned.parameters():
                 parameter.data = parameter.data.clone()
@@ -61,8 +62,9 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
 def test_memory_that_is_not_aligned_is_refused_when_a_pass_comes_again():
     layer = QuantizedLinear(48, 32, quant=config_of().quant)
     layer.backend = CUDA(cuda.current_device())
-    plan_memory(layer, lambda: layer(torch.ones(8, 48)).sum())
-    memory = torch.randn(8 * 48 + 1)
+    layer = layer.to(layer.backend.place)
+    plan_memory(layer, lambda: layer(torch.ones(8, 48, device=layer.backend.place)).sum())
+    memory = torch.randn(8 * 48 + 1).to(layer.backend.place)
     for _ in range(3):
         layer(memory[:-1].view(8, 48)).sum().backward()
     with pytest.raises(ValueError, match="^x: a tensor begins 4 bytes"):

@@ -69,14 +69,12 @@ LSQ_EXPORT int64_t lsq_stream_follow(void* driver, void* before, void* after, ch
     return status ? fail(status, "a stream cannot wait for another: " + cuda.explain(status), message, capacity) : 0;
 }
 
-LSQ_EXPORT int64_t lsq_stream_capturing(void* driver, void* stream, int64_t* capturing, char* message,
-                                        int64_t capacity) {
+// 1: what is launched on the stream goes into a graph. 0: it runs, or it fails, which the launch then explains.
+LSQ_EXPORT int64_t lsq_stream_capturing(void* driver, void* stream) {
     const Driver& cuda = *static_cast<Driver*>(driver);
     const Current current(cuda);
-    int found = 0, status = current.status();
-    if (!status) status = cuda.is_capturing(stream, &found);
-    *capturing = found;
-    return status ? fail(status, "a stream cannot be used: " + cuda.explain(status), message, capacity) : 0;
+    int capturing = 0;
+    return !current.status() && !cuda.is_capturing(stream, &capturing) && capturing;
 }
 
 // Loads machine code into the driver's context and finds a function in it, which may take `shared` bytes of dynamic
