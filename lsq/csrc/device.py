@@ -34,8 +34,8 @@ class Device:
         self._compile = compile
         self._functions: dict[tuple[Kernel, int], int] = {}
         self._memories: dict[int, StreamMemory] = {}
-        self.lock = threading.Lock()
-        """Held while a list is launched: what lists share is handed from one to the next."""
+        self.lock = threading.RLock()
+        """Held while a list is launched: what lists share is handed on. A signal may launch another one meanwhile."""
         self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
         """What went wrong then."""
 
