@@ -1,9 +1,10 @@
-"""One training step of fairseq's Transformer on a GPU, in bfloat16: what int8 layers have to beat.
+"""One training step of a Transformer on a GPU: lsq in int8, and fairseq's in bfloat16.
 
 A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as `fairseq-train --bf16`
-does it: "fairseq". The other sides have PyTorch's fused Adam in place of fairseq's loop over the weights: the same
-model otherwise, its layers and loss under torch.compile, and that with torchao's int8 mixed-precision training in the
-layers. Each side takes turns with "fairseq".
+does it: "fairseq". The other sides have PyTorch's fused Adam in place of fairseq's loop over the weights: lsq's layers
+in planned memory, activations in bfloat16; fairseq's model otherwise unchanged, its layers and loss under
+torch.compile, and that with torchao's int8 mixed-precision training in the layers. Each side takes turns with
+"fairseq".
 """
 
 import argparse
@@ -23,7 +24,13 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 from operations import MODELS, PADDED
 
+from lsq.backends import backend as lsq_backend
+from lsq.fairseq.device import use
+from lsq.layers.memory import plan_memory
+
 ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
+LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy", "--lsq-backward", "int8"]
+LSQ += ["--lsq-calibration-passes", "1"]
 TOKENS = (4096, 8192)
 LENGTH = 32
 """Tokens of a sentence."""
@@ -68,6 +75,22 @@ class Side(transformer.Side):
     def backward(self, sample: dict, loss: torch.Tensor) -> None:
         """Gradients of the mean loss per token."""
         self.optimizer.backward(loss / sample["ntokens"])
+
+
+class LsqSide(transformer.Side):
+    """lsq's layers, forward and backward in int8; the parameters are float32."""
+
+    def __init__(self, shape: transformer.Shape, place: torch.device, *, backend: str):
+        """Build it; `backend` of torch.compile is not needed."""
+        super().__init__(shape, arguments=LSQ)
+        self.model.to(place)
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), fused=place.type == "cuda"
+        )
+
+    def plan(self, sample: dict) -> None:
+        """Plan the memory of a step on this batch, as the plugin does."""
+        plan_memory(self.model, lambda: self.loss(sample))
 
 
 def compile_layers(side: Side, backend: str) -> None:
@@ -116,14 +139,16 @@ def int8_layers(side: Side, backend: str) -> None:
 
 
 BASELINE = "fairseq"
-SIDES: dict[str, dict] = {
-    BASELINE: {"fused": False},
-    "fused Adam": {"fused": True},
-    "torch.compile": {"fused": True, "change": compile_layers},
-    "torchao int8": {"fused": True, "change": int8_layers},
+LSQ_NAME = "lsq int8"
+SIDES: dict[str, Callable[..., transformer.Side]] = {
+    BASELINE: partial(Side, fused=False),
+    LSQ_NAME: LsqSide,
+    "torch.compile": partial(Side, fused=True, change=compile_layers),
+    "torchao int8": partial(Side, fused=True, change=int8_layers),
+    "fused Adam": partial(Side, fused=True),
 }
-TURNS = ((BASELINE, "fused Adam"), (BASELINE, "torch.compile"), (BASELINE, "torchao int8"))
-"""Sides that take turns; what takes long to compile comes last."""
+TURNS = tuple((BASELINE, name) for name in SIDES if name != BASELINE)
+"""Sides that take turns, the most wanted first."""
 FIGURES = ("milliseconds", "fastest", *(f"{phase}_milliseconds" for phase in PHASES), "tokens_per_second")
 FIGURES += ("first_step_seconds", "peak_gigabytes", "ratio")
 FAILED = "failed"
@@ -138,6 +163,7 @@ class Bench:
         self.place = torch.device("cuda", 0) if options.device == gpu.CUDA else torch.device("cpu")
         self.on_gpu = self.place.type == "cuda"
         self.steps = 1 if options.quick else STEPS
+        self.emulated = options.device == gpu.EMULATOR
         self.backend = "eager" if options.quick else "inductor"
 
     def synchronize(self) -> None:
@@ -155,7 +181,11 @@ class Bench:
     def build(self, name: str, shape: transformer.Shape, sample: dict) -> tuple[Side, dict]:
         """A side that has made its first two steps: the seconds of one, the peak of memory in the other."""
         held = torch.cuda.memory_allocated(self.place) if self.on_gpu else 0
-        side = Side(shape, self.place, backend=self.backend, **SIDES[name])
+        side = SIDES[name](shape, self.place, backend=self.backend)
+        if isinstance(side, LsqSide):
+            if self.emulated:
+                use(side.model, lsq_backend("emulated", torch.bfloat16))
+            side.plan(sample)
         first = common.seconds(lambda: side.step(sample), synchronize=self.synchronize)
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.place)
@@ -236,7 +266,7 @@ def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = common.parser(__doc__)
-    gpu.add_options(parser, gpu.CPU, gpu.CUDA)
+    gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
     options = common.parse(parser, arguments)
     logging.disable(logging.INFO)  # fairseq lets everyone log everything
     bench, survey = Bench(options), gpu.Survey(options.seconds)
@@ -256,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         packages=("fairseq-fixed", "torchao", "triton"),
         baseline="fairseq-train --bf16: one step, the side named fairseq",
         shapes={model: dataclasses.asdict(shape) for model, shape in shapes(options.quick)},
-        optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq)",
+        optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq); lsq's weights are float32",
     )
     return gpu.report("gpu_step", survey, conditions, options)
 

@@ -4,19 +4,24 @@
 #
 #   benchmarks/gpu_round.sh [--device cuda|emulator] [--quick] [--minutes N] [--python COMMAND] [STAGE ...]
 #
-# Stages, all of them by default; those that are chosen share the time:
-#   tests      tests of CUDA kernels on the GPU
-#   sanitizer  those of operations under compute-sanitizer: memcheck, then racecheck
-#   kernels    bench_<operation>.py for each operation, and bench_launch.py
+# Stages, all of them by default and the most wanted first; those that are chosen share the time:
+#   smoke      bench_numbers.py: two trainings from nothing to translations; int8 must get 95 % of the numbers right
+#   tests      tests marked gpu
+#   tune       lsq tune: algorithms of cuBLASLt for the products of base on this device, which later stages use
+#   step       bench_gpu_step.py: a step of base and big and its peak of memory, beside fairseq, torch.compile, torchao
 #   gemm       bench_gemm.py
-#   step       bench_gpu_step.py
+#   kernels    bench_launch.py, and bench_operations.py
+#   sanitizer  tests of operations under compute-sanitizer: memcheck, then racecheck
 #
 # A folder .whl with wheels (see gpu_wheels.sh) is installed into a temporary folder first. --device emulator tries the
 # round without a GPU, on tiny shapes; its figures mean nothing. Everything is kept in the folder $OUT, by default a new
-# one in /tmp: log.txt, <stage>.jsonl, results.md. The exit status is 1 if a stage failed or ran out of time.
+# one in /tmp: log.txt, <stage>.jsonl, tuned.json, results.md; all but the log can go into benchmarks/results as they
+# are. The exit status is 1 if a stage failed or ran out of time.
 set -uo pipefail
 
 device=cuda quick="" minutes=10 python=python3
+threads=$(nproc)
+((threads > 8)) && threads=8
 stages=()
 while (($#)); do
     case $1 in
@@ -24,18 +29,18 @@ while (($#)); do
     --minutes) minutes=$2 && shift 2 ;;
     --python) python=$2 && shift 2 ;;
     --quick) quick=--quick && shift ;;
-    tests | sanitizer | kernels | gemm | step) stages+=("$1") && shift ;;
+    smoke | tests | tune | step | gemm | kernels | sanitizer) stages+=("$1") && shift ;;
     *) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
     esac
 done
-((${#stages[@]})) || stages=(tests sanitizer kernels gemm step)
+((${#stages[@]})) || stages=(smoke tests tune step gemm kernels sanitizer)
 case $device in
 cuda) ;;
 emulator) quick=--quick ;;
 *) echo "--device is cuda or emulator, not $device" >&2 && exit 2 ;;
 esac
 
-declare -A shares=([tests]=20 [sanitizer]=14 [kernels]=34 [gemm]=14 [step]=22)
+declare -A shares=([smoke]=24 [tests]=16 [tune]=6 [step]=26 [gemm]=8 [kernels]=12 [sanitizer]=8)
 declare -A verdicts=() took=()
 setup_seconds=60 # for wheels and libraries, and to write the tables
 start_up=8       # of a benchmark: seconds before it measures
@@ -43,10 +48,10 @@ failures=0
 
 OUT=${OUT:-$(mktemp -d /tmp/gpu_round.XXXXXX)}
 mkdir -p "$OUT"
-rm -f "$OUT"/*.jsonl
+rm -f "$OUT"/*.jsonl "$OUT/tuned.json"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XDG_CONFIG_HOME=$work/config
 
 # limited SECONDS COMMAND...: ask the command to end when its time is up, and end it soon after.
 limited() {
@@ -67,9 +72,13 @@ build_libraries() {
 run_tests() {
     local seconds=$1 options=(-q -p no:cacheprovider -m gpu "$2")
     shift 2
-    [[ $device == cuda ]] || options=(-q -p no:cacheprovider -k emulator tests/ops/test_quantize_cuda.py)
+    [[ $device == cuda ]] || options=(-q -p no:cacheprovider tests/ops/test_append_cuda.py)
     "$python" -c "import xdist" 2>/dev/null && [[ $device == cuda ]] && options+=(-n 6)
     limited "$seconds" "$@" "$python" -m pytest "${options[@]}"
+}
+
+stage_smoke() {
+    measure smoke "$1" numbers --device "$device" --threads "$threads"
 }
 
 stage_tests() {
@@ -125,14 +134,24 @@ stage_kernels() {
     return $failed
 }
 
+stage_tune() {
+    if [[ $device != cuda ]]; then
+        echo "there are no tuned files for an emulator"
+        return 77
+    fi
+    limited "$1" "$python" -m lsq.cli tune --arch lsq_transformer_wmt_en_de --max-tokens 8192 --step 4096 \
+        --device cuda --backward int8 --seconds "$(measuring "$1")" --output "$OUT/tuned.json" --quiet
+    local status=$?
+    [[ -f $OUT/tuned.json ]] && mkdir -p "$XDG_CONFIG_HOME/lsq/gemm" && cp "$OUT/tuned.json" "$XDG_CONFIG_HOME/lsq/gemm"
+    return $status
+}
+
 stage_gemm() {
     measure gemm "$1" gemm --device "$device" --rounds 5 --seconds "$(measuring "$1")"
 }
 
 stage_step() {
-    local where=cuda
-    [[ $device == cuda ]] || where=cpu
-    measure step "$1" gpu_step --device "$where" --rounds 5 --seconds "$(measuring "$1")"
+    measure step "$1" gpu_step --device "$device" --rounds 5 --seconds "$(measuring "$1")"
 }
 
 run_stage() {

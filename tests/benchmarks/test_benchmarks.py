@@ -15,6 +15,7 @@ NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
+    "bench_numbers": pytest.mark.thorough,  # trains two models in processes of their own
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_step": pytest.mark.thorough,  # torch.compile traces a model; test_plain_transformer.py runs every side
 }

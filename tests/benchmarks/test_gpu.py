@@ -202,7 +202,8 @@ def test_a_survey_that_is_asked_to_end_keeps_what_it_has():
 
 
 def test_the_round_keeps_its_log_and_results(tmp_path):
-    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", sys.executable, "sanitizer", "gemm"]
+    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", sys.executable]
+    command += ["tune", "sanitizer", "gemm"]
     environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=BENCHMARKS.parent, env=environment, timeout=110
@@ -211,8 +212,9 @@ def test_the_round_keeps_its_log_and_results(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.jsonl", "log.txt", "results.md"]
     assert json.loads((tmp_path / "gemm.jsonl").read_text())["rows"]
     assert (tmp_path / "results.md").read_text().startswith("## gemm, CUDA emulator")
-    last = done.stdout.splitlines()[-3:]
-    assert last[0].startswith("sanitizer  not run") and last[1].startswith("gemm       ok")
+    last = done.stdout.splitlines()[-4:]
+    assert [line.split("  ")[0] for line in last[:3]] == ["tune", "sanitizer", "gemm"]
+    assert "not run" in last[0] and "not run" in last[1] and " ok " in last[2]
 
 
 def test_the_round_explains_itself():
