@@ -14,6 +14,7 @@ from lsq.backends import backend
 from lsq.fairseq import device, save_folder
 from lsq.fairseq.task import LSQTranslationTask
 from lsq.layers import ProgramModule
+from tests.fairseq.comparison import assert_same_codes
 from tests.fairseq.conftest import SHORT, TINY
 from tests.fairseq.test_task import command
 from tests.fairseq.two_workers import train_by_two
@@ -128,42 +129,15 @@ def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activation
         torch.testing.assert_close(losses.mean(), wanted.mean(), rtol=tolerance, atol=0)
 
 
-class Codes:
-    """Watches a model for the codes that its operations write in a training pass, in their order."""
-
-    def __init__(self, model):
-        self.found: list[tuple[str, torch.Tensor]] = []
-        for module in model.modules():
-            if isinstance(module, ProgramModule):
-                module._observer = self
-
-    def __call__(self, declared, operation) -> None:
-        for tensor in operation.outputs:
-            if tensor.dtype == torch.int8:
-                self.found.append((declared.name, tensor.clone()))
-
-    def weights(self, module, tensors) -> None:
-        self.found += [(name, codes.clone()) for name, codes in tensors.items() if codes.dtype == torch.int8]
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch):
-    """One code may fall to the other side of its border where float sums went in another order, and few follow it."""
-    found = []
-    for arguments in ("", EMULATOR):
-        torch.manual_seed(1)
-        task, model = build(f"--dropout 0.1 --attention-dropout 0.1 {arguments}")
-        codes = Codes(model.train())
-        sample = batch(task)
-        loss, *_ = model(**sample["net_input"], target=sample["target"])
-        found.append((loss.item(), codes.found))
-    (wanted_loss, wanted), (loss, codes) = found
-    assert [name for name, _ in codes] == [name for name, _ in wanted] and len(codes) > 40
-    pairs = zip(codes, wanted, strict=True)
-    different = torch.cat([(one.int() - other.int()).flatten() for (_, one), (_, other) in pairs])
-    assert different.abs().max() <= 1 and different.count_nonzero() < 1e-4 * different.numel()
-    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+@pytest.mark.parametrize("arguments", [
+    "--attention-dropout 0.1 --activation-dropout 0.1",
+    "--encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
+    "--lsq-backward float", "--lsq-clip-gradient lsq --lsq-weight-granularity tensor",
+])  # fmt: skip
+def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, arguments):
+    assert_same_codes(build, batch, arguments, EMULATOR)
 
 
 @pytest.mark.thorough

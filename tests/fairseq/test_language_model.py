@@ -20,7 +20,13 @@ from lsq.fairseq import checkpoint, language_model, memory, signals
 from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
-from tests.fairseq.comparison import Beam, assert_close_in_int8, assert_equal_in_float, decoded_alike
+from tests.fairseq.comparison import (
+    Beam,
+    assert_close_in_int8,
+    assert_equal_in_float,
+    assert_same_codes,
+    decoded_alike,
+)
 from tests.fairseq.two_workers import train_by_two
 
 TINY = (
@@ -72,6 +78,13 @@ def test_int8_is_close_to_float(pair, build, batch):
     checkpoint.load_float(ours, theirs.state_dict())
     sample = batch(task)
     assert_close_in_int8(theirs, ours, sample, words_of(task, sample))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "shared"])
+def test_codes_in_the_emulator_are_those_of_the_cpu(build, batch, name):
+    assert_same_codes(build, batch, VARIANTS[name], "--lsq-device emulator")
 
 
 @pytest.mark.parametrize("mode", ["float", "int8"])
