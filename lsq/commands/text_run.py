@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from fairseq.tasks import TASK_REGISTRY
 
+import lsq
 from lsq.commands import device, generate, stages, train, training_options
 from lsq.commands.interruption import Interrupted
 from lsq.commands.limits import TRANSLATION
@@ -32,7 +33,7 @@ from lsq.lock import locked_folder
 from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
 
-REPORTED_PACKAGES = ("lsq", "torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
+REPORTED_PACKAGES = ("torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
 BEST = "checkpoint_best.pt"
 PREPARATION_SECONDS = 10.0
 """To wait for another run that prepares the data of the same output folder: mostly it only looks at them."""
@@ -172,7 +173,7 @@ def report(folder: RunFolder, options: RunOptions, key: dict) -> dict:
         "best_update": best,
         "best_validation_loss": curve.validation.get(best),
         "options": {**key, "--beam": options.given.beam, "more": options.extra},
-        "versions": {name: metadata.version(name) for name in REPORTED_PACKAGES},
+        "versions": {"lsq": lsq.__version__, **{name: metadata.version(name) for name in REPORTED_PACKAGES}},
         "machine": {
             "architecture": platform.machine(),
             "device": device.used(options.given),

@@ -55,3 +55,19 @@ def test_files_of_somebody_else_stay(tmp_path):
     with pytest.raises(ValueError, match="holds samples.txt, which this command did not make"):
         numbers.run(["--output", str(tmp_path), *SMALL])
     assert [path.name for path in tmp_path.iterdir()] == ["samples.txt"]
+
+
+@pytest.mark.parametrize("arguments, of_float, of_int8", [
+    (["--lsq-device", "emulator"], ["--cpu"], ["--lsq-device", "emulator", "--cpu"]),
+    (["--lsq-device", "cpu"], ["--cpu"], ["--lsq-device", "cpu", "--cpu"]),
+    (["--cpu"], ["--cpu"], ["--cpu"]),
+    ([], [], []),
+])  # fmt: skip
+def test_both_trainings_compute_in_one_place(monkeypatch, tmp_path, arguments, of_float, of_int8):
+    given = []
+    monkeypatch.setattr(numbers, "compare", given.append)
+    assert numbers.run(["--output", str(tmp_path), "--quiet", *arguments]) == 0
+    for mode, expected in (("float", of_float), ("int8", of_int8)):
+        made = numbers.train_text_arguments(given[0], {}, mode)
+        assert made[-len(expected) - 1 :] == [*expected, "--quiet"] and made.count("--lsq-device") <= 1
+        assert ("--cpu" in made) is bool(expected) and ("--lsq-device" in made) is ("--lsq-device" in expected)

@@ -119,6 +119,21 @@ def test_a_training_step_is_planned_by_its_options(tmp_path, capsys):
     assert picture.stat().st_size > 0
 
 
+def test_a_step_on_a_gpu_that_is_not_here(capsys):
+    limits = ["--max-tokens", "640", "--max-source-positions", "32", "--max-target-positions", "32"]
+    peaks = {}
+    for where in ("cpu", "cuda", "cuda --lsq-activations float32", "emulator"):
+        assert run([*TINY_STEP, *limits, "--lsq-device", *where.split()]) == 0
+        output = capsys.readouterr().out
+        wide = where in ("cpu", "emulator") or where.endswith("float32")
+        name = "cuda" if where == "emulator" else where.split()[0]
+        assert output.startswith(f"planned for  {name}, activations in {'float32' if wide else 'bfloat16'}\n")
+        peaks[where] = int(re.search(r"peak +(\d+) bytes", output)[1])
+    assert peaks["cuda"] < peaks["cuda --lsq-activations float32"] == peaks["emulator"]
+    with pytest.raises(ValueError, match="--lsq-activations bfloat16 is for cuda and the emulator"):
+        run([*TINY_STEP, *limits, "--lsq-device", "cpu", "--lsq-activations", "bfloat16"])
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--arch", "transformer", "--max-tokens", "64"], "arch is 'transformer'; allowed: lsq_transformer,"),
     (["--arch", "lsq_transformr", "--max-tokens", "64"], "arch is 'lsq_transformr'; allowed: lsq_transformer,"),

@@ -42,3 +42,14 @@ def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeyp
     folder.model.mark({}, finished=False)
     text_run.train_model(prepared, options(training=training), folder)
     assert seen[0].distributed_training.distributed_world_size == 1
+
+
+def test_the_translation_computes_where_the_training_did(prepared, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(text_run.generate, "run", seen.append)
+    monkeypatch.setattr(text_run.generate, "read_hypotheses", lambda *_: [])
+    for training in ({}, {"--cpu": None}, {"--cpu": None, "--lsq-device": "emulator", "--lsq-activations": "bfloat16"}):
+        text_run.translate(prepared, options(training=training, max_length=40), tmp_path, tmp_path)
+        assert seen[-1][seen[-1].index(str(prepared.vocabulary)) + 1 :] == [
+            word for option in training.items() for word in option if word is not None
+        ]
