@@ -77,6 +77,7 @@ class CUDA(Backend):
     few_sizes = True
     refillable = True
     leaves_sums = True
+    transposed_weights = True
 
     def __init__(self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT):
         self.device = target

@@ -222,9 +222,9 @@ class ProgramModule(nn.Module):
         for virtual in program.weights.values():
             if virtual.codes is None:
                 continue
-            made = {tensor.name: kept.get(tensor.name) for tensor in (virtual.codes, virtual.scale)}
+            made = {tensor.name: kept.get(tensor.name) for tensor in virtual.written}
             if self.training or None in made.values():
-                for tensor in (virtual.codes, virtual.scale):
+                for tensor in virtual.written:
                     before = made[tensor.name]
                     if before is None or tuple(before.shape) != tensor.shape:
                         made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)

@@ -48,7 +48,7 @@ class ProjectInputGradient(Operation):
     floats: In[Activations] | None
     """[M, P], otherwise; [M, N] in float mode."""
     weight: In[Weight]
-    """[N, K]; codes and scale alone, or, in float mode, values alone."""
+    """[N, K]; codes and scale alone, or, in float mode, values alone. A GPU transposes codes that did not come so."""
     x: In[Coded] | None
     """[M, K]; None in float mode."""
     nonlinearity: In[Nonlinearity] | None
@@ -133,7 +133,8 @@ class ProjectInputGradient(Operation):
         partial = [] if self.parts is not None else [parts_of(self.rows, self.columns, 1)]
         shape = self.rows, self.columns
         if self.gradient is not None:
-            return [*partial, (tuple(reversed(self.weight.matrix.shape)), torch.int8), (shape, torch.int32)]
+            transposed = tuple(reversed(self.weight.matrix.shape)), torch.int8
+            return [*partial, (shape, torch.int32), *([transposed] if self.weight.transposed is None else [])]
         dtype = self._product_dtype
         product = [] if self._in_place else [(shape, torch.float32)]
         operands = [*converted_scratch(self.weight.matrix, dtype), *converted_scratch(self.floats, dtype)]
@@ -162,9 +163,10 @@ class ProjectInputGradient(Operation):
         )
         return [*entries, end, *finish(self._sums(partial), leaves=self.parts is not None)]
 
-    def _int8_entries(self, weight, product):
-        entries = [transpose_codes(self.weight.codes, weight), *int8_products(self.gradient.codes, weight, product)]
-        return entries, product
+    def _int8_entries(self, product, *transposed):
+        turned = [transpose_codes(self.weight.codes, one) for one in transposed]
+        weight, *_ = transposed or (self.weight.transposed,)
+        return [*turned, *int8_products(self.gradient.codes, weight, product)], product
 
     def _float_entries(self, scratch):
         scratch = iter(scratch)

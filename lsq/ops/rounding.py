@@ -16,6 +16,7 @@ from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import kernels
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
+from lsq.ops.transpose import transpose_codes
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -64,7 +65,10 @@ class RoundWeight(Operation):
     """The codes of a weight from its values and clips. The product of its gradient masks its own result."""
 
     weight: Out[Weight]
-    """values [N, K], clip [N] or [1] -> what is stored of codes [P, K], scale [P]; rows from N on: 0, and scale 1."""
+    """values [N, K], clip [N] or [1] -> what is stored of codes [P, K], scale [P], on a GPU codes transposed [K, P].
+
+    Rows from N on: 0, and scale 1.
+    """
 
     rows = extent(0, "weight.codes")
     """P."""
@@ -80,7 +84,7 @@ class RoundWeight(Operation):
         weight, padding = self.weight, self.rows - self.valid
         codes, scale = weight.format.encode(weight.values, weight.clip)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
-        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0)
+        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t()
 
     def cpu(self):
         loader.call(f"lsq_round_{self.weight.format.name}", self)
@@ -89,8 +93,9 @@ class RoundWeight(Operation):
         if self.weight.format.packed:
             _refuse_on_cuda(self.weight.format)
         kernels.check_columns(16, **{"the width of a weight": self.columns})
-        grid = warp_blocks(self.rows)
-        return [launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)]
+        grid, transposed = warp_blocks(self.rows), self.weight.transposed
+        rounding = launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)
+        return [rounding, *([] if transposed is None else [transpose_codes(self.weight.codes, transposed)])]
 
 
 class UnpackWeight(Operation):

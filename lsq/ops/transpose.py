@@ -14,10 +14,10 @@ def transpose_codes(codes: torch.Tensor, out: torch.Tensor) -> Launch:
     """codes int8 [M, N] -> out int8 [N, P].
 
     Raises:
-        ValueError: N is no multiple of 16.
+        ValueError: N or P is no multiple of 16.
     """
     rows, columns = codes.shape
-    check_columns(16, **{"the width of codes to transpose": columns})
+    check_columns(16, **{"the width of codes to transpose": columns, "the width of transposed codes": out.shape[1]})
     grid = tiles(out.shape[1], columns)
     return launch("transpose.cu", "lsq_transpose_codes", codes, out, rows, columns, out.shape[1], grid=grid)
 

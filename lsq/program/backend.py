@@ -20,6 +20,7 @@ class Backend:
         place: the device whose tensors it works on.
         activations: the dtype of activations in programs that are built for it; other floats are float32.
         leaves_sums: whether operations leave sums over rows in parts, for one operation to finish at the end of a pass.
+        transposed_weights: whether the int8 products that go back read codes of weights transposed, which come in then.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
         few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
     """
@@ -28,6 +29,7 @@ class Backend:
     place: torch.device = torch.device("cpu")
     activations: torch.dtype = torch.float32
     leaves_sums: bool = False
+    transposed_weights: bool = False
     refillable: bool = False
     few_sizes: bool = False
 

@@ -141,6 +141,9 @@ class Builder:
             )
             weight.codes = self.input(name + ".codes", (padded, form.stored_columns(shape[1])), form.storage)
             weight.scale = self.input(name + ".scale", (padded,))
+            goes_back = self.backward and self.quant.backward == "int8"
+            if goes_back and self._backend.transposed_weights and not form.packed:
+                weight.transposed = self.input(name + ".codes.transposed", (shape[1], padded), form.storage)
         self._weights[name] = weight
         return weight
 

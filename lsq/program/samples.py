@@ -144,9 +144,12 @@ def border_tensors(program: Program, seed: int = 0) -> dict[VirtualTensor, torch
         for leaf in operation.leaves():
             if not leaf.written:
                 readers.setdefault(leaf.of(operation), (operation, leaf))
+    transposed = {weight.transposed: weight.codes for weight in program.weights.values()}
     draw, found = Sampler(seed=seed), {}
     for virtual in borders:
         found[virtual] = torch.zeros(virtual.shape, dtype=virtual.dtype)
-        if virtual in readers:
+        if virtual in transposed:
+            found[virtual].copy_(found[transposed[virtual]].t())
+        elif virtual in readers:
             found[virtual].copy_(draw.tensor(*readers[virtual]))
     return found

@@ -92,6 +92,8 @@ class Weight(Value):
     """[N, K], the parameter."""
     clip: In[Floats] | None
     """[N] or [1], the parameter."""
+    transposed: Codes | None
+    """[K, P], the same codes, as the int8 product that goes back reads them on a GPU."""
 
     @factor
     def largest(self) -> float:
@@ -99,13 +101,20 @@ class Weight(Value):
         return float(self.format.largest)
 
     @property
+    def written(self) -> tuple:
+        """What is made from values and clip: codes, scale, and the codes transposed where they are wanted."""
+        return tuple(one for one in (self.codes, self.scale, self.transposed) if one is not None)
+
+    @property
     def matrix(self) -> torch.Tensor:
         """What is multiplied: codes, or the values in float mode."""
         return self.values if self.codes is None else self.codes
 
     def bare(self) -> Weight:
-        """Codes and scale alone, of what is rounded."""
-        return self if self.codes is None else Weight(format=self.format, codes=self.codes, scale=self.scale)
+        """Codes in both layouts and scale alone, of what is rounded."""
+        if self.codes is None:
+            return self
+        return Weight(format=self.format, codes=self.codes, scale=self.scale, transposed=self.transposed)
 
 
 class Dropout(Value):

@@ -1,11 +1,15 @@
 """Programs of whole layers on CUDA, from the same call as on the CPU: the same integers, the same floats."""
 
+import copy
+
 import pytest
 import torch
 
 from lsq.backends import backend
 from lsq.backends.cuda import CUDA
+from lsq.config import QuantConfig
 from lsq.layers import programs
+from lsq.layers.linear import QuantizedLinear
 from lsq.layers.programs import Table, Vocabulary
 from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
 from tests.layers.shapes import config_of
@@ -74,3 +78,20 @@ def test_narrow_activations_stay_near(kind, options, dtype, limit):
     for name, one in wanted.items():
         if one.dtype.is_floating_point and one.numel() > 1:  # the gradient of a clip is a sum that cancels
             assert distance(found[name], one) < limit, name
+
+
+def test_a_module_rounds_its_weights_in_both_layouts():
+    """A step on the CPU, and the same with transposed codes of weights."""
+    layer = QuantizedLinear(48, 32, quant=QuantConfig(backward="int8"))
+    x = torch.randn(21, 48)
+    layer(x)
+    steps = []
+    for where in (backend("cpu"), CUDA(current_device())):
+        one = copy.deepcopy(layer).to(where.place)
+        one.backend = where
+        torch.manual_seed(0)
+        given = x.to(where.place).requires_grad_()
+        one(given).square().sum().backward()
+        found = {"x": given, **dict(one.named_parameters())}
+        steps.append({name: tensor.grad.cpu() for name, tensor in found.items()})
+    assert_agree(steps[1], steps[0], "a module")

@@ -56,6 +56,16 @@ def test_products_in_half_precision(mode, end, activations):
         assert (one - exact).norm() <= 0.01 * exact.norm(), name
 
 
+def test_a_weight_that_comes_transposed():
+    """It is not transposed again."""
+    operation, _ = case(41, kind=Activation.relu, rounded=True)
+    expected = run(operation).rounded
+    operation.weight.transposed = operation.weight.codes.t().contiguous()
+    found = run(operation).rounded
+    assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
+    assert all(shape != operation.weight.transposed.shape for shape, _ in operation.cuda_scratch())
+
+
 def test_rounded_rows_of_a_product_of_floats():
     """No activation is read or written but the gradient."""
     operation, _ = case(41, "float", kind=Activation.relu, rounded=True)

@@ -19,12 +19,15 @@ def round_of(x, clip=CLIP, **options):
     return Round(x=x, rounded=to_round(*x.shape, clip, **options))
 
 
-def weight_of(values, clip, rows, bits=8):
-    """A weight to be rounded, padded to `rows` rows."""
+def weight_of(values, clip, rows, bits=8, *, transposed=False):
+    """A weight to be rounded, padded to `rows` rows, with its codes in both layouts on a GPU."""
     grain = Grain.ROW if clip.numel() > 1 else Grain.TENSOR
     codes = empty(rows, values.shape[1], dtype=torch.int8)
     form = WEIGHT_FORMATS["int8"](bits, grain)
-    return RoundWeight(weight=Weight(format=form, codes=codes, scale=empty(rows), values=values, clip=clip))
+    turned = empty(values.shape[1], rows, dtype=torch.int8) if transposed else None
+    return RoundWeight(
+        weight=Weight(format=form, codes=codes, scale=empty(rows), values=values, clip=clip, transposed=turned)
+    )
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

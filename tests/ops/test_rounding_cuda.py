@@ -9,7 +9,7 @@ from lsq.csrc import geometry
 from lsq.csrc.compiler import compile_kernels
 from lsq.ops.rounding import Add, RoundGradient
 from tests.ops.compare import empty, gradient_to_round
-from tests.ops.cuda import DTYPES, compare_cuda
+from tests.ops.cuda import DTYPES, compare_cuda, run
 from tests.ops.test_rounding import round_of, weight_of
 
 
@@ -47,6 +47,13 @@ def test_a_width_that_no_vector_fits_is_refused():
 @pytest.mark.parametrize("columns", [48, 1040])
 def test_weights(bits, clips, rows, columns):
     compare_cuda(weight_of(torch.randn(33, columns), 0.5 + torch.rand(clips), rows, bits), exact=True)
+
+
+def test_codes_of_a_weight_in_both_layouts():
+    found = compare_cuda(weight_of(torch.randn(141, 272), 0.5 + torch.rand(141), 144, transposed=True)).weight
+    assert torch.equal(found.transposed, found.codes.t())
+    with pytest.raises(ValueError, match="width of transposed codes is 33.*multiple of 16"):
+        run(weight_of(torch.randn(33, 48), torch.ones(33), 33, transposed=True))
 
 
 @pytest.mark.parametrize("clips", [1, 41])
