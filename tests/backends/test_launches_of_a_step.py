@@ -4,13 +4,13 @@ from collections import Counter
 
 import torch
 
+from lsq.backends.cuda import CUDA
 from lsq.backends.products import launched
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc.launch import Product
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
-from lsq.program.backend import Backend
 
 QUANT = QuantConfig(backward="int8")
 BIG = LayerConfig(
@@ -20,16 +20,11 @@ SENTENCES = Sentences(rows=8192, count=256)
 LAYERS = 6
 
 
-class OnPaper(Backend):
-    """Programs as a GPU has them."""
+class OnPaper(CUDA):
+    """Programs as a GPU has them, and no device."""
 
-    name = "paper"
-    activations = torch.bfloat16
-    leaves_sums = True
-    transposed_weights = True
-
-    def scratch(self, operation):
-        return operation.cuda_scratch()
+    def __init__(self):
+        self.activations = torch.bfloat16
 
 
 MODE = Mode(training=True, backward=True, backend=OnPaper())
