@@ -25,7 +25,7 @@ ARITHMETIC = Path(__file__).parent / "arithmetic.h"
 MAGIC = b"lsq-emulated-module\n"
 DRIVER_SOURCES = (
     "driver.cpp", "results.cpp", "contexts.cpp", "streams.cpp", "captures.cpp", "memory.cpp", "order.cpp",
-    "scheduler.cpp", "fibers.cpp", "races.cpp", "crashes.cpp", "report.cpp",
+    "scheduler.cpp", "fibers.cpp", "races.cpp", "counters.cpp", "crashes.cpp", "report.cpp",
 )  # fmt: skip
 
 # -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.
@@ -36,6 +36,9 @@ SANITIZE = ["-DLSQ_SANITIZE", "-g1", "-fsanitize=address,undefined", "-fno-sanit
 KERNEL_SANITIZE = [*SANITIZE, "-fwhole-program"]
 # Every access to memory calls a function of the driver (races.cpp); ThreadSanitizer's own library stays away.
 KERNEL_WATCH = ["-fsanitize=thread", "-nodefaultlibs"]
+# For counts: scalar, unrolled code, as near to a GPU's as g++ comes to it, that calls the driver at each basic block.
+KERNEL_PROFILE = [*KERNEL_WATCH, "-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"]
+KERNEL_PROFILE += ["--param", "max-completely-peeled-insns=4000", "-fsanitize-coverage=trace-pc"]
 # The only variables of a module in memory that starts as zeros must be its shared ones: no start files.
 KERNEL_LINK = ["-shared", "-nostartfiles"]
 KERNEL_LIBRARIES = ["-lstdc++", "-lm", "-lgcc_s", "-lc"]
@@ -64,13 +67,16 @@ def build_products(sanitize: bool = False) -> Path:
     return _build_library("libemulated_cublasLt", (EMULATOR / "products.cpp",), sanitize, (build_driver(sanitize),))
 
 
-def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize: bool = False) -> bytes:
+def compile_kernels(
+    source: str, defines: tuple[tuple[str, int], ...], sanitize: bool = False, *, profile: bool = False
+) -> bytes:
     """Compile a kernel source for the emulated driver, or find it in the cache.
 
     Args:
         source: file name in lsq/csrc/kernels ("activation.cu"), or a path elsewhere.
         defines: (name, value) of each preprocessor definition.
         sanitize: as in `build_driver`, which must be given the same.
+        profile: for lsq.csrc.profile, which counts instructions.
 
     Returns:
         The module image for cuModuleLoadData.
@@ -81,7 +87,7 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], sanitize:
     """
     path = KERNELS / source
     driver = build_driver(sanitize)
-    checks = KERNEL_SANITIZE if sanitize else KERNEL_WATCH
+    checks = KERNEL_SANITIZE if sanitize else KERNEL_PROFILE if profile else KERNEL_WATCH
     flags = [*FLAGS, *checks, *(f"-D{name}={value}" for name, value in defines)]
     operations = _operations()
     includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR, operations.parent)]

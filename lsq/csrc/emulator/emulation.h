@@ -153,9 +153,21 @@ inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, EMULA
     return emulator::shuffle("__shfl_xor_sync", mask, value, source >= beyond ? lane : source, site);
 }
 
-// For loads and stores of vectors: on a GPU a misaligned one ends the launch.
-inline void emulator_check_alignment(const void* address, size_t alignment, EMULATOR_SITE) {
-    if (reinterpret_cast<uintptr_t>(address) % alignment) emulator_misaligned(address, alignment, site);
+// Loads and stores of vectors, each one access, which on a GPU must be aligned. Compilers would take them apart.
+#define EMULATOR_VECTOR __attribute__((noinline, no_sanitize_thread))
+
+template <typename Word>
+EMULATOR_VECTOR Word emulator_load(const void* from, EMULATOR_SITE) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(Word)) emulator_misaligned(from, sizeof(Word), site);
+    emulator_read(from, sizeof(Word), __builtin_return_address(0));
+    return *static_cast<const Word*>(from);
+}
+
+template <typename Word>
+EMULATOR_VECTOR void emulator_store(void* to, const Word& words, EMULATOR_SITE) {
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(Word)) emulator_misaligned(to, sizeof(Word), site);
+    emulator_write(to, sizeof(Word), __builtin_return_address(0));
+    *static_cast<Word*>(to) = words;
 }
 
 extern "C" {
@@ -174,7 +186,7 @@ struct Arguments {
 
     // What the driver has copied at the launch is nobody's memory.
     template <typename T>
-    __attribute__((no_sanitize_thread)) T read() { return *static_cast<T*>(*next++); }
+    EMULATOR_VECTOR T read() { return *static_cast<T*>(*next++); }
 };
 
 // Calls a kernel. Braces evaluate the values from left to right.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "counters.h"
 #include "order.h"
 #include "scheduler.h"
 
@@ -58,7 +59,8 @@ void touch_global(const void* address, size_t size, bool writes) {
     if (!fault.empty()) fail_thread(fault);
 }
 
-inline void touch(const void* address, size_t size, bool writes) {
+inline void touch(const void* address, size_t size, bool writes, const void* site) {
+    if (counting) count_access(address, size, writes ? Access::write : Access::read, site);
     for (int place = 0; place < 2; ++place) {
         const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - begins[place];
         if (offset >= sizes[place]) continue;
@@ -90,23 +92,26 @@ using emulator::touch;
 extern "C" {
 
 #define HOOK EMULATOR_VISIBLE void
+#define SITE __builtin_return_address(0)
 
 HOOK emulator_atomic(const void* address, size_t size) {
+    if (emulator::counting) emulator::count_access(address, size, emulator::Access::atomic, SITE);
     if (emulator::watching && !emulator::in_shared(address)) emulator::touch_global(address, size, true);
 }
 
 HOOK __tsan_init() {}
-HOOK __tsan_func_entry(void*) {}
-HOOK __tsan_func_exit() {}
-HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false); }
-HOOK __tsan_write_range(const void* address, size_t size) { touch(address, size, true); }
+HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false, SITE); }
+HOOK __tsan_write_range(const void* address, size_t size) { touch(address, size, true, SITE); }
+// Of whole vectors, which kernels load and store by functions without such calls.
+HOOK emulator_read(const void* address, size_t size, const void* site) { touch(address, size, false, site); }
+HOOK emulator_write(const void* address, size_t size, const void* site) { touch(address, size, true, site); }
 
-#define ACCESSES(bytes)                                                                    \
-    HOOK __tsan_read##bytes(const void* address) { touch(address, bytes, false); }         \
-    HOOK __tsan_write##bytes(const void* address) { touch(address, bytes, true); }
-#define UNALIGNED(bytes)                                                                   \
-    HOOK __tsan_unaligned_read##bytes(const void* address) { touch(address, bytes, false); } \
-    HOOK __tsan_unaligned_write##bytes(const void* address) { touch(address, bytes, true); }
+#define ACCESSES(bytes)                                                                            \
+    HOOK __tsan_read##bytes(const void* address) { touch(address, bytes, false, SITE); }           \
+    HOOK __tsan_write##bytes(const void* address) { touch(address, bytes, true, SITE); }
+#define UNALIGNED(bytes)                                                                           \
+    HOOK __tsan_unaligned_read##bytes(const void* address) { touch(address, bytes, false, SITE); } \
+    HOOK __tsan_unaligned_write##bytes(const void* address) { touch(address, bytes, true, SITE); }
 ACCESSES(1)
 ACCESSES(2)
 ACCESSES(4)
@@ -128,6 +133,12 @@ void order_accesses() {}
 
 }  // namespace emulator
 
-extern "C" EMULATOR_VISIBLE void emulator_atomic(const void*, size_t) {}
+extern "C" {
+
+void emulator_atomic(const void*, size_t) {}
+void emulator_read(const void*, size_t, const void*) {}
+void emulator_write(const void*, size_t, const void*) {}
+
+}  // extern "C"
 
 #endif

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "counters.h"
 #include "crashes.h"
 #include "fibers.h"
 #include "races.h"
@@ -27,8 +28,6 @@ alignas(1024) unsigned char emulator_dynamic_shared[emulator::LARGEST_SHARED];
 namespace emulator {
 
 namespace {
-
-constexpr unsigned WARP = 32;
 
 int chosen_order = 0;
 std::mutex one_launch;
@@ -106,6 +105,8 @@ void try_collective(unsigned arrived) {
         if (kind == Collective::shuffle) thread.result = threads[warp + thread.source].value;
         thread.state = State::ready;
     }
+    const size_t lanes = std::min<size_t>(WARP, threads.size() - warp);
+    if (counting && mask == static_cast<uint32_t>((uint64_t{1} << lanes) - 1)) settle_warp();
 }
 
 std::string describe_crash() {
@@ -134,6 +135,7 @@ bool run_warp(unsigned warp, Order& order, std::vector<unsigned>& lanes) {
             }
         }
     }
+    if (counting) settle_warp();
     return true;
 }
 
@@ -175,6 +177,7 @@ bool run_block(Order& order) {
     static std::vector<unsigned> warps, lanes;
     clear_shared();
     order_accesses();
+    if (counting) begin_counted_block();
     for (size_t i = 0; i < threads.size(); ++i) {
         threads[i].state = State::ready;
         threads[i].site = {nullptr, 0};
@@ -219,6 +222,7 @@ std::string run(const Launch& launch) {
 #endif
     watch_shared(launch.static_shared, launch.shared);
     const CrashGuard guard_of_signals(leave_crashed);
+    const CountedLaunch counted(launch);
     Order order(chosen_order);
     std::vector<unsigned> blocks;
     order.arrange(blocks, static_cast<size_t>(launch.grid.x) * launch.grid.y * launch.grid.z);
@@ -244,6 +248,8 @@ std::string waited() {
 }
 
 bool on_stack(const void* address) { return fibers[current].holds(address); }
+
+unsigned running_thread() { return current; }
 
 unsigned running_warp() { return current / WARP; }
 

@@ -39,7 +39,8 @@ std::string waited();
 // Whether an address lies on the stack of the thread that runs.
 bool on_stack(const void* address);
 
-// The number in its block of the warp that runs.
+// The number in its block of the thread that runs, and of its warp.
+unsigned running_thread();
 unsigned running_warp();
 
 }  // namespace emulator

@@ -50,6 +50,10 @@ EMULATOR_VISIBLE uint32_t emulator_lane();
 // An atomic operation on memory: no race between the warps of a launch, but between launches that nothing orders.
 EMULATOR_VISIBLE void emulator_atomic(const void* address, size_t size);
 
+// The thread that runs reads or writes a vector, by an instruction that stands before `site`.
+EMULATOR_VISIBLE void emulator_read(const void* address, size_t size, const void* site);
+EMULATOR_VISIBLE void emulator_write(const void* address, size_t size, const void* site);
+
 // Ends the launch: `address` is no multiple of `alignment`.
 [[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);
 

@@ -91,7 +91,7 @@ LSQ_KERNEL __launch_bounds__(kThreads)
         const uint32_t limit = key + (other < blockIdx.x);  // equal keys count where they come first
 #pragma unroll 8
         for (int i = 0; i < kThreads / 4; ++i) {
-            const uint4 four = tile[i];
+            const uint4 four = load_words<uint4>(tile + i);
             found += (four.x < limit) + (four.y < limit) + (four.z < limit) + (four.w < limit);
         }
         if (other == blockIdx.x) {

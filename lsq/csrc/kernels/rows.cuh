@@ -141,16 +141,18 @@ struct SharedColumnSums {
     // All threads must call this before the first `add`.
     __device__ __forceinline__ void clear() const {
 #pragma unroll
-        for (int i = 0; i < 2 * kVectors; ++i) words[i * kThreads + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < 2 * kVectors; ++i) {
+            store_words(words + i * kThreads + threadIdx.x, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+        }
     }
 
     __device__ __forceinline__ void add(int vector, const float (&x)[kVector]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float4& sum = words[(2 * vector + half) * kThreads + threadIdx.x];
-            const float4 old = sum;
-            sum = make_float4(
-                old.x + x[4 * half], old.y + x[4 * half + 1], old.z + x[4 * half + 2], old.w + x[4 * half + 3]);
+            float4* sum = words + (2 * vector + half) * kThreads + threadIdx.x;
+            const float4 old = load_words<float4>(sum);
+            store_words(sum, make_float4(old.x + x[4 * half], old.y + x[4 * half + 1], old.z + x[4 * half + 2],
+                                         old.w + x[4 * half + 3]));
         }
     }
 
@@ -159,9 +161,9 @@ struct SharedColumnSums {
         __syncthreads();
         for (int four = threadIdx.x; four < COLUMNS / 4; four += kThreads) {
             const int part = four / 2 / LANES * 2 + four % 2, first = part * kThreads + four / 2 % LANES;
-            float4 total = words[first];
+            float4 total = load_words<float4>(words + first);
             for (int row = 1; row < kRows; ++row) {
-                const float4 sum = words[first + row * LANES];
+                const float4 sum = load_words<float4>(words + first + row * LANES);
                 total.x += sum.x, total.y += sum.y, total.z += sum.z, total.w += sum.w;
             }
             store_words(out + 4 * four, total);

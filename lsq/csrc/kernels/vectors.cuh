@@ -13,17 +13,19 @@ constexpr int kVector = 8;  // values that a thread reads or writes at a time
 template <class Word>
 __device__ __forceinline__ Word load_words(const void* from) {
 #ifdef LSQ_EMULATOR
-    emulator_check_alignment(from, sizeof(Word));
-#endif
+    return emulator_load<Word>(from);
+#else
     return *static_cast<const Word*>(from);
+#endif
 }
 
 template <class Word>
 __device__ __forceinline__ void store_words(void* to, const Word& words) {
 #ifdef LSQ_EMULATOR
-    emulator_check_alignment(to, sizeof(Word));
-#endif
+    emulator_store(to, words);
+#else
     *static_cast<Word*>(to) = words;
+#endif
 }
 
 __device__ __forceinline__ float widen(float x) { return x; }

@@ -47,8 +47,7 @@ LSQ_EXPORT(source_not_named)
 
 extern "C" __global__ void misaligned_vector(const unsigned char* x, float* out, int64_t offset) {
     const unsigned char* address = x + 16 * threadIdx.x + (threadIdx.x == 3 ? offset : 0);
-    emulator_check_alignment(address, 16);
-    out[threadIdx.x] = reinterpret_cast<const float4*>(address)->x;
+    out[threadIdx.x] = emulator_load<float4>(address).x;
 }
 LSQ_EXPORT(misaligned_vector)
 
