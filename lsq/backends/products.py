@@ -36,9 +36,18 @@ def launched(program: Program, activations: torch.dtype) -> list[Launch | Produc
     Raises:
         ValueError: an operation has no CUDA implementation, or cannot take these shapes.
     """
-    entries = []
+    return [entry for entries in launched_by_operation(program, activations) for entry in entries]
+
+
+def launched_by_operation(program: Program, activations: torch.dtype) -> list[list[Launch | Product]]:
+    """The same, apart for each operation. What several of them read or write is one tensor, on "meta".
+
+    Raises:
+        ValueError: see `launched`.
+    """
+    found, shared = [], {}
     for operation in program.operations:
-        bound = placed(operation, "meta", activations)
+        bound = placed(operation, "meta", activations, shared)
         scratch = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()]
-        entries += bound.cuda(*scratch)
-    return entries
+        found.append(bound.cuda(*scratch))
+    return found

@@ -39,6 +39,7 @@ KERNEL_WATCH = ["-fsanitize=thread", "-nodefaultlibs"]
 # For counts: scalar, unrolled code, as near to a GPU's as g++ comes to it, that calls the driver at each basic block.
 KERNEL_PROFILE = [*KERNEL_WATCH, "-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"]
 KERNEL_PROFILE += ["--param", "max-completely-peeled-insns=4000", "-fsanitize-coverage=trace-pc"]
+KERNEL_PROFILE += ["-Wno-maybe-uninitialized", "-Wno-sign-compare"]  # of unrolled loops
 # The only variables of a module in memory that starts as zeros must be its shared ones: no start files.
 KERNEL_LINK = ["-shared", "-nostartfiles"]
 KERNEL_LIBRARIES = ["-lstdc++", "-lm", "-lgcc_s", "-lc"]

@@ -118,11 +118,15 @@ _WITHIN_VALUES: dict[tuple[type, str], Callable] = {
 
 
 def placed(
-    operation: Operation, place: torch.device | str = "meta", activations: torch.dtype = torch.float32
-) -> Operation:
-    """The same with real tensors that hold anything, activations in a dtype; on "meta" they take no memory."""
+    operation: Operation, place: torch.device | str = "meta", activations: torch.dtype = torch.float32,
+    made: dict[VirtualTensor, torch.Tensor] | None = None,
+) -> Operation:  # fmt: skip
+    """The same with real tensors that hold anything, activations in a dtype; on "meta" they take no memory.
+
+    made: real tensors that are there already; it gains the others.
+    """
     kinds = {leaf.of(operation): leaf.kind for leaf in operation.leaves() if leaf.of(operation) is not None}
-    made: dict[VirtualTensor, torch.Tensor] = {}
+    made = {} if made is None else made
 
     def make(tensor):
         if isinstance(tensor, torch.Tensor):

@@ -7,7 +7,7 @@ import torch
 
 from lsq import gemm
 from lsq.backends import backend
-from lsq.backends.products import products_of
+from lsq.backends.products import launched_by_operation, products_of
 from lsq.csrc import loader
 from lsq.csrc.launch import Product
 from lsq.gemm import lookup
@@ -115,6 +115,14 @@ def test_on_cuda_the_vocabulary_is_multiplied_by_blocks_of_rows():
     keys = products_of(loss(1500, backward="int8"), "cuda")
     forward = [key.m for key in keys if (key.n, key.k) == (96, 48)]
     assert forward == [256, 1500 % 256]  # each product once
+
+
+def test_what_operations_share_is_one_tensor():
+    first, *others = launched_by_operation(linear(backward="int8"), torch.bfloat16)
+    coded = first[0].arguments[0].rounded
+    (product,) = (entry for entry in others[0] if isinstance(entry, Product))
+    assert product.a is coded.codes and product.a.is_meta
+    assert not any(product.a is entry.out for entries in others for entry in entries if isinstance(entry, Product))
 
 
 def test_shapes_that_cuda_does_not_take_are_refused():
