@@ -1,0 +1,247 @@
+"""Modelled times of what a GPU does. Nothing here is measured.
+
+A kernel takes as long as the slowest of what it needs: memory, the L2 cache, the L1 cache and shared memory,
+instructions of each kind; and a gap before the next one. A product takes as long as its multiplications in tiles of
+the best size, or its operands in memory. What an earlier kernel has left in the L2 cache is not read from memory again.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from gpu_lists import SECTOR, Work
+
+from lsq.csrc.profile import WARP, Limits, fitting_blocks
+
+TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
+TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.55))
+"""Rows and columns of a product that a block makes, and its rate beside the largest tile's."""
+RAMP = 128
+"""A product with this many multiplications to a result runs at half of its rate."""
+LATENCY = 700e-9
+"""Seconds until a read from memory comes back."""
+IN_FLIGHT = 1024
+"""Bytes that a warp has under way."""
+SLOTS = {
+    "division": {"special": 1, "float": 8}, "root": {"special": 1, "float": 8}, "logarithm": {"float": 20},
+    "convert": {"convert": 1}, "float": {"float": 1}, "integer": {"integer": 1}, "multiply": {"integer": 1},
+    "branch": {"issue": 1}, "memory": {"issue": 1}, "exchange": {"exchange": 1}, "barrier": {"issue": 8},
+}  # fmt: skip
+"""What each kind of instruction of lsq.csrc.profile takes of a multiprocessor's units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU by its data sheet, and how much of that is reached."""
+
+    name: str
+    target: str
+    """That kernels are compiled for."""
+    multiprocessors: int
+    gigahertz: float
+    """Under load."""
+    memory: float
+    """Bytes a second."""
+    copying: float
+    """Part of it that a copy reaches."""
+    l2_bytes: float
+    l2: float
+    """Bytes a second."""
+    bfloat16: float
+    """Operations a second of products, dense, with float32 sums."""
+    int8: float
+    """The same with int32 sums."""
+    bfloat16_reached: float
+    """Part of it that a large product reaches."""
+    int8_reached: float
+    limits: Limits
+    lanes: Mapping[str, int]
+    """By kind of unit: threads that a multiprocessor serves in a cycle."""
+    reached: float = 0.6
+    """Part of the instructions' rate that kernels reach."""
+    integers: float = 0.45
+    """Part of g++'s integer instructions that a GPU executes: it joins logical ones and needs fewer for addresses.
+
+    NVRTC's PTX of kernels without loops has 0.2 to 0.95 times as many, and machine code fewer than PTX.
+    """
+    gap: float = 1.5 * MICRO
+    """Seconds from the end of a kernel to full work on the next."""
+    kept: float = 0.6
+    """Part of the L2 cache that still holds what was touched last."""
+
+    @property
+    def copy(self) -> float:
+        """Bytes a second that a copy reads and writes."""
+        return self.memory * self.copying
+
+
+def _lanes(floats: int) -> dict[str, int]:
+    return {"issue": 128, "float": floats, "integer": 64, "special": 16, "convert": 64, "exchange": 32}
+
+
+A100 = Gpu(
+    name="A100 80 GB", target="sm_80", multiprocessors=108, gigahertz=1.35, memory=2.04 * TERA, copying=0.87,
+    l2_bytes=40e6, l2=4.5 * TERA, bfloat16=312 * TERA, int8=624 * TERA, bfloat16_reached=0.84, int8_reached=0.65,
+    limits=Limits(warps=64, blocks=32, shared=164 * 1024), lanes=_lanes(64),
+)
+RTX_4090 = Gpu(
+    name="RTX 4090", target="sm_89", multiprocessors=128, gigahertz=2.5, memory=1.008 * TERA, copying=0.91,
+    l2_bytes=72e6, l2=5.0 * TERA, bfloat16=165 * TERA, int8=660 * TERA, bfloat16_reached=0.95, int8_reached=0.65,
+    limits=Limits(warps=48, blocks=24, shared=100 * 1024), lanes=_lanes(128),
+)
+H100 = Gpu(
+    name="H100 SXM", target="sm_90a", multiprocessors=132, gigahertz=1.7, memory=3.35 * TERA, copying=0.90,
+    l2_bytes=50e6, l2=5.5 * TERA, bfloat16=989 * TERA, int8=1979 * TERA, bfloat16_reached=0.81, int8_reached=0.65,
+    limits=Limits(warps=64, blocks=32, shared=228 * 1024), lanes=_lanes(128),
+)
+GPUS = (A100, RTX_4090, H100)
+
+
+def variant(gpu: Gpu, luck: float) -> Gpu:
+    """The same where what nobody has measured turns out better (`luck` 1) or worse (-1)."""
+    return replace(
+        gpu, int8_reached=gpu.int8_reached + 0.12 * luck, reached=gpu.reached + 0.2 * luck, gap=gpu.gap * 2.0**-luck,
+        l2=gpu.l2 * 1.25**luck, kept=gpu.kept + 0.3 * luck, integers=gpu.integers * 1.5**-luck,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes that something reads and writes, by what holds them; equal keys are the same memory."""
+
+    reads: Mapping[object, float]
+    writes: Mapping[object, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiplied(Moved):
+    """A product [M, N] with K multiplications to a result, or several of them."""
+
+    m: int
+    n: int
+    k: int
+    int8: bool = False
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Seconds of one launch."""
+
+    seconds: float
+    bound: str
+    """What it waits for most."""
+    gap: float
+    bytes: float
+    """Moved to and from memory."""
+
+    @property
+    def total(self) -> float:
+        """With the gap after it."""
+        return self.seconds + self.gap
+
+
+class Cache:
+    """Which memory the L2 cache holds: what was touched last."""
+
+    def __init__(self, size: float):
+        self._room = size
+        self._held: OrderedDict[object, float] = OrderedDict()
+
+    def read(self, place: object, size: float) -> float:
+        """Bytes of it that must come from memory."""
+        missing = max(0.0, size - self._held.get(place, 0.0))
+        self._touch(place, size)
+        return missing
+
+    def write(self, place: object, size: float) -> float:
+        """Bytes of it that must go to memory, sooner or later: all."""
+        self._touch(place, size)
+        return size
+
+    def _touch(self, place: object, size: float) -> None:
+        self._held.pop(place, None)
+        self._held[place] = min(size, self._room)
+        while sum(self._held.values()) > self._room:
+            self._held.popitem(last=False)
+
+
+class Clock:
+    """Models launches one after another on a GPU whose cache begins empty."""
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+        self._cache = Cache(gpu.kept * gpu.l2_bytes)
+
+    def moved(self, moved: Moved) -> Time:
+        """A kernel that does nothing but move bytes."""
+        traffic, touched = self._traffic(moved)
+        return self._slowest({"memory": traffic / self.gpu.copy, "L2 cache": touched / self.gpu.l2}, traffic)
+
+    def product(self, product: Multiplied) -> Time:
+        """A product by a library."""
+        gpu = self.gpu
+        peak = gpu.int8 * gpu.int8_reached if product.int8 else gpu.bfloat16 * gpu.bfloat16_reached
+        traffic, touched = self._traffic(product)
+        work = 2.0 * product.m * product.n * product.k * product.count
+        parts = {
+            "products": work / peak / tile_rate(product, gpu.multiprocessors), "memory": traffic / gpu.copy,
+            "L2 cache": touched / gpu.l2,
+        }  # fmt: skip
+        return self._slowest(parts, traffic)
+
+    def kernel(self, work: Work, registers: int, shared: int) -> Time:
+        """A kernel that was counted; registers of a thread, bytes of shared memory of a block."""
+        gpu = self.gpu
+        traffic, _ = self._traffic(Moved(reads=work.reads, writes=work.writes))
+        fitting = max(1, fitting_blocks(WARP * work.warps_of_block, registers, shared, gpu.limits))
+        resident = min(work.warps, gpu.multiprocessors * fitting * work.warps_of_block)
+        busy = min(1.0, work.warps / work.warps_of_block / gpu.multiprocessors)
+        cycles = gpu.multiprocessors * busy * gpu.gigahertz * GIGA
+        memory = traffic / min(gpu.copy, resident * IN_FLIGHT / LATENCY)
+        parts = {
+            "memory": memory, "L2 cache": work.sectors * SECTOR / gpu.l2,
+            "L1 cache": (work.shared_passes + work.sectors / 4) / cycles,
+            "instructions": instruction_cycles(work.instructions, gpu) / cycles / gpu.reached,
+        }  # fmt: skip
+        return self._slowest(parts, traffic)
+
+    def _traffic(self, moved: Moved) -> tuple[float, float]:
+        """Bytes to and from memory, and to and from the cache."""
+        reads = sum(self._cache.read(place, size) for place, size in moved.reads.items())
+        writes = sum(self._cache.write(place, size) for place, size in moved.writes.items())
+        return reads + writes, sum(moved.reads.values()) + sum(moved.writes.values())
+
+    def _slowest(self, parts: Mapping[str, float], traffic: float) -> Time:
+        bound = max(parts, key=parts.get)
+        return Time(seconds=parts[bound], bound=bound, gap=self.gpu.gap, bytes=traffic)
+
+
+def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
+    """Cycles that a single multiprocessor needs at least to execute so many instructions of warps."""
+    units = dict.fromkeys(gpu.lanes, 0.0)
+    for kind, count in instructions.items():
+        executed = count * gpu.integers if kind == "integer" else count
+        for unit, slots in SLOTS[kind].items():
+            units[unit] += executed * slots
+            if unit != "issue":
+                units["issue"] += executed * slots
+    return max(WARP * count / gpu.lanes[unit] for unit, count in units.items())
+
+
+def tile_rate(product: Multiplied, multiprocessors: int) -> float:
+    """Part of a large product's rate that one of this shape reaches, with tiles of the best size."""
+
+    def rate(rows: int, columns: int, beside: float) -> float:
+        tiles = product.count * math.ceil(product.m / rows) * math.ceil(product.n / columns)
+        waves = math.ceil(tiles / multiprocessors)
+        full = product.count * product.m * product.n / (rows * columns)
+        return beside * full / (waves * multiprocessors)
+
+    return max(rate(*tile) for tile in TILES) * product.k / (product.k + RAMP)
+
+
+def total(times: Iterable[Time]) -> float:
+    """Seconds of all, gaps included."""
+    return sum(time.total for time in times)

@@ -1,0 +1,90 @@
+"""What is counted at few tokens says what would be counted at more."""
+
+import dataclasses
+import shutil
+from collections import Counter
+
+import gpu_lists
+import gpu_step
+import pytest
+from gpu_lists import Work, key_of
+from gpu_opponents import SIDES, Model
+from operations import QUICK, sizes
+
+from lsq.csrc import profile
+from lsq.csrc.launch import Launch, Product
+
+SIZE = dataclasses.replace(QUICK, hidden=64, heads=2, length=8)
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or shutil.which("objdump") is None, reason="kernels are counted in the emulator"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["Round", "ResidualNorm"])
+def test_counts_grow_as_they_are_scaled(name):
+    def chosen(sentences):
+        size = dataclasses.replace(SIZE, sentences=sentences)
+        programs = (program for _, program in gpu_lists.training(size, gpu_step.QUANT))
+        return next(one for program in programs for one in program.operations if one.name == name)
+
+    few, many = (gpu_lists.launches(chosen(sentences), "cpu") for sentences in (16, 64))
+    for small, large, counted, real in zip(few, many, profile.profile(few), profile.profile(many), strict=True):
+        assert key_of(small) == key_of(large)
+        scaled = Work.of(counted, large)
+        traffics = [one for place in real.operands for one in (place.reads, place.writes)]
+        assert scaled.sectors == pytest.approx(sum(one.sectors for one in traffics), rel=0.1)
+        touched = sum(scaled.reads.values()) + sum(scaled.writes.values())
+        assert touched == pytest.approx(32 * sum(one.touched for one in traffics), rel=0.1)
+        total = sum(scaled.instructions.values())
+        assert total == pytest.approx(sum(real.instructions.values()), rel=0.1)
+        assert scaled.warps == real.warps
+
+
+def test_a_step_has_every_launch():
+    (size,) = (size for size in sizes(8192) if size.name == "big")
+    parts = {part.name: part for part in gpu_lists.step(size, gpu_step.QUANT)}
+    layers = [part for name, part in parts.items() if "layer" in name]
+    assert [part.times for part in layers] == [6] * 4
+    products = sum(part.times * isinstance(entry, Product) for part in layers for entry in part.entries)
+    assert products == 3 * 6 * (4 + 7)
+    assert len(parts["rounding of weights"].entries) == 6 * (4 + 7) + 1
+    assert gpu_lists.parameters(size, gpu_step.QUANT) == pytest.approx(210e6, rel=0.02)
+
+
+def test_what_was_not_counted_is_named():
+    with pytest.raises(ValueError, match=r"kernels were not counted, such as lsq_.*; run with --count"):
+        gpu_step.Step(SIZE, {})
+
+
+def test_every_kernel_belongs_to_a_part():
+    kernels = {
+        entry.kernel.name
+        for part in gpu_lists.step(SIZE, gpu_step.QUANT)
+        for entry in part.entries
+        if isinstance(entry, Launch)
+    }
+    assert {gpu_step.group_of(name) for name in kernels} == set(gpu_step.GROUPS) - {"products"}
+
+
+def test_opponents_multiply_the_same():
+    (size,) = (size for size in sizes(8192) if size.name == "big")
+
+    def multiplications(passes):
+        found = Counter()
+        for one in passes:
+            for name, moved in one.kernels:
+                if name == "product":
+                    found[moved.int8] += one.times * moved.m * moved.n * moved.k
+        return found
+
+    found = {side: multiplications(Model(size, side, 1).step()) for side in SIDES}
+    assert found["eager"] == found["compiled"] and not found["eager"][True]
+    assert sum(found["int8"].values()) == sum(found["eager"].values())
+    own = sum(
+        part.times * one.a.shape[0] * one.a.shape[1] * one.b.shape[0]
+        for part in gpu_lists.step(size, gpu_step.QUANT)
+        for one in part.entries
+        if isinstance(one, Product)
+    )
+    assert own == pytest.approx(sum(found["eager"].values()), rel=0.01)

@@ -1,0 +1,96 @@
+"""The arithmetic of modelled times, on cases that can be worked out by hand."""
+
+import dataclasses
+
+import gpu_model
+import pytest
+from gpu_lists import SECTOR, Work
+from gpu_model import GPUS, H100, Clock, Moved, Multiplied, tile_rate, variant
+
+GIGABYTE = 1e9
+GPU = dataclasses.replace(H100, gap=0.0)
+
+
+def work(**given):
+    return Work(
+        **{"reads": {}, "writes": {}, "sectors": 0.0, "shared_passes": 0.0, "instructions": {}, "warps": 1 << 20,
+           "warps_of_block": 8} | given
+    )  # fmt: skip
+
+
+def test_a_copy_runs_at_the_rate_of_copies():
+    found = Clock(GPU).moved(Moved(reads={0: GIGABYTE}, writes={1: GIGABYTE}))
+    assert found.bound == "memory" and found.bytes == 2 * GIGABYTE
+    assert found.seconds == pytest.approx(2 * GIGABYTE / (3.35e12 * 0.9))
+
+
+def test_what_was_written_last_is_read_from_the_cache():
+    clock, small = Clock(GPU), 8e6
+    assert clock.moved(Moved(reads={"x": small}, writes={"y": small})).bytes == 2 * small
+    assert clock.moved(Moved(reads={"y": small}, writes={})).bytes == 0
+    clock.moved(Moved(reads={"z": 28e6}, writes={}))
+    assert clock.moved(Moved(reads={"y": small}, writes={})).bytes == small
+
+
+def test_a_kernel_takes_as_long_as_the_slowest_of_what_it_needs():
+    def bound(**given):
+        found = Clock(GPU).kernel(work(**given), 32, 0)
+        return found.bound, found.seconds
+
+    assert bound(reads={0: GIGABYTE}, sectors=GIGABYTE / SECTOR)[0] == "memory"
+    again, seconds = bound(reads={0: 1e6}, sectors=GIGABYTE / SECTOR)
+    assert again == "L2 cache" and seconds == pytest.approx(GIGABYTE / GPU.l2)
+    assert bound(shared_passes=1e9, sectors=1.0)[0] == "L1 cache"
+    busy, seconds = bound(instructions={"float": 1e9})
+    assert busy == "instructions" and seconds == pytest.approx(1e9 / 4 / (132 * 1.7e9) / 0.6)
+
+
+def test_few_blocks_leave_multiprocessors_idle():
+    whole = Clock(GPU).kernel(work(instructions={"float": 1e6}), 32, 0).seconds
+    half = Clock(GPU).kernel(work(instructions={"float": 1e6}, warps=66 * 8), 32, 0).seconds
+    assert half == pytest.approx(2 * whole)
+
+
+def test_few_warps_cannot_keep_memory_busy():
+    def seconds(registers):
+        return Clock(GPU).kernel(work(reads={0: GIGABYTE}, warps_of_block=4), registers, 0).seconds
+
+    assert seconds(255) > 1.2 * seconds(32)
+
+
+@pytest.mark.parametrize(("kind", "cycles"), [("float", 0.25), ("integer", 0.5), ("exchange", 1.0), ("division", 2.25)])
+def test_instructions_wait_for_their_units(kind, cycles):
+    gpu = dataclasses.replace(GPU, integers=1.0)
+    assert gpu_model.instruction_cycles({kind: 100}, gpu) == pytest.approx(100 * cycles)
+
+
+def test_every_kind_of_instruction_has_a_cost():
+    from lsq.csrc.profile import CALLED, KINDS
+
+    assert {kind for kind, _ in KINDS} | set(CALLED.values()) == set(gpu_model.SLOTS)
+
+
+def test_products_that_fill_no_wave_are_slower():
+    def rate(m, n, k=1 << 20):
+        return tile_rate(Multiplied(m=m, n=n, k=k, reads={}, writes={}), 132)
+
+    assert rate(256 * 12, 128 * 11) == pytest.approx(1.0, abs=1e-3)
+    assert 0.5 < rate(256 * 12, 128 * 12) < 0.9
+    assert rate(128, 128) < 0.03
+    assert rate(256 * 12, 128 * 11, k=128) == pytest.approx(0.5)
+
+
+def test_int8_products_are_faster():
+    def seconds(int8):
+        return Clock(GPU).product(Multiplied(m=8192, n=8192, k=8192, int8=int8, reads={}, writes={})).seconds
+
+    assert 1.4 < seconds(False) / seconds(True) < 2
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_luck_changes_what_is_uncertain_alone(gpu):
+    lucky, unlucky = variant(gpu, 1.0), variant(gpu, -1.0)
+    assert lucky.memory == unlucky.memory == gpu.memory
+    for better, worse in ((lucky, gpu), (gpu, unlucky)):
+        assert better.int8_reached > worse.int8_reached and better.gap < worse.gap and better.integers < worse.integers
+        assert 0 < worse.reached < better.reached < 1 and 0 < worse.kept < better.kept < 1

@@ -1,0 +1,36 @@
+"""The model runs from counting to the picture, on tiny shapes."""
+
+import json
+import shutil
+
+import model_gpu_step
+import pytest
+
+from lsq.csrc import compiler
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="kernels are counted in the emulator")
+def test_quick_run(tmp_path, capsys):
+    try:
+        compiler.version()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    written, picture = tmp_path / "step.json", tmp_path / "step.png"
+    assert model_gpu_step.main(["--quick", "--json", str(written), "--picture", str(picture)]) == 0
+    found = json.loads(written.read_text())
+    assert {row["side"] for row in found["rows"]} == {"eager", "compiled", "int8", "lsq"}
+    assert all(row["with_luck"] <= row["modelled_milliseconds"] <= row["without"] for row in found["rows"])
+    assert picture.stat().st_size > 1000
+    assert "modelled" in capsys.readouterr().out
+
+
+def test_counts_are_kept_and_found_again(tmp_path):
+    counts = model_gpu_step.load(model_gpu_step.COUNTS)
+    model_gpu_step.save(counts, tmp_path / "counts.json")
+    assert model_gpu_step.load(tmp_path / "counts.json") == counts
+
+
+def test_the_model_is_near_what_is_known():
+    for check in model_gpu_step.checks():
+        assert check["modelled"] == pytest.approx(check["measured"], rel=0.2), check["figure"]
