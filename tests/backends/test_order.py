@@ -15,7 +15,6 @@ from tests.csrc.test_runtime import store
 from tests.layers.shapes import config_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def trained(streams, planned, wait):
         plan_memory(layer, lambda: layer(torch.ones(5, 2, 48)).sum())
         streams.arenas.append(layer.step_memory.arena._slab)
     with streams:
-        now, before = torch.cuda.Stream(CPU), torch.cuda.Stream(CPU)
+        now, before = streams.stream(), streams.stream()
         for _ in range(4):
             with streams.on(now):
                 x = torch.randn(4, 2, 48).requires_grad_()
@@ -71,9 +70,9 @@ def test_a_list_follows_itself_from_stream_to_stream(streams, follows, monkeypat
         monkeypatch.setattr(streams.backend.device.driver, "follow", lambda before, after: None)
     work, _, _ = work_of(streams)
     with streams:
-        with streams.on(torch.cuda.Stream(CPU)):
+        with streams.on(streams.stream()):
             work.run()
-        with streams.on(torch.cuda.Stream(CPU)):
+        with streams.on(streams.stream()):
             if follows:
                 work.run()
             else:
@@ -84,7 +83,7 @@ def test_a_list_follows_itself_from_stream_to_stream(streams, follows, monkeypat
 def test_a_captured_list_runs_beside_others_of_its_stream(streams):
     (work, a, out), (other, _, _) = work_of(streams), work_of(streams)
     with streams:
-        stream, second = torch.cuda.Stream(CPU), torch.cuda.Stream(CPU)
+        stream, second = streams.stream(), streams.stream()
         with streams.on(stream):
             work.run()
             expected = out.clone()

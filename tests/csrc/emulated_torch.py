@@ -35,9 +35,8 @@ class OnStreams(TorchDispatchMode):
         monkeypatch.setattr(self.backend.device, "stream", self._handle)
         monkeypatch.setattr(self.backend.device, "record", lambda tensor: tensor.record_stream(self.current))
         monkeypatch.setattr(backends, "for_device", lambda device: self.backend)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(self.driver))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        for module in (torch.cuda, torch.accelerator):
+            monkeypatch.setattr(module, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.Tensor, "record_stream", self._recorder())
 
@@ -48,6 +47,10 @@ class OnStreams(TorchDispatchMode):
     def __exit__(self, *error):
         super().__exit__(*error)
         self._stack.close()
+
+    def stream(self, device=None):
+        """A new one, on which everything runs `with` it, as with torch.Stream."""
+        return CurrentStream(self)
 
     @contextlib.contextmanager
     def on(self, stream):
@@ -120,6 +123,22 @@ class OnStreams(TorchDispatchMode):
                 self.driver("lsq_emulator_memory_end", handle_of(stream), place, others, count)
         except CudaError as error:
             self.faults.append(str(error))
+
+
+class CurrentStream(Stream):
+    """What OnStreams.stream returns."""
+
+    def __init__(self, streams):
+        super().__init__(streams.driver)
+        self._streams, self._entered = streams, []
+
+    def __enter__(self):
+        self._entered.append(self._streams.on(self))
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._entered.pop().__exit__(*error)
 
 
 class StreamFuture:

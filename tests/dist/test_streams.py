@@ -1,6 +1,7 @@
 """Exchanges on a side stream, in the emulator: all that touches a gradient is ordered, and so is the end of its memory."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def streams(monkeypatch):
     """The streams, and collectives that run on another one, as NCCL's do."""
     streams = OnStreams(monkeypatch)
     monkeypatch.setattr(executor, "Future", lambda devices: StreamFuture(streams))
-    nccl = torch.cuda.Stream(CPU)
+    cuda = SimpleNamespace(Stream=streams.stream, current_stream=torch.cuda.current_stream, stream=streams.on)
+    monkeypatch.setattr(executor, "torch", SimpleNamespace(cuda=cuda))
+    nccl = streams.stream()
 
     def collective(copy):
         def run(out, *arguments, **options):
@@ -80,7 +83,7 @@ class Training:
     """Steps of a training whose gradients go through GradientCompression, as DDP calls it."""
 
     def __init__(self, streams, mode, error_feedback):
-        self.streams, self.main = streams, torch.cuda.Stream(CPU)
+        self.streams, self.main = streams, streams.stream()
         self.compression = GradientCompression(mode, Topology(world_size=2, rank=0, node_size=1), Pair())
         self.compression._average, self.compression._executor = averages(mode), SideStream(CPU)
         with streams.on(self.main):
