@@ -46,9 +46,10 @@ done
 }
 
 if [ $mode = int8 ]; then
-    training+=(--arch "lsq_$architecture" --task lsq_translation --criterion lsq_label_smoothed_cross_entropy)
+    training+=(--arch "lsq_$architecture" --task lsq_translation --criterion lsq_label_smoothed_cross_entropy
+        --optimizer lsq_adam)
 else
-    training+=(--arch "$architecture" --task lsq_translation --criterion label_smoothed_cross_entropy)
+    training+=(--arch "$architecture" --task lsq_translation --criterion label_smoothed_cross_entropy --optimizer adam)
 fi
 total=$((processes * machines))
 [ $total = 1 ] || training+=(--lsq-gradients "$gradients")

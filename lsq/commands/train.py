@@ -36,6 +36,7 @@ CHECKPOINT = re.compile(r"checkpoint(_last|_best|_?\d+|_\d+_\d+|\.best_\w+_[\d.]
 """The names that fairseq gives."""
 TASK = "lsq_translation"
 CRITERION = "lsq_label_smoothed_cross_entropy"
+OPTIMIZER = "lsq_adam"
 
 
 def parse(
@@ -120,7 +121,7 @@ def parse_training(arguments: list[str], with_data: bool = True) -> Namespace:
     architecture = peek(arguments, "--arch", "-a") or ARCHITECTURE
     defaults = {"arch": ARCHITECTURE, "distributed_world_size": None}
     if architectures.is_ours(architecture):
-        defaults["criterion"] = CRITERION
+        defaults |= {"criterion": CRITERION, "optimizer": OPTIMIZER}
     args = parse(
         options.get_training_parser(default_task=architectures.task_of(architecture)),
         arguments,

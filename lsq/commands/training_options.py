@@ -29,7 +29,7 @@ TRAINING = (
 """(option of `lsq train-text`, default, help, options of `lsq train` that it sets)"""
 FIXED = {
     "--share-all-embeddings": None,
-    "--optimizer": "adam",
+    "--optimizer": "lsq_adam",
     "--adam-betas": "(0.9, 0.98)",
     "--lr-scheduler": "inverse_sqrt",
     "--keep-interval-updates": "1",

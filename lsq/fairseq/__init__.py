@@ -1,4 +1,4 @@
-"""The fairseq plugin. Importing it registers model, architectures, task and criterion with fairseq.
+"""The fairseq plugin. Importing it registers model, architectures, task, criterion and optimizer.
 
 fairseq imports it through `--user-dir $(lsq user-dir)`; docs/fairseq.md says how to use it.
 """
@@ -9,8 +9,9 @@ from lsq.fairseq import (  # isort: skip
     criterion,
     language_model,
     model,
+    optimizer,
     save_folder,
     task,
 )
 
-__all__ = ["architectures", "compatibility", "criterion", "language_model", "model", "save_folder", "task"]
+__all__ = ["architectures", "compatibility", "criterion", "language_model", "model", "optimizer", "save_folder", "task"]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from lsq.layers import TensorStatistics, observe, quantized_tensors
 
@@ -77,12 +77,12 @@ class TrainingSignals:
         else:
             yield
 
-    def record(self, update: int) -> None:
-        """Once the gradients of update number `update` are there, before the optimizer uses them."""
+    def record(self, update: int, factor: float | Tensor = 1.0) -> None:
+        """Once the gradients of update number `update` are there, before the optimizer uses them times `factor`."""
         if self.last_update == update:
             self._warn(update)
             if self.folder is not None:
-                self._write(update)
+                self._write(update, factor)
 
     def summary(self) -> str:
         """The last signals as a table, one row for the same tensor of all layers; "" before the first."""
@@ -115,7 +115,7 @@ class TrainingSignals:
                 self._warned.add(name)
                 logger.warning("%s, update %d: %s", name, update, text)
 
-    def _write(self, update: int) -> None:
+    def _write(self, update: int, factor: float | Tensor) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import: only where it is wanted
 
@@ -126,7 +126,7 @@ class TrainingSignals:
             self._writer.add_scalar(f"zero_share/{name}", statistics.zero_share, update)
             gradient = self.clips[name].grad
             if gradient is not None:
-                self._writer.add_scalar(f"clip_gradient/{name}", gradient.mean(), update)
+                self._writer.add_scalar(f"clip_gradient/{name}", gradient.mean() * factor, update)
         self._writer.flush()
 
 

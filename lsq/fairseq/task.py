@@ -166,7 +166,7 @@ class LSQTask(GradientTask):
     def optimizer_step(self, optimizer, model, update_num: int) -> None:
         """Called by fairseq once the gradients of an update are there."""
         if self.signals is not None:
-            self.signals.record(update_num + 1)
+            self.signals.record(update_num + 1, getattr(optimizer, "gradient_factor", 1.0))
         super().optimizer_step(optimizer, model, update_num)
 
 

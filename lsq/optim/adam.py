@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lsq.backends import Backend, for_device
 from lsq.ops.adam import scalars
-from lsq.optim.updates import Member, Updates, local
+from lsq.optim.updates import Member, Updates, local, sharded
 from lsq.program import upkeep
 
 REFUSED = ("amsgrad", "maximize")
@@ -113,7 +113,7 @@ class Adam(Optimizer):
             ValueError: gradients are sharded, so that no process knows the norm; or sparse.
         """
         prepared = self._prepared()
-        if any(hasattr(parameter, "to_local") for _, parameter in self._stepping()):
+        if any(sharded(parameter) for _, parameter in self._stepping()):
             raise ValueError("the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_")
         norms = [updates.norm() for updates in prepared] or [torch.zeros(1)]
         place = norms[0].device

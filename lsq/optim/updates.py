@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lsq.backends import Backend
 from lsq.backends.cuda import CUDA
@@ -134,8 +135,7 @@ class Updates:
         self._update()
         for slot in self._slots:
             slot.clear()
-        plain = [parameter for parameter in self._parameters if not hasattr(parameter, "to_local")]
-        torch.autograd.graph.increment_version(plain)
+        torch.autograd.graph.increment_version([one for one in self._parameters if not sharded(one)])
         for parameter, step in zip(self._parameters, self._steps, strict=True):
             if step.rounded is not None:
                 upkeep.made(parameter)
@@ -145,9 +145,14 @@ class Updates:
         there.copy_(host.pin_memory() if there.is_cuda else host, non_blocking=True)
 
 
+def sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of which this process has a part."""
+    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "to_local")
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if sharded(tensor) else tensor
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -156,7 +161,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
     Raises:
         ValueError: it is sparse.
     """
-    gradient = parameter.grad.detach()
+    gradient = parameter.grad
     if gradient.layout is not torch.strided:
         raise ValueError("a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam")
-    return local(gradient).to(torch.float32).contiguous()
+    return local(gradient.detach()).to(torch.float32).contiguous()

@@ -7,11 +7,10 @@ no copy of a parameter takes it along.
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lsq.program.values import Weight
 
@@ -35,17 +34,20 @@ class Upkeep:
     """Of a weight: the parameter under which it is rounded."""
     made_from: tuple = ()
     """What weight and clip were when an optimizer wrote the codes."""
-    probe: torch.Tensor | None = field(default=None, repr=False)
+    probe: tuple[torch.Tensor, ...] = ()
+    """Some values of what they were."""
 
 
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept: dict[int, Upkeep] = {}
+"""By the ids of parameters, until these are gone. (A WeakTensorKeyDictionary takes ten times as long.)"""
 
 
 def of(parameter: torch.Tensor) -> Upkeep:
     """That of a parameter, which changes in place."""
-    found = _kept.get(parameter)
+    found = _kept.get(id(parameter))
     if found is None:
-        found = _kept[parameter] = Upkeep()
+        found = _kept[id(parameter)] = Upkeep()
+        weakref.finalize(parameter, _kept.pop, id(parameter)).atexit = False
     return found
 
 
@@ -76,27 +78,28 @@ def offer(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> None:
 def withdraw(weight: torch.Tensor) -> None:
     """The codes of `weight` are of no use any more."""
     kept = of(weight)
-    kept.rounded, kept.clip, kept.made_from, kept.probe = None, None, (), None
+    kept.rounded, kept.clip, kept.made_from, kept.probe = None, None, (), ()
 
 
 def made(weight: torch.Tensor) -> None:
     """An optimizer has written the codes of `weight`."""
     kept = of(weight)
-    kept.made_from = (*_stamp(weight), *_stamp(kept.clip()))
-    kept.probe = _probe(weight)
+    clip = kept.clip()
+    kept.made_from = (*_stamp(weight), *_stamp(clip))
+    kept.probe = tuple(values.clone() for values in _probe(weight, clip))
 
 
 def current(weight: torch.Tensor, clip: torch.Tensor, codes: torch.Tensor) -> bool:
     """Whether `codes` are those of `weight` under `clip` because an optimizer has made them, and nothing changed since.
 
-    Changes are those that PyTorch counts, and new memory. On the CPU some values are compared as well, so that a change
-    through `.data` of more than a few values is noticed.
+    Changes are those that PyTorch counts, steps of other optimizers, and new memory. On the CPU clips and some weights
+    are compared as well, so that a change through `.data` of more than a few is noticed.
     """
     kept = of(weight)
     return (
         _lie_at(kept, codes)
         and kept.made_from == (*_stamp(weight), *_stamp(clip))
-        and (kept.probe is None or torch.equal(kept.probe, _probe(weight)))
+        and all(map(torch.equal, kept.probe, _probe(weight, clip)))
     )
 
 
@@ -109,11 +112,11 @@ def _stamp(parameter: torch.Tensor) -> tuple:
     return weakref.ref(parameter.untyped_storage()), parameter.data_ptr(), parameter._version
 
 
-def _probe(weight: torch.Tensor) -> torch.Tensor | None:
-    """Values all over a weight; None on a GPU, where comparing would wait."""
+def _probe(weight: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Values all over a weight, and its clips; nothing on a GPU, where comparing would wait."""
     if weight.device.type != "cpu":
-        return None
-    return weight.detach().flatten()[:: max(1, weight.numel() // PROBES)].clone()
+        return ()
+    return weight.detach().flatten()[:: max(1, weight.numel() // PROBES)], clip.detach()
 
 
 def take(optimizer: Optimizer, parameters) -> None:
@@ -124,17 +127,25 @@ def take(optimizer: Optimizer, parameters) -> None:
 
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, *_) -> None:
-    """Before any optimizer steps: what another one has kept up is this one's now, and it knows nothing of it."""
+    """Before any optimizer steps: what another one has kept up is this one's now, and it knows nothing of it.
+
+    It may step through `.data`, which PyTorch does not count: of clips it is counted here, for the codes under them.
+    """
+    changing = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            kept = _kept.get(parameter)
+            kept = _kept.get(id(parameter))
             if kept is None:
                 continue
             kept.made_from = ()
-            if kept.optimizer is not None and kept.optimizer() is not optimizer:
-                kept.optimizer = None
-                if kept.limit:
+            limits = kept.optimizer is not None and kept.optimizer() is optimizer
+            if kept.limit and not limits:
+                changing.append(parameter)
+                if kept.optimizer is not None:
                     kept.before = parameter.detach().clone()
+            if not limits:
+                kept.optimizer = None
+    torch.autograd.graph.increment_version(changing)
 
 
 register_optimizer_step_pre_hook(_before_step)

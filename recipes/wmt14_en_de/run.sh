@@ -5,7 +5,7 @@ architecture=transformer_wmt_en_de updates=100000 max_length=256 length_penalty=
 batches=8
 training=(
     --share-all-embeddings --dropout 0.1 --weight-decay 0.0 --label-smoothing 0.1
-    --optimizer adam --adam-betas '(0.9, 0.98)' --clip-norm 0.0
+    --adam-betas '(0.9, 0.98)' --clip-norm 0.0
     --lr 7e-4 --lr-scheduler inverse_sqrt --warmup-updates 4000 --warmup-init-lr 1e-7 --max-tokens 4096
     --save-interval-updates 2000 --keep-interval-updates 10 --no-epoch-checkpoints
 )

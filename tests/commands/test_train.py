@@ -79,9 +79,11 @@ def test_a_process_for_each_gpu(prepared, monkeypatch):
     assert train.parse_training([str(prepared.data), "--max-tokens", "100"]).distributed_world_size == 1  # on the CPU
 
 
-def test_fairseqs_architectures_keep_fairseqs_criterion(prepared):
+def test_fairseqs_architectures_keep_fairseqs_criterion_and_optimizer(prepared):
     args = train.parse_training([str(prepared.data), "--max-tokens", "100", "--arch", "transformer"])
-    assert args.criterion == "cross_entropy"
+    assert args.criterion == "cross_entropy" and args.optimizer is None
+    args = train.parse_training([str(prepared.data), "--max-tokens", "100", "--adam-betas", "(0.8, 0.9)"])
+    assert args.optimizer == "lsq_adam" and args.adam_betas == "(0.8, 0.9)"
 
 
 def test_bfloat16_is_not_a_tpu(prepared, lsq_train, tmp_path):
@@ -95,7 +97,8 @@ def test_help_shows_the_options_of_model_task_and_optimizer(capsys):
         train.run(["--help"])
     printed = capsys.readouterr().out
     assert stopped.value.code == 0
-    for option in ("--lsq-backward", "--encoder-layers", "--label-smoothing", "--source-lang", "--max-tokens"):
+    shown = ("--lsq-backward", "--encoder-layers", "--label-smoothing", "--source-lang", "--max-tokens", "--adam-betas")
+    for option in shown:
         assert option in printed
 
 

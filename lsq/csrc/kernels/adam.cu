@@ -48,6 +48,17 @@ __device__ __forceinline__ bool any_nan(const float4& x) {
     return x.x != x.x || x.y != x.y || x.z != x.z || x.w != x.w;
 }
 
+// Four codes, the first in the lowest byte.
+__device__ __forceinline__ uint32_t codes_of(const float4& x, float scale, float largest) {
+    const float values[4] = {x.x, x.y, x.z, x.w};
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        word |= static_cast<uint32_t>(static_cast<uint8_t>(code_of(values[i] / scale, largest))) << (8 * i);
+    }
+    return word;
+}
+
 // A gradient may be a view into a bucket of many, which begins anywhere.
 __device__ __forceinline__ float4 load_gradient(const float* from) {
     if (reinterpret_cast<uint64_t>(from) % sizeof(float4) == 0) return load_words<float4>(from);
@@ -56,6 +67,7 @@ __device__ __forceinline__ float4 load_gradient(const float* from) {
 
 constexpr int kRun = 4 * kThreads;                                 // values of a block of what is not rounded
 constexpr int kTileRows = 4 * kWarps, kTileColumns = 4 * kWarp;  // of a block; a thread takes 4 x 4
+constexpr int kAtOnce = 2;                                       // rows of a thread that are on their way together
 
 // Values [tile * kRun, ...) of a step without codes.
 __device__ __forceinline__ void update(const Adam& op, int64_t tile) {
@@ -98,33 +110,32 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
     for (int r = 0; r < 4; ++r) scale[r] = row + r < valid ? limits[op.clips > 1 ? row + r : 0] / largest : 1.0f;
     for (int64_t start = 0; start < columns; start += kTileColumns) {
         const int64_t column = start + 4 * lane;
-        Moments values[4];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            if (row + r >= valid || column >= columns) continue;
-            const int64_t element = (row + r) * columns + column;
-            values[r] = {load_words<float4>(weights + element), load_gradient(gradients + element),
-                         load_words<float4>(ms + element), load_words<float4>(vs + element)};
-        }
         uint32_t word[4] = {};  // the codes of each row, then of each column
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            if (row + r >= rows || column >= columns) continue;
-            const int64_t element = (row + r) * columns + column;
-            if (row + r < valid) {
-                values[r].apply(step);
-                store_words(updated + element, values[r].weight);
-                store_words(new_ms + element, values[r].m);
-                store_words(new_vs + element, values[r].v);
-                missing[r] |= any_nan(values[r].weight);
-                const float x[4] = {values[r].weight.x, values[r].weight.y, values[r].weight.z, values[r].weight.w};
+        for (int first = 0; first < 4; first += kAtOnce) {
+            Moments values[kAtOnce];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int8_t code = code_of(x[i] / scale[r], largest);
-                    word[r] |= static_cast<uint32_t>(static_cast<uint8_t>(code)) << (8 * i);
-                }
+            for (int r = first; r < first + kAtOnce; ++r) {
+                if (row + r >= valid || column >= columns) continue;
+                const int64_t element = (row + r) * columns + column;
+                values[r - first] = {load_words<float4>(weights + element), load_gradient(gradients + element),
+                                     load_words<float4>(ms + element), load_words<float4>(vs + element)};
             }
-            store_words(out + element, word[r]);
+#pragma unroll
+            for (int r = first; r < first + kAtOnce; ++r) {
+                if (row + r >= rows || column >= columns) continue;
+                const int64_t element = (row + r) * columns + column;
+                if (row + r < valid) {
+                    Moments& value = values[r - first];
+                    value.apply(step);
+                    store_words(updated + element, value.weight);
+                    store_words(new_ms + element, value.m);
+                    store_words(new_vs + element, value.v);
+                    missing[r] |= any_nan(value.weight);
+                    word[r] = codes_of(value.weight, scale[r], largest);
+                }
+                store_words(out + element, word[r]);
+            }
         }
         if (!transposed) continue;
         transpose_bytes(word);
@@ -158,7 +169,7 @@ __device__ __forceinline__ void poison(const Adam& op) {
 }
 
 // The steps of a table, and which of their tiles each block takes.
-__device__ __forceinline__ const Adam& step_of(const Adam* table, const int32_t* tiles) {
+__device__ __forceinline__ Adam step_of(const Adam* table, const int32_t* tiles) {
     return table[tiles[2 * blockIdx.x]];
 }
 __device__ __forceinline__ int64_t tile_of(const int32_t* tiles) { return tiles[2 * blockIdx.x + 1]; }
@@ -166,16 +177,16 @@ __device__ __forceinline__ int64_t tile_of(const int32_t* tiles) { return tiles[
 }  // namespace
 
 // Each for the step of one tensor, and for those of many.
-LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam(const Adam op) { update(op, blockIdx.x); }
+LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam(const Adam op) { update(op, blockIdx.x); }
 LSQ_EXPORT(lsq_adam)
-LSQ_KERNEL __launch_bounds__(kThreads, 4) lsq_adam_table(In<Adam> table, In<int32_t> tiles) {
+LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_adam_table(In<Adam> table, In<int32_t> tiles) {
     update(step_of(table, tiles), tile_of(tiles));
 }
 LSQ_EXPORT(lsq_adam_table)
 
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes(const Adam op) { update_rows(op, blockIdx.x); }
+LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes(const Adam op) { update_rows(op, blockIdx.x); }
 LSQ_EXPORT(lsq_adam_codes)
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_adam_codes_table(In<Adam> table, In<int32_t> tiles) {
+LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_adam_codes_table(In<Adam> table, In<int32_t> tiles) {
     update_rows(step_of(table, tiles), tile_of(tiles));
 }
 LSQ_EXPORT(lsq_adam_codes_table)

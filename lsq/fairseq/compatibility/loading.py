@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _fairseq_load_training = Trainer.load_checkpoint
 _fairseq_load = checkpoint_utils.load_checkpoint_to_cpu
+ADAMS = {"adam": "FairseqAdam", "lsq_adam": "LSQAdam"}
+"""Names of optimizers -> their classes, as checkpoints name them; their states are the same."""
 NUMPY_DTYPES = ("bool", "int32", "int64", "float32", "float64")
 
 
@@ -98,7 +100,15 @@ def load_training(trainer: Trainer, filename: str, *arguments: object, **options
     def load_fitting(*arguments: object, **options: object) -> dict:
         state = load_checkpoint(*arguments, **options)
         check(state.get("task_state", {}))
+        _rename_adam(state, trainer.cfg.optimizer)
         return state
 
     with replaced(checkpoint_utils, load_checkpoint_to_cpu=load_fitting):
         return _fairseq_load_training(trainer, filename, *arguments, **options)
+
+
+def _rename_adam(state: dict, optimizer: object) -> None:
+    """Let a training go on with one Adam from a checkpoint of another; fairseq would refuse."""
+    history, name = state.get("optimizer_history"), ADAMS.get(getattr(optimizer, "_name", None))
+    if history and name is not None and history[-1].get("optimizer_name") in ADAMS.values():
+        history[-1]["optimizer_name"] = name

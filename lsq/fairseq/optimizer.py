@@ -1,0 +1,74 @@
+"""`--optimizer lsq_adam`: lsq.optim.Adam under fairseq, with the options and the arithmetic of fairseq's adam.
+
+fairseq multiplies and clips gradients in passes of their own; here both wait for the step.
+"""
+
+import ast
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, List  # noqa: UP035  fairseq cannot read list[...]
+
+from fairseq.dataclass import FairseqDataclass
+from fairseq.optim import FairseqOptimizer, register_optimizer
+from omegaconf import II, OmegaConf
+from torch import Tensor
+
+from lsq.optim import Adam
+
+
+@dataclass
+class LSQAdamConfig(FairseqDataclass):
+    """Options of lsq_adam; the last ones are fairseq's own."""
+
+    adam_betas: Any = field(default=(0.9, 0.999), metadata={"help": "decay of the first and of the second moment"})
+    adam_eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
+    weight_decay: float = field(
+        default=0.0, metadata={"help": "share of itself, times the learning rate, that a parameter loses in an update"}
+    )
+    fp16: bool = II("common.fp16")
+    bf16: bool = II("common.bf16")
+    amp: bool = II("common.amp")
+    use_bmuf: bool = II("optimization.use_bmuf")
+    lr: List[float] = II("optimization.lr")  # noqa: UP006
+
+
+@register_optimizer("lsq_adam", dataclass=LSQAdamConfig)
+class LSQAdam(FairseqOptimizer):
+    """Adam that also limits clips and makes the codes of weights.
+
+    Raises:
+        ValueError: options that it does not go with, or that are out of their range.
+    """
+
+    def __init__(self, cfg: LSQAdamConfig, params):
+        super().__init__(cfg)
+        for name in ("fp16", "bf16", "amp", "use_bmuf"):
+            if getattr(cfg, name, False):
+                raise ValueError(
+                    "--optimizer lsq_adam steps float32 parameters itself and does not go with "
+                    f"--{name.replace('_', '-')}; leave that out, or take --optimizer adam"
+                )
+        self._optimizer = Adam(params, **self.optimizer_config)
+
+    @property
+    def optimizer_config(self) -> dict[str, Any]:
+        """What a checkpoint's options give way to."""
+        rate, betas = self.cfg.lr, self.cfg.adam_betas
+        return {
+            "lr": rate[0] if isinstance(rate, Collection) else rate,
+            "betas": tuple(ast.literal_eval(betas) if isinstance(betas, str) else OmegaConf.to_container(betas)),
+            "eps": self.cfg.adam_eps, "weight_decay": self.cfg.weight_decay, "torch_epsilon": False,
+        }  # fmt: skip
+
+    @property
+    def gradient_factor(self) -> float | Tensor:
+        """What the next step multiplies gradients by."""
+        return self.optimizer.gradient_factor
+
+    def multiply_grads(self, c: float | Tensor) -> None:
+        """Multiply all gradients by a number, in the next step."""
+        self.optimizer.multiply_grads(c)
+
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The norm [] of all gradients, which the next step shortens to `max_norm` if that is above 0."""
+        return self.optimizer.clip_grad_norm(max_norm, aggregate_norm_fn)

@@ -1,0 +1,93 @@
+"""--optimizer lsq_adam through the plugin: against fairseq's adam, resumed, and what it refuses."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lsq.fairseq.optimizer import LSQAdam
+from lsq.ops.rounding import RoundWeight
+from lsq.program import upkeep
+from tests.fairseq.test_task import command, losses  # noqa: F401
+from tests.fairseq.two_workers import train_by_two
+
+OURS, THEIRS = "--optimizer lsq_adam", "--optimizer adam"
+RATES = "--lr-scheduler inverse_sqrt --warmup-updates 4 --weight-decay 0.01 --adam-betas (0.9,0.98)"
+
+
+def config(**options):
+    """As fairseq makes it of the command line."""
+    return SimpleNamespace(lr=[0.1], adam_betas="(0.9, 0.98)", adam_eps=1e-8, weight_decay=0.0, **options)
+
+
+@pytest.mark.parametrize("options", ["--clip-norm 1.0", "--lsq-backward int8 --update-freq 2", "--lsq-mode float"])
+def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # noqa: F811
+    """Within what rounding of floats makes of the first updates."""
+    theirs = train(tmp_path / "theirs", f"--max-update 4 {THEIRS} {RATES} {options}")
+    expected = losses.copy()
+    ours = train(tmp_path / "ours", f"--max-update 4 {OURS} {RATES} {options}")
+    assert losses[len(expected) :] == pytest.approx(expected, rel=2e-3)
+    assert losses[len(expected)] == expected[0]
+    assert ours["model"].keys() == theirs["model"].keys()
+    if "float" in options:
+        for name, tensor in theirs["model"].items():
+            # keys' biases have no gradient but for rounding errors, which Adam makes steps of
+            torch.testing.assert_close(ours["model"][name], tensor, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("options", ["--lsq-backward int8 --update-freq 2", "--clip-norm 0.5 --lsq-memory naive"])
+def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):  # noqa: F811
+    whole = train(tmp_path / "whole", f"--max-update 6 {OURS} {options}")["model"]
+    expected = losses.copy()
+    train(tmp_path / "parts", f"--max-update 3 {OURS} {options}")
+    parts = train(tmp_path / "parts", f"--max-update 6 {OURS} {options}")["model"]
+    assert losses[len(expected) :] == expected
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("first", "second"), [(OURS, THEIRS), (THEIRS, OURS)])
+def test_one_adam_goes_on_from_the_other(train, tmp_path, first, second):
+    before = train(tmp_path, f"--max-update 3 {first}")["last_optimizer_state"]["state"]
+    after = train(tmp_path, f"--max-update 4 {second}")["last_optimizer_state"]["state"]
+    assert {int(moments["step"]) for moments in after.values()} == {4}
+    for number, moments in after.items():
+        assert (moments["exp_avg_sq"] >= 0.99 * before[number]["exp_avg_sq"]).all()
+
+
+def test_codes_come_from_the_optimizer(train, tmp_path, monkeypatch):
+    """Every weight is rounded by the first passes, and later only where clips of weights are measured."""
+    made, steps, stepped, rounded = [], [], LSQAdam.step, RoundWeight.cpu
+    monkeypatch.setattr(RoundWeight, "cpu", lambda one: (made.append(1), rounded(one)))
+    monkeypatch.setattr(LSQAdam, "step", lambda one: (stepped(one), steps.append(len(made))))
+    train(tmp_path, f"--max-update 6 {OURS} --lsq-calibration-passes 2")
+    weights = steps[0]
+    assert weights > 10
+    assert [now - before for before, now in zip(steps, steps[1:], strict=False)] == [0, weights, 0, 0, 0]
+
+
+@pytest.mark.parametrize("option", ["fp16", "bf16", "amp", "use_bmuf"])
+def test_options_that_it_does_not_go_with_are_refused(option):
+    with pytest.raises(ValueError, match=f"does not go with --{option.replace('_', '-')}"):
+        LSQAdam(config(**{option: True}), [torch.nn.Parameter(torch.zeros(3))])
+
+
+def test_gradients_are_left_as_they_are():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = LSQAdam(config(), [parameter])
+    parameter.grad = torch.full((4,), 2.0)
+    optimizer.multiply_grads(0.5)
+    assert optimizer.clip_grad_norm(1.0) == 2.0
+    assert (parameter.grad == 2.0).all() and float(optimizer.gradient_factor) == pytest.approx(0.25)
+    optimizer.step()
+    assert optimizer.gradient_factor == 1.0 and upkeep.of(parameter).optimizer() is optimizer.optimizer
+    optimizer.zero_grad()
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("options", [
+    "--lsq-gradients int8", pytest.param("--update-freq 2 --clip-norm 0.1", marks=pytest.mark.thorough),
+])  # fmt: skip
+def test_two_processes_end_with_the_same_parameters(toy, tmp_path, options):
+    given = command(toy, tmp_path / "save", f"--max-update 4 --lsq-calibration-passes 1 {OURS} {options}")
+    _, (first, second) = train_by_two(tmp_path, given)
+    assert all(torch.equal(first[name], second[name]) for name in first)
