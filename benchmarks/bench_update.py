@@ -60,8 +60,7 @@ class Side:
                 self.place.run(RoundWeight(weight=dataclasses.replace(codes, **both)))
             upkeep.offer(values, clip, codes)
         for module in self.modules:
-            for clip in module.clips().values():
-                upkeep.remember(clip, module.quant.clip_step)
+            upkeep.remember(module.clips().values(), module.quant.clip_step)
 
     @torch.no_grad()
     def update(self) -> None:

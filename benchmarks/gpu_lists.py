@@ -75,7 +75,7 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
 def training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
     """(how often it runs in a step, program)"""
     config, mode = layer_config(size, quant, DROPOUT), Mode(training=True, backward=True, backend=OnPaper())
-    sentences = Sentences.of(size.tokens, size.sentences, size.length)
+    sentences = Sentences(rows=size.tokens, count=size.sentences)
     yield 2, programs.embedding(quant, size.tokens, table(size, DROPOUT), mode)
     yield LAYERS, programs.encoder_layer(config, sentences, mode)
     yield LAYERS, programs.decoder_layer(config, sentences, sentences, mode)
@@ -114,7 +114,8 @@ def update(count: int) -> Part:
     names = ("weight", "gradient", "first", "second")
     tensors = {name: tensor(name) for name in names}
     places = {"new_weight": tensors["weight"], "new_first": tensors["first"], "new_second": tensors["second"]}
-    one = Adam(**tensors, **places, numbers=torch.empty(6, device="meta"))
+    numbers, factor = (torch.empty(length, device="meta") for length in (6, 1))
+    one = Adam(**tensors, **places, numbers=numbers, gradient_factor=factor)
     return Part(name="update", times=1, entries=tuple(one.cuda()))
 
 

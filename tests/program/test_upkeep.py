@@ -63,7 +63,7 @@ def test_the_step_of_another_optimizer_is_seen(which, monkeypatch):
     """Also of one that steps through `.data`, as fairseq's do, and where values cannot be compared."""
     monkeypatch.setattr(upkeep, "_probe", lambda *given: ())
     weight, clip, codes = found = offered()
-    upkeep.remember(clip, 0.01)
+    upkeep.remember([clip], 0.01)
     found[which].grad = torch.ones_like(found[which])
     for _ in range(2):
         upkeep.made(weight)
@@ -74,11 +74,11 @@ def test_the_step_of_another_optimizer_is_seen(which, monkeypatch):
 
 def test_clips_are_remembered_unless_an_optimizer_limits_them():
     clip = torch.nn.Parameter(torch.ones(3))
-    upkeep.remember(clip, 0.01)
+    upkeep.remember([clip], 0.01)
     assert torch.equal(upkeep.of(clip).before, clip) and upkeep.of(clip).limit == 0.01
     optimizer = torch.optim.SGD([clip], lr=1.0)
     upkeep.take(optimizer, [clip])
-    upkeep.remember(clip, 0.01)
+    upkeep.remember([clip], 0.01)
     assert upkeep.of(clip).before is None
     other = torch.optim.SGD([clip], lr=1.0)
     clip.grad = torch.ones(3)
@@ -86,7 +86,7 @@ def test_clips_are_remembered_unless_an_optimizer_limits_them():
     assert (upkeep.of(clip).before == 1).all() and (clip == 0).all()
     upkeep.take(optimizer, [clip])
     del optimizer
-    upkeep.remember(clip, 0.01)
+    upkeep.remember([clip], 0.01)
     assert (upkeep.of(clip).before == 0).all()
 
 
