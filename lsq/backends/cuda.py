@@ -78,6 +78,7 @@ class CUDA(Backend):
     refillable = True
     leaves_sums = True
     transposed_weights = True
+    starts_scales = True
 
     def __init__(self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT):
         self.device = target

@@ -209,6 +209,7 @@ class ProgramModule(nn.Module):
                 fixed=self.quant.activation_clip, percentile=self.quant.percentile,
             )
         rounding.clip.data.copy_(measured)
+        rounding.started = False  # the scale that was written is that of the clip before
 
     @torch.no_grad()
     def _weight_codes(self, program: Program) -> dict[str, torch.Tensor]:

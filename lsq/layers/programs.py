@@ -15,6 +15,7 @@ from lsq.layers.blocks import End, Memory, Residual, Sentences
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
 from lsq.ops.rounding import Add, unpacked
+from lsq.ops.scales import start_together
 from lsq.ops.sums import finish_together
 from lsq.program.backend import Backend
 from lsq.program.builder import Builder
@@ -38,10 +39,11 @@ class Mode:
 
     def builder(self, name: str, quant: QuantConfig) -> Builder:
         """An empty program of that name."""
-        finish = {"finish": finish_together} if self.backend.leaves_sums else {}
+        together = {"begin": start_together} if self.backend.starts_scales else {}
+        together |= {"finish": finish_together} if self.backend.leaves_sums else {}
         return Builder(
             name, quant, training=self.training, backward=self.backward, backend=self.backend,
-            add=lambda a, b, out: Add(a=a, b=b, out=out), **finish,
+            add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
         )
 
 

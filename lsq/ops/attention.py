@@ -17,6 +17,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR, row_defines
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.heads import Heads, Projected, rows_of
+from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.program.declare import Activations, Floats, In, Out, Value
 from lsq.program.operation import Operation, Spec
@@ -55,7 +56,7 @@ class Attention(Operation):
         return [
             launch(
                 "attention.cu", "lsq_attention", self, TICKET, grid=_blocks(self.heads, self.heads.rows),
-                block=THREADS, **_defines(self.heads, self.out),
+                block=THREADS, **_defines(self.heads, self.out), **started(self.rounded),
             )
         ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.rounding import RoundGradient, unpacked
+from lsq.ops.scales import started
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
@@ -107,7 +108,8 @@ class Project(Operation):
         floats = [tensor for tensor in (self.x.floats, self.out, end.before) if tensor is not None]
         return launch(
             "project.cu", "lsq_end", self, sums, TICKET, grid=patches(self.rows, self.columns),
-            ACTIVATION=int(end.activation), SUMS=int(sums is not None), **(float_define(*floats) if floats else {}),
+            ACTIVATION=int(end.activation), SUMS=int(sums is not None), **started(self.rounded),
+            **(float_define(*floats) if floats else {}),
         )
 
     def gradient(self, builder) -> None:

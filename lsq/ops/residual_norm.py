@@ -12,6 +12,7 @@ from __future__ import annotations
 from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
+from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.program.declare import Activations, Floats, In, Out, extent
 from lsq.program.operation import Operation
@@ -59,7 +60,7 @@ class ResidualNorm(Operation):
             launch(
                 "residual_norm.cu", "lsq_residual_norm", self, TICKET,
                 grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS),
-                **float_define(*self.sum.tensors, self.out), **row_defines(self.columns),
+                **float_define(*self.sum.tensors, self.out), **row_defines(self.columns), **started(self.rounded),
             )
         ]  # fmt: skip
 

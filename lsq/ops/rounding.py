@@ -15,6 +15,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops import kernels
+from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.ops.transpose import transpose_codes
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
@@ -53,7 +54,7 @@ class Round(Operation):
         return [
             launch(
                 "rounding.cu", "lsq_round", self, TICKET, grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
-                **float_define(self.x),
+                **float_define(self.x), **started(self.rounded),
             )
         ]  # fmt: skip
 

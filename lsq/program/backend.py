@@ -19,6 +19,7 @@ class Backend:
         name: for people.
         place: the device whose tensors it works on.
         activations: the dtype of activations in programs that are built for it; other floats are float32.
+        starts_scales: whether an operation writes all scales of a pass at its beginning.
         leaves_sums: whether operations leave sums over rows in parts, for one operation to finish at the end of a pass.
         transposed_weights: whether the int8 products that go back read codes of weights transposed, which come in then.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
@@ -28,6 +29,7 @@ class Backend:
     name: str
     place: torch.device = torch.device("cpu")
     activations: torch.dtype = torch.float32
+    starts_scales: bool = False
     leaves_sums: bool = False
     transposed_weights: bool = False
     refillable: bool = False

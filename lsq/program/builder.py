@@ -15,6 +15,7 @@ from lsq.program.values import Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT
 
 Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
+Begin = Callable[[Sequence[Operation]], Sequence[Operation]]
 Finish = Callable[[Sequence[Operation], Callable[..., VirtualTensor]], Sequence[Operation]]
 
 
@@ -28,16 +29,17 @@ class Builder:
         backward: the program gets a backward pass; without one, weights come in as codes.
         backend: where it will run, which decides how much scratch memory operations take and how wide activations are.
         add: makes the operation that adds two tensors into a third.
+        begin: makes the first operations of a forward pass from the others.
         finish: makes the last operations of a backward pass from the others and from what makes virtual tensors.
     """
 
     def __init__(
         self, name: str, quant: QuantConfig, *, training: bool, backward: bool, backend: Backend, add: Add,
-        finish: Finish = lambda operations, tensor: (),
+        begin: Begin = lambda operations: (), finish: Finish = lambda operations, tensor: (),
     ):  # fmt: skip
         self.name, self.quant = name, quant
         self.training, self.backward = training, backward
-        self._backend, self._make_add, self._finish = backend, add, finish
+        self._backend, self._make_add, self._begin, self._finish = backend, add, begin, finish
         self._operations: list[Operation] = []
         self._inputs: list[VirtualTensor] = []
         self._parameters: dict[str, VirtualTensor] = {}
@@ -251,17 +253,18 @@ class Builder:
             for operation in self._finish(self._operations[len(forward) :], self.tensor):
                 self.add(operation)
             differentiable, gradients = self._leaves()
-        operations = tuple(self._operations)
+        begun = tuple(self._begin(forward))
+        operations = (*begun, *self._operations)
         self._narrow()
         scratch = tuple(self._scratch(operation) for operation in operations)
         return Program(
-            name=self.name, operations=operations, scratch=scratch, forward_length=len(forward),
+            name=self.name, operations=operations, scratch=scratch, forward_length=len(begun) + len(forward),
             inputs=tuple(self._inputs), parameters=tuple(self._parameters.values()), outputs=tuple(self._outputs),
             weights=dict(self._weights), output_gradients=output_gradients, differentiable=differentiable,
             gradients=gradients,
             lifetimes=lifetimes_of(
                 [(*one.inputs, *one.outputs, *extra) for one, extra in zip(operations, scratch, strict=True)],
-                len(forward), (*self._inputs, *self._parameters.values()), tuple(self._outputs), gradients,
+                len(begun) + len(forward), (*self._inputs, *self._parameters.values()), tuple(self._outputs), gradients,
             ),
         )  # fmt: skip
 

@@ -40,13 +40,17 @@ class Program:
 
     @cached_property
     def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """What each operation writes, scratch left out."""
-        return tuple(operation.outputs for operation in self.operations)
+        """What each operation is the first to write, scratch left out."""
+        found, before = [], set()
+        for operation in self.operations:
+            found.append(tuple(tensor for tensor in operation.outputs if tensor not in before))
+            before.update(operation.outputs)
+        return tuple(found)
 
     @cached_property
     def dying(self) -> tuple[tuple[VirtualTensor, ...], ...]:
         """What no later operation of the program reads, for each operation; results stay."""
-        used = ((*one.inputs, *written) for one, written in zip(self.operations, self.outputs_of, strict=True))
+        used = ((*one.inputs, *one.outputs) for one in self.operations)
         return tuple(
             tuple(
                 tensor for tensor in dict.fromkeys(tensors)

@@ -12,7 +12,7 @@ from lsq.program.declare import Leaf
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.program.values import Coded, RoundedGradient, StartedScale, Weight
 
 KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
 """A random key whose both halves are used."""
@@ -107,6 +107,7 @@ class Sampler:
 _WITHIN_VALUES: dict[tuple[type, str], Callable] = {
     (Coded, "scale"): lambda draw, shape, value: draw.around(shape, ACTIVATION_CLIP / value.format.largest),
     (Coded, "clip"): lambda draw, shape, value: torch.full(shape, ACTIVATION_CLIP),
+    (StartedScale, "clip"): lambda draw, shape, value: torch.full(shape, ACTIVATION_CLIP),
     (Coded, "error"): lambda draw, shape, value: draw.normal(shape, 0.3 / value.format.largest),
     (Weight, "scale"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP / value.format.largest),
     (Weight, "clip"): lambda draw, shape, value: draw.around(shape, WEIGHT_CLIP),

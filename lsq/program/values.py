@@ -22,6 +22,8 @@ class Coded(Value):
     """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where clips learn by LSQ."""
     clip: In[Floats] | None
     """[1], the parameter."""
+    started: Host[bool] = False
+    """Whether an operation before has written the scale, so that only a NaN has to change it; see lsq.ops.scales."""
 
     @factor
     def largest(self) -> float:
@@ -36,6 +38,11 @@ class Coded(Value):
     def bare(self) -> Coded:
         """Codes and scale alone."""
         return Coded(format=self.format, codes=self.codes, scale=self.scale)
+
+    @property
+    def started_scale(self) -> StartedScale:
+        """The scale as it is without NaN."""
+        return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error."""
@@ -53,6 +60,17 @@ class Coded(Value):
         if self.clipped is None:
             return gradient, torch.zeros(1)
         return arithmetic.straight_through(gradient, self.codes, self.clipped, self.error, bits=self.format.bits)
+
+
+class StartedScale(Value):
+    """The scale of what is rounded under a clip, before it is known whether there is a NaN."""
+
+    clip: In[Floats]
+    """[1]"""
+    scale: Floats
+    """[1]"""
+    largest: float
+    """Q, the largest code."""
 
 
 class Rows(Value):

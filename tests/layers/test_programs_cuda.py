@@ -8,11 +8,11 @@ import torch
 from lsq.backends import backend
 from lsq.backends.cuda import CUDA
 from lsq.config import QuantConfig
-from lsq.layers import programs
+from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.linear import QuantizedLinear
 from lsq.layers.programs import Table, Vocabulary
 from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
-from tests.layers.shapes import config_of
+from tests.layers.shapes import HIDDEN, config_of
 from tests.ops.cuda import ORDERS, current_device, set_order
 
 OPTIONS = [
@@ -62,6 +62,26 @@ def test_a_program_gives_the_same_on_every_backend(kind, options):
     for order in ORDERS:
         set_order(order)
         assert_agree(run(program_of(kind, options, where), where), on_the_cpu, where.name)
+
+
+def test_all_scales_of_a_pass_are_started_by_one_launch():
+    where = CUDA(current_device())
+    for kind, options in (("encoder", OPTIONS[0]), ("decoder", OPTIONS[1]), ("decoder", OPTIONS[3])):
+        first, *others = program_of(kind, options, where).operations
+        rounded = [one.rounding() for one in others if one.rounding() is not None]
+        assert set(first.outputs) == {one.scale for one in rounded} and all(one.started for one in rounded)
+        assert first.name == "StartScales" and len(rounded) > 4
+    assert not program_of("encoder", OPTIONS[2], where).operations[0].name == "StartScales"
+
+
+def test_a_pass_that_calibrates_rounds_under_what_it_measures():
+    """The scales that stood there were those of the clips before."""
+    layers, x = [TransformerEncoderLayer(config_of()).eval() for _ in range(2)], torch.randn(7, 3, HIDDEN)
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].backend = backend("emulated")
+    with torch.no_grad():
+        wanted, found = (layer(x) for layer in layers)
+    assert distance(found, wanted) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

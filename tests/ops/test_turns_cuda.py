@@ -13,6 +13,7 @@ from lsq.csrc import emulator, geometry
 from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
+from lsq.ops.scales import TOGETHER
 from lsq.ops.sums import FinishSums, PartialSums
 from lsq.ops.vocabulary_loss import ScaleRows
 from tests.ops import (
@@ -35,6 +36,7 @@ from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_residual_norm_cuda import compare_gradients
 from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rounding import weight_of
+from tests.ops.test_scales import scales
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates
@@ -175,12 +177,17 @@ def weight_gradients():
         test_weight_gradient_cuda.turns(columns, outputs)
 
 
+def started_scales():
+    """All that one launch writes."""
+    compare_cuda(scales([0.5 + number for number in range(TOGETHER)]))
+
+
 CASES = {
     "adam.cu": adam_steps, "attention.cu": attentions, "attention_rows.cu": attentions, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
     "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
-    "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
+    "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     "weight_gradient.cu": weight_gradients,
 }  # fmt: skip
 """What runs all kernels of a source."""

@@ -1,10 +1,14 @@
 // Rounding to codes and its straight-through gradient; lsq/quant/arithmetic.py is the reference.
 //
-// Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8. M rows, N columns.
+// -DSTARTED=1: scales stand there, and only a NaN changes them; 0: the last block writes them. Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8. M rows, N columns.
 #pragma once
 
 #include "random.cuh"
 #include "reduce.cuh"
+
+#ifndef STARTED
+#define STARTED 0
+#endif
 
 namespace lsq {
 
@@ -52,7 +56,11 @@ struct CodeSink {
     // All threads of all blocks must call this; see finish_scale. The codes of no rows have no address, but a scale.
     template <int THREADS>
     __device__ __forceinline__ void finish(uint32_t* ticket, bool missing) const {
+#if STARTED
+        if (missing) scale[0] = not_a_number();
+#else
         if (scale) finish_scale<THREADS>(ticket, missing, clip[0], q, scale);
+#endif
     }
 };
 
