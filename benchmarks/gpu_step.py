@@ -24,7 +24,9 @@ GROUPS = {
     "ends and norms": (
         "lsq_end", "lsq_residual", "lsq_project", "lsq_finish", "norm", "dropout", "activation", "add", "sum of",
     ),
-    "rounding, transposes": ("rounding", "lsq_round", "lsq_transpose", "lsq_column", "lsq_zero", "lsq_float"),
+    "rounding, transposes": (
+        "rounding", "lsq_round", "lsq_start", "lsq_begin", "lsq_transpose", "lsq_column", "lsq_zero", "lsq_float",
+    ),
     "loss": ("loss", "lsq_vocabulary", "lsq_sum_losses", "lsq_scale_rows"),
     "embedding": ("embedding", "lsq_embed", "lsq_rank", "lsq_sort", "lsq_sum_occ", "lsq_join"),
     "update": ("Adam", "lsq_adam", "gradients"),
