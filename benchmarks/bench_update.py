@@ -55,7 +55,7 @@ class Side:
         for module in self.modules:
             module.limit_clip_steps()
         for values, clip, codes in self.weights:
-            if not upkeep.current(values, clip, codes.codes):
+            if not upkeep.current(values, clip, codes):
                 both = {"values": values.detach(), "clip": clip.detach()}
                 self.place.run(RoundWeight(weight=dataclasses.replace(codes, **both)))
             upkeep.offer(values, clip, codes)

@@ -160,12 +160,10 @@ def others(size: Size) -> Iterator[Operation]:
     codes = Weight(
         format=QuantConfig().weights, codes=_tensor("codes", shape, torch.int8),
         scale=_tensor("scale", shape[:1]), clip=_tensor("clip", shape[:1]),
-    )
-    numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)
-    yield Adam(
-        **tensors, numbers=numbers, gradient_factor=torch.ones(1), rounded=codes,
         transposed=_tensor("transposed", shape[::-1], torch.int8),
     )
+    numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)
+    yield Adam(**tensors, numbers=numbers, gradient_factor=torch.ones(1), rounded=codes)
     for dtype in (torch.float32, torch.bfloat16):
         yield from messages(size.feed_forward * size.hidden, dtype)
 

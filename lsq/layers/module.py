@@ -232,7 +232,7 @@ class ProgramModule(nn.Module):
                 tensors = parameters | made
                 weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
                 values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
-                if not (self.training and upkeep.current(values, clip, made[virtual.codes.name])):
+                if not (self.training and upkeep.current(values, clip, weight)):
                     place.run(RoundWeight(weight=weight))
                 if self.training:
                     upkeep.offer(values, clip, weight.bare())

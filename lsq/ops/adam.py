@@ -14,7 +14,7 @@ import torch
 from lsq.csrc import loader
 from lsq.csrc.launch import TICKET, Launch, check, launch
 from lsq.ops.kernels import check_columns
-from lsq.program.declare import Bytes, Codes, Floats, Host, In, Offsets, Out, Value, extent, factor, size
+from lsq.program.declare import Bytes, Floats, Host, In, Offsets, Out, Value, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 from lsq.quant import quantize
@@ -53,7 +53,7 @@ class Adam(Operation):
     """The new weight and moments, all of one shape; what is written may be the memory of what is read.
 
     Raises:
-        ValueError: transposed codes are wanted, but no codes; or the weight's format packs its codes.
+        ValueError: codes are wanted, but the weight's format packs them.
     """
 
     weight: In[Floats]
@@ -74,14 +74,8 @@ class Adam(Operation):
     new_second: Out[Floats]
     rounded: Out[Weight] | None
     """The codes [P, K] of the new weight under a clip that was updated before; its `values` are not looked at."""
-    transposed: Out[Codes] | None
-    """[K, P], the same codes."""
 
     def __post_init__(self):
-        check(
-            self.rounded is not None or self.transposed is None,
-            "Adam was given memory for transposed codes, but not for codes; give it both",
-        )
         if self.rounded is not None and self.rounded.format.packed:
             raise ValueError(
                 f"Adam writes int8 codes, but those of the format {self.rounded.format.name} are packed; leave out"
@@ -128,12 +122,12 @@ class Adam(Operation):
         if self.limited:
             weight = torch.clamp(weight, self.weight * self.lowest, self.weight * self.highest)
         if self.rounded is None:
-            return weight, first, second, None, None, None, None
+            return weight, first, second, None, None, None
         codes, scale, _ = quantize(weight, self.rounded.clip, self.rounded.format.bits)
         padding = self.rows - self.valid
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
         scale = torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
-        return weight, first, second, codes, scale, None, codes.t()
+        return weight, first, second, codes, scale, codes.t()
 
     def cuda(self):
         self.check_cuda()
@@ -147,7 +141,7 @@ class Adam(Operation):
         """Raise ValueError where kernels cannot take these shapes."""
         if self.rounded is not None:
             check_columns(16, **{"the width of a weight": self.columns})
-        if self.transposed is not None:
+        if self.rounded is not None and self.rounded.transposed is not None:
             check_columns(16, **{"the number of rows of a weight whose codes are transposed": self.rows})
 
     @property

@@ -1,6 +1,7 @@
 """Steps of many parameters on one device, prepared once and repeated as long as their memory stays where it is."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,7 @@ class Member(NamedTuple):
         clip = kept.clip and kept.clip()
         if clip is None or kept.rounded.format.packed or kept.rounded.codes.device != self.parameter.device:
             return None
-        given = kept.rounded
-        return Weight(format=given.format, codes=given.codes, scale=given.scale, clip=clip.detach())
+        return replace(kept.rounded, clip=clip.detach())
 
 
 class Updates:

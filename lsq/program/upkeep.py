@@ -71,7 +71,7 @@ def forget(clip: torch.Tensor) -> None:
 def offer(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> None:
     """`rounded` holds codes and scale, where those of `weight` [N, K] under `clip` [N] or [1] belong from now on."""
     kept = of(weight)
-    if not _lie_at(kept, rounded.codes) or kept.clip() is not clip:
+    if not _lie_at(kept, rounded) or kept.clip() is not clip:
         kept.rounded, kept.clip, kept.made_from = rounded, weakref.ref(clip), ()
 
 
@@ -89,23 +89,27 @@ def made(weight: torch.Tensor) -> None:
     kept.probe = tuple(values.clone() for values in _probe(weight, clip))
 
 
-def current(weight: torch.Tensor, clip: torch.Tensor, codes: torch.Tensor) -> bool:
-    """Whether `codes` are those of `weight` under `clip` because an optimizer has made them, and nothing changed since.
+def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
+    """Whether `rounded` holds codes of `weight` under `clip` that an optimizer has made, and nothing changed since.
 
     Changes are those that PyTorch counts, steps of other optimizers, and new memory. On the CPU clips and some weights
     are compared as well, so that a change through `.data` of more than a few is noticed.
     """
     kept = of(weight)
     return (
-        _lie_at(kept, codes)
+        _lie_at(kept, rounded)
         and kept.made_from == (*_stamp(weight), *_stamp(clip))
         and all(map(torch.equal, kept.probe, _probe(weight, clip)))
     )
 
 
-def _lie_at(kept: Upkeep, codes: torch.Tensor) -> bool:
-    """Whether that is the memory where codes belong."""
-    return kept.rounded is not None and kept.rounded.codes.data_ptr() == codes.data_ptr()
+def _lie_at(kept: Upkeep, rounded: Weight) -> bool:
+    """Whether that is the memory where codes belong, in all layouts."""
+    return kept.rounded is not None and _addresses(kept.rounded) == _addresses(rounded)
+
+
+def _addresses(rounded: Weight) -> list[int]:
+    return [tensor.data_ptr() for tensor in rounded.written]
 
 
 def _stamp(parameter: torch.Tensor) -> tuple:

@@ -29,11 +29,12 @@ def step(
 ) -> Adam:
     """A step from `before`, see `state`, under the numbers `now`."""
     weight, gradient, first, second = before
-    turned = empty(*rounded.codes.shape[::-1], dtype=torch.int8) if transposed else None
+    if transposed:
+        rounded.transposed = empty(*rounded.codes.shape[::-1], dtype=torch.int8)
     return Adam(
         weight=weight, gradient=gradient, first=first, second=second, numbers=now,
         gradient_factor=torch.tensor([factor]), limit=limit, new_weight=empty(*weight.shape),
-        new_first=empty(*weight.shape), new_second=empty(*weight.shape), rounded=rounded, transposed=turned,
+        new_first=empty(*weight.shape), new_second=empty(*weight.shape), rounded=rounded,
     )
 
 
@@ -52,14 +53,14 @@ def check_codes(compare, bits: int, per_channel: bool, shape: tuple[int, int], r
     done = compare(step(state(*shape), numbers(), codes_of(clip, shape, rows, bits), transposed=True))
     wanted = quantize(done.new_weight, clip, bits)
     codes, scale = done.rounded.codes, done.rounded.scale
-    assert torch.equal(codes[: shape[0]], wanted.codes) and torch.equal(done.transposed, codes.t())
+    assert torch.equal(codes[: shape[0]], wanted.codes) and torch.equal(done.rounded.transposed, codes.t())
     assert torch.equal(scale[: shape[0]], wanted.scale.expand(shape[0]))
     assert not codes[shape[0] :].any() and (scale[shape[0] :] == 1).all()
 
 
 def check_no_transposed_codes(compare) -> None:
     done = compare(step(state(33, 48), numbers(), codes_of(torch.ones(33), (33, 48))))
-    assert done.transposed is None and done.rounded.codes.any()
+    assert done.rounded.transposed is None and done.rounded.codes.any()
 
 
 def check_gradient_that_is_not_finite(compare, clips: int) -> None:

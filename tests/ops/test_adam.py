@@ -11,7 +11,7 @@ from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from tests.ops import adam_checks
 from tests.ops.adam_checks import BETAS, EPSILON, RATE, codes_of, in_place, numbers, state, step
-from tests.ops.compare import compare, empty, on_cpu, written
+from tests.ops.compare import compare, on_cpu, written
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -73,14 +73,6 @@ def test_in_place(shape):
     expected = written(on_cpu(operation))
     for name, found in written(on_cpu(in_place(operation))).items():
         assert found is expected[name] is None or torch.equal(found, expected[name])
-
-
-def test_transposed_codes_without_codes_are_refused():
-    with pytest.raises(ValueError, match="not for codes; give it both"):
-        adam.Adam(
-            weight=None, gradient=None, first=None, second=None, numbers=None, gradient_factor=None,
-            new_weight=None, new_first=None, new_second=None, transposed=empty(48, 48, dtype=torch.int8),
-        )
 
 
 def test_packed_formats_of_weights_are_refused():

@@ -8,11 +8,13 @@ import torch
 from fairseq.optim.adam import Adam as FairseqAdam
 from fairseq.utils import clip_grad_norm_
 
+from lsq.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.layers.schedule import Schedule
 from lsq.ops.rounding import RoundWeight
 from lsq.optim import Adam
+from lsq.program import upkeep
 from tests.layers.shapes import HIDDEN, config_of
 
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-6}
@@ -222,6 +224,17 @@ def test_a_closure_gives_the_gradients():
     assert optimizer.step(loss).requires_grad and not torch.equal(before, module[0].weight)
 
 
+def test_without_a_library_the_reference_steps():
+    parameter = torch.nn.Parameter(torch.randn(5, 3))
+    other = torch.nn.Parameter(parameter.detach().clone())
+    optimizers = Adam([parameter], backend=backend("reference")), Adam([other])
+    for one, optimizer in zip((parameter, other), optimizers, strict=True):
+        one.grad = torch.ones_like(one)
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+    assert torch.equal(parameter, other)
+
+
 # With lsq's layers
 
 
@@ -283,6 +296,7 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
         update(layer, optimizer, number)
         for name, clip in layer.clips().items():
             assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(clip, before[name]), name
+            assert upkeep.of(clip).before is None
 
 
 def in_place(layer):

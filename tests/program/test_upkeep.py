@@ -1,6 +1,7 @@
 """What modules leave to optimizers: who limits clips, and whose codes count."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -13,30 +14,31 @@ from lsq.quant import Grain, WeightFormat
 
 
 def offered(rows=4, columns=200):
-    """(weight, clip, codes) of which an optimizer has made the codes."""
+    """(weight, clip, rounded) of which an optimizer has made the codes."""
     weight, clip = torch.nn.Parameter(torch.randn(rows, columns)), torch.nn.Parameter(torch.ones(rows))
     codes = torch.zeros(rows, columns, dtype=torch.int8)
     form = WeightFormat(name="weight", bits=8, grain=Grain.ROW)
-    upkeep.offer(weight, clip, Weight(format=form, codes=codes, scale=torch.ones(rows)))
+    rounded = Weight(format=form, codes=codes, scale=torch.ones(rows))
+    upkeep.offer(weight, clip, rounded)
     upkeep.made(weight)
-    return weight, clip, codes
+    return weight, clip, rounded
 
 
 def test_codes_that_were_made_count():
-    weight, clip, codes = offered()
-    assert upkeep.current(weight, clip, codes) and upkeep.current(weight, clip, codes.view(-1))
-    assert not upkeep.current(weight, clip, codes.clone())
+    weight, clip, rounded = offered()
+    assert upkeep.current(weight, clip, rounded)
+    assert not upkeep.current(weight, clip, dataclasses.replace(rounded, codes=rounded.codes.clone()))
+    assert not upkeep.current(weight, clip, dataclasses.replace(rounded, transposed=rounded.codes.t().contiguous()))
     upkeep.withdraw(weight)
-    assert not upkeep.current(weight, clip, codes)
+    assert not upkeep.current(weight, clip, rounded)
 
 
 def test_codes_that_nobody_has_made_do_not_count():
-    weight, clip, codes = offered()
-    rounded = upkeep.of(weight).rounded
+    weight, clip, rounded = offered()
     upkeep.offer(weight, clip, rounded)
-    assert upkeep.current(weight, clip, codes)
+    assert upkeep.current(weight, clip, rounded)
     upkeep.offer(weight, torch.nn.Parameter(clip.detach().clone()), rounded)
-    assert not upkeep.current(weight, clip, codes)
+    assert not upkeep.current(weight, clip, rounded)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -62,14 +64,14 @@ def test_changes_through_data_are_seen_but_of_few_values(which):
 def test_the_step_of_another_optimizer_is_seen(which, monkeypatch):
     """Also of one that steps through `.data`, as fairseq's do, and where values cannot be compared."""
     monkeypatch.setattr(upkeep, "_probe", lambda *given: ())
-    weight, clip, codes = found = offered()
+    weight, clip, rounded = found = offered()
     upkeep.remember([clip], 0.01)
     found[which].grad = torch.ones_like(found[which])
     for _ in range(2):
         upkeep.made(weight)
-        assert upkeep.current(weight, clip, codes)
+        assert upkeep.current(weight, clip, rounded)
         FairseqAdam([found[which]], lr=0.1).step()
-        assert not upkeep.current(weight, clip, codes)
+        assert not upkeep.current(weight, clip, rounded)
 
 
 def test_clips_are_remembered_unless_an_optimizer_limits_them():
@@ -91,10 +93,10 @@ def test_clips_are_remembered_unless_an_optimizer_limits_them():
 
 
 def test_copies_of_parameters_know_nothing():
-    weight, clip, codes = offered()
+    weight, clip, rounded = offered()
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         assert upkeep.of(other).rounded is None
-    assert upkeep.current(weight, clip, codes)
+    assert upkeep.current(weight, clip, rounded)
 
 
 def test_nothing_outlives_a_parameter():

@@ -88,11 +88,11 @@ LSQ_OPERATION(Adam, op) {
         }
     }
     if (op.clips == 1 && missing) std::fill(op.rounded.scale, op.rounded.scale + op.valid, not_a_number());
-    if (!op.transposed) return;
+    if (!op.rounded.transposed) return;
 #pragma omp parallel for schedule(static)
     for (int64_t column = 0; column < n; ++column) {
         for (int64_t row = 0; row < op.rows; ++row) {
-            op.transposed[column * op.rows + row] = op.rounded.codes[row * n + column];
+            op.rounded.transposed[column * op.rows + row] = op.rounded.codes[row * n + column];
         }
     }
 }

@@ -101,7 +101,7 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
     const float *weights = op.weight, *gradients = op.gradient, *ms = op.first, *vs = op.second;
     const float* limits = op.rounded.clip;
     float *updated = op.new_weight, *new_ms = op.new_first, *new_vs = op.new_second, *scales = op.rounded.scale;
-    int8_t *out = op.rounded.codes, *transposed = op.transposed;
+    int8_t *out = op.rounded.codes, *transposed = op.rounded.transposed;
     const float largest = op.rounded.largest;
     const Step step(op);
     float scale[4];
