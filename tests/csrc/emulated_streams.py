@@ -8,6 +8,10 @@ GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 NON_BLOCKING = 1
 
 
+HOST = ctypes.c_void_p(-1)
+"""Stands for the host in place of a stream's handle."""
+
+
 def handle_of(stream):
     """What the driver takes for a stream; None is the null stream."""
     return stream.handle if stream is not None else None

@@ -16,10 +16,12 @@ from lsq import backends
 from lsq.backends import cuda
 from lsq.backends.cuda import CUDA
 from tests.csrc.emulated import CudaError, Driver
-from tests.csrc.emulated_streams import Event, Stream, device, handle_of, watched
+from tests.csrc.emulated_streams import HOST, Event, Stream, device, handle_of, watched
 
 WAITS = {"aten._local_scalar_dense.default"}
 """Operations that wait for the device."""
+UNTOUCHED = ("aten.empty", "aten.set_")
+"""Beginnings of operations that touch no memory, beside views."""
 
 
 class OnStreams(TorchDispatchMode):
@@ -28,15 +30,15 @@ class OnStreams(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.driver, self.current, self.faults = Driver(), None, []
+        self.arenas = []  # tensors whose memory others cut up: its pieces neither begin nor end
         self._stack = contextlib.ExitStack()
         self._known = weakref.WeakValueDictionary()  # storages by their address in C++
         self._recorded = weakref.WeakKeyDictionary()  # storage -> streams that it was recorded for
         self.backend = CUDA(cuda.emulated_device())
         monkeypatch.setattr(self.backend.device, "stream", self._handle)
         monkeypatch.setattr(self.backend.device, "record", lambda tensor: tensor.record_stream(self.current))
-        monkeypatch.setattr(backends, "for_device", lambda device: self.backend)
-        for module in (torch.cuda, torch.accelerator):
-            monkeypatch.setattr(module, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(backends, "for_device", lambda device, activations=None: self.backend)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.Tensor, "record_stream", self._recorder())
 
@@ -75,8 +77,8 @@ class OnStreams(TorchDispatchMode):
         given = {tensor.untyped_storage()._cdata for tensor in [*read, *changed]}
         made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in given]
         for tensor in made:
-            self._begin(tensor, str(function))
-        if str(function).startswith("aten.empty"):
+            self._begin(tensor, str(function), handle_of(self.current))
+        if str(function).startswith(UNTOUCHED):
             return result
         for tensors, writes in ((read, 0), ([*changed, *made], 1)):
             for tensor in tensors:
@@ -97,30 +99,35 @@ class OnStreams(TorchDispatchMode):
 
     def _use(self, tensor, name, writes):
         if tensor.numel() and tensor.device.type == "cpu":
+            self._begin(tensor, "of the host", HOST)
             count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             place = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(count * tensor.itemsize)
             self.driver("lsq_emulator_use", handle_of(self.current), name.encode(), *place, writes)
 
-    def _begin(self, tensor, name):
+    def _begin(self, tensor, name, owner):
+        """Its memory begins where it is not known; what others than PyTorch's operations made is of the host."""
         storage = tensor.untyped_storage()
+        first = storage.data_ptr()
+        if any(arena.data_ptr() <= first < arena.data_ptr() + arena.nbytes for arena in self.arenas):
+            return
         if storage.nbytes() and storage.device.type == "cpu" and self._known.get(storage._cdata) is not storage:
             self._known[storage._cdata] = storage
-            place = ctypes.c_void_p(storage.data_ptr())
+            place = ctypes.c_void_p(first)
             size = ctypes.c_size_t(storage.nbytes())
-            self.driver("lsq_emulator_memory_begin", handle_of(self.current), name.encode(), place, size)
+            self.driver("lsq_emulator_memory_begin", owner, name.encode(), place, size)
             recorded = self._recorded[storage] = []
-            weakref.finalize(storage, self._end, self.current, place, recorded)
+            weakref.finalize(storage, self._end, owner, place, recorded)
 
 
     def _recorder(self):
         return lambda tensor, stream: self._recorded.get(tensor.untyped_storage(), []).append(stream)
 
-    def _end(self, stream, place, recorded):
+    def _end(self, owner, place, recorded):
         others = (ctypes.c_void_p * len(recorded))(*(handle_of(other) for other in recorded))
         try:
             with device(self.driver, 0):
                 count = ctypes.c_size_t(len(recorded))
-                self.driver("lsq_emulator_memory_end", handle_of(stream), place, others, count)
+                self.driver("lsq_emulator_memory_end", owner, place, others, count)
         except CudaError as error:
             self.faults.append(str(error))
 

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from tests.csrc.emulated import CudaError, Module, memory
-from tests.csrc.emulated_streams import Event, Memory, Stream, device, handle_of, watched
+from tests.csrc.emulated_streams import HOST, Event, Memory, Stream, device, handle_of, watched
 
 LAUNCH_FAILED = 719
 COUNT = 64
@@ -113,9 +113,9 @@ def test_what_the_host_has_waited_for_is_over(work, pair, wait):
     work.fill(x, first)
     event = Event(work.driver).record(first)
     with pytest.raises(CudaError, match=r"the host's look reads 256 bytes .* on the host, which kernel fill wrote"):
-        work.driver("lsq_emulator_host_use", b"the host's look", x.handle, ctypes.c_size_t(256), 0)
+        work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
     {"stream": first.synchronize, "event": event.synchronize, "device": lambda: work.driver("cuCtxSynchronize")}[wait]()
-    work.driver("lsq_emulator_host_use", b"the host's look", x.handle, ctypes.c_size_t(256), 0)
+    work.driver("lsq_emulator_use", HOST, b"the host's look", x.handle, ctypes.c_size_t(256), 0)
     work.copy(x, y, second)
 
 
@@ -124,7 +124,7 @@ def test_pinned_memory_is_written_again_only_after_its_copy(work, pair):
     pinned, size = memory(COUNT, ctypes.c_int), ctypes.c_size_t(4 * COUNT)
 
     def write():
-        work.driver("lsq_emulator_host_use", b"new numbers", pinned, size, 1)
+        work.driver("lsq_emulator_use", HOST, b"new numbers", pinned, size, 1)
 
     write()
     work.driver("cuMemcpyAsync", x.handle, pinned, size, stream.handle)

@@ -45,8 +45,8 @@ def streams(monkeypatch):
     """The streams, and collectives that run on another one, as NCCL's do."""
     streams = OnStreams(monkeypatch)
     monkeypatch.setattr(executor, "Future", lambda devices: StreamFuture(streams))
-    cuda = SimpleNamespace(Stream=streams.stream, current_stream=torch.cuda.current_stream, stream=streams.on)
-    monkeypatch.setattr(executor, "torch", SimpleNamespace(cuda=cuda))
+    accelerator = SimpleNamespace(current_stream=lambda device: streams.current)
+    monkeypatch.setattr(executor, "torch", SimpleNamespace(Stream=streams.stream, accelerator=accelerator))
     nccl = streams.stream()
 
     def collective(copy):

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr size_t ALIGNMENT = 256;
+const void* const HOST_HANDLE = reinterpret_cast<const void*>(-1);  // stands for the host in place of a stream
 
 std::map<void*, size_t> allocated;
 std::multimap<size_t, void*> given_back;
@@ -42,11 +43,19 @@ int release(void* address, emulator::Lane& lane) {
     return fault.empty() ? emulator::SUCCESS : emulator::fail(emulator::INVALID_VALUE, fault);
 }
 
-// What the piece that has begun does to memory; a fault is kept until the next call of this thread.
-const char* fault_of_use(const void* address, size_t bytes, bool writes) {
-    thread_local std::string fault;
-    fault = emulator::use(address, bytes, writes);
-    return fault.empty() ? nullptr : fault.c_str();
+bool is_host(const void* handle) { return handle == HOST_HANDLE; }
+
+// Of a stream, or of the host.
+int find_lane(const void* handle, emulator::Lane*& lane) {
+    if (is_host(handle)) {
+        lane = &emulator::host();
+        return emulator::SUCCESS;
+    }
+    emulator::Stream* stream;
+    if (const int refused = emulator::find_stream(handle, stream)) return refused;
+    emulator::order_behind_others(*stream);
+    lane = &stream->lane;
+    return emulator::SUCCESS;
 }
 
 struct Copy {
@@ -118,7 +127,11 @@ DRIVER cuMemsetD8Async(void* to, unsigned char value, size_t bytes, const void* 
     });
 }
 
-const char* emulator_use(const void* address, size_t bytes, int writes) { return fault_of_use(address, bytes, writes); }
+const char* emulator_use(const void* address, size_t bytes, int writes) {
+    thread_local std::string fault;
+    fault = use(address, bytes, writes);
+    return fault.empty() ? nullptr : fault.c_str();
+}
 
 // Finds uses of memory that nothing orders, or no longer; what has happened so far is forgotten.
 DRIVER lsq_emulator_watch(int on) {
@@ -126,47 +139,38 @@ DRIVER lsq_emulator_watch(int on) {
     return watch(on) ? SUCCESS : fail(NOT_SUPPORTED, "nothing is watched under the sanitizers");
 }
 
-// Somebody else than a kernel touches memory, on a stream.
+// Somebody else than a kernel touches memory: on a stream, or the host, which waits for nothing by that.
 DRIVER lsq_emulator_use(const void* handle, const char* what, const void* address, size_t bytes, int writes) {
     HOLD_DRIVER;
-    Stream* stream;
-    if (const int refused = find_stream(handle, stream)) return refused;
-    return submit(*stream, what, [name = std::string(what), address, bytes, writes] {
+    const auto work = [name = std::string(what), address, bytes, writes] {
         const std::string fault = use(address, bytes, writes);
         return fault.empty() ? "" : name + " " + fault;
-    });
-}
-
-// The host touches memory, without waiting for anything that it has not waited for.
-DRIVER lsq_emulator_host_use(const char* what, const void* address, size_t bytes, int writes) {
-    HOLD_DRIVER;
-    begin_piece(host(), what);
-    const char* fault = fault_of_use(address, bytes, writes);
-    end_piece();
-    return fault ? fail(LAUNCH_FAILED, std::string(what) + " " + fault) : SUCCESS;
-}
-
-// Memory that others allocate begins to be used in the order of a stream.
-DRIVER lsq_emulator_memory_begin(const void* handle, const char* name, const void* address, size_t bytes) {
-    HOLD_DRIVER;
+    };
+    if (is_host(handle)) return perform(host(), what, work);
     Stream* stream;
     if (const int refused = find_stream(handle, stream)) return refused;
-    order_behind_others(*stream);
-    begin_memory(stream->lane, name, address, bytes);
+    return submit(*stream, what, work);
+}
+
+// Memory that others allocate begins to be used in the order of a stream, or the host's memory, which all devices use.
+DRIVER lsq_emulator_memory_begin(const void* handle, const char* name, const void* address, size_t bytes) {
+    HOLD_DRIVER;
+    Lane* lane;
+    if (const int refused = find_lane(handle, lane)) return refused;
+    begin_memory(*lane, name, address, bytes);
     return SUCCESS;
 }
 
-// It ends in the order of a stream, and of `count` others that its allocator waits for as well (record_stream).
+// It ends in the order of a stream or the host, and of `count` streams that its allocator waits for as well (record_stream).
 DRIVER lsq_emulator_memory_end(const void* handle, const void* address, const void* const* others, size_t count) {
     HOLD_DRIVER;
-    Stream* stream;
+    Lane* lane;
     std::vector<Lane*> lanes;
     for (size_t i = 0; i < count; ++i) {
-        if (const int refused = find_stream(others[i], stream)) return refused;
-        lanes.push_back(&stream->lane);
+        if (const int refused = find_lane(others[i], lane)) return refused;
+        lanes.push_back(lane);
     }
-    if (const int refused = find_stream(handle, stream)) return refused;
-    order_behind_others(*stream);
-    const std::string fault = end_memory(stream->lane, lanes, address);
+    if (const int refused = find_lane(handle, lane)) return refused;
+    const std::string fault = end_memory(*lane, lanes, address);
     return fault.empty() ? SUCCESS : fail(INVALID_VALUE, fault);
 }

@@ -96,7 +96,11 @@ int submit(Stream& stream, const std::string& what, const Work& work) {
         }
     }
     order_behind_others(stream);
-    begin_piece(stream.lane, what);
+    return perform(stream.lane, what, work);
+}
+
+int perform(Lane& lane, const std::string& what, const Work& work) {
+    begin_piece(lane, what);
     const std::string fault = work();
     end_piece();
     return fault.empty() ? SUCCESS : fail(LAUNCH_FAILED, fault);

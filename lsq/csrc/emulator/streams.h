@@ -48,6 +48,9 @@ std::vector<Stream*> streams_of(Context& context);
 // Does the work, or records it where the stream is captured.
 int submit(Stream& stream, const std::string& what, const Work& work);
 
+// Does the work in a lane, and in no graph.
+int perform(Lane& lane, const std::string& what, const Work& work);
+
 // What a stream's next work comes after: what the host knows, and the null stream or the blocking ones.
 void order_behind_others(Stream& stream);
 
