@@ -5,7 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 import torch
-from fairseq import tasks
+from fairseq import tasks, utils
 from fairseq.data import Dictionary
 from torch import nn
 
@@ -76,6 +76,8 @@ def plan_training(model: nn.Module, criterion: nn.Module, batch: dict[str, Any],
     if mode != "naive" and not isinstance(criterion, LSQLabelSmoothedCrossEntropyCriterion):
         logger.warning("memory is not planned: %s", REFUSED.format(type(criterion).__name__))
         return None
+    place = next(model.parameters()).device
+    batch = utils.apply_to_sample(lambda tensor: tensor.to(place), batch)
     memory = plan_memory(model, lambda: criterion(model, batch)[0], mode=mode)
     if memory is None:
         logger.info("memory is not planned: %s", "--lsq-memory naive" if mode == "naive" else loader.description())

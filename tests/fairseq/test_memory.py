@@ -48,6 +48,23 @@ def test_lengths_that_are_padded_to_a_multiple(train, tmp_path):
     train(tmp_path, "--max-update 4 --required-seq-len-multiple 8 --max-source-positions 16 --max-target-positions 16")
 
 
+def test_the_bounding_batch_lies_where_the_model_is(build, monkeypatch):
+    task, model = build()
+    batch, seen = task.bounding_batch(model), []
+
+    class Criterion(memory.LSQLabelSmoothedCrossEntropyCriterion):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+        def forward(self, model, sample):
+            return [seen.append(sample)]
+
+    monkeypatch.setattr(memory, "plan_memory", lambda model, step, mode: step())
+    memory.plan_training(model.to("meta"), Criterion(), batch, "planned")
+    inputs = seen[0]["net_input"]
+    assert {tensor.device.type for tensor in (seen[0]["target"], *inputs.values())} == {"meta"}
+
+
 def test_an_unknown_mode(parse, capsys):
     with pytest.raises(SystemExit):
         parse("--lsq-memory red")
