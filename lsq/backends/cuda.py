@@ -37,7 +37,7 @@ def emulated_device(
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    driver = Driver(str(emulator.build_driver(sanitize)))
+    driver = Driver(str(emulator.build_driver(sanitize)), place.index or 0)
     library = str(emulator.build_products(sanitize))
     return Device(
         name="CUDA emulator on the CPU", driver=driver, place=place,

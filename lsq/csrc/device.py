@@ -68,14 +68,16 @@ class Device:
 
     def record(self, tensor: torch.Tensor) -> None:
         """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it was made on."""
-        if self.place.type == "cuda":
-            tensor.record_stream(torch.cuda.current_stream(self.place))
+        if self.place.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(self.place))
 
     def stream(self) -> int:
         """The handle of PyTorch's current stream on this device."""
-        return torch.cuda.current_stream(self.place).cuda_stream if self.place.type == "cuda" else 0
+        if self.place.type == "cuda":
+            return torch.cuda.current_stream(self.place).cuda_stream
+        return torch.accelerator.current_stream(self.place).stream_id if self.place.type != "cpu" else 0
 
     def synchronize(self) -> None:
         """Wait until everything launched on the current stream is done."""
-        if self.place.type == "cuda":
-            torch.cuda.current_stream(self.place).synchronize()
+        if self.place.type != "cpu":
+            torch.accelerator.current_stream(self.place).synchronize()

@@ -109,6 +109,6 @@ def _used_here(tensor: Tensor) -> Tensor:
 
     Exchanges run on a side stream and states are saved and loaded on another; PyTorch knows of the one that allocated.
     """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
     return tensor

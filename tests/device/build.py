@@ -37,7 +37,7 @@ def library() -> Path:
         raise CannotBuild(f"this PyTorch has no headers in {TORCH / 'include'}")
     files = [os.fspath(path) for path in sources if path.suffix == ".cpp"]
     headers = ["-isystem", os.fspath(TORCH / "include")]
-    libraries = [f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10"]
+    libraries = [f"-L{TORCH / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", "-ldl"]
     staged = target.with_suffix(f".{os.getpid()}")
     target.parent.mkdir(parents=True, exist_ok=True)
     command = [*compiler, *FLAGS, *headers, *files, *libraries, "-o", os.fspath(staged)]

@@ -14,16 +14,18 @@ from torch import nn
 
 from lsq import backends
 from lsq.backends.cuda import CUDA, emulated_device
+from lsq.csrc import emulator
 from tests.device import build
 
 NAME = "standin"
 DEVICES = 2
 PLACE = torch.device("privateuseone", 0)  # its name until it is loaded
 Watcher = Callable[[int, str, int], None]
-"""Is given 0 (a launch) or 1 (a wait), what it was, and the number of the current stream."""
+"""Is given LAUNCH, WAIT or FAULT (memory ended while in use), what it was, and the number of the current stream."""
+LAUNCH, WAIT, FAULT = 0, 1, 2
 _C_WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
 _library: ctypes.CDLL | None = None
-_watching: list = []
+_watchers: list[Watcher] = []
 
 
 def load() -> None:
@@ -36,6 +38,8 @@ def load() -> None:
     if _library is not None:
         return
     _library = ctypes.CDLL(str(build.library()))
+    _library.standin_open(str(emulator.build_driver()).encode())
+    _library.standin_watch(_tell)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -67,13 +71,31 @@ def moved(model: nn.Module, place: torch.device = PLACE) -> nn.Module:
 @contextlib.contextmanager
 def watching(watcher: Watcher):
     """Within this context, tell `watcher` of everything that PyTorch launches on the device and waits for."""
-    told = _C_WATCHER(lambda what, name, stream: watcher(what, name.decode(), stream))
-    _watching.append(told)
-    _library.standin_watch(told)
+    _watchers.append(watcher)
     try:
         yield
     finally:
-        _library.standin_watch(None)
+        _watchers.remove(watcher)
+
+
+@_C_WATCHER
+def _tell(what: int, name: bytes, stream: int) -> None:
+    for watcher in tuple(_watchers):
+        watcher(what, name.decode(), stream)
+
+
+@contextlib.contextmanager
+def ordered():
+    """Within this context, uses of memory that no event orders raise RuntimeError; ends of memory do at its end."""
+    faults = []
+    _library.standin_order(1)
+    try:
+        with watching(lambda what, name, stream: faults.append(name) if what == FAULT else None):
+            yield
+    finally:
+        _library.standin_order(0)
+    if faults:
+        raise RuntimeError("\n".join(faults))
 
 
 # What PyTorch asks of torch.<device>

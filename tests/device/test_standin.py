@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.device.standin import PLACE, moved
+from tests.device.standin import PLACE, moved, ordered
 from tests.device.watch import watched
 
 
@@ -111,6 +111,32 @@ def test_streams_order_what_they_are_given():
             x.add_(1.0)
         x.add_(1.0)
     assert [event.stream for event in record.launches] == [side.stream_id, 0]
+
+
+def beside(wait: bool = True, record: bool = True) -> None:
+    """A piece of memory that is read on a side stream, and given back."""
+    main, side, x = torch.accelerator.current_stream(PLACE), torch.Stream(PLACE), torch.ones(100, device=PLACE)
+    if wait:
+        side.wait_stream(main)
+    with side:
+        y = x * 2
+    if record:
+        x.record_stream(side)
+    del x
+    main.wait_event(side.record_event())
+    assert y.add(1).sum().item() == 300
+    y.record_stream(main)
+
+
+def test_what_no_event_orders_is_reported():
+    with ordered():
+        beside()
+    early = r"mul reads 400 bytes .* on stream \d+, which fill_ wrote .* nothing orders"
+    with pytest.raises(RuntimeError, match=early), ordered():
+        beside(wait=False)
+    with pytest.raises(RuntimeError, match=r"ends on stream 0, but mul on stream \d+ reads it"), ordered():
+        beside(record=False)
+    beside(wait=False, record=False)  # nobody looks
 
 
 def test_futures_hand_tensors_on():

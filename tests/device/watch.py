@@ -35,6 +35,7 @@ class Record:
 
     launches: list[Event] = field(default_factory=list)
     waits: list[Event] = field(default_factory=list)
+    faults: list[Event] = field(default_factory=list)
 
     @staticmethod
     def table(events: list[Event]) -> str:
@@ -49,7 +50,7 @@ def watched() -> Iterator[Record]:
 
     def note(what: int, name: str, stream: int) -> None:
         event = Event(name, stream, _lines())
-        (record.waits if what else record.launches).append(event)
+        {standin.LAUNCH: record.launches, standin.WAIT: record.waits, standin.FAULT: record.faults}[what].append(event)
 
     with standin.watching(note):
         yield record

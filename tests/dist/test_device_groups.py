@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lsq.dist import compress_gradients
 from lsq.dist.agreement import any_process, require_same
 from tests.device import build, group
-from tests.device.standin import PLACE
+from tests.device.standin import PLACE, ordered
 from tests.device.watch import watched
 from tests.dist.net import Net, batch, config, flat_gradients
 from tests.dist.processes import run
@@ -30,7 +30,10 @@ def on_device(function, workers: int, *arguments):
 
 
 def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, str]]:
-    """(gradients, what the host waited for) of steps of DDP with small buckets, all exchanged on the side stream."""
+    """(gradients, what the host waited for) of steps of DDP with small buckets, all exchanged on the side stream.
+
+    All that touches memory is ordered.
+    """
     net = Net().to(PLACE)
     model = DistributedDataParallel(net, bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     compression = compress_gradients(model, config(mode, error_feedback=mode in ("int8", "gcq")))
@@ -41,7 +44,7 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, str]]:
     for step in range(STEPS):
         x = batch(rank, step).pin_memory().to(PLACE, non_blocking=True)
         net.zero_grad()
-        with watched() as record:
+        with ordered(), watched() as record:
             model(x).square().sum().backward()
         found.append((flat_gradients(net).cpu(), record.table(record.waits)))
     assert average is None or streams == {compression._executor.stream}
@@ -95,3 +98,34 @@ def mixed(rank: int) -> str:
 
 def test_the_group_takes_tensors_of_its_device_and_lets_no_host_wait():
     assert on_device(mixed, 2) == ["", ""]
+
+
+def unordered(rank: int) -> None:
+    model = DistributedDataParallel(Net().to(PLACE), bucket_cap_mb=0.001)
+    executor = compress_gradients(model, config("int8"))._executor
+    executor.stream = type("Careless", (), {
+        "wait_stream": lambda self, other: None, "__enter__": lambda self: self.own.__enter__(),
+        "__exit__": lambda self, *error: self.own.__exit__(*error), "own": executor.stream,
+    })()  # fmt: skip
+    x = batch(rank, 0).to(PLACE)
+    with pytest.raises(RuntimeError, match="nothing orders the two"), ordered():
+        model(x).square().sum().backward()
+
+
+def test_an_exchange_that_does_not_wait_for_the_gradient_is_reported():
+    on_device(unordered, 2)
+
+
+def saved(rank: int) -> None:
+    model = DistributedDataParallel(Net().to(PLACE), bucket_cap_mb=0.001)
+    compression = compress_gradients(model, config("int8", error_feedback=True))
+    x = batch(rank, 0).to(PLACE)
+    with ordered():
+        for _ in range(2):
+            model(x).square().sum().backward()
+            compression.load_state_dict(compression.state_dict())
+            model(x).square().sum().backward()
+
+
+def test_residuals_are_saved_and_loaded_between_steps():
+    on_device(saved, 2)

@@ -11,6 +11,7 @@
 
 #include <unordered_set>
 
+#include "driver.h"
 #include "runtime.h"
 
 namespace standin {
@@ -19,6 +20,13 @@ namespace {
 
 using at::Tensor;
 using c10::IValue;
+
+void use_tensor(const Tensor& tensor, const std::string& what, bool writes) {
+    if (!tensor.numel()) return;
+    int64_t elements = 1;
+    for (int64_t i = 0; i < tensor.dim(); ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
+    use(tensor.device(), what, tensor.const_data_ptr(), elements * tensor.element_size(), writes);
+}
 
 bool is_ours(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
 
@@ -42,6 +50,7 @@ class Fallback {
         const size_t count = schema_.arguments().size();
         const auto first = stack->end() - static_cast<std::ptrdiff_t>(count);
         for (size_t i = 0; i < count; ++i) first[i] = argument(first[i], schema_.arguments()[i]);
+        const c10::DeviceGuard guard(device_);
         {
             const at::AutoDispatchBelowADInplaceOrView below;
             operation_.callBoxed(stack);
@@ -58,7 +67,10 @@ class Fallback {
         for (auto it = stack->end() - static_cast<std::ptrdiff_t>(results); it != stack->end(); ++it) {
             *it = result(*it, launched);
         }
-        if (launched) tell(kLaunch, name());
+        if (!launched) return;
+        tell(kLaunch, name());
+        for (const Tensor& read : read_) use_tensor(read, name(), false);
+        for (const Tensor& written : written_) use_tensor(written, name(), true);
     }
 
     std::string name() const { return schema_.name().substr(schema_.name().find("::") + 2); }
@@ -69,6 +81,7 @@ class Fallback {
         if (pairs_.empty() && is_ours(tensor)) device_ = tensor.device();
         TORCH_CHECK(tensor.device() == device_, name(), " was given tensors on ", device_, " and on ", tensor.device(),
                     "; they must lie on one device");
+        (written ? written_ : read_).push_back(tensor);
         for (const auto& [ours, host] : pairs_) {
             if (ours.is_same(tensor)) return host;
         }
@@ -137,6 +150,7 @@ class Fallback {
         launched = true;
         Tensor made = at::empty_strided(host.sizes(), host.strides(), host.options().device(device_));
         on_host(made).copy_(host);
+        written_.push_back(made);
         return made;
     }
 
@@ -144,6 +158,7 @@ class Fallback {
     const c10::FunctionSchema& schema_;
     c10::Device device_ = current_device();
     std::vector<std::pair<Tensor, Tensor>> pairs_, resized_;
+    std::vector<Tensor> read_, written_;
     at::Generator generator_, host_generator_;
 };
 
@@ -166,8 +181,10 @@ bool waits(const std::string& name, const torch::jit::Stack& stack, size_t count
 
 void fallback(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     Fallback one(operation);
-    if (waits(one.name(), *stack, operation.schema().arguments().size())) tell(kWait, one.name());
+    const bool waiting = waits(one.name(), *stack, operation.schema().arguments().size());
+    if (waiting) tell(kWait, one.name());
     one.run(stack);
+    if (waiting) synchronize_stream(current_stream(current_device()));
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -188,14 +205,15 @@ Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::option
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     const bool to_device = is_ours(to), from_device = is_ours(from);
-    if (to_device && from_device) {
-        tell(kLaunch, "copy_");
-    } else {
-        const Tensor& host = to_device ? from : to;
-        const bool waits = !non_blocking || !is_pinned(host.const_data_ptr());
-        if (host.numel()) tell(waits ? kWait : kLaunch, to_device ? "copy to the device" : "copy to the host");
-    }
+    const std::string name = !from_device ? "copy to the device" : to_device ? "copy_" : "copy to the host";
+    const Tensor& host = to_device ? from : to;
+    const bool waits = to.numel() && !(to_device && from_device) && !(non_blocking && is_pinned(host.const_data_ptr()));
+    if (to.numel()) tell(waits ? kWait : kLaunch, name);
+    const c10::DeviceGuard guard(to_device ? to.device() : from.device());
+    if (from_device) use_tensor(from, name, false);
+    if (to_device) use_tensor(to, name, true);
     (to_device ? on_host(to) : to).copy_(from_device ? on_host(from) : from);
+    if (waits) synchronize_stream(current_stream(current_device()));
     return to;
 }
 
@@ -206,6 +224,8 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 
 at::Scalar local_scalar(const Tensor& tensor) {
     tell(kWait, "item");
+    use_tensor(tensor, "item", false);
+    synchronize_stream(current_stream(tensor.device()));
     return on_host(tensor).item();
 }
 
@@ -220,7 +240,7 @@ Tensor& set_storage_offset(Tensor& self, at::Storage storage, int64_t offset, c1
     return at::cpu::set_(self, storage, offset, size, stride);
 }
 
-void record_stream(Tensor&, c10::Stream) {}
+void record_tensor(Tensor& tensor, c10::Stream stream) { record_stream(tensor.storage().data_ptr().get_context(), stream); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
     library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -240,7 +260,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("set_.source_Tensor", &set_tensor);
     library.impl("set_.source_Storage", &set_storage);
     library.impl("set_.source_Storage_storage_offset", &set_storage_offset);
-    library.impl("record_stream", &record_stream);
+    library.impl("record_stream", &record_tensor);
     // One kernel on CUDA, but many pieces for a device that PyTorch does not know.
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
         const auto begins = [&](const char* with) { return name.name.rfind(with, 0) == 0; };

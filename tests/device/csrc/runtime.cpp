@@ -1,5 +1,5 @@
 // Memory, streams, events and random numbers of the test device. Work is done at once, on the host, in the thread that
-// asks for it; streams are numbers, and whoever waits for one is counted.
+// asks for it; what streams and events order is told to the emulated driver, and whoever waits for one is counted.
 #include "runtime.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -15,6 +15,8 @@
 #include <map>
 #include <mutex>
 
+#include "driver.h"
+
 namespace standin {
 
 namespace {
@@ -25,44 +27,55 @@ constexpr size_t kAlignment = 256;  // as on CUDA
 constexpr int kRubbish = 0xFF;      // NaN as a float, -1 as an integer
 
 std::atomic<Watcher> watcher{nullptr};
-std::atomic<c10::StreamId> last_stream{0};
+std::atomic<int64_t> ordering{0};  // which look at the order of work goes on; 0: none
 thread_local c10::DeviceIndex device_now = 0;
 thread_local std::array<c10::StreamId, kDevices> streams_now{};
 
-// Memory that was handed out and not given back: address -> bytes.
+// Memory that was handed out: its bytes, the stream that it belongs to, and others that use it.
+struct Piece {
+    size_t bytes;
+    c10::Stream stream;
+    int64_t epoch;  // of the looks at the order of work
+    std::vector<c10::StreamId> others = {};
+};
+
+// Memory that was handed out and not given back, by address.
 class Registry {
   public:
-    void* take(size_t bytes) {
+    void* take(size_t bytes, c10::Stream stream, int64_t epoch) {
         void* found = nullptr;
         const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
         TORCH_CHECK(!posix_memalign(&found, kAlignment, rounded), "the test device is out of memory");
         std::memset(found, kRubbish, rounded);
         const std::lock_guard<std::mutex> guard(mutex_);
-        pieces_[found] = rounded;
+        pieces_.emplace(found, Piece{rounded, stream, epoch});
         return found;
     }
 
-    void give_back(void* address) {
-        {
-            const std::lock_guard<std::mutex> guard(mutex_);
-            const auto piece = pieces_.find(address);
-            std::memset(address, kRubbish, piece->second);
-            pieces_.erase(piece);
-        }
-        std::free(address);
+    Piece give_back(void* address) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        const Piece piece = pieces_.extract(address).mapped();
+        std::memset(address, kRubbish, piece.bytes);
+        return piece;
+    }
+
+    void record(const void* address, c10::StreamId stream) {
+        const std::lock_guard<std::mutex> guard(mutex_);
+        const auto piece = pieces_.find(const_cast<void*>(address));
+        if (piece != pieces_.end() && piece->second.stream.id() != stream) piece->second.others.push_back(stream);
     }
 
     bool holds(const void* address) {
         const std::lock_guard<std::mutex> guard(mutex_);
         auto next = pieces_.upper_bound(const_cast<void*>(address));
         if (next == pieces_.begin()) return false;
-        const auto& [first, bytes] = *--next;
-        return address < static_cast<char*>(first) + bytes;
+        const auto& [first, piece] = *--next;
+        return address < static_cast<char*>(first) + piece.bytes;
     }
 
   private:
     std::mutex mutex_;
-    std::map<void*, size_t> pieces_;
+    std::map<void*, Piece> pieces_;
 };
 
 // They outlive whatever is freed while the process ends.
@@ -76,12 +89,31 @@ Registry& pinned_memory() {
     return *registry;
 }
 
-void free_device(void* address) { device_memory().give_back(address); }
-void free_pinned(void* address) { pinned_memory().give_back(address); }
+void free_device(void* address) {
+    const Piece piece = device_memory().give_back(address);
+    if (piece.epoch && piece.epoch == ordering) {
+        const std::string fault = end_memory(piece.stream, address, piece.others);
+        if (!fault.empty()) tell(kFault, fault);
+    }
+    std::free(address);
+}
+
+void free_pinned(void* address) {
+    pinned_memory().give_back(address);
+    std::free(address);
+}
+
+c10::Device with_index(c10::Device device) { return {kType, device.has_index() ? device.index() : device_now}; }
+
+c10::Stream stream_of(c10::Device device, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, with_index(device), id);
+}
 
 struct DeviceAllocator final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
-        void* found = bytes ? device_memory().take(bytes) : nullptr;
+        const c10::Stream stream = current_stream(current_device());
+        void* found = bytes ? device_memory().take(bytes, stream, ordering) : nullptr;
+        if (bytes && ordering) begin_memory(stream, found, bytes);
         return {found, found, &free_device, current_device()};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_device; }
@@ -90,7 +122,7 @@ struct DeviceAllocator final : c10::Allocator {
 
 struct PinnedAllocator final : at::HostAllocator {
     c10::DataPtr allocate(size_t bytes) override {
-        void* found = bytes ? pinned_memory().take(bytes) : nullptr;
+        void* found = bytes ? pinned_memory().take(bytes, current_stream(current_device()), 0) : nullptr;
         return {found, found, &free_pinned, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
@@ -124,15 +156,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return before;
     }
 
-    c10::Stream stream(c10::Device device, c10::StreamId id) const {
-        const c10::DeviceIndex index = device.has_index() ? device.index() : device_now;
-        return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), id);
+    c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
+    c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(device, 0); }
+    c10::Stream getNewStream(c10::Device device, int) const override {
+        return stream_of(device, new_stream(with_index(device)));
     }
-    c10::Stream getStream(c10::Device device) const override {
-        return stream(device, streams_now[device.has_index() ? device.index() : device_now]);
-    }
-    c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
-    c10::Stream getNewStream(c10::Device device, int) const override { return stream(device, ++last_stream); }
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
     c10::Stream exchangeStream(c10::Stream given) const override {
         const c10::Stream before = getStream(given.device());
@@ -141,15 +169,30 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void* getStreamNativeHandle(const c10::Stream given) const override { return reinterpret_cast<void*>(given.id()); }
     bool queryStream(const c10::Stream&) const override { return true; }
-    void synchronizeStream(const c10::Stream&) const override { tell(kWait, "Stream.synchronize"); }
-    void synchronizeDevice(c10::DeviceIndex) const override { tell(kWait, "synchronize"); }
-
-    void record(void** event, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {
-        *event = const_cast<Guard*>(this);  // all work before it is done
+    void synchronizeStream(const c10::Stream& given) const override {
+        tell(kWait, "Stream.synchronize");
+        synchronize_stream(given);
     }
-    void block(void*, const c10::Stream&) const override {}
+    void synchronizeDevice(c10::DeviceIndex index) const override {
+        tell(kWait, "synchronize");
+        synchronize_device(c10::Device(kType, index));
+    }
+    void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& given) const override {
+        record_stream(memory.get_context(), given);
+    }
+
+    void record(void** event, const c10::Stream& given, c10::DeviceIndex, c10::EventFlag) const override {
+        record_event(event, given);
+    }
+    void block(void* event, const c10::Stream& given) const override { wait_event(event, given); }
+    void destroyEvent(void* event, c10::DeviceIndex index) const noexcept override {
+        destroy_event(event, c10::Device(kType, index));
+    }
     bool queryEvent(void*) const override { return true; }
-    void synchronizeEvent(void*) const override { tell(kWait, "Event.synchronize"); }
+    void synchronizeEvent(void* event) const override {
+        tell(kWait, "Event.synchronize");
+        synchronize_event(event, current_device());
+    }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -210,10 +253,17 @@ void tell(What what, const std::string& name) {
 }
 
 c10::Device current_device() { return {kType, device_now}; }
+c10::Stream current_stream(c10::Device device) { return stream_of(device, streams_now[with_index(device).index()]); }
+void record_stream(const void* memory, c10::Stream stream) { device_memory().record(memory, stream.id()); }
 c10::Allocator* allocator() { return &device_allocator; }
 bool is_pinned(const void* address) { return pinned_memory().holds(address); }
 at::Generator default_generator(c10::DeviceIndex index) { return hooks().getDefaultGenerator(index); }
 
 extern "C" __attribute__((visibility("default"))) void standin_watch(Watcher given) { watcher = given; }
+extern "C" __attribute__((visibility("default"))) void standin_open(const char* driver) { open_driver(driver); }
+extern "C" __attribute__((visibility("default"))) void standin_order(int on) {
+    const int64_t number = order(on);
+    ordering = on ? number : 0;
+}
 
 }  // namespace standin
