@@ -142,7 +142,7 @@ class Updates:
 
     def _upload(self, host: Tensor, there: Tensor) -> None:
         """Copy without waiting: PyTorch keeps pinned memory until what reads it is done."""
-        there.copy_(host.pin_memory() if there.is_cuda else host, non_blocking=True)
+        there.copy_(host if there.device.type == "cpu" else host.pin_memory(), non_blocking=True)
 
 
 def sharded(tensor: Tensor) -> bool:
