@@ -7,12 +7,14 @@ tensor is scaled by its size: see `Work`.
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from operations import PADDING, Size, layer_config, table, words
 
+from lsq.backends.cuda import CUDA
 from lsq.backends.products import launched_by_operation
 from lsq.config import QuantConfig
 from lsq.csrc import profile
@@ -21,13 +23,12 @@ from lsq.csrc.profile import Profile, Traffic
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
-from lsq.ops.adam import Adam
-from lsq.ops.rounding import RoundWeight
-from lsq.program.backend import Backend
+from lsq.ops.adam import NUMBERS, Adam
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import Sampler
 from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Weight
 
 LAYERS = 6
 """Of the encoder, and of the decoder."""
@@ -39,14 +40,11 @@ SPARSE = 0.5
 """Of a tensor that does not grow with the batch; where less of it is touched, more is touched in a larger batch."""
 
 
-class OnPaper(Backend):
-    """Programs as for a GPU, with activations in bfloat16; runs nothing."""
+class OnPaper(CUDA):
+    """Programs as a GPU has them, with activations in bfloat16, and no device."""
 
-    name = "paper"
-    activations = torch.bfloat16
-
-    def scratch(self, operation: Operation):
-        return operation.cuda_scratch()
+    def __init__(self):
+        self.activations = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,8 @@ class Part:
     times: int
     """That it runs in a step."""
     entries: tuple[Launch | Product, ...]
+    alike: dict[int, int]
+    """By the id of a launch: launches of its key in its operation."""
 
 
 def step(size: Size, quant: QuantConfig) -> list[Part]:
@@ -66,10 +66,13 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
         entries = launched_by_operation(program, torch.float32)
         passes = {"forward": entries[: program.forward_length], "backward": entries[program.forward_length :]}
         found += [
-            Part(name=f"{program.name} {name}", times=times, entries=tuple(itertools.chain(*of_pass)))
+            Part(
+                name=f"{program.name} {name}", times=times, entries=tuple(itertools.chain(*of_pass)),
+                alike={number: count for one in of_pass for number, count in alike(one).items()},
+            )
             for name, of_pass in passes.items()
         ]
-    return [rounding(size, quant), *found, update(parameters(size, quant))]
+    return [*found, update(size, quant)]
 
 
 def training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
@@ -92,31 +95,36 @@ def parameters(size: Size, quant: QuantConfig) -> int:
     return of_layers + size.vocabulary * size.hidden
 
 
-def rounding(size: Size, quant: QuantConfig) -> Part:
-    """The codes of all weights, each by a launch of its own."""
-    entries = [
-        entry
+def update(size: Size, quant: QuantConfig) -> Part:
+    """Adam's two launches: what is not rounded, and weights with their codes, here as if they were one."""
+    table = size.vocabulary * size.hidden
+    weights = table + sum(
+        times * math.prod(weight.values.shape)
         for times, program in training(size, quant)
+        if program.name.endswith("layer")
         for weight in program.weights.values()
-        for _ in range(times)
-        for entry in on_meta(RoundWeight(weight=weight)).cuda()
-    ]
-    return Part(name="rounding of weights", times=1, entries=tuple(entries))
+    )
+    coded = adam(weights // size.hidden, size.hidden, quant)
+    plain = adam(max(1, (parameters(size, quant) - weights) // size.hidden), size.hidden)
+    entries = tuple(entry for one in (plain, coded) for entry in on_meta(one).cuda())
+    return Part(name="update", times=1, entries=entries, alike=alike(entries))
 
 
-def update(count: int) -> Part:
-    """Adam on all parameters in one launch."""
-    shape = (-(-count // 4) * 4,)
+def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
+    """Of a matrix, virtual; with codes where `quant` says of what kind."""
 
-    def tensor(name):
-        return torch.empty(shape, device="meta")
+    def tensor(name, *shape, dtype=torch.float32):
+        return VirtualTensor(name=name, shape=shape, dtype=dtype)
 
     names = ("weight", "gradient", "first", "second")
-    tensors = {name: tensor(name) for name in names}
-    places = {"new_weight": tensors["weight"], "new_first": tensors["first"], "new_second": tensors["second"]}
-    numbers, factor = (torch.empty(length, device="meta") for length in (6, 1))
-    one = Adam(**tensors, **places, numbers=numbers, gradient_factor=factor)
-    return Part(name="update", times=1, entries=tuple(one.cuda()))
+    tensors = {name: tensor(name, rows, columns) for name in names}
+    tensors |= {f"new_{name}": tensors[name] for name in names if name != "gradient"}
+    if quant is not None:
+        tensors["rounded"] = Weight(
+            format=quant.weights, codes=tensor("codes", rows, columns, dtype=torch.int8),
+            scale=tensor("scale", rows), clip=tensor("clip", rows),
+        )
+    return Adam(**tensors, numbers=tensor("numbers", NUMBERS), gradient_factor=tensor("factor", 1))
 
 
 def key_of(entry: Launch) -> str:
@@ -133,6 +141,19 @@ def key_of(entry: Launch) -> str:
         elif argument is None:
             found.append("-")
     return " | ".join(found)
+
+
+def alike(entries: Iterable[Launch | Product]) -> dict[int, int]:
+    """By the id of each launch of an operation: how many of its key there are."""
+    keys = {id(entry): key_of(entry) for entry in entries if isinstance(entry, Launch)}
+    found = Counter(keys.values())
+    return {number: found[key] for number, key in keys.items()}
+
+
+def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
+    """By key: how many launches of it there are in an operation with few sentences, where it is counted."""
+    operations = (launches(operation, "meta") for operation in small_operations(size, quant))
+    return {key_of(entry): count for one in operations for entry, count in zip(one, alike(one).values(), strict=True)}
 
 
 def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profile]:
@@ -157,14 +178,10 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
     """Of a step with few sentences; of embeddings, whose work does not grow evenly, with all of them."""
     small = dataclasses.replace(size, sentences=min(FEW, size.sentences))
     for _, program in training(small, quant):
-        yield from (RoundWeight(weight=weight) for weight in program.weights.values())
         if program.name != "embedding":
             yield from program.operations
     yield from next(training(size, quant))[1].operations
-    tensors = {name: VirtualTensor(name=name, shape=(1 << 16,), dtype=torch.float32) for name in ("w", "g", "m", "v")}
-    w, g, m, v = tensors.values()
-    numbers = VirtualTensor(name="numbers", shape=(6,), dtype=torch.float32)
-    yield Adam(weight=w, gradient=g, first=m, second=v, new_weight=w, new_first=m, new_second=v, numbers=numbers)
+    yield from (adam(FEW, size.hidden), adam(64, size.hidden, quant))
 
 
 def launches(operation: Operation, place: str) -> list[Launch]:
@@ -205,7 +222,7 @@ class Work:
     """What a launch does: bytes by the place of their tensor, each counted once, and work by warps.
 
     A tensor that grows with the batch is read and written as often as at few tokens; one that does not, is read by as
-    many more warps as there is more work, and once from memory.
+    many more warps as there is more work, and once from memory. One that grows more than the work is touched in part.
     """
 
     reads: dict[object, float]
@@ -218,15 +235,15 @@ class Work:
     warps_of_block: int
 
     @staticmethod
-    def of(counted: Profile, entry: Launch) -> "Work":
-        """Of a launch on large tensors whose like was counted on small ones."""
+    def of(counted: Profile, entry: Launch, shared: float = 1.0) -> "Work":
+        """Of a launch on large tensors whose like was counted on small ones; `shared` launches share its work."""
         tensors = profile.operands_of(entry)
-        work = growth(counted, tensors)
+        work = growth(counted, tensors) / shared
         reads: dict[object, float] = {}
         writes: dict[object, float] = {}
         sectors = 0.0
         for real, one in zip(tensors, counted.operands, strict=True):
-            own = bytes_of(real) / one.bytes if one.bytes else 0.0
+            own = min(bytes_of(real) / one.bytes, work) if one.bytes else 0.0
             for traffic, moved in ((one.reads, reads), (one.writes, writes), (one.atomics, writes)):
                 touched = scaled_bytes(traffic, one.bytes, bytes_of(real), work)
                 if touched:
@@ -242,16 +259,10 @@ class Work:
 
 
 def growth(counted: Profile, tensors: list[torch.Tensor]) -> float:
-    """How much more work a launch has on these tensors: the mean of their growth, weighted by what was touched."""
-    touched = [sum(one.touched for one in (place.reads, place.writes)) for place in counted.operands]
-    if not any(touched):
-        return 1.0
-    grown = sum(
-        part * bytes_of(real) / one.bytes
-        for part, real, one in zip(touched, tensors, counted.operands, strict=True)
-        if part
-    )
-    return grown / sum(touched)
+    """How much larger these tensors are, by that which has grown most of those that are touched."""
+    pairs = zip(tensors, counted.operands, strict=True)
+    grown = (bytes_of(real) / one.bytes for real, one in pairs if one.reads.touched + one.writes.touched)
+    return max(grown, default=1.0)
 
 
 def scaled_bytes(traffic: Traffic, counted: int, real: int, work: float) -> float:
@@ -259,7 +270,7 @@ def scaled_bytes(traffic: Traffic, counted: int, real: int, work: float) -> floa
     touched = traffic.touched * SECTOR
     if not touched:
         return 0.0
-    grows = real / counted
+    grows = min(real / counted, work)
     if grows <= 1 and touched < SPARSE * counted:
         grows = work
     return min(touched * grows, real)

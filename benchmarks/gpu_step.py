@@ -25,7 +25,7 @@ GROUPS = {
         "lsq_end", "lsq_residual", "lsq_project", "lsq_finish", "norm", "dropout", "activation", "add", "sum of",
     ),
     "rounding, transposes": (
-        "rounding", "lsq_round", "lsq_start", "lsq_begin", "lsq_transpose", "lsq_column", "lsq_zero", "lsq_float",
+        "rounding", "lsq_round", "lsq_transpose", "lsq_begin", "lsq_start", "lsq_zero", "lsq_float",
     ),
     "loss": ("loss", "lsq_vocabulary", "lsq_sum_losses", "lsq_scale_rows"),
     "embedding": ("embedding", "lsq_embed", "lsq_rank", "lsq_sort", "lsq_sum_occ", "lsq_join"),
@@ -72,7 +72,12 @@ class Step:
         if missing:
             raise ValueError(f"{len(missing)} kernels were not counted, such as {missing[0]}; run with --count")
         self.counted = {number: counts[key_of(entry)] for number, entry in launches.items()}
-        self.work = {number: Work.of(self.counted[number], entry) for number, entry in launches.items()}
+        few = gpu_lists.counted_alike(size, QUANT)
+        many = {number: count for part in self.parts for number, count in part.alike.items()}
+        self.work = {
+            number: Work.of(self.counted[number], entry, many[number] / few[key_of(entry)])
+            for number, entry in launches.items()
+        }
 
     @property
     def launches(self) -> int:

@@ -10,6 +10,7 @@ from lsq.csrc import compiler
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="kernels are counted in the emulator")
 def test_quick_run(tmp_path, capsys):
     try:

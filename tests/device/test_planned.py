@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from lsq.csrc.launch_list import LaunchList
@@ -20,19 +21,20 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach().cpu(), *(parameter.grad.cpu() for parameter in layer.parameters())]
 
 
-def test_a_layer_on_planned_memory_gives_the_same_bits(monkeypatch):
+def test_a_layer_on_planned_memory_gives_the_same_bits():
     fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0)).to(PLACE)
     fresh(torch.randn(3, 2, HIDDEN).to(PLACE))  # measures the clips
     planned = copy.deepcopy(fresh)
     memory = plan_memory(planned, lambda: planned(torch.ones(5, 2, HIDDEN).to(PLACE)).sum())
     assert memory.arena.device == PLACE
     runs, run = [], LaunchList.run
-    monkeypatch.setattr(LaunchList, "run", lambda self: (runs.append(self), run(self)))
-    for _ in range(3):
-        x = torch.randn(4, 2, HIDDEN).to(PLACE)
-        wanted = step(fresh, x)
-        runs.clear()
-        found = step(planned, x)
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    with pytest.MonkeyPatch.context() as patch:  # not the fixture, which undoes it in another process
+        patch.setattr(LaunchList, "run", lambda self: (runs.append(self), run(self)))
+        for _ in range(3):
+            x = torch.randn(4, 2, HIDDEN).to(PLACE)
+            wanted = step(fresh, x)
+            runs.clear()
+            found = step(planned, x)
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     weights = 4
     assert len(memory.prepared) == 2 and len(runs) == weights + 2
