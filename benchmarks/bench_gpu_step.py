@@ -1,10 +1,10 @@
 """One training step of a Transformer on a GPU: lsq in int8, and fairseq's in bfloat16.
 
 A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as `fairseq-train --bf16`
-does it: "fairseq". The other sides have PyTorch's fused Adam in place of fairseq's loop over the weights: lsq's layers
-in planned memory, activations in bfloat16; fairseq's model otherwise unchanged, its layers and loss under
-torch.compile, and that with torchao's int8 mixed-precision training in the layers. Each side takes turns with
-"fairseq".
+does it: "fairseq". lsq has its layers in planned memory, activations in bfloat16, and its own Adam. The other sides
+have PyTorch's fused Adam in place of fairseq's loop over the weights: fairseq's model otherwise unchanged, its layers
+and loss under torch.compile, and that with torchao's int8 mixed-precision training in the layers. Each side takes turns
+with "fairseq".
 """
 
 import argparse
@@ -27,6 +27,7 @@ from operations import MODELS, PADDED
 from lsq.backends import backend as lsq_backend
 from lsq.fairseq.device import use
 from lsq.layers.memory import plan_memory
+from lsq.optim import Adam
 
 ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy", "--lsq-backward", "int8"]
@@ -84,9 +85,7 @@ class LsqSide(transformer.Side):
         """Build it; `backend` of torch.compile is not needed."""
         super().__init__(shape, arguments=LSQ)
         self.model.to(place)
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=5e-4, betas=(0.9, 0.98), fused=place.type == "cuda"
-        )
+        self.optimizer = Adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98))
 
     def plan(self, sample: dict) -> None:
         """Plan the memory of a step on this batch, as the plugin does."""

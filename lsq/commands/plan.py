@@ -18,7 +18,7 @@ SHOWN = 10
 """Buffers and segments that are listed."""
 
 
-TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer adam".split()
+TRAINING = "--criterion lsq_label_smoothed_cross_entropy --optimizer lsq_adam".split()
 """Options of fairseq-train that need not be given."""
 
 

@@ -260,6 +260,8 @@ class ProgramModule(nn.Module):
 
     def _apply(self, *arguments, **options):
         self._drop_codes()
+        self.limit_clip_steps()
+        self._forget_clips()  # they may move to another device
         return super()._apply(*arguments, **options)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

@@ -39,7 +39,7 @@ from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
-from tests.optim import test_updates
+from tests.optim import test_updates_cuda
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
@@ -52,7 +52,7 @@ def adam_steps():
         before = state(528, 272)
         before[1][[3, 20, 35, 36, 40, 527], [0, 127, 128, 131, 256, 271]] = math.nan
         compare_cuda(step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True))
-    test_updates.turns()
+    test_updates_cuda.turns()
 
 
 def messages():
