@@ -1,7 +1,7 @@
 """One training step of a Transformer: fairseq, plain PyTorch in bfloat16 (also compiled), torchao's int8, lsq's int8.
 
-A step is forward, label-smoothed loss, backward and Adam (plain PyTorch's is fused, the others' is fairseq's), on the
-same random batches for each side.
+A step is forward, label-smoothed loss, backward and Adam (lsq's own, PyTorch's fused one in plain PyTorch, else
+fairseq's), on the same random batches for each side.
 """
 
 import dataclasses
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
             shape=dataclasses.asdict(shape),
             padded=options.padded,
             target_tokens=[sample["ntokens"] for sample in batches],
-            optimizer="fairseq.optim.adam.Adam; plain PyTorch: torch.optim.Adam(fused=True)",
+            optimizer="fairseq.optim.adam.Adam; lsq: lsq.optim.Adam; plain PyTorch: torch.optim.Adam(fused=True)",
             calibration="in the first step only, which is not timed",
             memory="fresh" if options.naive_memory else "lsq: planned ahead for the largest batch",
             missing=missing,

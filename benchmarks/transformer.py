@@ -10,11 +10,13 @@ from fairseq import options
 from fairseq.data import Dictionary
 from fairseq.data.language_pair_dataset import collate
 from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.optim.adam import Adam
+from fairseq.optim.adam import Adam as FairseqAdam
 from fairseq.tasks.translation import TranslationTask
 
 import lsq.fairseq  # noqa: F401  (registers lsq_transformer and its criterion)
 from lsq.fairseq.memory import made_up_dictionary
+from lsq.fairseq.model import LSQModel
+from lsq.optim import Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ class Side:
         self.model, self.criterion = build(shape, parse(shape, arguments))
         if change is not None:
             change(self.model)
-        self.optimizer = Adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98))
+        adam = Adam if isinstance(self.model, LSQModel) else FairseqAdam  # each as `lsq train` takes it by itself
+        self.optimizer = adam(self.model.parameters(), lr=5e-4, betas=(0.9, 0.98))
         self.autocast = autocast
 
     def loss(self, sample: dict) -> torch.Tensor:
