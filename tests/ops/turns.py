@@ -44,6 +44,7 @@ struct Turns {
         turns_of_kernel = kernel##__turns + 1; \\
         emulator::call(kernel, arguments); \\
     } \\
+    EMULATOR_VISIBLE const size_t* kernel##__parameters() { return emulator::parameters(kernel); } \\
     }
 """
 

@@ -124,6 +124,7 @@ DRIVER cuModuleGetFunction(Function** function, Module* module, const char* name
     if (!kernel) return fail(NOT_FOUND, std::string("no kernel ") + name + " (or no LSQ_EXPORT after it)");
     const auto shared = reinterpret_cast<Memory (*)()>(find("emulator_static_shared"));
     const auto parameters = reinterpret_cast<const size_t* (*)()>(find(std::string(name) + "__parameters"));
+    if (!shared || !parameters) return fail(NOT_FOUND, std::string("kernel ") + name + " has no LSQ_EXPORT of its own");
     Function made{name, module->context, reinterpret_cast<void (*)(void**)>(kernel), parameters(), shared(), 0};
     made.dynamic_shared = DEFAULT_SHARED - std::min(DEFAULT_SHARED, made.static_bytes());
     *function = &module->functions.emplace(name, made).first->second;
