@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from gpu_lists import OnPaper
 from operations import PADDING, PROCESSES, Size, layer_config, others, sizes, table, words
 from tqdm import tqdm
 
-from lsq.backends import backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
@@ -30,8 +30,10 @@ from lsq.program.program import Program
 from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 
-TARGETS = ("sm_80", "sm_90a", "sm_100")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
+OF_TABLES = ("lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm")
+"""Kernels that read many operations from a table in the GPU's memory."""
 TOKENS = 4096
 """Nothing is specialised for it."""
 MESSAGE_BLOCKS = (128, 1024)
@@ -55,7 +57,7 @@ def needed_programs() -> Iterator[Program]:
         step = Sentences(rows=size.sentences, count=size.sentences)
         for config, training in itertools.product(configurations(size), (True, False)):
             quant = config.quant
-            mode = Mode(training=training, backward=training, backend=backend("reference"))
+            mode = Mode(training=training, backward=training, backend=OnPaper())
             yield programs.encoder_layer(config, sentences, mode)
             yield programs.decoder_layer(config, sentences, sentences, mode)
             yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
@@ -99,6 +101,7 @@ def needed(dtypes=DTYPES) -> list[Kernel]:
     found = kernels(messages(dtypes), dtypes[:1])
     for operations in (*(program.operations for program in needed_programs()), *map(others, sizes(TOKENS))):
         found |= kernels(operations, dtypes)
+    found |= {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     return sorted(found, key=str)
 
 
