@@ -75,13 +75,14 @@ class Packing:
 def packing_options(model: nn.Module) -> dict:
     """How to make the Packing (see there) of a batch for the program modules in `model`, or for itself.
 
-    Sizes are exact in passes that measure clips: what fills them up must not be measured. A rehearsed pass measures
-    none, and is planned for filled sizes, which are larger.
+    Sizes are exact in passes that measure clips and in those that somebody observes: what fills them up must not count.
+    A rehearsed pass measures none, and is planned for filled sizes, which are larger.
     """
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     target = modules[0].target
-    measuring = rehearsal.active() is None and any(module.calibration_due() for module in modules)
-    return {"backend": target, "few_sizes": target.few_sizes and model.training and not measuring}
+    looked_at = any(module._observer is not None or module.calibration_due() for module in modules)
+    exact = not model.training or (looked_at and rehearsal.active() is None)
+    return {"backend": target, "few_sizes": target.few_sizes and not exact}
 
 
 def pack_time_major(

@@ -5,7 +5,7 @@ import torch
 from fairseq.data import data_utils
 
 from lsq.backends import backend
-from lsq.layers import Packing, TransformerEncoderLayer
+from lsq.layers import Packing, TransformerEncoderLayer, observe
 from lsq.layers.blocks import Sentences
 from lsq.layers.memory import plan_memory
 from lsq.layers.packing import packing_options
@@ -66,7 +66,7 @@ def test_an_epoch_has_a_few_dozen_sizes():
     assert len(batches) > 300 and len({one for one, _ in found}) <= 24 and len(set(found)) <= 60
 
 
-def test_sizes_are_exact_where_clips_are_measured_and_outside_of_training():
+def test_sizes_are_exact_where_clips_are_measured_or_observed_and_outside_of_training():
     layer = TransformerEncoderLayer(config_of())
     assert packing_options(layer) == {"backend": layer.target, "few_sizes": False}
     layer.backend = backend("emulated")
@@ -74,6 +74,8 @@ def test_sizes_are_exact_where_clips_are_measured_and_outside_of_training():
     layer(torch.randn(5, 2, HIDDEN))
     layer.schedule.passes = 3
     assert packing_options(layer) == {"backend": layer.backend, "few_sizes": True}
+    with observe(layer):
+        assert not packing_options(layer)["few_sizes"]
     assert not packing_options(layer.eval())["few_sizes"]
 
 
@@ -96,6 +98,19 @@ def test_a_filled_batch_trains_as_the_batch_itself():
         results.append([y.detach(), *(parameter.grad for parameter in layer.parameters())])
     for exact, filled in zip(*results, strict=True):
         torch.testing.assert_close(filled, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_are_of_the_batch_alone():
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(config_of(calibration_passes=0))
+    x, found = torch.randn(17, 1, HIDDEN), []
+    layer(x)  # measures
+    for name in ("cpu", "emulated"):
+        layer.backend = backend(name)
+        with observe(layer) as statistics:
+            layer(x)
+        found.append(statistics["self_attn.input"].zero_share)
+    assert found[0] == found[1] < 0.1
 
 
 def test_a_plan_has_room_for_filled_batches():
