@@ -4,8 +4,8 @@ Takes a C++ compiler and no GPU. What it shows: the kernels, the launcher and th
 should on this machine's compiler. What it cannot show: how fast a GPU is, or that its driver works.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
 from lsq.ops.rounding import RoundWeight
+from lsq.ops.sums import FinishSums, PartialSums
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import border_tensors
@@ -43,7 +44,7 @@ class OperationCheck:
 
 
 def trained() -> list[Program]:
-    """Small programs that run every operation of training in all modes."""
+    """Small programs that run every operation of training in all modes, as a GPU has them."""
     found = []
     for quant, activation, norm in (
         (QuantConfig(backward="int8"), "relu", "layer"),
@@ -54,7 +55,7 @@ def trained() -> list[Program]:
             hidden=48, heads=3, feed_forward=112, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
             activation=activation, norm=norm, quant=quant,
         )  # fmt: skip
-        mode = Mode(training=True, backward=True, backend=backend("reference"))
+        mode = Mode(training=True, backward=True, backend=backend("emulated"))
         words = Vocabulary(words=91, hidden=config.hidden, padded=96 if quant.quantized else 91)
         table = Table(
             vocabulary=11, hidden=config.hidden, positions=9, padding=1, scale=2.0, dropout=0.1, learned=True
@@ -77,10 +78,12 @@ def checks() -> Iterator[OperationCheck]:
     for program in trained():
         values = border_tensors(program)
         weights = [RoundWeight(weight=weight) for weight in program.weights.values() if weight.codes is not None]
+        finishing = [operation for operation in program.operations if isinstance(operation, FinishSums)]
+        sums = {one.parts: one for operation in finishing for one in operation.found}
         for operation in (*weights, *program.operations):
             expected, found = (_run(name, operation, values) for name in ("reference", "emulated"))
             values.update(zip(operation.outputs, expected, strict=True))
-            pairs = list(zip(found, expected, strict=True))
+            pairs = _comparable(operation.outputs, found, expected, sums)
             floats = [pair for pair in pairs if pair[1].dtype.is_floating_point]
             integers = [pair for pair in pairs if not pair[1].dtype.is_floating_point]
             yield OperationCheck(
@@ -93,11 +96,30 @@ def checks() -> Iterator[OperationCheck]:
 def _run(
     name: str, operation: Operation, values: dict[VirtualTensor, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """What an operation writes on the backend of that name, in memory of its own."""
-    made = {tensor: torch.full(tensor.shape, 85, dtype=tensor.dtype) for tensor in operation.outputs}
+    """What an operation writes on the backend of that name, in memory of its own, over what is written there before."""
+    made = {
+        tensor: values[tensor].clone() if tensor in values else torch.full(tensor.shape, 85, dtype=tensor.dtype)
+        for tensor in operation.outputs
+    }
     bound = operation.bind(lambda tensor: made[tensor] if tensor in made else values[tensor])
     backend(name).run(bound)
     return bound.outputs
+
+
+def _comparable(
+    tensors: Sequence[VirtualTensor], found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor],
+    sums: Mapping[VirtualTensor, PartialSums],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs that are to be equal: of sums over rows that are left in parts, the totals."""
+    pairs = []
+    for tensor, *pair in zip(tensors, found, expected, strict=True):
+        if tensor in sums:
+            totals = (replace(sums[tensor], parts=parts).totals() for parts in pair)
+            outs = sums[tensor].outs
+            pairs += [both for out, *both in zip(outs, *totals, strict=True) if out is not None]
+        else:
+            pairs.append(pair)
+    return pairs
 
 
 def _of_floats(found: torch.Tensor, wanted: torch.Tensor) -> float:

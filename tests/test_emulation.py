@@ -10,6 +10,7 @@ from lsq.backends import cuda
 from lsq.cli import main
 from lsq.csrc import emulator
 from lsq.ops.rounding import Round
+from lsq.ops.sums import PartialSums
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -19,6 +20,7 @@ def test_every_operation_agrees(capsys):
     shown = capsys.readouterr().out
     names = {operation.name for program in emulation.trained() for operation in program.operations}
     assert names >= {"Project", "ProjectWeightGradient", "Attention", "AttentionGradient", "Embed", "RoundGradient"}
+    assert names >= {"StartScales", "FinishSums"}, "the programs are those of a GPU"
     names.add("RoundWeight")
     assert all(f"\n{name} " in "\n" + shown for name in names)
     assert "DIFFERS" not in shown and "none differ from their references" in shown
@@ -31,6 +33,15 @@ def test_one_that_is_wrong_is_named(monkeypatch, capsys):
     assert main(["doctor", "--emulate"]) == 1
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown if "DIFFERS" in line] == ["Round"]
+
+
+def test_of_sums_that_are_left_in_parts_totals_are_compared():
+    parts = torch.randn(2, 8)
+    sums = {parts: PartialSums.of(parts, 4, (torch.empty(4),))}
+    for change, same in (0.0, True), (1.0, False):
+        found = torch.stack([parts[1] + change, parts[0]])
+        ((one, other),) = emulation._comparable([parts], [found], [parts], sums)
+        assert one.shape == (4,) and torch.allclose(one, other) == same
 
 
 @pytest.mark.parametrize("found, wanted, floats, integers", [
