@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from gpu_lists import OnPaper
 from operations import PADDING, PROCESSES, Size, layer_config, others, sizes, table, words
 from tqdm import tqdm
 
+from lsq.backends.absent import AbsentGPU
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
@@ -57,7 +57,7 @@ def needed_programs() -> Iterator[Program]:
         step = Sentences(rows=size.sentences, count=size.sentences)
         for config, training in itertools.product(configurations(size), (True, False)):
             quant = config.quant
-            mode = Mode(training=training, backward=training, backend=OnPaper())
+            mode = Mode(training=training, backward=training, backend=AbsentGPU(torch.float32))
             yield programs.encoder_layer(config, sentences, mode)
             yield programs.decoder_layer(config, sentences, sentences, mode)
             yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from operations import PADDING, Size, layer_config, table, words
 
-from lsq.backends.cuda import CUDA
+from lsq.backends.absent import AbsentGPU
 from lsq.backends.products import launched_by_operation
 from lsq.config import QuantConfig
 from lsq.csrc import profile
@@ -38,13 +38,6 @@ FEW = 4
 SECTOR = 32
 SPARSE = 0.5
 """Of a tensor that does not grow with the batch; where less of it is touched, more is touched in a larger batch."""
-
-
-class OnPaper(CUDA):
-    """Programs as a GPU has them, with activations in bfloat16, and no device."""
-
-    def __init__(self):
-        self.activations = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +70,7 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
 
 def training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
     """(how often it runs in a step, program)"""
-    config, mode = layer_config(size, quant, DROPOUT), Mode(training=True, backward=True, backend=OnPaper())
+    config, mode = layer_config(size, quant, DROPOUT), Mode(training=True, backward=True, backend=AbsentGPU())
     sentences = Sentences(rows=size.tokens, count=size.sentences)
     yield 2, programs.embedding(quant, size.tokens, table(size, DROPOUT), mode)
     yield LAYERS, programs.encoder_layer(config, sentences, mode)

@@ -1,15 +1,12 @@
-"""A GPU that is not here: programs are built for it, to be planned or counted, and nothing runs."""
-
-from collections.abc import Sequence
+"""A GPU that is not here: programs are built for it, to be planned, counted or compiled, and nothing runs."""
 
 import torch
 
-from lsq.program.backend import Backend
-from lsq.program.operation import Operation, Spec
+from lsq.backends.cuda import CUDA
 
 
-class AbsentGPU(Backend):
-    """What programs need to know of the backend `cuda`.
+class AbsentGPU(CUDA):
+    """What programs and modules need to know of the backend `cuda`.
 
     Args:
         activations: their dtype in programs: float32 or bfloat16.
@@ -17,8 +14,5 @@ class AbsentGPU(Backend):
 
     name = "cuda"
 
-    def __init__(self, activations: torch.dtype):
+    def __init__(self, activations: torch.dtype = torch.bfloat16):
         self.activations = activations
-
-    def scratch(self, operation: Operation) -> Sequence[Spec]:
-        return operation.cuda_scratch()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from lsq.backends.cuda import CUDA
+from lsq.backends.absent import AbsentGPU
 from lsq.backends.products import launched
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc.launch import Product
@@ -20,14 +20,7 @@ SENTENCES = Sentences(rows=8192, count=256)
 LAYERS = 6
 
 
-class OnPaper(CUDA):
-    """Programs as a GPU has them, and no device."""
-
-    def __init__(self):
-        self.activations = torch.bfloat16
-
-
-MODE = Mode(training=True, backward=True, backend=OnPaper())
+MODE = Mode(training=True, backward=True, backend=AbsentGPU())
 
 
 def counts(program) -> Counter:
