@@ -25,6 +25,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.rounding import RoundWeight
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import KEY, placed
@@ -36,6 +37,8 @@ OF_TABLES = ("lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", 
 """Kernels that read many operations from a table in the GPU's memory."""
 TOKENS = 4096
 """Nothing is specialised for it."""
+STEPS = "lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm"
+"""Kernels of lsq.optim.Adam, which no shape specialises."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
@@ -96,10 +99,16 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
     return found
 
 
+def of_program(program: Program) -> Iterator[Operation]:
+    """What rounds its weights, and its operations."""
+    yield from (RoundWeight(weight=weight) for weight in program.weights.values() if weight.codes is not None)
+    yield from program.operations
+
+
 def needed(dtypes=DTYPES) -> list[Kernel]:
     """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
-    found = kernels(messages(dtypes), dtypes[:1])
-    for operations in (*(program.operations for program in needed_programs()), *map(others, sizes(TOKENS))):
+    found = kernels(messages(dtypes), dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in STEPS}
+    for operations in (*map(of_program, needed_programs()), *map(others, sizes(TOKENS))):
         found |= kernels(operations, dtypes)
     found |= {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     return sorted(found, key=str)

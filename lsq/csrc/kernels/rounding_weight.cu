@@ -10,7 +10,7 @@ constexpr int kThreads = 256, kAtOnce = 2;  // vectors of a thread that are on t
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_weight(const RoundWeight op, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op, Out<uint32_t> ticket) {
     constexpr int kStep = kVector * kWarp;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const float *values = op.weight.values, *clip = op.weight.clip;
