@@ -234,8 +234,8 @@ class ProgramModule(nn.Module):
                 values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
                 if not (self.training and upkeep.current(values, clip, weight)):
                     place.run(RoundWeight(weight=weight))
-                if self.training:
-                    upkeep.offer(values, clip, weight.bare())
+                    if self.training:
+                        upkeep.offer(values, clip, weight.bare())
             codes |= made
         self._codes, self._codes_made_from = kept | codes, made_from  # when they are whole: other threads may look
         return codes

@@ -40,6 +40,8 @@ class Upkeep:
 
 _kept: dict[int, Upkeep] = {}
 """By the ids of parameters, until these are gone. (A WeakTensorKeyDictionary takes ten times as long.)"""
+_made: weakref.WeakValueDictionary[int, Upkeep] = weakref.WeakValueDictionary()
+"""By the addresses of codes: whose they are, if an optimizer was the last to write them."""
 
 
 def of(parameter: torch.Tensor) -> Upkeep:
@@ -69,7 +71,11 @@ def forget(clip: torch.Tensor) -> None:
 
 
 def offer(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> None:
-    """`rounded` holds codes and scale, where those of `weight` [N, K] under `clip` [N] or [1] belong from now on."""
+    """A pass has written codes and scale of `weight` [N, K] under `clip` [N] or [1] to `rounded`.
+
+    They belong there from now on.
+    """
+    _made.pop(rounded.codes.data_ptr(), None)
     kept = of(weight)
     if not _lie_at(kept, rounded) or kept.clip() is not clip:
         kept.rounded, kept.clip, kept.made_from = rounded, weakref.ref(clip), ()
@@ -86,6 +92,7 @@ def made(weight: torch.Tensor) -> None:
     kept = of(weight)
     clip = kept.clip()
     kept.made_from = (*_stamp(weight), *_stamp(clip))
+    _made[kept.rounded.codes.data_ptr()] = kept
     kept.probe = tuple(values.clone() for values in _probe(weight, clip))
 
 
@@ -98,6 +105,7 @@ def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
     kept = of(weight)
     return (
         _lie_at(kept, rounded)
+        and _made.get(rounded.codes.data_ptr()) is kept
         and kept.made_from == (*_stamp(weight), *_stamp(clip))
         and all(map(torch.equal, kept.probe, _probe(weight, clip)))
     )

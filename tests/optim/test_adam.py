@@ -372,6 +372,47 @@ def test_codes_of_other_weights_are_not_used(change, rounded):
     assert rounded[0] == before + 2
 
 
+def as_a_function(layer, x):
+    torch.func.functional_call(layer, {name: -one.detach() for name, one in layer.named_parameters()}, (x,))
+
+
+def other_values_for_a_while(layer, x):
+    weight = layer.weight.data
+    layer.weight.data = -weight
+    layer(x)
+    layer.weight.data = weight
+
+
+def other_clips_for_a_while(layer, x):
+    clip = layer.weight_clip.data
+    layer.weight_clip.data = 3 * clip
+    layer(x)
+    layer.weight_clip.data = clip
+
+
+def another_parameter_for_a_while(layer, x):
+    weight = layer.weight
+    layer.weight = torch.nn.Parameter(-weight.detach())
+    layer(x)
+    layer.weight = weight
+
+
+@pytest.mark.parametrize(
+    "call", [as_a_function, other_values_for_a_while, other_clips_for_a_while, another_parameter_for_a_while]
+)
+def test_codes_that_a_pass_wrote_over_are_not_used(call):
+    """The weights are again those of which the optimizer made codes, but a pass with others came between."""
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
+    for _ in range(3):
+        layer(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = copy.deepcopy(layer)(x)
+    call(layer, x)
+    assert torch.equal(layer(x), expected)
+
+
 def test_a_copy_of_a_layer_is_independent():
     layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
