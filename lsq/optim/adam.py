@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lsq.backends import Backend, for_device
 from lsq.ops.adam import scalars
-from lsq.optim.updates import Member, Updates, local, sharded
+from lsq.optim.updates import Member, Updates, check_moments, local, sharded
 from lsq.program import upkeep
 
+STATE = ("step", "exp_avg", "exp_avg_sq")
+"""What there is of each parameter that has stepped."""
 REFUSED = ("amsgrad", "maximize")
 """Options of torch.optim.Adam that this one does not have."""
 
@@ -75,9 +78,15 @@ class Adam(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             _check_group(group)
-        for moments in self.state.values():
+        for parameter, moments in self.state.items():
             if "max_exp_avg_sq" in moments:
                 raise ValueError("the state is of an Adam with amsgrad, which this one does not have")
+            if not moments:
+                continue
+            missing = [name for name in STATE if name not in moments]
+            if missing:
+                raise ValueError(f"the state of a parameter has {', '.join(moments)}, but no {missing[0]}: of no Adam")
+            check_moments(parameter, moments["exp_avg"], moments["exp_avg_sq"])
             moments["step"] = int(moments["step"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -184,7 +193,7 @@ def _check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for options that a group cannot have."""
     for name in ("lr", "eps", "weight_decay"):
         value = group[name]
-        if isinstance(value, Tensor) or not 0.0 <= value < math.inf:
+        if not isinstance(value, Real) or not 0.0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}; it must be a number from 0 on, and no tensor")
     betas = group["betas"]
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):

@@ -34,7 +34,7 @@ class Member(NamedTuple):
         """What a prepared step depends on."""
         kept, tensors = upkeep.of(self.parameter), (local(self.parameter), self.first, self.second)
         clip = kept.clip and kept.clip()
-        own = (self.parameter.shape, *map(Tensor.data_ptr, tensors), self.row)
+        own = (id(self.parameter), self.parameter.shape, *map(Tensor.data_ptr, tensors), self.row)
         return *own, kept.limit, kept.rounded, clip is not None and clip.data_ptr()
 
     def rounded(self) -> Weight | None:
@@ -74,6 +74,7 @@ class Updates:
         self._measure = self._prepare(GradientNorm(steps=self._steps, table=tables["all"], norm=self._norm))
 
     def _step(self, member: Member, rounded: Weight | None) -> Adam:
+        check_moments(member.parameter, member.first, member.second)
         weight = local(member.parameter).detach()
         return Adam(
             weight=weight, gradient=gradient_of(member.parameter), first=member.first, second=member.second,
@@ -155,13 +156,30 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if sharded(tensor) else tensor
 
 
+def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
+    """Raise ValueError unless both moments have the shape of their parameter and lie where it lies."""
+    for name, moment in {"exp_avg": first, "exp_avg_sq": second}.items():
+        remedy = "load a state of the same parameters in the same order, after they have moved"
+        _check_like(local(moment), local(parameter), f"the state {name}", remedy)
+
+
 def gradient_of(parameter: Tensor) -> Tensor:
     """The gradient as contiguous float32.
 
     Raises:
-        ValueError: it is sparse.
+        ValueError: it is sparse, or does not fit its parameter any more.
     """
     gradient = parameter.grad
     if gradient.layout is not torch.strided:
         raise ValueError("a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam")
-    return local(gradient.detach()).to(torch.float32).contiguous()
+    gradient = local(gradient.detach())
+    _check_like(gradient, local(parameter), "the gradient", "make gradients anew after a parameter has changed")
+    return gradient.to(torch.float32).contiguous()
+
+
+def _check_like(tensor: Tensor, parameter: Tensor, what: str, remedy: str) -> None:
+    if tensor.shape != parameter.shape or tensor.device != parameter.device:
+        raise ValueError(
+            f"{what} of a parameter {tuple(parameter.shape)} on {parameter.device} is {tuple(tensor.shape)} on "
+            f"{tensor.device}; {remedy}"
+        )

@@ -203,6 +203,65 @@ def test_states_of_another_kind_are_refused_and_nothing_is_loaded(options, named
     assert all(torch.equal(after["state"][n]["exp_avg"], before["state"][n]["exp_avg"]) for n in before["state"])
 
 
+def test_states_of_another_optimizer_are_refused_and_nothing_is_loaded():
+    ours, theirs = pair()
+    optimizer, other = Adam(ours.parameters()), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    train((ours, theirs), (optimizer, other), steps=2)
+    with pytest.raises(ValueError, match="has momentum_buffer, but no step: of no Adam"):
+        optimizer.load_state_dict(other.state_dict())
+    assert all(optimizer.state[parameter]["step"] == 2 for parameter in ours.parameters())
+    assert "momentum" not in optimizer.param_groups[0]
+
+
+def with_gradients(*shapes):
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def test_states_of_other_shapes_are_refused():
+    optimizer, other = Adam(with_gradients([4], [100, 3])), Adam(with_gradients([100, 3], [4]))
+    other.step()
+    with pytest.raises(ValueError, match=r"state exp_avg of a parameter \(4,\) on cpu is \(100, 3\)"):
+        optimizer.load_state_dict(other.state_dict())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [[400, 3], [1]])
+def test_parameters_whose_shape_changes_are_refused(shape):
+    (parameter,) = with_gradients([4, 3])
+    optimizer = Adam([parameter])
+    optimizer.step()
+    parameter.data = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"on cpu is \(4, 3\)"):
+        optimizer.step()
+    parameter.grad = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"state exp_avg .* on cpu is \(4, 3\)"):
+        optimizer.step()
+
+
+def test_moments_on_another_device_are_refused():
+    (parameter,) = with_gradients([4, 3])
+    optimizer = Adam([parameter])
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg_sq"] = torch.zeros(4, 3, device="meta")
+    with pytest.raises(ValueError, match=r"state exp_avg_sq of a parameter \(4, 3\) on cpu is \(4, 3\) on meta"):
+        optimizer.step()
+
+
+def test_another_parameter_on_the_same_memory_is_stepped_and_counted():
+    (parameter,) = with_gradients([4])
+    optimizer = Adam([parameter])
+    optimizer.step()
+    other = torch.nn.Parameter(parameter.data)
+    other.grad, version = parameter.grad, other._version
+    optimizer.param_groups[0]["params"] = [other]
+    optimizer.state[other] = optimizer.state.pop(parameter)
+    optimizer.step()
+    assert other._version > version and optimizer.state[other]["step"] == 2
+
+
 def test_sparse_gradients_are_refused():
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = Adam(embedding.parameters())
