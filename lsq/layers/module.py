@@ -54,6 +54,7 @@ class ProgramModule(nn.Module):
         self.backend: Backend | None = None
         self._codes: dict[str, torch.Tensor] = {}
         self._codes_made_from: tuple = ()
+        self._codes_of: dict[str, tuple[int, int]] = {}
         self._observer = None
         self.step_memory: StepMemory | None = None
         self.schedule = Schedule(quantization)
@@ -211,19 +212,27 @@ class ProgramModule(nn.Module):
         rounding.clip.data.copy_(measured)
         rounding.started = False  # the scale that was written is that of the clip before
 
+    @torch.inference_mode(False)  # what is kept may be needed where gradients are
     @torch.no_grad()
     def _weight_codes(self, program: Program) -> dict[str, torch.Tensor]:
         """Codes and scale of every weight of `program`; kept in eval mode until a parameter changes, and in training
-        mode where the optimizer has made those of the weights as they are."""
+        mode where the optimizer has made those of the weights as they are.
+
+        In training mode memory is written again for the same parameters alone: an earlier pass with others, such as
+        those of torch.func.functional_call, may still await its backward pass.
+        """
         made_from = () if self.training else tuple(
             (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in self.parameters()
         )
         kept = self._codes if made_from == self._codes_made_from else {}
-        place, parameters, codes = self.target, self._parameters_of(program), {}
+        place, parameters, codes, lasting = self.target, self._parameters_of(program), {}, {}
         for virtual in program.weights.values():
             if virtual.codes is None:
                 continue
-            made = {tensor.name: kept.get(tensor.name) for tensor in virtual.written}
+            values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
+            owner, known = (id(values), id(clip)), self._codes_of.get(virtual.values.name)
+            mine = not self.training or owner == known
+            made = {tensor.name: kept.get(tensor.name) if mine else None for tensor in virtual.written}
             if self.training or None in made.values():
                 for tensor in virtual.written:
                     before = made[tensor.name]
@@ -231,13 +240,15 @@ class ProgramModule(nn.Module):
                         made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
                 tensors = parameters | made
                 weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
-                values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
                 if not (self.training and upkeep.current(values, clip, weight)):
                     place.run(RoundWeight(weight=weight))
                     if self.training:
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
-        self._codes, self._codes_made_from = kept | codes, made_from  # when they are whole: other threads may look
+            if isinstance(values, nn.Parameter):
+                lasting |= made
+                self._codes_of[virtual.values.name] = owner
+        self._codes, self._codes_made_from = kept | lasting, made_from  # when they are whole: other threads may look
         return codes
 
     # Whatever may change weights drops the kept codes, and so does a copy
@@ -250,7 +261,7 @@ class ProgramModule(nn.Module):
 
     def __getstate__(self):
         self.limit_clip_steps()  # the copy does not know where clips were
-        return {**self.__dict__, "_codes": {}, "_codes_made_from": ()}
+        return {**self.__dict__, "_codes": {}, "_codes_made_from": (), "_codes_of": {}}
 
     def train(self, mode: bool = True):
         if mode != self.training:

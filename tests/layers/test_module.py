@@ -370,3 +370,29 @@ def test_what_autograd_saves_is_int8(backward):
     assert [tuple(tensor.shape) for tensor in rows] == [(123, HEADS), *[(123, HIDDEN)] * 2]
     assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 8
     assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int32, torch.int64}
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_pass_with_other_parameters_leaves_the_codes_of_a_waiting_pass(lasting):
+    """As of a teacher, whose weights are a mean of the student's."""
+    first, found = linear(calibration_passes=0, activation_init="fixed"), []
+    for beside in (False, True):
+        torch.manual_seed(1)
+        layer, x = copy.deepcopy(first), torch.ones(5, 16, requires_grad=True)
+        y = layer(x)
+        if beside:
+            weight = -layer.weight.detach()
+            with torch.no_grad():
+                torch.func.functional_call(layer, {"weight": torch.nn.Parameter(weight) if lasting else weight}, x)
+        y.square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_a_training_follows_a_pass_in_inference_mode():
+    layer = linear(calibration_passes=0, activation_init="fixed")
+    with torch.inference_mode():
+        expected = layer(torch.ones(5, 16))
+    y = layer(torch.ones(5, 16))
+    y.sum().backward()
+    assert torch.equal(y, expected) and layer.weight.grad is not None
