@@ -59,7 +59,7 @@ def remember(clips: Iterable[torch.Tensor], limit: float) -> None:
     for clip in clips:
         kept = of(clip)
         kept.limit, kept.before = limit, None
-        if kept.optimizer is None or kept.optimizer() is None:
+        if clip.requires_grad and not _has_optimizer(kept):
             free.append(clip)
     for clip, before in zip(free, torch._foreach_clone([clip.data for clip in free]) if free else (), strict=True):
         of(clip).before = before
@@ -106,9 +106,19 @@ def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
     return (
         _lie_at(kept, rounded)
         and _made.get(rounded.codes.data_ptr()) is kept
+        and not _limited_later(of(clip))
         and kept.made_from == (*_stamp(weight), *_stamp(clip))
         and all(map(torch.equal, kept.probe, _probe(weight, clip)))
     )
+
+
+def _limited_later(clip: Upkeep) -> bool:
+    """Whether a module brings the clip back after a step, when codes under it are made already."""
+    return clip.before is not None and not _has_optimizer(clip)
+
+
+def _has_optimizer(clip: Upkeep) -> bool:
+    return clip.optimizer is not None and clip.optimizer() is not None
 
 
 def _lie_at(kept: Upkeep, rounded: Weight) -> bool:

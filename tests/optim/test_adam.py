@@ -472,6 +472,30 @@ def test_codes_that_a_pass_wrote_over_are_not_used(call):
     assert torch.equal(layer(x), expected)
 
 
+def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(monkeypatch):
+    """Nor where values are not compared, as on a GPU."""
+    monkeypatch.setattr(upkeep, "_probe", lambda *_: ())
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    others = [one for one in layer.parameters() if one is not layer.weight_clip]
+    mine, other, x = Adam(others, lr=0.01), torch.optim.SGD([layer.weight_clip], lr=10.0), torch.randn(5, 16)
+    for _ in range(6):
+        layer(x).square().sum().backward()
+        other.step()
+        mine.step()
+        assert torch.equal(layer(x), copy.deepcopy(layer)(x))
+
+
+def test_codes_under_frozen_clips_come_from_the_optimizer(rounded):
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    layer.weight_clip.requires_grad_(False)
+    optimizer, x, counts = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16), []
+    for _ in range(4):
+        layer(x).square().sum().backward()
+        optimizer.step()
+        counts.append(rounded[0])
+    assert counts[1:] == counts[:-1]
+
+
 def test_a_copy_of_a_layer_is_independent():
     layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
     optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)

@@ -65,8 +65,9 @@ def test_the_step_of_another_optimizer_is_seen(which, monkeypatch):
     monkeypatch.setattr(upkeep, "_probe", lambda *given: ())
     weight, clip, rounded = found = offered()
     upkeep.remember([clip], 0.01)
-    found[which].grad = torch.ones_like(found[which])
+    found[which].grad, mine = torch.ones_like(found[which]), torch.optim.SGD([clip], lr=1.0)
     for _ in range(2):
+        upkeep.take(mine, [clip])
         upkeep.made(weight)
         assert upkeep.current(weight, clip, rounded)
         FairseqAdam([found[which]], lr=0.1).step()
