@@ -43,7 +43,7 @@ class Heads(Value):
     starts: In[Offsets]
     """[B + 1], of queries."""
     key_starts: In[Offsets]
-    """[B + 1], of keys."""
+    """[B + 1], of keys. One of both may go on behind it: with sentences without a row, on both sides."""
     count: int
     """N."""
     width: int
@@ -55,7 +55,8 @@ class Heads(Value):
 
     @size
     def sentences(self) -> int:
-        return self.starts.shape[0] - 1
+        """B."""
+        return min(self.starts.shape[0], self.key_starts.shape[0]) - 1
 
     rows = extent(0, "q.rows.tensor")
     """M."""
@@ -69,7 +70,7 @@ class Heads(Value):
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
-        starts, key_starts = self.starts.tolist(), self.key_starts.tolist()
+        starts, key_starts = (one[: self.sentences + 1].tolist() for one in (self.starts, self.key_starts))
         for queries, keys in zip(map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True):
             q, k, v = (
                 self.split(one.rows.tensor[rows, self.columns_of(one)].float())

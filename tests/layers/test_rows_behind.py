@@ -15,7 +15,10 @@ OPTIONS = [
     {"mode": "float", "dropout": 0.1, "norm": "rms"}, {"backward": "int8", "pre_norm": True, "activation": "gelu"},
 ]  # fmt: skip
 PADDING = 1
-KINDS = ("encoder", "decoder", "linear", "feed-forward", "loss", "embedding")
+KINDS = (
+    "encoder", "decoder", "decoder of more targets", "decoder of more sources", "linear", "feed-forward", "loss",
+    "embedding",
+)  # fmt: skip
 BEHIND = {"tokens": PADDING, "target": PADDING}
 """What stands in rows behind, where that is not 0."""
 
@@ -23,11 +26,14 @@ BEHIND = {"tokens": PADDING, "target": PADDING}
 def program_of(kind: str, options: dict, where, more: int = 0):
     """A program for small sizes, or for more rows and sentences than those."""
     config, mode = config_of(**options), mode_on(where)
-    sentences, source = (Sentences(rows=one.rows + 7 * more, count=one.count + more) for one in (SENTENCES, SOURCE))
+    sentences, source = (
+        one if f"of more {other}" in kind else Sentences(rows=one.rows + 7 * more, count=one.count + more)
+        for one, other in ((SENTENCES, "sources"), (SOURCE, "targets"))
+    )
     rows = sentences.rows
     if kind == "encoder":
         return programs.encoder_layer(config, sentences, mode, causal=config.pre_norm)
-    if kind == "decoder":
+    if kind.startswith("decoder"):
         return programs.decoder_layer(config, sentences, source, mode)
     if kind == "linear":
         return programs.linear(config.quant, rows, config.hidden, 32, mode, bias=True)
