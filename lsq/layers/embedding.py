@@ -89,7 +89,8 @@ class Embedding(ProgramModule):
         """The same as packed rows [M, H], by the packing of the tokens' padding.
 
         Raises:
-            ValueError: a sentence longer than max_positions, an empty batch, or a token outside the vocabulary.
+            ValueError: a sentence longer than max_positions, an empty batch, or a token outside the vocabulary (on a
+                GPU its row is NaN then).
         """
         self._check(tokens)
         time = tokens.shape[1]

@@ -68,7 +68,7 @@ class VocabularyProjection(ProgramModule):
 
         Raises:
             ValueError: label_smoothing is not in [0, 1), there is not one target for each position, or one lies
-                outside the vocabulary.
+                outside the vocabulary (on a GPU the losses are NaN then).
         """
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"label_smoothing is {label_smoothing!r}; it must be at least 0 and below 1")
@@ -76,8 +76,8 @@ class VocabularyProjection(ProgramModule):
         if target.numel() != rows.shape[0]:
             raise ValueError(f"the targets are {tuple(target.shape)}; they must be {tuple(x.shape[:-1])}")
         target = target.reshape(-1)
-        known = target.device.type != "cpu"  # the kernel answers with NaN: nobody waits for a look
-        if not known and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
+        elsewhere = target.device.type != "cpu"  # the kernel answers with NaN: nobody waits for a look
+        if not elsewhere and not 0 <= int(target.min()) <= int(target.max()) < self.vocabulary:
             raise ValueError(
                 f"targets lie between {int(target.min())} and {int(target.max())}; the vocabulary has "
                 f"{self.vocabulary} words"
