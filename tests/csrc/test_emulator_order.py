@@ -190,6 +190,17 @@ def test_memory_of_others_is_registered(work):
         work.copy(x, y, second)
 
 
+def test_memory_used_again_orders_nothing_else(work, pair):
+    """An allocator that gives one stream what another gave back promises nothing about other memory."""
+    (first, second), x, size = work.streams(), memory(COUNT, ctypes.c_int), ctypes.c_size_t(4 * COUNT)
+    work.driver("lsq_emulator_memory_begin", first.handle, b"x", x, size)
+    work.fill(pair[0], first)
+    work.driver("lsq_emulator_memory_end", first.handle, x, None, ctypes.c_size_t(0))
+    work.driver("lsq_emulator_memory_begin", second.handle, b"y", x, size)
+    with pytest.raises(CudaError, match="kernel fill wrote on stream .*; nothing orders the two"):
+        work.copy(*pair, second)
+
+
 def test_memory_of_another_device_is_refused(work, pair):
     with device(work.driver, 1):
         other, y = Module("ordered.cu", device=1), Memory(work.driver, COUNT)

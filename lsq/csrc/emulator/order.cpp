@@ -36,7 +36,6 @@ struct Region {
     int device;
     uintptr_t end;
     bool ended;
-    Clock clock;  // of its end
 };
 
 using Crowd = std::vector<uint32_t>;
@@ -194,12 +193,11 @@ void begin_memory(Lane& lane, const std::string& name, const void* pointer, size
     const uintptr_t begin = reinterpret_cast<uintptr_t>(pointer), end = begin + bytes;
     for (auto before = regions.begin(); before != regions.end();) {
         const bool overlaps = before->first < end && begin < before->second.end;
-        if (overlaps) join(lane.clock, before->second.clock);
         before = overlaps ? regions.erase(before) : std::next(before);
     }
     const uint32_t piece = new_piece(Kind::begun, lane, "the memory " + name);
     each_granule(begin, end, [piece](Granule& granule) { granule = {piece, NOBODY}; });
-    regions[begin] = {name, lane.device, end, false, {}};
+    regions[begin] = {name, lane.device, end, false};
 }
 
 std::string end_memory(Lane& lane, const std::vector<Lane*>& others, const void* pointer) {
@@ -222,7 +220,6 @@ std::string end_memory(Lane& lane, const std::vector<Lane*>& others, const void*
         granule = {piece, NOBODY};
     });
     region->second.ended = true;
-    region->second.clock = clock;
     return fault;
 }
 
