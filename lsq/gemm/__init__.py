@@ -1,9 +1,9 @@
-"""What is multiplied, and by what: products as tuned files say, of the CPU's oneDNN and of a GPU's cuBLASLt.
+"""What is multiplied, and by what: products as tuned files say, of lsq's tiles or oneDNN, on a GPU of cuBLASLt.
 
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view. lsq.tune makes the files.
 """
 
-from lsq.gemm.cpu import requested, row_blocks, scratch_for
+from lsq.gemm.cpu import multiply, requested, row_blocks, scratch_for
 from lsq.gemm.cpu_product import int8_product, reference
 from lsq.gemm.lookup import set_files
 from lsq.gemm.product_key import LARGEST_INNER
@@ -11,6 +11,7 @@ from lsq.gemm.product_key import LARGEST_INNER
 __all__ = [
     "LARGEST_INNER",
     "int8_product",
+    "multiply",
     "reference",
     "requested",
     "row_blocks",

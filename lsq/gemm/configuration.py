@@ -10,11 +10,14 @@ import datetime
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lsq.csrc import tiles
 from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
 from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TOKEN_STEP, ProductKey
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")
+ONEDNN = "onednn"
+KERNELS = (ONEDNN, *tiles.INSTRUCTIONS)
 
 ALGORITHM_BYTES = 64
 LARGEST_TIME = 1e12
@@ -24,7 +27,7 @@ _DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfiguration:
-    """How the CPU runs an int8 product: what is copied first, and how many rows of sums are made at a time.
+    """How the CPU runs an int8 product: with what, what is copied first, how many rows of sums are made at a time.
 
     Raises:
         ValueError: no such configuration.
@@ -32,23 +35,42 @@ class CpuConfiguration:
 
     kind: ClassVar[str] = "cpu"
 
+    kernel: str = ONEDNN
+    """"onednn", which makes blocks of sums for all threads to read; or lsq's own tiles, with one of tiles.INSTRUCTIONS:
+    each thread ends what it has multiplied. Tiles copy as they need it, so that both layouts are "as_is"."""
     a_layout: str = "as_is"
     """"as_is", or copy a first, a block at a time: "padded": as it lies, but with its rows an odd number of cache lines
     apart (a power of two sends all of a column into one set of the cache); "mk": the same as [M, K]."""
     b_layout: str = "as_is"
     """"as_is", or copy b first: "padded", as of a; or so that it lies as [N, K] ("nk") or [K, N] ("kn")."""
     rows: int = 0
-    """Rows of sums that are made at a time; 0: all at once."""
+    """Rows of sums that are made at a time, with tiles by each thread, a multiple of 32; 0: all at once, with tiles as
+    many as suit the caches."""
 
     def __post_init__(self) -> None:
+        check_choice("kernel", self.kernel, KERNELS)
         check_choice("a_layout", self.a_layout, A_LAYOUTS)
         check_choice("b_layout", self.b_layout, B_LAYOUTS)
         check_whole("rows", self.rows, 0, LARGEST_DIMENSION)
+        if not self.tiled:
+            return
+        if (self.a_layout, self.b_layout) != ("as_is", "as_is"):
+            raise ValueError(f"kernel is {self.kernel!r}, which copies as it needs it: leave both layouts \"as_is\"")
+        if self.rows % tiles.PAIR:
+            raise ValueError(f"rows is {self.rows}; tiles make multiples of {tiles.PAIR} rows at a time: use one")
+
+    @property
+    def tiled(self) -> bool:
+        """Whether lsq's own tiles multiply."""
+        return self.kernel != ONEDNN
 
     @classmethod
     def default(cls, key: ProductKey) -> "CpuConfiguration":
-        """How a product runs where nothing was tuned."""
-        return cls(rows=key.request.rows)
+        """How a product runs where nothing was tuned: by tiles, if the processor has instructions for them."""
+        fastest, *_ = (*tiles.usable(), tiles.PLAIN)
+        if fastest == tiles.PLAIN:
+            return cls(rows=key.request.rows)
+        return cls(kernel=fastest, rows=0 if key.request.in_strips else key.request.rows)
 
     def check_key(self, key: ProductKey) -> None:
         """Refuse a product that this configuration cannot run.
@@ -64,7 +86,7 @@ class CpuConfiguration:
             raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is" or "padded"')
 
     def __str__(self) -> str:
-        words = [f"{self.rows} rows" if self.rows else "all rows"]
+        words = [self.kernel, f"{self.rows} rows" if self.rows else "rows by itself" if self.tiled else "all rows"]
         words += [f"copy a as {self.a_layout}"] if self.a_layout != "as_is" else []
         words += [f"copy b as {self.b_layout}"] if self.b_layout != "as_is" else []
         return ", ".join(words)

@@ -1,7 +1,8 @@
 """The int8 products of the CPU's operations, each run as it is tuned.
 
-An operation declares scratch memory with `scratch_for` and multiplies with `row_blocks`. Every call is counted and
-timed. `requested` notes what is asked for, so that what is to be tuned follows from the operations themselves.
+An operation declares scratch memory with `scratch_for`. It multiplies with `multiply`, if its loops can read sums in
+the pass that makes them, or with `row_blocks`. Every call is counted and timed, of `multiply` with what its loops do.
+`requested` notes what is asked for, so that what is to be tuned follows from the operations themselves.
 """
 
 import functools
@@ -12,8 +13,9 @@ from contextlib import contextmanager
 
 import torch
 
+from lsq.csrc import loader
 from lsq.gemm import lookup
-from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks
+from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, tile_product
 from lsq.gemm.product_key import ProductKey
 
 _notes = threading.local()
@@ -50,6 +52,33 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     if getattr(_notes, "found", None) is not None:
         _notes.found.append(key)
     return (max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
+
+
+def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments) -> None:
+    """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation end the product.
+
+    These are two functions of the C++ library: `lsq_multiply_<op>`, which takes a TileProduct, and `lsq_end_<op>`,
+    which takes a block of sums int32, its first row, and the number of its rows; both take the operation before these.
+
+    Args:
+        op: one of product_key.REQUESTS, whose layout the operands have.
+        operation: what the functions take first.
+        memory: what `scratch_for` asks for.
+        arguments: what they take last.
+
+    Raises:
+        ValueError: K could overflow the sums, or the memory is too small.
+    """
+    key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
+    use = table.use(key)
+    if not use.configuration.tiled:
+        for first, sums in row_blocks(op, a, b, memory):
+            loader.call(f"lsq_end_{op}", operation, sums, first, len(sums), *arguments)
+        return
+    began = time.perf_counter()
+    product = tile_product(a, b, use.configuration, carve(memory, key, use.configuration))
+    loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
+    table.add_seconds(use, time.perf_counter() - began)
 
 
 def row_blocks(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The int8 product of the CPU, oneDNN through torch._int_mm, as a configuration says, and its exact reference.
+"""The int8 product of the CPU as a configuration says, by oneDNN (torch._int_mm) or by tiles, and its exact reference.
 
 out [M, N] = a [M, K] times b [N, K] transposed. Scratch memory is one stretch of bytes, cut into aligned tensors; their
 sizes follow from the key and the configuration alone, and none falls when a dimension grows.
@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from lsq.csrc import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.product_key import LARGEST_INNER, ProductKey
 
 ALIGNMENT = 64
 """Bytes of a cache line, at whose multiples the parts of scratch memory begin."""
+UNIT = 32
+"""Rows of a block are a multiple: packed bits of whole rows begin at a byte there."""
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -29,12 +32,7 @@ def int8_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None =
     Raises:
         ValueError: K could overflow the sums.
     """
-    inner = a.shape[1]
-    if inner > LARGEST_INNER:
-        raise ValueError(
-            f"an int8 product over {inner} values could overflow int32; the largest inner dimension is "
-            f"{LARGEST_INNER} (use smaller batches or a smaller vocabulary)"
-        )
+    check_inner(a.shape[1])
     a, b = _unambiguous(a), _unambiguous(b)
     if out is None:
         return torch._int_mm(a, b.t())
@@ -58,21 +56,59 @@ def configured_blocks(
         a, b: int8; either may be a transposed view.
         configuration: how.
         scratch: what `carve` cuts for it, for this product or a larger one of the same layout. The sums lie in
-            `scratch["sums"]`; each block, which are as equal as they can be, overwrites the one before.
+            `scratch["sums"]`; each block, which are as equal as they can be in units of UNIT rows, overwrites the one
+            before.
 
     Raises:
         ValueError: K could overflow the sums.
         KeyError: a part of `scratch` is missing.
     """
     total, inner = a.shape
+    most = min(configuration.rows or total, total)
+    size = -(-total // -(-total // most))
+    size = min(-(-size // UNIT) * UNIT, most)
+    if configuration.tiled:
+        yield from _tiled_blocks(tile_product(a, b, configuration, scratch), scratch["sums"], size)
+        return
     if "b" in scratch:
         b = scratch["b"][:, :inner].copy_(b)
-    blocks = -(-total // min(configuration.rows or total, total))
-    size = -(-total // blocks)
     for first in range(0, total, size):
         rows = a[first : first + size]
         copied = scratch["a"][: len(rows), :inner].copy_(rows) if "a" in scratch else rows
         yield first, int8_product(copied, b, out=scratch["sums"][: len(rows)])
+
+
+def tile_product(
+    a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, scratch: Mapping[str, torch.Tensor]
+) -> tiles.TileProduct:
+    """The same product for loops that multiply and read their sums in one pass. It holds no memory alive.
+
+    Raises:
+        ValueError: K could overflow the sums.
+    """
+    check_inner(a.shape[1])
+    return tiles.TileProduct.of(a, b, configuration.kernel, configuration.rows, scratch["packed"])
+
+
+def _tiled_blocks(product: tiles.TileProduct, sums: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+    loader.call("lsq_pack_columns", product)
+    for first in range(0, product.rows, size):
+        block = sums[: min(size, product.rows - first)]
+        loader.call("lsq_multiply_block", product, first, len(block), block)
+        yield first, block
+
+
+def check_inner(inner: int) -> None:
+    """Refuse an inner dimension that could overflow the sums.
+
+    Raises:
+        ValueError: it could.
+    """
+    if inner > LARGEST_INNER:
+        raise ValueError(
+            f"an int8 product over {inner} values could overflow int32; the largest inner dimension is "
+            f"{LARGEST_INNER} (use smaller batches or a smaller vocabulary)"
+        )
 
 
 class Part(NamedTuple):
@@ -106,10 +142,14 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     """What running a product needs.
 
     Returns:
-        "sums" int32 [block rows, N], and perhaps "a" int8 [block rows, K] and "b" int8 [N, K]: copies. Not to be
-        changed: it is kept.
+        "sums" int32 [block rows, N], and perhaps "a" int8 [block rows, K] and "b" int8 [N, K]: copies. Or "packed", one
+        row of bytes: b as tiles; and "sums" where the request's blocks are read by all threads. Not to be changed: it
+        is kept.
     """
     rows = min(key.m, configuration.rows or key.m)
+    if configuration.tiled:
+        packed = {"packed": Part((1, tiles.packed_bytes(key.n, key.k)), torch.uint8)}
+        return packed if key.request.in_strips else {**packed, "sums": Part((rows, key.n), torch.int32)}
     found = {}
     if configuration.a_layout != "as_is":
         found["a"] = Part((rows, key.k), torch.int8, key.layout[0] == "t" and configuration.a_layout != "mk")

@@ -45,6 +45,9 @@ class Request:
     """How its operands lie."""
     rows: int
     """Rows of sums that are made at a time unless tuned; 0: all at once."""
+    in_strips: bool = True
+    """Whether each thread reads the rows that it has multiplied; else all threads read a block of them. Rows of a
+    vocabulary are so long that few of them fit a cache."""
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
@@ -53,7 +56,7 @@ REQUESTS = {
     "project": Request(layout="nt", rows=512),
     "project_input_gradient": Request(layout="nn", rows=512),
     "project_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
-    "vocabulary_loss": Request(layout="nt", rows=256),
+    "vocabulary_loss": Request(layout="nt", rows=256, in_strips=False),
 }
 """Who multiplies on the CPU. How many rows of sums are best depends on what reads them: each has entries of its own."""
 MATMUL = "matmul"

@@ -112,22 +112,22 @@ class ProjectInputGradient(Operation):
         return [*sums, *product, *weight, *narrow_scratch(self.floats.shape, (rows, columns), self.dtype)]
 
     def cpu(self, partial, clip_sums, *scratch):
-        for first, product in self._blocks(scratch) if self.rows else ():
-            loader.call("lsq_end_input_gradient", self, product, partial, clip_sums, first, product.shape[0])
+        if self.gradient is not None and self.rows:
+            operands = self.gradient.codes, self.weight.codes.t()
+            gemm.multiply("project_input_gradient", self, *operands, *scratch, partial, clip_sums)
+        elif self.rows:
+            loader.call("lsq_end_float_input_gradient", self, self._float_product(scratch), partial, clip_sums)
         loader.call("lsq_finish_input_gradient", self, partial, clip_sums)
 
-    def _blocks(self, scratch):
-        """(first row, sums or floats [rows, K]) of each block of the product."""
-        if self.gradient is not None:
-            return gemm.row_blocks("project_input_gradient", self.gradient.codes, self.weight.codes.t(), *scratch)
+    def _float_product(self, scratch) -> torch.Tensor:
+        """float32 [M, K]."""
         product, *scratch = scratch if self.dx is None else (self.dx, *scratch)
         if self.weight.codes is None:
-            torch.mm(self.floats, self.weight.values, out=product)
-        else:
-            weight, *narrow = scratch
-            torch.mul(self.weight.codes, self.weight.scale[:, None], out=weight)
-            float_product_into(product, self.floats, weight, narrow)
-        return [(0, product)]
+            return torch.mm(self.floats, self.weight.values, out=product)
+        weight, *narrow = scratch
+        torch.mul(self.weight.codes, self.weight.scale[:, None], out=weight)
+        float_product_into(product, self.floats, weight, narrow)
+        return product
 
     def cuda_scratch(self):
         partial = [] if self.parts is not None else [parts_of(self.rows, self.columns, 1)]

@@ -83,10 +83,9 @@ class Project(Operation):
                 loader.call("lsq_end_floats", self)
             return
         if self.rows == 0:  # there is a scale to write
-            loader.call("lsq_end_sums", self, None, 0, 0)
+            loader.call("lsq_end_project", self, None, 0, 0)
             return
-        for first, sums in gemm.row_blocks(GEMM, self.x.tensor, self.weight.codes, *scratch):
-            loader.call("lsq_end_sums", self, sums, first, len(sums))
+        gemm.multiply(GEMM, self, self.x.tensor, self.weight.codes, *scratch)
 
     def cuda_scratch(self):
         if self.x.coded is None:

@@ -133,14 +133,12 @@ class ProjectWeightGradient(Operation):
             product, floats, *narrow = scratch
             torch.mul(self.x.tensor, self.x.scale, out=floats)
             float_product_into(product, self.floats.t(), floats, narrow)
-            column_scale, blocks = None, [(0, product)]
+            loader.call("lsq_end_float_weight_gradient", self, product, sums)
         else:
             codes, column_scale, memory = scratch
             loader.call("lsq_round_columns", self, codes, column_scale)
-            blocks = gemm.row_blocks("project_weight_gradient", self.gradient.codes.t(), codes.t(), memory)
-        for first, product in blocks:
-            count = min(product.shape[0], self.weight_rows - first)
-            loader.call("lsq_end_weight_gradient", self, product, column_scale, sums, first, count)
+            operands = self.gradient.codes.t(), codes.t()
+            gemm.multiply("project_weight_gradient", self, *operands, memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
 
     def leave_sums(self, tensor):

@@ -1,10 +1,11 @@
 """The ways in which the CPU can run an int8 product, and their operands and clocks for the tuner.
 
-What was found on an AMD EPYC with AVX-512 VNNI (Zen 5, oneDNN 3.12) and the shapes of transformer base and big: rows a
-power of two bytes apart cost a fifth of large weight gradients (2,048 or 4,096 outputs), and up to two thirds of a
-product of few rows with K = 4,096, which a padded copy saves. Otherwise all layouts are within a tenth of each other.
-Padding the number of rows never helped, and floats never, so that neither is a candidate: bfloat16 takes twice as long
-and rounds its result; float32 takes 8 times as long, and its sums are exact for inner dimensions up to 1,040 alone.
+lsq's own tiles are tried with fewer and with more rows at a time, and oneDNN. Of oneDNN was found on an AMD EPYC with
+AVX-512 VNNI (Zen 5, oneDNN 3.12) and the shapes of transformer base and big: rows a power of two bytes apart cost a
+fifth of large weight gradients (2,048 or 4,096 outputs), and up to two thirds of a product of few rows with K = 4,096,
+which a padded copy saves. Otherwise all layouts are within a tenth of each other. Padding the number of rows never
+helped, and floats never, so that neither is a candidate: bfloat16 takes twice as long and rounds its result; float32
+takes 8 times as long, and its sums are exact for inner dimensions up to 1,040 alone.
 """
 
 import re
@@ -15,9 +16,9 @@ from pathlib import Path
 import torch
 
 from lsq.config import QuantConfig
-from lsq.csrc import loader
+from lsq.csrc import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes
+from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes, tile_product
 from lsq.gemm.product_key import ProductKey
 from lsq.ops.project import Project
 from lsq.program.values import Coded, Rows, Weight
@@ -25,6 +26,8 @@ from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
 """Rows of sums at a time that are tried."""
+STRIPS = (32, 64, 128, 256, 512)
+"""The same for tiles, of each thread."""
 MOST_SCRATCH = 64 * 2**20
 """Bytes of scratch memory that a configuration may take, if the default takes less."""
 ASSUMED_CACHE = 32 * 2**20
@@ -49,17 +52,34 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
     """
     default = CpuConfiguration.default(key)
     default.check_key(key)
-    usual = default.rows if default.rows < key.m else 0
+    most = max(scratch_bytes(key, default), MOST_SCRATCH)
+    others = [each for each in (*_tiled(key), *_by_onednn(key)) if each != default and scratch_bytes(key, each) <= most]
+    return [default, *others]
+
+
+def _tiled(key: ProductKey) -> list[CpuConfiguration]:
+    """By each kind of instructions, with fewer and with more rows at a time."""
+    rows = (0, *STRIPS) if key.request.in_strips else (0, *BLOCK_ROWS)
+    return [
+        CpuConfiguration(kernel=kernel, rows=each)
+        for kernel in tiles.usable()
+        if kernel != tiles.PLAIN
+        for each in rows
+        if each < key.m
+    ]
+
+
+def _by_onednn(key: ProductKey) -> list[CpuConfiguration]:
+    usual = key.request.rows if key.request.rows < key.m else 0
     a_layouts = ("as_is", "padded", *(["mk"] if key.layout[0] == "t" else []))
     b_layouts = ("as_is", "padded", "kn" if key.layout[1] == "t" else "nk")
     ways = [(usual, a_layout, b_layout) for a_layout in a_layouts for b_layout in b_layouts]
     for rows in (0, *(rows for rows in BLOCK_ROWS if rows < key.m)):
         ways += [(rows, *layouts) for layouts in (("as_is", "as_is"), ("padded", "as_is"), ("as_is", "padded"))]
-    ways = dict.fromkeys(ways)
-    del ways[usual, "as_is", "as_is"]
-    found = [CpuConfiguration(rows=rows, a_layout=a_layout, b_layout=b_layout) for rows, a_layout, b_layout in ways]
-    most = max(scratch_bytes(key, default), MOST_SCRATCH)
-    return [default, *(each for each in found if scratch_bytes(key, each) <= most)]
+    return [
+        CpuConfiguration(rows=rows, a_layout=a_layout, b_layout=b_layout)
+        for rows, a_layout, b_layout in dict.fromkeys(ways)
+    ]
 
 
 class CpuTrial:
@@ -92,7 +112,10 @@ class CpuTrial:
 
     def fault(self, configuration: CpuConfiguration) -> str | None:
         a, b, _ = self._sets[0]
-        for first, sums in configured_blocks(a, b, configuration, self._scratch(configuration)):
+        scratch = self._scratch(configuration)
+        if "sums" not in scratch:  # tiles are read where they are made; here by nobody
+            scratch["sums"] = torch.empty(self.key.m, self.key.n, dtype=torch.int32)
+        for first, sums in configured_blocks(a, b, configuration, scratch):
             wrong = self._checksums.first_wrong_row(sums, first)
             if wrong is not None:
                 return f"row {wrong} of the result is wrong"
@@ -104,9 +127,13 @@ class CpuTrial:
         for _ in range(repeats):
             number, self._next = self._next, (self._next + 1) % len(self._sets)
             a, b, _ = self._sets[number]
+            if configuration.tiled and self.key.request.in_strips:
+                product = tile_product(a, b, configuration, memory)
+                loader.call("lsq_multiply_project", self._readers[number], product)
+                continue
             for first, sums in configured_blocks(a, b, configuration, memory):
                 if reads:
-                    loader.call("lsq_end_sums", self._readers[number], sums, first, sums.shape[0])
+                    loader.call("lsq_end_project", self._readers[number], sums, first, sums.shape[0])
         return (time.perf_counter() - start) / repeats
 
     def float_seconds(self, repeats: int) -> float:

@@ -5,6 +5,7 @@ import datetime
 
 import pytest
 
+from lsq.csrc import tiles
 from lsq.gemm.configuration import CpuConfiguration, now
 from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key
 
@@ -80,13 +81,33 @@ def test_no_such_time(name, value):
 
 def test_gain_and_text():
     assert entry().gain == pytest.approx(1.25)
-    assert str(CpuConfiguration(rows=96)) == "96 rows"
-    assert str(CpuConfiguration(a_layout="mk", b_layout="kn")) == "all rows, copy a as mk, copy b as kn"
+    assert str(CpuConfiguration(rows=96)) == "onednn, 96 rows"
+    assert str(CpuConfiguration(a_layout="mk", b_layout="kn")) == "onednn, all rows, copy a as mk, copy b as kn"
+    assert str(CpuConfiguration(kernel="amx")) == "amx, rows by itself"
     assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
 
 
-def test_the_default_is_what_runs_untuned():
-    assert CpuConfiguration.default(key()) == CpuConfiguration(rows=512)
+@pytest.mark.parametrize(
+    ("usable", "op", "wanted"),
+    [
+        ((), "project", {"rows": 512}),
+        (("plain",), "project", {"rows": 512}),
+        (("amx", "avx512_vnni", "plain"), "project", {"kernel": "amx"}),
+        (("avx_vnni", "plain"), "vocabulary_loss", {"kernel": "avx_vnni", "rows": 256}),
+    ],
+)
+def test_the_default_is_what_runs_untuned(usable, op, wanted, monkeypatch):
+    monkeypatch.setattr(tiles, "usable", lambda: usable)
+    assert CpuConfiguration.default(key(op=op)) == CpuConfiguration(**wanted)
+
+
+def test_tiles_copy_by_themselves():
+    with pytest.raises(ValueError, match="kernel is 'amx', which copies as it needs it: leave both"):
+        CpuConfiguration(kernel="amx", b_layout="kn")
+    with pytest.raises(ValueError, match="rows is 48; tiles make multiples of 32 rows"):
+        CpuConfiguration(kernel="amx", rows=48)
+    with pytest.raises(ValueError, match="kernel is 'mkl'; allowed"):
+        CpuConfiguration(kernel="mkl")
 
 
 def test_now():

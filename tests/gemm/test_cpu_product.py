@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lsq import gemm
+from lsq.csrc import tiles
 from lsq.gemm import cpu_product
 from lsq.gemm.configuration import A_LAYOUTS, B_LAYOUTS, CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes
+from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes, tile_product
 from lsq.gemm.product_key import REQUESTS
 from tests.gemm.operands import asked, codes
 
@@ -118,7 +119,32 @@ def test_blocks_are_as_equal_as_can_be():
     key = asked("project", 100, 16, 16)
     configuration = CpuConfiguration(rows=48)
     firsts = [first for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))]
-    assert firsts == [0, 34, 68]
+    assert firsts == [0, 48, 96]
+    key, configuration = asked("project", 100, 16, 16), CpuConfiguration(rows=96)
+    firsts = [first for first, _ in configured_blocks(*operands(key), configuration, carved(key, configuration))]
+    assert firsts == [0, 64]  # 50 rows each, in units of 32
+
+
+@pytest.mark.parametrize("m, n, k", SIZES)
+@pytest.mark.parametrize("op", REQUESTS)
+@pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
+def test_tiles_are_exact(m, n, k, op, kernel):
+    if kernel not in tiles.usable():
+        pytest.skip(f"this processor has no {kernel}")
+    key, a_b = asked(op, m, n, k), operands(asked(op, m, n, k))
+    for rows in (0, 32, 64):
+        configuration = CpuConfiguration(kernel=kernel, rows=rows)
+        scratch = carved(key, configuration)
+        scratch.setdefault("sums", torch.empty(m, n, dtype=torch.int32))
+        blocks = [sums.clone() for _, sums in configured_blocks(*a_b, configuration, scratch)]
+        assert torch.equal(torch.cat(blocks), gemm.reference(*a_b)), configuration
+
+
+def test_instructions_that_are_not_here_are_refused(monkeypatch):
+    monkeypatch.setattr(tiles, "usable", lambda: ("plain",))
+    key, configuration = asked("project", 4, 16, 16), CpuConfiguration(kernel="amx")
+    with pytest.raises(ValueError, match="'amx' cannot run here; there are 'plain'"):
+        tile_product(*operands(key), configuration, carved(key, configuration))
 
 
 def test_what_could_overflow_is_refused_however_configured():
@@ -166,7 +192,8 @@ def test_more_tokens_never_need_less(op):
         assert sizes == sorted(sizes)
 
 
-def test_untuned_products_need_what_they_did():
+def test_untuned_products_need_what_they_did(monkeypatch):
+    monkeypatch.setattr(tiles, "usable", lambda: ())
     for op, request in REQUESTS.items():
         key = asked(op, 1000, 24, 40)
         parts = cpu_product.parts(key, CpuConfiguration.default(key))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lsq import gemm
+from lsq.csrc import tiles
 from lsq.gemm import cpu_product, lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import Found
@@ -18,7 +19,7 @@ from lsq.gemm.product_key import REQUESTS
 from tests.gemm.operands import asked
 from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file, key
 
-DEFAULT = CpuConfiguration.default(key())
+DEFAULT = CpuConfiguration(rows=512)
 SMALL = CpuConfiguration(rows=32)
 
 
@@ -43,6 +44,12 @@ def test_exact_up_to_512_then_the_next_multiple_of_32():
 @pytest.mark.parametrize("changes", [{"n": 144}, {"k": 272}, {"op": "project_input_gradient"}, {"op": "matmul"}])
 def test_all_else_must_be_the_same(changes):
     assert table(entry(41)).use(key(41, **changes)).entry is None
+
+
+@pytest.fixture(autouse=True)
+def no_tiles(monkeypatch):
+    """A processor without instructions for tiles: oneDNN is the default."""
+    monkeypatch.setattr(tiles, "usable", lambda: ())
 
 
 def test_configuration():

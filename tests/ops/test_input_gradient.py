@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from lsq import gemm
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import GRADIENT, arithmetic, pack_bits, quantize
 from tests.ops.compare import KEY, compare, dropout_of, empty, format_of, gradient_to_round, on_cpu, on_reference
+from tests.ops.products import WAYS, assert_same_bits
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = REQUESTS["project_input_gradient"].rows
@@ -165,25 +165,11 @@ def test_rounded_rows_of_floats(mode):
     compare(operation)
 
 
-@pytest.mark.parametrize("size", [5, 32, 100])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_neither_blocks_nor_threads_change_a_bit(size, threads, monkeypatch):
+def test_neither_products_nor_threads_change_a_bit(way, threads):
     operation, _ = case(341, kind=Activation.relu, dropout=0.2, lsq=True)
-    whole = on_cpu(operation)
-
-    def blocks(name, a, b, memory):
-        sums = gemm.reference(a, b)
-        return [(first, sums[first : first + size]) for first in range(0, len(a), size)]
-
-    monkeypatch.setattr(gemm, "row_blocks", blocks)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = on_cpu(operation)
-    finally:
-        torch.set_num_threads(before)
-    for one, other in zip(found.outputs, whole.outputs, strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(operation, way, threads)
 
 
 def test_narrow_products():

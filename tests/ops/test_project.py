@@ -13,6 +13,7 @@ from lsq.ops.project import GEMM, Project
 from lsq.program.values import Coded, Rows, Weight, dropped
 from lsq.quant import arithmetic
 from tests.ops.compare import ROWS, assert_accurate, compare, dropout_of, empty, format_of, on_cpu, to_round
+from tests.ops.products import WAYS, assert_same_bits
 
 BLOCK_ROWS = REQUESTS[GEMM].rows
 PLAIN = {Activation.none: lambda x: x, Activation.relu: torch.relu, Activation.gelu: torch.nn.functional.gelu}
@@ -180,3 +181,9 @@ def test_results_do_not_depend_on_the_number_of_threads():
     torch.set_num_threads(threads)
     assert torch.equal(found[0].rounded.codes, found[1].rounded.codes)
     assert torch.equal(found[0].nonlinearity.slope, found[1].nonlinearity.slope)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("activation", list(Activation))
+def test_no_way_to_multiply_changes_a_bit(way, activation):
+    assert_same_bits(rounded_project(141, activation=activation, dropout=0.2, bias=torch.randn(32)), way)

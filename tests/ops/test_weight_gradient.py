@@ -9,6 +9,7 @@ from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
 from tests.ops.compare import KEY, compare, empty, format_of, on_cpu, on_reference
+from tests.ops.products import WAYS, assert_same_bits
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
 from tests.quant.fake import fake_quantize
 
@@ -116,3 +117,9 @@ def test_rows_beyond_the_weight_do_not_count():
     operation.gradient.codes[:, OUTPUTS:] = 0
     again = on_cpu(operation)
     assert torch.equal(found.dweight, again.dweight) and torch.equal(found.dclip, again.dclip)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lsq", [False, True])
+def test_no_way_to_multiply_changes_a_bit(way, lsq):
+    assert_same_bits(case(141, lsq=lsq, outputs=93, padded=96), way)

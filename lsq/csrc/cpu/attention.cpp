@@ -8,7 +8,7 @@ namespace {
 class ForwardWorker : Worker {
 public:
     ForwardWorker(const Attention& op, const Case& given, float* rows)
-        : Worker(given), op_(op), rows_(rows), context_(kBlock * stride_), scaled_(heads_.width),
+        : Worker(given), op_(op), rows_(rows), context_(kBlock * stride_),
           flags_(heads_.width + 8) {}
 
     // -> whether a value that was rounded was NaN
@@ -64,13 +64,12 @@ private:
         for (int64_t i = 0; i < width; ++i) x[i] *= share;
         if (rows_) std::memcpy(rows_ + element, x, width * sizeof(float));
         if (!op_.rounded.codes || width % 8) return false;
-        return round_row(op_.rounded, element, width, x, scaled_.data(), flags_.data());
+        return round_row(op_.rounded, element, width, x, flags_.data());
     }
 
     const Attention& op_;
     float* rows_;  // where the context goes as floats, if anywhere
     AlignedFloats context_;
-    std::vector<float> scaled_;
     std::vector<uint8_t> flags_;
 };
 
@@ -79,7 +78,7 @@ bool round_all(const Coded& coded, int64_t n, const float* x) {
     constexpr int64_t kChunk = 1024;
     return for_rows((n + kChunk - 1) / kChunk, kChunk, [&](int64_t chunk, Scratch& scratch) {
         const int64_t first = chunk * kChunk, count = std::min(kChunk, n - first);
-        return static_cast<int>(round_row(coded, first, count, x + first, scratch.a.data(), scratch.flags.data()));
+        return static_cast<int>(round_row(coded, first, count, x + first, scratch.flags.data()));
     });
 }
 

@@ -1,5 +1,6 @@
 // What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
 #include "loops.h"
+#include "strips.h"
 
 using namespace lsq;
 
@@ -11,14 +12,7 @@ constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
 void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gradient) {
     const int64_t first = row * n;
     if (end.activation == Activation::relu) {
-        const uint8_t* positive = end.positive + first / 8;
-        int64_t i = 0;
-        for (; i + 8 <= n; i += 8) {
-            const uint32_t eight = positive[i / 8];
-#pragma omp simd
-            for (int64_t j = 0; j < 8; ++j) gradient[i + j] = eight & (1u << j) ? gradient[i + j] : 0.0f;
-        }
-        for (; i < n; ++i) gradient[i] = positive[i / 8] >> (i % 8) & 1 ? gradient[i] : 0.0f;
+        keep_where(end.positive + first / 8, n, gradient);
     } else if (end.slope) {
         const int8_t* slope = end.slope + first;
 #pragma omp simd
@@ -30,57 +24,88 @@ void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gra
     }
 }
 
-// Row `row` of the product, int32 sums or floats, becomes the gradient g [n]. -> its part of the clip's gradient
-float finished_row(const ProjectInputGradient& op, int64_t row, const void* product, float* g, uint32_t* words) {
-    const int64_t n = op.columns;
-    if (op.gradient.codes) {
-        const int32_t* sums = static_cast<const int32_t*>(product);
-        const float scale = op.gradient.scale[row];
+// Ends rows of a product on one thread: dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum
+// over rows is wanted. Rows come in order, and those of a part on one thread or one after the other.
+class End {
+public:
+    End(const ProjectInputGradient& op, float* partial, float* clip_sums)
+        : op_(op), n_(op.columns), partial_(partial), clip_sums_(clip_sums), scratch_(n_) {}
+
+    // Of codes: sums int32.
+    int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+        return end(first, rows, [&](int64_t row, float* g) {
+            const float scale = op_.gradient.scale[first + row];
+            const int32_t* line = sums + row * stride;
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) g[i] = static_cast<float>(sums[i]) * scale;
-    } else if (g != product) {
-        std::memcpy(g, product, n * sizeof(float));
+            for (int64_t i = 0; i < n_; ++i) g[i] = static_cast<float>(line[i]) * scale;
+        });
     }
-    const float clip_sum = straight_through(op.x, row * n, n, g);
-    apply(op.nonlinearity.dropout, row * n, n, g, words);
-    undo_activation(op.nonlinearity, row, n, g);
-    if (op.added) {
-        const float* added = op.added + row * n;
+
+    // Of floats, which may lie where dx is.
+    int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
+        return end(first, rows, [&](int64_t row, float* g) {
+            const float* line = product + row * stride;
+            if (g != line) std::memcpy(g, line, n_ * sizeof(float));
+        });
+    }
+
+private:
+    // read(i, g) makes g of row first + i.
+    template <class Read>
+    int end(int64_t first, int64_t rows, const Read& read) {
+        for (int64_t i = 0; i < rows; ++i) {
+            const int64_t row = first + i;
+            float* g = op_.dx ? op_.dx + row * n_ : scratch_.a.data();
+            read(i, g);
+            clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
+            undo(row, g);
+            if (op_.sum) add_up(row, g);
+            if (op_.rounded.codes) round_row(op_.rounded, row, n_, g, scratch_.words.data());
+        }
+        return 0;
+    }
+
+    void undo(int64_t row, float* g) {
+        apply(op_.nonlinearity.dropout, row * n_, n_, g, scratch_.words.data());
+        undo_activation(op_.nonlinearity, row, n_, g);
+        if (!op_.added) return;
+        const float* added = op_.added + row * n_;
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) g[i] += added[i];
+        for (int64_t i = 0; i < n_; ++i) g[i] += added[i];
     }
-    return clip_sum;
-}
+
+    void add_up(int64_t row, const float* g) {
+        float* sum = partial_ + row / op_.part_rows * n_;
+        if (row % op_.part_rows == 0) {
+            std::memcpy(sum, g, n_ * sizeof(float));
+            return;
+        }
+#pragma omp simd
+        for (int64_t i = 0; i < n_; ++i) sum[i] += g[i];
+    }
+
+    const ProjectInputGradient& op_;
+    int64_t n_;
+    float *partial_, *clip_sums_;
+    Scratch scratch_;
+};
 
 }  // namespace
 
-// Rows [first, first + rows) of the product [rows, K]: int32 sums, or floats, which may lie where dx is. Blocks come in
-// order. -> dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum over rows is wanted.
-LSQ_EXPORT void lsq_end_input_gradient(
-    const ProjectInputGradient& op, const void* product, float* partial, float* clip_sums, int64_t first,
-    int64_t rows) {
-    const int64_t n = op.columns, end = first + rows, step = op.part_rows;
-#pragma omp parallel
-    {
-        Scratch scratch(n);
-        uint32_t* words = scratch.words.data();
-#pragma omp for schedule(static)
-        for (int64_t part = first / step; part <= (end - 1) / step; ++part) {
-            float* sum = partial + part * n;
-            for (int64_t row = std::max(first, part * step); row < std::min(end, (part + 1) * step); ++row) {
-                const void* line = static_cast<const char*>(product) + (row - first) * n * sizeof(float);
-                float* g = op.dx ? op.dx + row * n : scratch.a.data();
-                clip_sums[row] = finished_row(op, row, line, g, words);
-                if (op.sum && row % step == 0) {
-                    std::memcpy(sum, g, n * sizeof(float));
-                } else if (op.sum) {
-#pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) sum[i] += g[i];
-                }
-                if (op.rounded.codes) round_row(op.rounded, row, n, g, words);
-            }
-        }
-    }
+LSQ_EXPORT void lsq_multiply_project_input_gradient(
+    const ProjectInputGradient& op, const TileProduct& product, float* partial, float* clip_sums) {
+    multiply_rows(product, [&] { return End(op, partial, clip_sums); });
+}
+
+// Rows [first, first + rows) of the product [rows, K], int32 sums or floats. Blocks come in order.
+LSQ_EXPORT void lsq_end_project_input_gradient(
+    const ProjectInputGradient& op, const int32_t* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
+    read_rows(sums, first, rows, op.columns, [&] { return End(op, partial, clip_sums); });
+}
+
+LSQ_EXPORT void lsq_end_float_input_gradient(
+    const ProjectInputGradient& op, const float* product, float* partial, float* clip_sums) {
+    read_rows(product, 0, op.rows, op.columns, [&] { return End(op, partial, clip_sums); });
 }
 
 // Adds up what the blocks have left.

@@ -67,11 +67,11 @@ inline bool any(const std::vector<uint8_t>& flags) {
 
 // Scratch of one thread for rows of n columns.
 struct Scratch {
-    std::vector<float> a, b, c;
+    std::vector<float> a, b;
     std::vector<uint32_t> words;
     std::vector<uint8_t> flags;
 
-    explicit Scratch(int64_t n) : a(n), b(n), c(n), words(n + 8), flags(n + 8) {}
+    explicit Scratch(int64_t n) : a(n), b(n), words(n + 8), flags(n + 8) {}
 };
 
 // Calls body(row, scratch) -> int for all rows, in parallel; the results of all rows, or-ed.

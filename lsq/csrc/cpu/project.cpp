@@ -1,5 +1,6 @@
 // The end of a product with a weight: scale, bias, activation, dropout, rounding, in one pass over each row of it.
 #include "loops.h"
+#include "strips.h"
 
 using namespace lsq;
 
@@ -29,33 +30,71 @@ void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t
     }
 }
 
-// Ends rows [first, first + rows) of the product; read(row, y) makes y of one, which may stand where it is already. The
-// scale is written with row 0 and poisoned by the others, because a product comes in blocks of rows.
-template <class Read>
-void end(const Project& op, int64_t first, int64_t rows, const Read& read) {
-    const int64_t n = op.columns;
-    const int64_t unit = n % 8 ? 8 : 1, units = (rows + unit - 1) / unit;  // of rows that begin at a byte of `positive`
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
-    {
-        Scratch scratch(n);
-        std::vector<uint8_t> flags(unit * n);
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < units; ++block) {
-            const int64_t begin = first + block * unit, past = std::min(begin + unit, first + rows);
-            for (int64_t row = begin; row < past; ++row) {
-                float* y = op.out ? op.out + row * n : scratch.a.data();
-                read(row, y);
-                activate(op.nonlinearity, row, n, y, flags.data() + (row - begin) * n);
-                apply(op.nonlinearity.dropout, row * n, n, y, scratch.words.data());
-                if (op.rounded.codes) {
-                    missing |= round_row(op.rounded, row * n, n, y, scratch.c.data(), scratch.flags.data());
-                }
-            }
-            uint8_t* positive = op.nonlinearity.positive;
-            if (positive) pack_bits(flags.data(), (past - begin) * n, positive + begin * n / 8);
-        }
+// Ends rows of a product on one thread.
+class End {
+public:
+    explicit End(const Project& op)
+        : op_(op), n_(op.columns), scratch_(n_), flags_(unit() * n_), alpha_(op.x.coded.codes ? n_ : 0) {
+        for (size_t i = 0; i < alpha_.size(); ++i) alpha_[i] = op.x.coded.scale[0] * op.weight.scale[i];
     }
+
+    // Of codes: sums int32. -> whether a value that was rounded was NaN
+    int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+        const float *factor = alpha_.data(), *bias = op_.bias;
+        return end(first, rows, [&](int64_t row, float* y) {
+            const int32_t* sum = sums + row * stride;
+            if (bias) {
+#pragma omp simd
+                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
+            }
+        });
+    }
+
+    // Of floats, which stand where they go.
+    int operator()(int64_t first, int64_t rows, const float*, int64_t) {
+        return end(first, rows, [&](int64_t, float* y) {
+            if (!op_.bias) return;
+#pragma omp simd
+            for (int64_t i = 0; i < n_; ++i) y[i] += op_.bias[i];
+        });
+    }
+
+private:
+    int64_t unit() const { return n_ % 8 ? 8 : 1; }  // of rows that begin at a byte of `positive`
+
+    // read(i, y) makes y of row first + i.
+    template <class Read>
+    int end(int64_t first, int64_t rows, const Read& read) {
+        int missing = 0;
+        for (int64_t begin = 0; begin < rows; begin += unit()) {
+            const int64_t past = std::min(begin + unit(), rows);
+            for (int64_t i = begin; i < past; ++i) {
+                const int64_t row = first + i;
+                float* y = op_.out ? op_.out + row * n_ : scratch_.a.data();
+                read(i, y);
+                activate(op_.nonlinearity, row, n_, y, flags_.data() + (i - begin) * n_);
+                apply(op_.nonlinearity.dropout, row * n_, n_, y, scratch_.words.data());
+                if (!op_.rounded.codes) continue;
+                missing |= round_row(op_.rounded, row * n_, n_, y, scratch_.flags.data());
+            }
+            uint8_t* positive = op_.nonlinearity.positive;
+            if (positive) pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
+        }
+        return missing;
+    }
+
+    const Project& op_;
+    int64_t n_;
+    Scratch scratch_;
+    std::vector<uint8_t> flags_;
+    std::vector<float> alpha_;
+};
+
+// The scale is written with row 0 and poisoned by the others, because a product may come in blocks of rows.
+void write_scale(const Project& op, int64_t first, int missing) {
     if (!op.rounded.scale) return;
     if (first == 0) finish(op.rounded, missing);
     op.rounded.scale[0] = poisoned(op.rounded.scale[0], missing);
@@ -63,30 +102,16 @@ void end(const Project& op, int64_t first, int64_t rows, const Read& read) {
 
 }  // namespace
 
+LSQ_EXPORT void lsq_multiply_project(const Project& op, const TileProduct& product) {
+    write_scale(op, 0, multiply_rows(product, [&] { return End(op); }));
+}
+
 // sums int32 [rows, P]: those of rows [first, first + rows) of codes.
-LSQ_EXPORT void lsq_end_sums(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
-    const int64_t n = op.columns;
-    std::vector<float> alpha(n);
-    for (int64_t i = 0; i < n; ++i) alpha[i] = op.x.coded.scale[0] * op.weight.scale[i];
-    const float *factor = alpha.data(), *bias = op.bias;
-    end(op, first, rows, [&](int64_t row, float* y) {
-        const int32_t* sum = sums + (row - first) * n;
-        if (bias) {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
-        } else {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
-        }
-    });
+LSQ_EXPORT void lsq_end_project(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
+    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return End(op); }));
 }
 
 // The product of floats stands in `out`, where its result goes.
 LSQ_EXPORT void lsq_end_floats(const Project& op) {
-    const float* bias = op.bias;
-    end(op, 0, op.rows, [&](int64_t, float* y) {
-        if (!bias) return;
-#pragma omp simd
-        for (int64_t i = 0; i < op.columns; ++i) y[i] += bias[i];
-    });
+    write_scale(op, 0, read_rows(op.out, 0, op.rows, op.columns, [&] { return End(op); }));
 }

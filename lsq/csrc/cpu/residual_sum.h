@@ -37,7 +37,7 @@ inline void add_residual(const ResidualSum& sum, int64_t row, int64_t n, float* 
 inline int store_row(float* out, const Coded& rounded, int64_t row, int64_t n, const float* x, Scratch& scratch) {
     if (out) std::memcpy(out + row * n, x, n * sizeof(float));
     if (!rounded.codes) return 0;
-    return round_row(rounded, row * n, n, x, scratch.c.data(), scratch.flags.data());
+    return round_row(rounded, row * n, n, x, scratch.flags.data());
 }
 
 // The end of a norm's backward loop: the gradients of what was added up.

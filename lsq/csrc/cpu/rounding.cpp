@@ -10,10 +10,9 @@ LSQ_OPERATION(Round, op) {
     int missing = 0;
 #pragma omp parallel for schedule(static) reduction(| : missing)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        float scaled[kChunk];
         uint8_t outside[kChunk];
         const int64_t first = chunk * kChunk;
-        missing |= round_row(op.rounded, first, std::min(kChunk, op.count - first), op.x + first, scaled, outside);
+        missing |= round_row(op.rounded, first, std::min(kChunk, op.count - first), op.x + first, outside);
     }
     finish(op.rounded, missing);
 }

@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "bits.h"
 #include "philox.h"
 #include "structs.h"
 
@@ -32,31 +33,15 @@ inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, ui
     for (int64_t i = 0; i < n; ++i) x[i] = drawn[i] >= limit ? x[i] * keep : 0.0f;
 }
 
-inline void pack_bits(const uint8_t* flags, int64_t n, uint8_t* out) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        uint64_t eight;
-        std::memcpy(&eight, flags + i, 8);
-        out[i / 8] = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
-    }
-    if (i < n) {
-        uint8_t last = 0;
-        for (int64_t j = i; j < n; ++j) last |= static_cast<uint8_t>(flags[j] << (j - i));
-        out[i / 8] = last;
-    }
-}
-
-// Rounds x [n], elements [first, first + n) of the tensor, under the clip; scratch: n floats, n bytes. Rows must start at a
-// byte of `clipped`: N is a multiple of 8, or there is one row. Returns whether a value was NaN; its code is 0.
-inline bool round_row(
-    const Coded& coded, int64_t first, int64_t n, const float* x, float* scaled, uint8_t* outside) {
+// Rounds x [n], elements [first, first + n) of the tensor, under the clip; scratch: n bytes. Rows must start at a byte of
+// `clipped`: N is a multiple of 8, or there is one row. Returns whether a value was NaN; its code is 0.
+inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float* x, uint8_t* outside) {
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
     int missing = 0;
 #pragma omp simd reduction(| : missing)
     for (int64_t i = 0; i < n; ++i) {
         const float ratio = x[i] / scale;
-        scaled[i] = ratio;
         outside[i] = std::fabs(x[i]) > clip;
         missing |= ratio != ratio;
         out[i] = code_of(ratio, q);
@@ -66,7 +51,7 @@ inline bool round_row(
         float* error = coded.error + first;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            const float off = (static_cast<float>(out[i]) - scaled[i]) / q;
+            const float off = (static_cast<float>(out[i]) - x[i] / scale) / q;
             error[i] = outside[i] ? 0.0f : off;
         }
     }
@@ -86,16 +71,10 @@ inline float straight_through(const Coded& coded, int64_t first, int64_t n, floa
     if (coded.error) {
         for (int64_t i = 0; i < n; ++i) sum += gradient[i] * coded.error[first + i];
     }
-    for (int64_t i = -(first % 8); i < n; i += 8) {
-        const uint8_t byte = coded.clipped[(first + i) / 8];
-        if (!byte) continue;
-        for (int64_t j = std::max<int64_t>(i, 0); j < std::min(i + 8, n); ++j) {
-            if (byte >> (j - i) & 1) {
-                sum += q[j] > 0 ? gradient[j] : -gradient[j];
-                gradient[j] = 0.0f;
-            }
-        }
-    }
+    each_bit(coded.clipped, first, n, [&](int64_t i) {
+        sum += q[i] > 0 ? gradient[i] : -gradient[i];
+        gradient[i] = 0.0f;
+    });
     return sum;
 }
 

@@ -1,5 +1,6 @@
 // What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the formulas.
 #include "loops.h"
+#include "strips.h"
 
 using namespace lsq;
 
@@ -50,45 +51,84 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
     });
 }
 
-// Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K], or floats where that is null.
-// -> dweight, and sums [N]: what each row adds to the gradient of its clip.
-LSQ_EXPORT void lsq_end_weight_gradient(
-    const ProjectWeightGradient& op, const void* product, const float* column_scale, float* sums, int64_t first,
-    int64_t rows) {
-    const int64_t n = op.columns;
-#pragma omp parallel for schedule(static)
-    for (int64_t row = first; row < first + rows; ++row) {
-        const void* from = static_cast<const char*>(product) + (row - first) * n * sizeof(float);
-        float* out = op.dweight + row * n;
-        const float* w = op.weight.values + row * n;
-        if (column_scale) {
-            const int32_t* line = static_cast<const int32_t*>(from);
-            const float scale = op.weight.scale[row];
+namespace {
+
+// Ends rows of the product on one thread: dweight, and clip_sums [N]: what each row adds to the gradient of its clip.
+class End {
+public:
+    End(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
+        : op_(op), n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
+
+    // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
+    int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
+            const int32_t* line = sums + (row - first) * stride;
+            const float scale = op_.weight.scale[row], *column_scale = column_scale_;
+            float* out = op_.dweight + row * n_;
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(line[i]) * column_scale[i] / scale;
-        } else {
-            std::memcpy(out, from, n * sizeof(float));
+            for (int64_t i = 0; i < n_; ++i) out[i] = static_cast<float>(line[i]) * column_scale[i] / scale;
+            end(row, out);
         }
-        const float limit = op.weight.clip[op.clips > 1 ? row : 0];
+        return 0;
+    }
+
+    // Of floats.
+    int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
+        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
+            float* out = op_.dweight + row * n_;
+            std::memcpy(out, product + (row - first) * stride, n_ * sizeof(float));
+            end(row, out);
+        }
+        return 0;
+    }
+
+private:
+    void end(int64_t row, float* out) const {
+        const float* w = op_.weight.values + row * n_;
+        const float limit = op_.weight.clip[op_.clips > 1 ? row : 0];
         float sum = 0.0f;
-        if (op.lsq) {
-            const int8_t* codes = op.weight.codes + row * n;
-            const float step = op.weight.scale[row];
+        if (op_.lsq) {
+            const int8_t* codes = op_.weight.codes + row * n_;
+            const float step = op_.weight.scale[row];
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n; ++i) {
+            for (int64_t i = 0; i < n_; ++i) {
                 const float decoded = static_cast<float>(codes[i]) * step;
                 sum += std::fabs(w[i]) > limit ? 0.0f : out[i] * (decoded - w[i]) / limit;
             }
         }
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < n; ++i) {
+        for (int64_t i = 0; i < n_; ++i) {
             const bool outside = std::fabs(w[i]) > limit;
             const float signed_gradient = w[i] > 0.0f ? out[i] : -out[i];
             sum += outside ? signed_gradient : 0.0f;
             out[i] = outside ? 0.0f : out[i];
         }
-        sums[row] = sum;
+        clip_sums_[row] = sum;
     }
+
+    const ProjectWeightGradient& op_;
+    int64_t n_;
+    const float* column_scale_;
+    float* clip_sums_;
+};
+
+}  // namespace
+
+LSQ_EXPORT void lsq_multiply_project_weight_gradient(
+    const ProjectWeightGradient& op, const TileProduct& product, const float* column_scale, float* clip_sums) {
+    multiply_rows(product, [&] { return End(op, column_scale, clip_sums); });
+}
+
+// Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K].
+LSQ_EXPORT void lsq_end_project_weight_gradient(
+    const ProjectWeightGradient& op, const int32_t* sums, int64_t first, int64_t rows, const float* column_scale,
+    float* clip_sums) {
+    read_rows(sums, first, rows, op.columns, [&] { return End(op, column_scale, clip_sums); });
+}
+
+LSQ_EXPORT void lsq_end_float_weight_gradient(
+    const ProjectWeightGradient& op, const float* product, float* clip_sums) {
+    read_rows(product, 0, op.weight_rows, op.columns, [&] { return End(op, nullptr, clip_sums); });
 }
 
 // sums [N] -> dclip.

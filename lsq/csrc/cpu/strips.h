@@ -1,0 +1,52 @@
+// Products that end where their sums are: strips of whole rows of sums, on all threads, and what reads them.
+//
+// A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements between rows) -> int;
+// the results of all calls, or-ed, are the result. Strips begin at multiples of kTilePair rows.
+#pragma once
+
+#include <omp.h>
+
+#include "tiles.h"
+
+namespace lsq {
+
+// Multiplies, and reads each strip while it is in the cache of the core that made it.
+template <class Make>
+int multiply_rows(const TileProduct& product, const Make& make) {
+    const int64_t groups = groups_of_columns(product);
+    const int64_t strip = strip_rows(product, omp_get_max_threads());
+    int found = 0;
+#pragma omp parallel reduction(| : found)
+    {
+#pragma omp for schedule(static)
+        for (int64_t group = 0; group < groups; ++group) pack_columns(product, group);
+        auto reader = make();
+        StripMultiplier multiplier(product);
+#pragma omp for schedule(dynamic)
+        for (int64_t first = 0; first < product.rows; first += strip) {
+            const int64_t count = std::min(strip, product.rows - first);
+            multiplier.take(first, count);
+            found |= reader(first, count, multiplier.sums(), multiplier.stride());
+        }
+    }
+    return found;
+}
+
+// Reads rows [first, first + rows) of a product that somebody else has made, `stride` elements apart.
+template <class T, class Make>
+int read_rows(const T* product, int64_t first, int64_t rows, int64_t stride, const Make& make) {
+    int found = 0;
+#pragma omp parallel reduction(| : found)
+    {
+        auto reader = make();
+#pragma omp for schedule(static)
+        for (int64_t strip = first / kTilePair; strip <= (first + rows - 1) / kTilePair; ++strip) {
+            const int64_t begin = std::max(first, strip * kTilePair);
+            const int64_t end = std::min(first + rows, (strip + 1) * kTilePair);
+            found |= reader(begin, end - begin, product + (begin - first) * stride, stride);
+        }
+    }
+    return found;
+}
+
+}  // namespace lsq

@@ -1,0 +1,29 @@
+// Kernels that multiply packed tiles with the instructions of a processor.
+#pragma once
+
+#include "tiles.h"
+
+namespace lsq {
+
+// Two tiles of `b` side by side, `distance` bytes apart, for `depth` tiles along K.
+struct PairOfColumns {
+    const int8_t* data;
+    int64_t distance, depth;
+    const int32_t* sums;  // [32], 128 times the sum of each column of all of b; null: add to the sums that stand there
+};
+
+// sums [rows, 32], rows `stride` apart; the number of rows is a multiple of 32.
+using Kernel = void (*)(const TileRows& a, int64_t rows, const PairOfColumns& b, int32_t* sums, int64_t stride);
+
+Kernel kernel_of(Instructions instructions);
+
+// Whether `a` is handed over with 128 added to each element, which the instructions take as unsigned.
+inline bool biased(Instructions instructions) {
+    return instructions == Instructions::avx_vnni || instructions == Instructions::avx512_vnni;
+}
+
+// Before the first tile and after the last one on a thread.
+void begin_tiles(Instructions instructions);
+void end_tiles(Instructions instructions);
+
+}  // namespace lsq

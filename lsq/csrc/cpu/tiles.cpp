@@ -1,0 +1,274 @@
+// Packs the operands of int8 products and goes through their tiles; tile_kernels.cpp multiplies.
+#include "tiles.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "rows.h"
+#include "tile_kernels.h"
+
+namespace lsq {
+
+namespace {
+
+constexpr int64_t kGroup = 64;                // rows or columns that are packed together
+constexpr int64_t kDepth = 16;                // inner tiles of a pair of columns, which stay in the first cache
+constexpr int64_t kCachedBytes = 1 << 20;     // of b, up to which every strip finds it in the second cache
+constexpr int64_t kShortStrip = 64, kLongStrip = 256;
+constexpr int64_t kUnits = kTileInner / 4;    // of four inner elements, which lie together
+constexpr int64_t kColumns = 256;             // of a block of sums that a thread makes at a time
+
+// A block of a matrix: 64 rows of 64 inner elements, as units of four, in one order or the other.
+struct alignas(64) Block {
+    uint32_t units[kGroup * kUnits];
+};
+
+// Units [U][V] become [V][U], where U is 16: each pass rotates the bits of a unit's place by one. -> the one that holds them
+template <int64_t N>
+uint32_t* transpose_units(uint32_t* units, uint32_t* other) {
+    for (int pass = 0; pass < 4; ++pass) {
+#pragma omp simd
+        for (int64_t i = 0; i < N / 2; ++i) {
+            other[2 * i] = units[i];
+            other[2 * i + 1] = units[N / 2 + i];
+        }
+        std::swap(units, other);
+    }
+    return units;
+}
+
+// Reads 64 columns of a transposed matrix for 64 inner elements, fewer at its edges, as units [16][64].
+void read_units(const Codes& codes, int64_t first, int64_t rows, int64_t inner, int64_t count, Block& block) {
+    alignas(64) int8_t lines[4][kGroup] = {};
+    for (int64_t unit = 0; unit < kUnits; ++unit) {
+        const int8_t* four[4];
+        for (int64_t i = 0; i < 4; ++i) {
+            four[i] = codes.data + (inner + 4 * unit + i) * codes.stride + first;
+            if (rows == kGroup && count == kTileInner) continue;
+            std::fill(lines[i], lines[i] + kGroup, 0);
+            if (4 * unit + i < count) std::copy(four[i], four[i] + rows, lines[i]);
+            four[i] = lines[i];
+        }
+        const int8_t *one = four[0], *two = four[1], *three = four[2], *last = four[3];
+        int8_t* to = reinterpret_cast<int8_t*>(block.units + unit * kGroup);
+#pragma omp simd
+        for (int64_t row = 0; row < kGroup; ++row) {
+            to[4 * row] = one[row];
+            to[4 * row + 1] = two[row];
+            to[4 * row + 2] = three[row];
+            to[4 * row + 3] = last[row];
+        }
+    }
+}
+
+// Tiles of rows [first, first + rows) of `codes` for all of K: `to` for the first 16, `distance` bytes for the next, and
+// done(number, tile) for each, to the end of the last pair. They are read 64 inner elements of all rows at a time, and
+// 64 rows together, because that is a cache line of a transposed matrix, and its rows may lie pages apart.
+class TileReader {
+public:
+    TileReader(const Codes& codes, int64_t inner) : codes_(codes), inner_(inner) {}
+
+    // Tiles of 16 rows of 64 bytes.
+    template <class Done>
+    void rows(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
+        const auto begin = [&](const Place& at) {
+            if (codes_.transposed) transpose_units<kGroup * kUnits>(read_block(at), other_.units);
+        };
+        each(first, rows, to, distance, done, begin, [&](const Place& at, int64_t number, int8_t* tile) {
+            if (codes_.transposed) {
+                std::memcpy(tile, block_.units + number * kTileBytes / 4, kTileBytes);
+            } else {
+                read_rows(at, number, tile);
+            }
+        });
+    }
+
+    // Tiles of units [16][16].
+    template <class Done>
+    void units(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
+        const auto begin = [&](const Place& at) {
+            if (codes_.transposed) read_block(at);
+        };
+        each(first, rows, to, distance, done, begin, [&](const Place& at, int64_t number, int8_t* tile) {
+            if (codes_.transposed) {
+                for (int64_t unit = 0; unit < kUnits; ++unit) {
+                    const uint32_t* from = block_.units + unit * kGroup + number * kTileSide;
+                    std::memcpy(tile + unit * kTileInner, from, kTileInner);
+                }
+            } else {
+                read_rows(at, number, reinterpret_cast<int8_t*>(block_.units));
+                std::memcpy(tile, transpose_units<kTileBytes / 4>(block_.units, other_.units), kTileBytes);
+            }
+        });
+    }
+
+private:
+    struct Place {
+        int64_t first, rows, inner, count;  // of a block that may be cut at the edges
+    };
+
+    // begin(place) for each block of 64 rows, make(place, number, tile) for each of its tiles.
+    template <class Done, class Begin, class Make>
+    void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done, const Begin& begin,
+              const Make& make) {
+        const int64_t height = rounded_up(rows, kTilePair);
+        for (int64_t inner = 0; inner < inner_; inner += kTileInner, to += kTileBytes) {
+            const int64_t count = std::min(kTileInner, inner_ - inner);
+            for (int64_t row = 0; row < height; row += kGroup) {
+                const Place at{first + row, std::min(kGroup, rows - row), inner, count};
+                begin(at);
+                for (int64_t i = 0; i < std::min(kGroup, height - row) / kTileSide; ++i) {
+                    const int64_t number = row / kTileSide + i;
+                    int8_t* tile = to + number * distance;
+                    make(at, i, tile);
+                    done(number, tile);
+                }
+            }
+        }
+    }
+
+    uint32_t* read_block(const Place& at) {
+        read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
+        return block_.units;
+    }
+
+    void read_rows(const Place& at, int64_t number, int8_t* tile) const {
+        const int64_t first = number * kTileSide, rows = std::clamp<int64_t>(at.rows - first, 0, kTileSide);
+        if (rows < kTileSide || at.count < kTileInner) std::memset(tile, 0, kTileBytes);
+        for (int64_t row = 0; row < rows; ++row) {
+            const int8_t* from = codes_.data + (at.first + first + row) * codes_.stride + at.inner;
+            std::memcpy(tile + row * kTileInner, from, at.count);
+        }
+    }
+
+    const Codes& codes_;
+    int64_t inner_;
+    Block block_, other_;
+};
+
+// 128 times the sum of each column of a packed tile is added.
+void add_column_sums(const int8_t* tile, int32_t* sums) {
+    for (int64_t unit = 0; unit < kUnits; ++unit) {
+        const int8_t* from = tile + unit * kTileInner;
+#pragma omp simd
+        for (int64_t i = 0; i < kTileSide; ++i) {
+            sums[i] += 128 * (from[4 * i] + from[4 * i + 1] + from[4 * i + 2] + from[4 * i + 3]);
+        }
+    }
+}
+
+int32_t* column_sums(const TileProduct& product) {
+    const int64_t columns = rounded_up(product.columns, kTilePair);
+    return reinterpret_cast<int32_t*>(product.memory + columns * inner_tiles(product.inner) * kTileInner);
+}
+
+// A thread's strip of a as it is packed, and its sums.
+struct Strip {
+    Kept<int8_t> a;
+    Kept<int32_t> sums;
+};
+
+Strip& kept() {
+    static thread_local Strip strip;
+    return strip;
+}
+
+}  // namespace
+
+int64_t groups_of_columns(const TileProduct& product) { return (product.columns + kGroup - 1) / kGroup; }
+
+void pack_columns(const TileProduct& product, int64_t group) {
+    const int64_t first = group * kGroup, rows = std::min(kGroup, product.columns - first);
+    const int64_t blocks = rounded_up(rows, kTilePair) / kTileSide, block = inner_tiles(product.inner) * kTileBytes;
+    int32_t* sums = column_sums(product) + first;
+    std::fill(sums, sums + blocks * kTileSide, 0);
+    const bool wanted = biased(product.instructions);
+    int8_t* to = product.memory + first / kTileSide * block;
+    TileReader(product.b, product.inner).units(first, rows, to, block, [&](int64_t i, const int8_t* tile) {
+        if (wanted) add_column_sums(tile, sums + i * kTileSide);
+    });
+}
+
+StripMultiplier::StripMultiplier(const TileProduct& product) : product_(product), a_{}, height_(0) {
+    begin_tiles(product.instructions);
+}
+
+StripMultiplier::~StripMultiplier() { end_tiles(product_.instructions); }
+
+int64_t StripMultiplier::stride() const { return rounded_up(product_.columns, kTilePair); }
+
+void StripMultiplier::take(int64_t first, int64_t count) {
+    const Codes& codes = product_.a;
+    const int64_t depth = inner_tiles(product_.inner);
+    const bool is_biased = biased(product_.instructions);
+    height_ = rounded_up(count, kTilePair);
+    if (!codes.transposed && !is_biased && count == height_ && product_.inner % kTileInner == 0) {
+        a_ = {codes.data + first * codes.stride, codes.stride, kTileInner, kTileSide * codes.stride};
+        return;
+    }
+    int8_t* tiles = kept().a.at_least(height_ * depth * kTileInner);
+    a_ = {tiles, kTileInner, kTileBytes, depth * kTileBytes};
+    TileReader(codes, product_.inner).rows(first, count, tiles, a_.block, [&](int64_t, int8_t* tile) {
+        if (!is_biased) return;
+#pragma omp simd
+        for (int64_t i = 0; i < kTileBytes; ++i) tile[i] = static_cast<int8_t>(tile[i] ^ 0x80);
+    });
+}
+
+void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const {
+    const Kernel kernel = kernel_of(product_.instructions);
+    const int64_t depth = inner_tiles(product_.inner);
+    for (int64_t k = 0; k < depth; k += kDepth) {
+        const TileRows a{a_.data + k * a_.step, a_.stride, a_.step, a_.block};
+        for (int64_t column = begin; column < end; column += kTilePair) {
+            const int8_t* b = product_.memory + (column / kTileSide * depth + k) * kTileBytes;
+            const int32_t* first = k ? nullptr : column_sums(product_) + column;
+            kernel(a, height_, {b, depth * kTileBytes, std::min(kDepth, depth - k), first}, sums + column - begin, stride);
+        }
+    }
+}
+
+const int32_t* StripMultiplier::sums() const {
+    int32_t* sums = kept().sums.at_least(height_ * stride());
+    multiply(0, stride(), sums, stride());
+    return sums;
+}
+
+int64_t strip_rows(const TileProduct& product, int threads) {
+    if (product.strip) return product.strip;
+    const int64_t most = product.columns * product.inner > kCachedBytes ? kLongStrip : kShortStrip;
+    return std::min(most, rounded_up((product.rows + 2 * threads - 1) / (2 * threads), kTilePair));
+}
+
+}  // namespace lsq
+
+using namespace lsq;
+
+// Packs b, for lsq_multiply_block.
+LSQ_EXPORT void lsq_pack_columns(const TileProduct& product) {
+#pragma omp parallel for schedule(static)
+    for (int64_t group = 0; group < groups_of_columns(product); ++group) pack_columns(product, group);
+}
+
+// Sums of rows [first, first + rows) to `out` [rows, columns]; all threads share their columns.
+LSQ_EXPORT void lsq_multiply_block(const TileProduct& product, int64_t first, int64_t rows, int32_t* out) {
+    const int64_t stride = product.columns;
+#pragma omp parallel
+    {
+        StripMultiplier multiplier(product);
+        multiplier.take(first, rows);
+#pragma omp for schedule(dynamic)
+        for (int64_t begin = 0; begin < stride; begin += kColumns) {
+            const int64_t width = std::min(kColumns, stride - begin), whole = rounded_up(width, kTilePair);
+            if (width == whole && rows == multiplier.height()) {
+                multiplier.multiply(begin, begin + whole, out + begin, stride);
+                continue;
+            }
+            int32_t* sums = kept().sums.at_least(multiplier.height() * whole);
+            multiplier.multiply(begin, begin + whole, sums, whole);
+            for (int64_t row = 0; row < rows; ++row) {
+                std::memcpy(out + row * stride + begin, sums + row * whole, width * sizeof(int32_t));
+            }
+        }
+    }
+}
