@@ -1,6 +1,6 @@
 """The gradient of a weight, and of its clip. Under backward="int8":
 
-    dweight[n, k] = x_scale / weight_scale[n] * sum_m codes[m, n] * (scale[m] * x[m, k])
+    dweight[n, k] = x_scale * (1 / weight_scale[n]) * sum_m codes[m, n] * (scale[m] * x[m, k])
 
 The row scale of the gradient is folded into x, which is rounded again, at random, with a scale for each column. So one
 int8 gradient, which carries the weight's scales, serves both backward products (see RoundedGradient). The mask of the
@@ -26,7 +26,7 @@ from lsq.ops.products import (
 )
 from lsq.ops.sums import PartialSums, as_parts, finish
 from lsq.ops.transpose import transposed_scratch
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
@@ -65,6 +65,11 @@ class ProjectWeightGradient(Operation):
     columns = extent(1, "dweight")
     clips = extent(0, "weight.clip")
 
+    @size
+    def codes_tell(self) -> int:
+        """Whether a weight beyond its clip has the largest code, so that all others need not be looked at."""
+        return int(not self._float_mode and not self.weight.format.packed)
+
     @factor
     def clip_factor(self) -> float:
         if not self.lsq:
@@ -90,7 +95,7 @@ class ProjectWeightGradient(Operation):
                 self.gradient.format.largest,
             )
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
-            product = product * (scale * self.x.scale) / self.weight.scale[:, None]
+            product = product * (scale * self.x.scale) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
         return dweight, dclip, as_parts(self.parts, PartialSums.of(self.parts, 0, (), dclip))
 

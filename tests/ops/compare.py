@@ -10,7 +10,7 @@ from lsq.backends import backend
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Dropout, RoundedGradient
-from lsq.quant import GRADIENT, Format, Grain, pack_bits
+from lsq.quant import GRADIENT, Format, Grain, WeightFormat, pack_bits
 
 KEY = torch.tensor([-(2**62) + 12345], dtype=torch.int64)
 """A random key whose both halves are used."""
@@ -29,6 +29,11 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> VirtualTensor:
 def format_of(bits: int = 8) -> Format:
     """Of an activation."""
     return Format(name="activation", bits=bits, grain=Grain.TENSOR)
+
+
+def weight_format_of(bits: int = 8) -> WeightFormat:
+    """Of a weight that products read as it is stored."""
+    return WeightFormat(name="int8", bits=bits, grain=Grain.ROW)
 
 
 def to_round(

@@ -10,7 +10,17 @@ from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.program.values import Coded, RoundedGradient, Weight
 from lsq.quant import GRADIENT, arithmetic, pack_bits, quantize
-from tests.ops.compare import KEY, compare, dropout_of, empty, format_of, gradient_to_round, on_cpu, on_reference
+from tests.ops.compare import (
+    KEY,
+    compare,
+    dropout_of,
+    empty,
+    format_of,
+    gradient_to_round,
+    on_cpu,
+    on_reference,
+    weight_format_of,
+)
 from tests.ops.products import WAYS, assert_same_bits
 from tests.quant.fake import fake_quantize
 
@@ -25,7 +35,7 @@ def weight_of(outputs=OUTPUTS, columns=COLUMNS, *, clips=None, bits=8, padded=PA
     codes, scale, _ = quantize(values, clip, bits)
     below = padded - outputs
     return Weight(
-        format=format_of(bits), codes=torch.cat([codes, torch.zeros(below, columns, dtype=torch.int8)]),
+        format=weight_format_of(bits), codes=torch.cat([codes, torch.zeros(below, columns, dtype=torch.int8)]),
         scale=torch.cat([scale.expand(outputs), torch.ones(below)]), values=values, clip=clip,
     )
 
@@ -85,7 +95,7 @@ def case(
     float_mode = mode == "float mode"
     operation = ProjectInputGradient(
         **upstream(mode, weight, rows),
-        weight=Weight(format=format_of(), values=weight.values) if float_mode else weight.bare(),
+        weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight.bare(),
         x=None if float_mode else coded(x, bits=bits, lsq=lsq), nonlinearity=end_of(kind, mask, y, mode),
         added=torch.randn(rows, columns) if added else None, dx=None if rounded else empty(rows, columns),
         rounded=gradient_to_round(rows, columns) if rounded else None, sum=empty(columns) if rest else None,

@@ -12,7 +12,17 @@ from lsq.ops.nonlinearity import SLOPE_UNIT, Activation, Nonlinearity
 from lsq.ops.project import GEMM, Project
 from lsq.program.values import Coded, Rows, Weight, dropped
 from lsq.quant import arithmetic
-from tests.ops.compare import ROWS, assert_accurate, compare, dropout_of, empty, format_of, on_cpu, to_round
+from tests.ops.compare import (
+    ROWS,
+    assert_accurate,
+    compare,
+    dropout_of,
+    empty,
+    format_of,
+    on_cpu,
+    to_round,
+    weight_format_of,
+)
 from tests.ops.products import WAYS, assert_same_bits
 
 BLOCK_ROWS = REQUESTS[GEMM].rows
@@ -25,14 +35,14 @@ def operands(rows, inner=48, outputs=32):
     scale = 2e-4 * (1 + torch.rand(outputs))
     return {
         "x": Rows(coded=Coded(format=format_of(), codes=x, scale=torch.tensor([0.1]))),
-        "weight": Weight(format=format_of(), codes=weight, scale=scale), "bias": torch.randn(outputs),
+        "weight": Weight(format=weight_format_of(), codes=weight, scale=scale), "bias": torch.randn(outputs),
     }
 
 
 def float_operands(rows, inner=48, outputs=33):
     """Whole numbers, so that products are exact in every dtype."""
     floats, weight = (torch.randint(-1, 2, (n, inner)).float() for n in (rows, outputs))
-    weight = Weight(format=format_of(), values=weight)
+    weight = Weight(format=weight_format_of(), values=weight)
     return {"x": Rows(floats=floats), "weight": weight, "bias": torch.randn(outputs)}
 
 
@@ -124,7 +134,7 @@ def test_a_product_without_an_end():
 
 def through(x, activation):
     """The result of an activation of x [N]: the product of 1 and a weight."""
-    weight = Weight(format=format_of(), values=x[:, None].contiguous())
+    weight = Weight(format=weight_format_of(), values=x[:, None].contiguous())
     return float_project(1, len(x), activation, x=Rows(floats=torch.ones(1, 1)), weight=weight, bias=None)
 
 

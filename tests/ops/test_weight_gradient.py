@@ -8,7 +8,7 @@ import torch
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
-from tests.ops.compare import KEY, compare, empty, format_of, on_cpu, on_reference
+from tests.ops.compare import KEY, compare, empty, on_cpu, on_reference, weight_format_of
 from tests.ops.products import WAYS, assert_same_bits
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
 from tests.quant.fake import fake_quantize
@@ -22,7 +22,7 @@ def case(rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=O
     float_mode, x = mode == "float mode", torch.randn(rows, columns)
     return ProjectWeightGradient(
         **upstream(mode, weight, rows), x=Rows(floats=x) if float_mode else Rows(coded=coded(x)),
-        weight=Weight(format=format_of(), values=weight.values) if float_mode else weight,
+        weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight,
         key=KEY if mode == "int8" else None, subsequence=5, lsq=lsq, dweight=empty(outputs, columns),
         dclip=None if float_mode else empty(*weight.clip.shape), dtype=dtype,
     )

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kGroup = 64;                // rows or columns that are packed together
 constexpr int64_t kDepth = 16;                // inner tiles of a pair of columns, which stay in the first cache
 constexpr int64_t kCachedBytes = 1 << 20;     // of b, up to which every strip finds it in the second cache
+constexpr int64_t kFarBytes = 32 << 20;        // of a, from which on the rows of a transposed matrix are worth long visits
 constexpr int64_t kShortStrip = 64, kLongStrip = 256;
 constexpr int64_t kUnits = kTileInner / 4;    // of four inner elements, which lie together
 constexpr int64_t kColumns = 256;             // of a block of sums that a thread makes at a time
@@ -236,7 +237,8 @@ const int32_t* StripMultiplier::sums() const {
 
 int64_t strip_rows(const TileProduct& product, int threads) {
     if (product.strip) return product.strip;
-    const int64_t most = product.columns * product.inner > kCachedBytes ? kLongStrip : kShortStrip;
+    const bool far = product.a.transposed && product.rows * product.inner > kFarBytes;
+    const int64_t most = far || product.columns * product.inner > kCachedBytes ? kLongStrip : kShortStrip;
     return std::min(most, rounded_up((product.rows + 2 * threads - 1) / (2 * threads), kTilePair));
 }
 

@@ -1,5 +1,6 @@
 // What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the formulas.
 #include "loops.h"
+#include "stream.h"
 #include "strips.h"
 
 using namespace lsq;
@@ -57,59 +58,96 @@ namespace {
 class End {
 public:
     End(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
-        : op_(op), n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
+        : op_(op), n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums), flags_(n_ + 8), bits_(n_ / 8 + 1) {}
 
     // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
-        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
-            const int32_t* line = sums + (row - first) * stride;
-            const float scale = op_.weight.scale[row], *column_scale = column_scale_;
-            float* out = op_.dweight + row * n_;
+        return end(first, rows, [&](int64_t row, float* g) {
+            const int32_t* line = sums + row * stride;
+            const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
+            const int64_t n = n_;
 #pragma omp simd
-            for (int64_t i = 0; i < n_; ++i) out[i] = static_cast<float>(line[i]) * column_scale[i] / scale;
-            end(row, out);
-        }
-        return 0;
+            for (int64_t i = 0; i < n; ++i) g[i] = static_cast<float>(line[i]) * column_scale[i] * inverse;
+        });
     }
 
     // Of floats.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
-        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
-            float* out = op_.dweight + row * n_;
-            std::memcpy(out, product + (row - first) * stride, n_ * sizeof(float));
-            end(row, out);
-        }
-        return 0;
+        return end(first, rows, [&](int64_t row, float* g) {
+            std::memcpy(g, product + row * stride, n_ * sizeof(float));
+        });
     }
 
 private:
-    void end(int64_t row, float* out) const {
-        const float* w = op_.weight.values + row * n_;
-        const float limit = op_.weight.clip[op_.clips > 1 ? row : 0];
+    // read(i, g) makes g of row first + i. The result is not read again soon: it goes past the caches.
+    template <class Read>
+    int end(int64_t first, int64_t rows, const Read& read) {
+        float* g = row_.at_least(n_);
+        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
+            read(row - first, g);
+            const float sum = op_.lsq ? lsq_sum(row, g) : 0.0f;
+            clip_sums_[row] = sum + (op_.codes_tell ? cut_by_codes(row, g) : cut(row, g));
+            stream(g, n_, op_.dweight + row * n_);
+        }
+        finish_stream();
+        return 0;
+    }
+
+    float limit(int64_t row) const { return op_.weight.clip[op_.clips > 1 ? row : 0]; }
+
+    // What the weights within the clip add to the clip's gradient, by LSQ.
+    float lsq_sum(int64_t row, const float* g) const {
+        const float *w = op_.weight.values + row * n_, most = limit(row), step = op_.weight.scale[row];
+        const int8_t* codes = op_.weight.codes + row * n_;
+        const int64_t n = n_;
         float sum = 0.0f;
-        if (op_.lsq) {
-            const int8_t* codes = op_.weight.codes + row * n_;
-            const float step = op_.weight.scale[row];
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n_; ++i) {
-                const float decoded = static_cast<float>(codes[i]) * step;
-                sum += std::fabs(w[i]) > limit ? 0.0f : out[i] * (decoded - w[i]) / limit;
-            }
+        for (int64_t i = 0; i < n; ++i) {
+            const float decoded = static_cast<float>(codes[i]) * step;
+            sum += std::fabs(w[i]) > most ? 0.0f : g[i] * (decoded - w[i]) / most;
         }
+        return sum;
+    }
+
+    // Straight-through: zeroes the gradients of clipped weights; -> what they add to the clip's.
+    float cut(int64_t row, float* g) const {
+        const float *w = op_.weight.values + row * n_, most = limit(row);
+        const int64_t n = n_;
+        float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < n_; ++i) {
-            const bool outside = std::fabs(w[i]) > limit;
-            const float signed_gradient = w[i] > 0.0f ? out[i] : -out[i];
+        for (int64_t i = 0; i < n; ++i) {
+            const bool outside = std::fabs(w[i]) > most;
+            const float signed_gradient = w[i] > 0.0f ? g[i] : -g[i];
             sum += outside ? signed_gradient : 0.0f;
-            out[i] = outside ? 0.0f : out[i];
+            g[i] = outside ? 0.0f : g[i];
         }
-        clip_sums_[row] = sum;
+        return sum;
+    }
+
+    // The same, where a clipped weight has the largest code: then few weights are read, which are four times as long.
+    float cut_by_codes(int64_t row, float* g) {
+        const float *w = op_.weight.values + row * n_, most = limit(row);
+        const int8_t *codes = op_.weight.codes + row * n_, largest = static_cast<int8_t>(op_.weight.largest);
+        uint8_t* flags = flags_.data();
+        const int64_t n = n_;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) flags[i] = codes[i] == largest || codes[i] == -largest;
+        pack_bits(flags, n, bits_.data());
+        float sum = 0.0f;
+        each_bit(bits_.data(), 0, n, [&](int64_t i) {
+            if (!(std::fabs(w[i]) > most)) return;
+            sum += w[i] > 0.0f ? g[i] : -g[i];
+            g[i] = 0.0f;
+        });
+        return sum;
     }
 
     const ProjectWeightGradient& op_;
     int64_t n_;
     const float* column_scale_;
     float* clip_sums_;
+    Kept<float> row_;
+    std::vector<uint8_t> flags_, bits_;
 };
 
 }  // namespace

@@ -50,10 +50,10 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
 #if SUMS
                 float scale[kVector] = {};
                 if (values) load8(column_scales + column_of(v), scale);
-                const float input = input_scale[0];
+                const float input = input_scale[0], inverse = 1.0f / step;
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
-                    gradient[i] = static_cast<float>(value[i]) * (scale[i] * input) / step;
+                    gradient[i] = static_cast<float>(value[i]) * (scale[i] * input) * inverse;
                 }
 #else
 #pragma unroll
