@@ -84,13 +84,20 @@ LSQ_INLINE int8_t nearest_code(float scaled) {
     return static_cast<int8_t>(bits_of(scaled + 12582912.0f));  // 1.5 * 2^23: leaves the whole number in the last bits
 }
 
-// Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of which 24 count.
-LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q) {
+// Rounds without bias: up with a probability equal to the fraction. `word` is 32 random bits, of which 24 count. Not NaN.
+LSQ_INLINE int8_t round_finite_at_random(float scaled, uint32_t word, float q) {
     const float uniform = static_cast<float>(static_cast<int32_t>(word >> 8)) * 5.9604644775390625e-8f;  // 2^-24
     float rounded = floorf(scaled + uniform);
     rounded = rounded < -q ? -q : rounded;
     rounded = rounded > q ? q : rounded;
-    return static_cast<int8_t>(static_cast<int32_t>(rounded == rounded ? rounded : 0.0f));
+    return static_cast<int8_t>(static_cast<int32_t>(rounded));
+}
+
+// The same; 0 for NaN.
+LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q) {
+    const bool missing = scaled != scaled;
+    const int8_t code = round_finite_at_random(missing ? 0.0f : scaled, word, q);
+    return missing ? static_cast<int8_t>(0) : code;
 }
 
 // exp(x) to about 2 ulp: 2^k * exp(r) with |r| <= ln(2) / 2, a Taylor polynomial of degree 7 for exp(r).

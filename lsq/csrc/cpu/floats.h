@@ -16,6 +16,16 @@ inline float widen(float x) { return x; }
 inline float widen(bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 
 // The largest magnitude of x [n], where NaN counts as larger than infinity: magnitudes order like their bits.
+inline float largest_magnitude(const float* x, int64_t n) {
+    uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
+        largest = bits > largest ? bits : largest;
+    }
+    return float_of(largest);
+}
+
 inline float largest_magnitude(const bfloat16* x, int64_t n) {
     uint16_t largest = 0;
 #pragma omp simd reduction(max : largest)

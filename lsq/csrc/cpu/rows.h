@@ -78,32 +78,43 @@ inline float straight_through(const Coded& coded, int64_t first, int64_t n, floa
     return sum;
 }
 
-// Largest |x|, where NaN counts as larger than infinity: magnitudes order like their bits.
-inline float largest_magnitude(const float* x, int64_t n) {
-    uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
-        largest = bits > largest ? bits : largest;
+// Rounds row `row` of the gradient of a product at random, scaled [n]: the gradient times the scales of its weight, of
+// which the largest magnitude is given, NaN if one is NaN. Scratch: n + 4 words, or kChunk + 4.
+inline void round_scaled(
+    const RoundedGradient& rounded, int64_t row, int64_t n, const float* scaled, float largest, uint32_t* words) {
+    constexpr int64_t kChunk = 2048;  // whose words stay in the first cache
+    const GradientScale s = gradient_scale(largest, rounded.largest);
+    const float q = rounded.largest, reciprocal = s.reciprocal;
+    rounded.scale[row] = s.scale;
+    int8_t* codes = rounded.codes + row * n;
+    if (reciprocal == 0.0f) {  // vanishing, or not finite
+        std::memset(codes, 0, n);
+        return;
     }
-    return float_of(largest);
+    for (int64_t first = 0; first < n; first += kChunk) {
+        const int64_t element = row * n + first, offset = element % 4, count = std::min(kChunk, n - first);
+        philox(rounded.key[0], rounded.subsequence, element - offset, count + offset, words);
+        const uint32_t* drawn = words + offset;
+        const float* from = scaled + first;
+        int8_t* to = codes + first;
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) to[i] = round_finite_at_random(from[i] * reciprocal, drawn[i], q);
+    }
 }
 
 // Rounds row `row` of the gradient of a product at random, after multiplying by the scales of its weight. Scratch: n + 4
 // words. Changes `gradient`.
 inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, float* gradient, uint32_t* words) {
     const float* weight_scale = rounded.weight_scale;
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) gradient[i] *= weight_scale[i];
-    const GradientScale s = gradient_scale(largest_magnitude(gradient, n), rounded.largest);
-    rounded.scale[row] = s.scale;
-    const int64_t offset = row * n % 4;
-    philox(rounded.key[0], rounded.subsequence, row * n - offset, n + offset, words);
-    int8_t* codes = rounded.codes + row * n;
-    const uint32_t* drawn = words + offset;
-    const float q = rounded.largest;
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) codes[i] = round_at_random(gradient[i] * s.reciprocal, drawn[i], q);
+    uint32_t largest = 0;  // magnitudes order like their bits, and NaN is larger than infinity
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < n; ++i) {
+        const float scaled = gradient[i] * weight_scale[i];
+        const uint32_t bits = bits_of(scaled) & 0x7FFFFFFFu;
+        largest = bits > largest ? bits : largest;
+        gradient[i] = scaled;
+    }
+    round_scaled(rounded, row, n, gradient, float_of(largest), words);
 }
 
 }  // namespace lsq

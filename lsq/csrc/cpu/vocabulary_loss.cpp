@@ -7,17 +7,27 @@ using namespace lsq;
 
 namespace {
 
-// Reads row `row` of a block into x [P].
-void read_logits(const Prediction& given, const void* logits, int64_t row, float* x) {
-    const int64_t n = given.columns;
+// Reads row `row` of a block into x [P]. -> the largest of the vocabulary's logits
+float read_logits(const Prediction& given, const void* logits, int64_t row, float* x) {
+    const int64_t n = given.columns, vocabulary = given.vocabulary;
+    float largest = -infinity();
     if (!given.x.coded.codes) {
-        std::memcpy(x, static_cast<const float*>(logits) + row * n, n * sizeof(float));
-        return;
+        const float* from = static_cast<const float*>(logits) + row * n;
+#pragma omp simd reduction(max : largest)
+        for (int64_t v = 0; v < vocabulary; ++v) {
+            x[v] = from[v];
+            largest = x[v] > largest ? x[v] : largest;
+        }
+        return largest;
     }
     const int32_t* sums = static_cast<const int32_t*>(logits) + row * n;
     const float input = given.x.coded.scale[0], *scale = given.weight.scale;
-#pragma omp simd
-    for (int64_t v = 0; v < n; ++v) x[v] = static_cast<float>(sums[v]) * (input * scale[v]);
+#pragma omp simd reduction(max : largest)
+    for (int64_t v = 0; v < vocabulary; ++v) {
+        x[v] = static_cast<float>(sums[v]) * (input * scale[v]);
+        largest = x[v] > largest ? x[v] : largest;
+    }
+    return largest;
 }
 
 // What the gradient of a row weighs in all.
@@ -26,22 +36,32 @@ float factor_of(const Prediction& given) {
 }
 
 struct Row {
-    float largest, sum, total, target;  // max, sum of exp(logit - max), sum of logits, the target's logit
+    float sum, total;  // of exp(logit - max), of logits
 };
 
 // Replaces logits x [V] by exp(logit - max).
-Row exponentials(float* x, int64_t vocabulary, int64_t target) {
-    float largest = -std::numeric_limits<float>::infinity(), total = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(max : largest)
-    for (int64_t v = 0; v < vocabulary; ++v) largest = x[v] > largest ? x[v] : largest;
-    const float chosen = x[target];
+Row exponentials(float* x, int64_t vocabulary, float largest) {
+    float total = 0.0f, sum = 0.0f;
 #pragma omp simd reduction(+ : total, sum)
     for (int64_t v = 0; v < vocabulary; ++v) {
         total += x[v];
-        x[v] = exponential(x[v] - largest);
+        x[v] = bounded_exponential(x[v] - largest);
         sum += x[v];
     }
-    return {largest, sum, total, chosen};
+    return {sum, total};
+}
+
+// x [begin, end) of exponentials becomes that of the gradient times the scales of the weight. -> bits of its largest
+// magnitude, which order like magnitudes
+uint32_t scaled_gradient(float* x, const float* weight_scale, float share, float each, int64_t begin, int64_t end) {
+    uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t v = begin; v < end; ++v) {
+        x[v] = (x[v] * share - each) * weight_scale[v];
+        const uint32_t bits = bits_of(x[v]) & 0x7FFFFFFFu;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
 }
 
 }  // namespace
@@ -56,24 +76,25 @@ LSQ_EXPORT void lsq_VocabularyLoss(
         float* x = scratch.a.data();
         const int64_t m = first + row, word = given.target[m];
         const bool counted = word != given.padding;
-        read_logits(given, logits, row, x);
-        const Row sums = exponentials(x, vocabulary, counted ? word : 0);
-        const float normaliser = sums.largest + std::log(sums.sum);
+        const float largest = read_logits(given, logits, row, x), target = x[counted ? word : 0];
+        const Row sums = exponentials(x, vocabulary, largest);
+        const float normaliser = largest + std::log(sums.sum);
         const float smooth = static_cast<float>(vocabulary) * normaliser - sums.total;
-        nlls[m] = counted ? normaliser - sums.target : 0.0f;
+        nlls[m] = counted ? normaliser - target : 0.0f;
         losses[m] = counted ? target_weight * nlls[m] + each * smooth : 0.0f;
         if (op.normaliser) op.normaliser[m] = normaliser;
         if (!op.rounded.codes) return 0;
+        uint32_t most = 0;
         if (counted) {
-            const float share = factor / sums.sum;
-#pragma omp simd
-            for (int64_t v = 0; v < vocabulary; ++v) x[v] = x[v] * share - each;
-            x[word] -= target_weight;
+            const float share = factor / sums.sum, *weight_scale = op.rounded.weight_scale;
+            const float chosen = (x[word] * share - each - target_weight) * weight_scale[word];
+            most = std::max(scaled_gradient(x, weight_scale, share, each, 0, word),
+                            scaled_gradient(x, weight_scale, share, each, word + 1, vocabulary));
+            most = std::max(most, bits_of(chosen) & 0x7FFFFFFFu);
+            x[word] = chosen;
             std::fill(x + vocabulary, x + n, 0.0f);
-        } else {
-            std::fill(x, x + n, 0.0f);
         }
-        round_row(op.rounded, m, n, x, scratch.words.data());
+        round_scaled(op.rounded, m, n, x, float_of(most), scratch.words.data());
         return 0;
     });
 }

@@ -37,6 +37,10 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
         column_scale[i] = s.scale * op.x.coded.scale[0];
         reciprocal[i] = s.reciprocal;
     }
+    if (poison) {
+        std::memset(rounded, 0, op.rows * n);
+        return;
+    }
     for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
         const int64_t offset = row * n % 4;
         philox(op.key[0], op.subsequence, row * n - offset, n + offset, scratch.words.data());
@@ -46,7 +50,7 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
         int8_t* out = rounded + row * n;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
-            out[i] = round_at_random(static_cast<float>(line[i]) * scale * factor[i], drawn[i], most);
+            out[i] = round_finite_at_random(static_cast<float>(line[i]) * scale * factor[i], drawn[i], most);
         }
         return 0;
     });
