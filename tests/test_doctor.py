@@ -51,7 +51,7 @@ def test_product_is_exact_here():
 
 
 def test_product_check_notices_float32_sums(monkeypatch):
-    monkeypatch.setattr(doctor.gemm, "int8_product", lambda a, b: (a.float() @ b.float().t()).int())
+    monkeypatch.setattr(doctor.gemm, "untuned_product", lambda a, b: (a.float() @ b.float().t()).int())
     assert not doctor.check_product((48, 48, 2048), repeats=1).exact
 
 
@@ -63,8 +63,16 @@ def test_product_check_notices_saturation(monkeypatch):
         pairs = shifted[..., ::2] * signed[..., ::2] + shifted[..., 1::2] * signed[..., 1::2]
         return pairs.clamp(-(2**15), 2**15 - 1).sum(-1) - 128 * signed.sum(-1)
 
-    monkeypatch.setattr(doctor.gemm, "int8_product", lambda a, b: saturating(a, b).int())
+    monkeypatch.setattr(doctor.gemm, "untuned_product", lambda a, b: saturating(a, b).int())
     assert not doctor.check_product((16, 16, 64), repeats=1).exact
+
+
+@pytest.mark.parametrize(
+    ("usable", "named"), [((), "oneDNN"), (("plain",), "oneDNN"), (("amx", "plain"), "tiles (amx)")]
+)
+def test_what_multiplies_is_named(usable, named, found, monkeypatch):
+    monkeypatch.setattr(doctor.tiles, "usable", lambda: usable)
+    assert named in doctor.text(found)
 
 
 def test_report_of_this_machine(found):
@@ -76,7 +84,8 @@ def test_report_of_this_machine(found):
 
 def test_text_names_everything(found):
     shown = doctor.text(found)
-    for part in (found.cpu, found.host_library or "plain", "oneDNN", found.packages["torch"], *doctor.REQUIRED):
+    library = found.host_library or "plain"
+    for part in (found.cpu, library, doctor.kernel_name(), found.packages["torch"], *doctor.REQUIRED):
         assert part in shown
 
 

@@ -3,7 +3,7 @@
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view. lsq.tune makes the files.
 """
 
-from lsq.gemm.cpu import multiply, requested, row_blocks, scratch_for
+from lsq.gemm.cpu import multiply, requested, row_blocks, scratch_for, untuned_product
 from lsq.gemm.cpu_product import int8_product, reference
 from lsq.gemm.lookup import set_files
 from lsq.gemm.product_key import LARGEST_INNER
@@ -17,4 +17,5 @@ __all__ = [
     "row_blocks",
     "scratch_for",
     "set_files",
+    "untuned_product",
 ]

@@ -5,6 +5,7 @@ the pass that makes them, or with `row_blocks`. Every call is counted and timed,
 `requested` notes what is asked for, so that what is to be tuned follows from the operations themselves.
 """
 
+import dataclasses
 import functools
 import threading
 import time
@@ -15,7 +16,8 @@ import torch
 
 from lsq.csrc import loader
 from lsq.gemm import lookup
-from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, tile_product
+from lsq.gemm.configuration import CpuConfiguration
+from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, scratch_bytes, tile_product
 from lsq.gemm.product_key import ProductKey
 
 _notes = threading.local()
@@ -52,6 +54,20 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     if getattr(_notes, "found", None) is not None:
         _notes.found.append(key)
     return (max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
+
+
+def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], as it runs where nothing is tuned; all rows at once.
+
+    Raises:
+        ValueError: K could overflow the sums.
+    """
+    key = _key("vocabulary_loss", a.shape[0], b.shape[0], a.shape[1])
+    configuration = dataclasses.replace(CpuConfiguration.default(key), rows=0)
+    memory = torch.empty(scratch_bytes(key, configuration) + ALIGNMENT, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % ALIGNMENT :]
+    ((_, sums),) = configured_blocks(a, b, configuration, carve(memory, key, configuration))
+    return sums.clone()
 
 
 def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments) -> None:

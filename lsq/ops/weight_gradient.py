@@ -26,7 +26,7 @@ from lsq.ops.products import (
 )
 from lsq.ops.sums import PartialSums, as_parts, finish
 from lsq.ops.transpose import transposed_scratch
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
@@ -64,11 +64,6 @@ class ProjectWeightGradient(Operation):
     weight_rows = extent(0, "dweight")
     columns = extent(1, "dweight")
     clips = extent(0, "weight.clip")
-
-    @size
-    def codes_tell(self) -> int:
-        """Whether a weight beyond its clip has the largest code, so that all others need not be looked at."""
-        return int(not self._float_mode and not self.weight.format.packed)
 
     @factor
     def clip_factor(self) -> float:

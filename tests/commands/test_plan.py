@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lsq import cli
+from lsq import cli, gemm
 from lsq.commands.plan import _buffers, run
+from lsq.csrc import tiles
 from lsq.planner.planner import plan
 
 ROWS = "id,lower,upper,size\na,0,3,4\nb,2,5,2\nc,4,6,4\n"
@@ -155,7 +156,16 @@ def test_an_unknown_option_of_training(capsys):
 MEMORY = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 
 
-def test_the_documentation_has_todays_figures():
+@pytest.fixture
+def tiled(monkeypatch):
+    """A processor with instructions for tiles, and nothing tuned."""
+    monkeypatch.setattr(tiles, "usable", lambda: ("avx512_vnni", "plain"))
+    gemm.set_files([])
+    yield
+    gemm.set_files(None)
+
+
+def test_the_documentation_has_todays_figures(tiled):
     """The command under the picture gives what the log is said to say."""
     command = re.search(r"\*`lsq plan ([^`]+) --plot memory.png`", MEMORY)[1].split()
     _, buffers = _buffers(command)

@@ -62,7 +62,7 @@ namespace {
 class End {
 public:
     End(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
-        : op_(op), n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums), flags_(n_ + 8), bits_(n_ / 8 + 1) {}
+        : op_(op), n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
 
     // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
@@ -90,7 +90,7 @@ private:
         for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
             read(row - first, g);
             const float sum = op_.lsq ? lsq_sum(row, g) : 0.0f;
-            clip_sums_[row] = sum + (op_.codes_tell ? cut_by_codes(row, g) : cut(row, g));
+            clip_sums_[row] = sum + cut(row, g);
             stream(g, n_, op_.dweight + row * n_);
         }
         finish_stream();
@@ -128,30 +128,11 @@ private:
         return sum;
     }
 
-    // The same, where a clipped weight has the largest code: then few weights are read, which are four times as long.
-    float cut_by_codes(int64_t row, float* g) {
-        const float *w = op_.weight.values + row * n_, most = limit(row);
-        const int8_t *codes = op_.weight.codes + row * n_, largest = static_cast<int8_t>(op_.weight.largest);
-        uint8_t* flags = flags_.data();
-        const int64_t n = n_;
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) flags[i] = codes[i] == largest || codes[i] == -largest;
-        pack_bits(flags, n, bits_.data());
-        float sum = 0.0f;
-        each_bit(bits_.data(), 0, n, [&](int64_t i) {
-            if (!(std::fabs(w[i]) > most)) return;
-            sum += w[i] > 0.0f ? g[i] : -g[i];
-            g[i] = 0.0f;
-        });
-        return sum;
-    }
-
     const ProjectWeightGradient& op_;
     int64_t n_;
     const float* column_scale_;
     float* clip_sums_;
     Kept<float> row_;
-    std::vector<uint8_t> flags_, bits_;
 };
 
 }  // namespace
