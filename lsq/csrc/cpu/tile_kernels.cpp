@@ -30,7 +30,6 @@ void multiply_plain(const TileRows& a, int64_t rows, const PairOfColumns& b, int
                 for (int64_t i = 0; i < kTileInner; ++i) {
                     const int32_t factor = line[k * a.step + i];
                     const int8_t* unit = tile + i / 4 * kTileInner + i % 4;
-#pragma omp simd
                     for (int64_t n = 0; n < kTileSide; ++n) sum[n] += factor * unit[4 * n];
                 }
             }
