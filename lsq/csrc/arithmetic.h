@@ -178,6 +178,7 @@ LSQ_INLINE float slope_of(int32_t code) { return static_cast<float>(code) * (1.0
 
 LSQ_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
 
+constexpr int kPhiloxRounds = 7;
 constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
 constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u, kPhiloxWeyl1 = 0xBB67AE85u;
 
@@ -185,12 +186,12 @@ struct PhiloxWords {
     uint32_t word[4];
 };
 
-// Philox4x32-10 (Salmon et al. 2011): words 4 * group .. 4 * group + 3 of a subsequence; see
+// Philox4x32-7 (Salmon et al. 2011): words 4 * group .. 4 * group + 3 of a subsequence; see
 // lsq/quant/random.py.
 LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t subsequence, uint64_t group) {
     uint32_t key0 = static_cast<uint32_t>(key), key1 = static_cast<uint32_t>(key >> 32);
     uint32_t c0 = static_cast<uint32_t>(group), c1 = static_cast<uint32_t>(group >> 32), c2 = subsequence, c3 = 0;
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
         const uint64_t p0 = static_cast<uint64_t>(c0) * kPhiloxMultiplier0;
         const uint64_t p1 = static_cast<uint64_t>(c2) * kPhiloxMultiplier1;
         c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ key0;

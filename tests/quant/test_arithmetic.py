@@ -20,7 +20,8 @@ def mean_of_many(round_once, draws=400):
 
 
 def assert_unbiased(mean, error, expected):
-    assert ((mean - expected).abs() <= 5.5 * error + 1e-5 * expected.abs().max()).all()
+    """The second term is for values so near to a code that few draws, or none, rounded them away from it."""
+    assert ((mean - expected).abs() <= 5.5 * error + 1e-4 * expected.abs().max()).all()
 
 
 def test_rows_are_rounded_without_bias():

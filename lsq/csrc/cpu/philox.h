@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al. 2011), many counters at a time; see lsq/quant/random.py for keys and counters.
+// Philox4x32-7 (Salmon et al. 2011), many counters at a time; see lsq/quant/random.py for keys and counters.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
         c2[half] = _mm512_set1_epi64(subsequence);
         c3[half] = _mm512_setzero_si512();
     }
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
         const __m512i k0 = _mm512_set1_epi64(key0), k1 = _mm512_set1_epi64(key1);
         for (int half = 0; half < 2; ++half) {
             const __m512i p0 = _mm512_mul_epu32(c0[half], multiplier0), p1 = _mm512_mul_epu32(c2[half], multiplier1);
@@ -62,7 +62,7 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
         c2[i] = subsequence;
         c3[i] = 0;
     }
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
         for (int i = 0; i < kLanes; ++i) {
             const uint64_t p0 = static_cast<uint64_t>(c0[i]) * kPhiloxMultiplier0;
             const uint64_t p1 = static_cast<uint64_t>(c2[i]) * kPhiloxMultiplier1;
