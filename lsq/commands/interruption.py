@@ -20,13 +20,15 @@ class Interruption:
     """Context manager that notes a signal instead of dying of it; a second one ends the process at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+    """Those that a terminal sends to all its processes."""
 
     def __init__(self):
         self.requested: int | None = None
         """Number of the signal that came, or None."""
         self._immediate = True
         self._concluding = False
-        self._process = os.getpid()  # those that it forks, to load data, die of signals as usual
+        self._process = os.getpid()  # those that it forks, to load data, end by SIGTERM, or when this one ends
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
@@ -65,6 +67,8 @@ class Interruption:
         if self._concluding and os.getpid() == self._process:
             return
         if number == self.requested == signal.SIGHUP:  # a terminal that closes may send it twice
+            return
+        if os.getpid() != self._process and number in self.OF_TERMINALS:  # the update that it loads data for goes on
             return
         if self.requested is not None or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
