@@ -51,8 +51,12 @@ def keep_dummy_batch(trainer: Trainer, batch: object) -> None:
 
 
 def iterator_state(iterator: EpochBatchIterator) -> dict:
-    """Takes the place of EpochBatchIterator.state_dict: among how many processes the batches were divided is kept."""
-    return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards}
+    """Takes the place of EpochBatchIterator.state_dict.
+
+    How many batches the epoch has, and among how many processes they were divided, is kept.
+    """
+    batches = {} if callable(iterator.batch_sampler) else {"batches": len(iterator.frozen_batches)}
+    return {**_fairseq_iterator_state(iterator), "num_shards": iterator.num_shards, **batches}
 
 
 def load_optimizer_state(optimizer: FairseqOptimizer, state: dict, overrides: dict | None = None) -> None:
@@ -82,18 +86,27 @@ def load_iterator_state(iterator: EpochBatchIterator, state: dict) -> None:
 
     fairseq counts the batches of one process. With another number of processes the same count is another place in the
     epoch: batches would be skipped or repeated, and past the end fairseq refuses. Here no batch is skipped, and fewer
-    are repeated than there are processes.
+    are repeated than there are processes. With batches of another size, the same share of the epoch is done.
     """
-    before, done = state.get("num_shards", iterator.num_shards), state.get("iterations_in_epoch", 0)
-    if before != iterator.num_shards:
-        state = {**state, "iterations_in_epoch": done * before // iterator.num_shards}
-        logger.info(
-            "the checkpoint is of %d processes, and now there are %d: of epoch %d, %d batches are done",
-            before, iterator.num_shards, state["epoch"], state["iterations_in_epoch"] * iterator.num_shards,
-        )
+    shards = state.get("num_shards", iterator.num_shards)
+    done = state.get("iterations_in_epoch", 0) * shards
     if callable(iterator.batch_sampler):  # it makes other batches for every epoch
         iterator._frozen_batches = None
-    _fairseq_load_iterator_state(iterator, state)
+    elif done:
+        now = len(iterator.frozen_batches)
+        before = state.get("batches", now)
+        done = done * now // before
+        if before != now:
+            logger.warning(
+                "the checkpoint's epoch %d has %d batches, and now it has %d, of which %d count as done: some "
+                "sentences may be left out of this epoch or seen again in it", state["epoch"], before, now, done,
+            )
+    if shards != iterator.num_shards:
+        logger.info(
+            "the checkpoint is of %d processes, and now there are %d: of epoch %d, %d batches are done",
+            shards, iterator.num_shards, state["epoch"], done // iterator.num_shards * iterator.num_shards,
+        )
+    _fairseq_load_iterator_state(iterator, {**state, "iterations_in_epoch": done // iterator.num_shards})
 
 
 def iterator_for_epoch(

@@ -137,9 +137,9 @@ class Numbers(torch.utils.data.Dataset):
         return index
 
 
-def iterator(shards: int, shard: int, epoch: int = 3) -> EpochBatchIterator:
-    """Over 17 batches of one number."""
-    batches = [[number] for number in range(17)]
+def iterator(shards: int, shard: int, epoch: int = 3, size: int = 1) -> EpochBatchIterator:
+    """Over 17 numbers in batches of that size."""
+    batches = [list(range(first, min(first + size, 17))) for first in range(0, 17, size)]
     return EpochBatchIterator(
         Numbers(), collate_fn=list, batch_sampler=batches, num_shards=shards, shard_id=shard, epoch=epoch
     )
@@ -170,6 +170,26 @@ def test_an_epoch_goes_on_with_another_number_of_processes(before, now, frequenc
             assert part.end_of_epoch() and part.next_epoch_idx == 4
         assert sorted(set(seen + after)) == items
         assert len(seen) + len(after) - len(items) < now
+
+
+@pytest.mark.parametrize("before, now", [(1, 4), (4, 1), (3, 4), (4, 3)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_an_epoch_goes_on_with_batches_of_another_size(caplog, before, now, shards):
+    """At the same share of it, from any place, also where fairseq refuses."""
+    part = iterator(shards, 0, size=before)
+    epoch, total = part.next_epoch_itr(), len(iterator(shards, 0, size=now).frozen_batches)
+    while True:
+        next(epoch)
+        state = part.state_dict()
+        if part.end_of_epoch():
+            break
+        other = iterator(shards, 0, size=now)
+        other.load_state_dict(state)
+        share = epoch.n * shards / len(part.frozen_batches)
+        assert other.next_epoch_idx == 3
+        assert total * share - shards - 1 < other.iterations_in_epoch * shards <= total * share
+        assert len(list(other.next_epoch_itr())) > 0 and other.end_of_epoch()
+    assert f"epoch 3 has {len(part.frozen_batches)} batches, and now it has {total}, of which" in caplog.text
 
 
 def test_groups_that_are_left_out_end_the_epoch():
