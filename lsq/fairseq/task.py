@@ -119,6 +119,7 @@ class LSQTask(GradientTask):
     def begin_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each epoch, with the model itself."""
         super().begin_epoch(epoch, model)
+        tuned_products.check(self.cfg.lsq_gemm_coverage)
         if self.model is None and distributed.get_global_rank() == 0:
             device.report(model, self.cfg)
         self.model = model

@@ -1,6 +1,7 @@
 """What is said of tuned products when a training is over."""
 
 import logging
+import os
 from pathlib import Path
 
 from lsq import files
@@ -8,6 +9,16 @@ from lsq.gemm import lookup
 from lsq.tune import coverage, product_list
 
 logger = logging.getLogger(__name__)
+
+
+def check(path: str | None) -> None:
+    """Refuse, before a training, a file that `report` could not write after it.
+
+    Raises:
+        ValueError: it is a folder, or its own folder is missing or cannot be written.
+    """
+    if path and (os.path.isdir(path) or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise ValueError(f"--lsq-gemm-coverage {path} cannot be written; name a file in a folder that is there")
 
 
 def report(path: str | None) -> None:

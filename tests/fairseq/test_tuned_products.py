@@ -57,3 +57,10 @@ def test_a_file_of_another_machine_is_refused_with_the_reason(train, tmp_path):
     path = tuned_file(tmp_path / "other.json", [], device="Another CPU")
     with pytest.raises(ValueError, match="other.json.*device.*Another CPU"):
         train(tmp_path / "run", f"{BACKWARD} --lsq-gemm-config {path}")
+
+
+@pytest.mark.parametrize("name", ["nowhere/missed.csv", "."])
+def test_a_list_that_could_not_be_written_is_refused_before_the_training(train, tmp_path, name):
+    with pytest.raises(ValueError, match="--lsq-gemm-coverage .* cannot be written; name a file in a folder"):
+        train(tmp_path / "run", f"{BACKWARD} --lsq-gemm-coverage {tmp_path / name}")
+    assert not list((tmp_path / "run").glob("*.pt"))
