@@ -55,7 +55,7 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
             raise
         _say_unsupported(path.parent, str(error.strerror))
     try:
-        path.write_text(f"{_BEGINS}{os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
+        _write(path, f"{_BEGINS}{os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
         yield
     finally:
         path.unlink(missing_ok=True)  # before the lock falls: whoever opened it meanwhile looks again
@@ -73,6 +73,13 @@ def locked_folder(folder: Path, remedy: str, *, seconds: float = 0.0) -> context
 def locked_file(path: Path, remedy: str) -> contextlib.AbstractContextManager[None]:
     """`locked` for one file."""
     return locked(path.with_name(path.name + ".lock"), str(path), remedy)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
 
 
 def _text(path: Path) -> str:

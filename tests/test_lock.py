@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,14 @@ def test_the_lock_falls_although_a_forked_process_lives_on(tmp_path):
     other.join()
     with locked_folder(tmp_path, "x"):
         pass
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+    def full(path, *arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/{NAME}'"):
+        with locked_folder(tmp_path, "x"):
+            pass
+    assert not list(tmp_path.iterdir())

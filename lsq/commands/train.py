@@ -99,8 +99,10 @@ def check_save_dir(args: Namespace) -> None:
     """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the best one.
 
     Raises:
-        ValueError: --save-dir holds checkpoints, but none to go on from.
+        ValueError: --save-dir is a file, or holds checkpoints, but none to go on from.
     """
+    if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
+        raise ValueError(f"--save-dir {args.save_dir} is a file; give a folder")
     default = args.restore_file == LAST
     if args.no_save or args.no_last_checkpoints or not default or os.path.lexists(Path(args.save_dir, LAST)):
         return

@@ -147,6 +147,12 @@ def test_the_folder_above_the_data(prepared):
         train.parse_training([str(prepared.output), "--max-tokens", "100"])
 
 
+def test_a_file_as_the_folder_of_checkpoints(prepared, tmp_path):
+    (tmp_path / "model").touch()
+    with pytest.raises(ValueError, match="--save-dir .*model is a file; give a folder"):
+        train.parse_training([str(prepared.data), "--max-tokens", "100", "--save-dir", str(tmp_path / "model")])
+
+
 def test_no_data_folder(tmp_path):
     with pytest.raises(ValueError, match="there is no data folder .*nowhere"):
         train.run([str(tmp_path / "nowhere"), "--max-tokens", "100"])
