@@ -1,4 +1,4 @@
-"""Who may import whom: the folders' boundaries, checked on the syntax tree of every file in lsq/."""
+"""Who may import whom, and what of PyTorch: checked on the syntax tree of every file in lsq/."""
 
 import ast
 from collections.abc import Iterator
@@ -59,6 +59,8 @@ COLLECTIVES = {
     "scatter_object_list",
     "send",
 }
+TORCH = {"_foreach_maximum_", "_foreach_minimum_", "_foreach_mul", "_foreach_norm", "_int_mm"}
+"""Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has them, too."""
 
 
 def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, tuple[str, str], int]]:
@@ -111,6 +113,8 @@ def violations(path: str, source: str) -> list[str]:
         origin, _, last = name.rpartition(".")
         if origin.startswith("torch.distributed") and last in COLLECTIVES and area != "dist":
             found.append(f"{path}:{line}: only dist may call {name}")
+        if origin == "torch" and last.startswith("_") and last not in {*TORCH, "__config__", "__version__"}:
+            found.append(f"{path}:{line}: look whether the oldest PyTorch has {name}, and add it to TORCH")
     return found
 
 
@@ -171,6 +175,8 @@ def test_rules_hold():
         ("fairseq/task.py", "import torch.distributed as dist\ndist.broadcast(x, 0)"),
         ("commands/train.py", "from torch import distributed\ndistributed.barrier()"),
         ("cli.py", "from torch.distributed import all_gather as collect"),
+        ("quant/rounding.py", "import torch\ntorch._foreach_clone(x)"),
+        ("quant/rounding.py", "from torch import _foreach_clone as clone"),
     ],
 )
 def test_planted_violation_is_found(path, source):
@@ -187,6 +193,7 @@ def test_planted_violation_is_found(path, source):
         ("dist/hooks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("fairseq/task.py", "import fairseq\nfrom lsq.layers import Embedding"),
         ("cli.py", "import torch.distributed\ntorch.distributed.init_process_group('gloo')"),
+        ("ops/linear.py", "import torch\ntorch._int_mm(x, y)\ntorch.__config__.show()"),
         ("ops/linear.py", "import torch\ntorch.gather(x, 0, i)\nx.scatter(0, i, y)\ntorch.distributed"),
     ],
 )
