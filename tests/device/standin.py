@@ -140,6 +140,10 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
+def _lazy_init() -> None:
+    """There is nothing to begin; PyTorch 2.11 waits for no device that has not begun."""
+
+
 def manual_seed_all(seed: int) -> None:
     for index in range(DEVICES):
         torch.Generator(torch.device(NAME, index)).manual_seed(seed)
