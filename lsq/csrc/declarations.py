@@ -31,6 +31,14 @@ TENSORS = {
 AnyFloats C++ learns the dtype from another field."""
 NUMBERS = {"int": "int64_t", "bool": "int64_t", "float": "float"}
 MARKS = {"size": "int", "factor": "float"}
+OFFSET = (
+    "#ifdef __CUDACC_RTC__  // NVRTC 13.0 lacks __builtin_offsetof",
+    "#define LSQ_OFFSET(type, field) __INTADDR__(&static_cast<type*>(nullptr)->field)",
+    "#else",
+    "#define LSQ_OFFSET(type, field) __builtin_offsetof(type, field)",
+    "#endif",
+)
+"""Where a field lies in its struct, as a constant, for every compiler of the header."""
 _FORM = re.compile(r"(?:(?P<direction>In|Out)\[)?(?P<kind>\w+)(?(direction)\])(?P<optional> \| None)?")
 
 
@@ -149,10 +157,10 @@ def _size(field: Field) -> tuple[int, int]:
 def header() -> str:
     """The C++ header, which wants Float and Pointer<T> to be defined before it is included."""
     lines = ["// Written by lsq/csrc/declarations.py from the classes of the same names in lsq/program and lsq/ops."]
-    lines += ["#pragma once", "", "namespace lsq {", ""]
+    lines += ["#pragma once", "", *OFFSET, "", "namespace lsq {", ""]
     for one in declarations().values():
         lines += _enumeration(one) if one.base == "IntEnum" else _struct(one)
-    return "\n".join([*lines, "}  // namespace lsq", ""])
+    return "\n".join([*lines, "}  // namespace lsq", "", "#undef LSQ_OFFSET", ""])
 
 
 def _enumeration(one: Declaration) -> list[str]:
@@ -163,7 +171,7 @@ def _enumeration(one: Declaration) -> list[str]:
 def _struct(one: Declaration) -> list[str]:
     size, offsets = layout(one.name)
     checks = [f"sizeof({one.name}) == {size}"]
-    checks += [f"__builtin_offsetof({one.name}, {name}) == {offset}" for name, offset in offsets]
+    checks += [f"LSQ_OFFSET({one.name}, {name}) == {offset}" for name, offset in offsets]
     return [
         f"struct {one.name} {{", *(f"    {_member(field)} {field.name};" for field in one.fields), "};",
         "static_assert(", "    " + " &&\n    ".join(checks) + ',', '    "laid out as in Python");', "",
