@@ -4,7 +4,8 @@
 #
 #   benchmarks/gpu_round.sh [--device cuda|emulator] [--quick] [--minutes N] [--python COMMAND] [STAGE ...]
 #
-# Stages, all of them by default and the most wanted first; those that are chosen share the time:
+# Stages, all of them by default and the most wanted first; those that are chosen share the time, and what one leaves
+# goes to the next ones:
 #   smoke      bench_numbers.py: two trainings from nothing to translations; int8 must get 95 % of the numbers right
 #   tests      tests marked gpu
 #   tune       lsq tune: algorithms of cuBLASLt for the products of base on this device, which later stages use
@@ -42,7 +43,8 @@ esac
 
 declare -A shares=([smoke]=24 [tests]=16 [tune]=6 [step]=26 [gemm]=8 [kernels]=12 [sanitizer]=8)
 declare -A verdicts=() took=()
-setup_seconds=60 # for wheels and libraries, and to write the tables
+setup_seconds=60 # for wheels, and as many for libraries
+close_seconds=15 # to end a stage, and to write the tables
 start_up=8       # of a benchmark: seconds before it measures
 failures=0
 
@@ -51,7 +53,7 @@ mkdir -p "$OUT"
 rm -f "$OUT"/*.jsonl "$OUT/tuned.json"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XDG_CONFIG_HOME=$work/config
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XDG_CONFIG_HOME=$work/config TMPDIR=$work
 
 # limited SECONDS COMMAND...: ask the command to end when its time is up, and end it soon after.
 limited() {
@@ -168,6 +170,12 @@ run_stage() {
     esac
 }
 
+# left SHARE TOTAL: the seconds that a stage with such a share may take of what all those to come may take.
+left() {
+    local seconds=$(((60 * minutes - close_seconds - SECONDS) * $1 / $2))
+    echo $((seconds > 1 ? seconds : 1))
+}
+
 main() {
     local stage total=0 files
     [[ $device != cuda ]] || nvidia-smi
@@ -175,7 +183,8 @@ main() {
     build_libraries || { echo "the libraries cannot be built" && failures=1; }
     for stage in "${stages[@]}"; do total=$((total + shares[$stage])); done
     for stage in "${stages[@]}"; do
-        run_stage "$stage" $(((60 * minutes - setup_seconds) * shares[$stage] / total))
+        run_stage "$stage" "$(left "${shares[$stage]}" "$total")"
+        total=$((total - shares[$stage]))
     done
     files=$(compgen -G "$OUT/*.jsonl") &&
         "$python" benchmarks/results_table.py $files --short --output "$OUT/results.md"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -215,6 +216,22 @@ def test_the_round_keeps_its_log_and_results(tmp_path):
     last = done.stdout.splitlines()[-4:]
     assert [line.split("  ")[0] for line in last[:3]] == ["tune", "sanitizer", "gemm"]
     assert "not run" in last[0] and "not run" in last[1] and " ok " in last[2]
+    (seconds,) = re.findall(r"== gemm, at most (\d+) seconds", done.stdout)
+    assert 400 < int(seconds) < 600, "the last stage may take what the others have left"
+
+
+def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", str(broken)]
+    environment = {**os.environ, "OUT": str(tmp_path / "out")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS.parent, env=environment, timeout=60)
+    assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
+    verdicts = dict(line.split()[:2] for line in done.stdout.splitlines() if line.endswith(" s"))
+    failed = dict.fromkeys(("smoke", "tests", "step", "gemm", "kernels"), "FAILED")
+    assert verdicts == {**failed, "tune": "not", "sanitizer": "not"}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
 
 
 def test_the_round_explains_itself():
