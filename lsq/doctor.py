@@ -70,6 +70,8 @@ class Report:
     """The names in processor.CPU_FEATURES that this CPU has; empty where the system does not tell."""
     gpus: tuple[str, ...]
     """CUDA devices that torch sees."""
+    cuda: str | None
+    """The version of CUDA that torch is built for; None: for none."""
     gpu_fault: str | None
     """Why layers cannot compute on the first of them; None: they can."""
     host_library: str | None
@@ -187,6 +189,7 @@ def report() -> Report:
         cpu_features=tuple(
             name for flag, name in processor.CPU_FEATURES.items() if flag in processor.cpu_features()
         ),
+        cuda=torch.version.cuda,
         gpus=tuple(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus),
         host_library="UNUSABLE (see below)" if not usable else loader.description() if loader.available() else None,
         gpu_fault=gpu_fault(),
@@ -210,7 +213,9 @@ def text(found: Report) -> str:
     m, n, k = found.product.shape
     seen = "; ".join(found.gpus)
     loops = "the C++ library" if found.host_library else "plain torch"
-    gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})" if seen else "none that torch can use"
+    gpu = f"none that torch can use (it is built for {f'CUDA {found.cuda}' if found.cuda else 'the CPU alone'})"
+    if seen:
+        gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})"
     path = f"CPU: matrix products by {kernel_name()}, the loops between them by {loops}"
     if seen and not found.gpu_fault:
         path = f"GPU: matrix products by cuBLASLt, kernels of lsq between them; {path}"

@@ -133,6 +133,12 @@ def test_wrong_products_come_first_and_fail(sound):
     assert not broken.healthy
 
 
+@pytest.mark.parametrize("cuda, words", [("13.0", "built for CUDA 13.0"), (None, "built for the CPU alone")])
+def test_without_a_gpu_it_says_what_torch_is_built_for(found, cuda, words):
+    without = dataclasses.replace(found, gpus=(), cuda=cuda)
+    assert re.search(rf"^GPU +none that torch can use .*{words}", doctor.text(without), re.MULTILINE)
+
+
 def test_run_prints_text_or_json(found, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "report", lambda: found)
     assert doctor.run() == (0 if found.healthy else 1)
