@@ -20,7 +20,8 @@ from lsq.commands import numbers
 
 GOAL = 95.0
 """Percent of numbers that are translated exactly."""
-UPDATES = 400
+UPDATES = 600
+"""Three times the default of `lsq numbers`, at which int8 gets 85 to 96 % right, depending on the seed."""
 TINY = "--updates 2 --train-pairs 200 --test-pairs 4 --hidden 32 --feed-forward 64 --layers 1 --max-tokens 300".split()
 TRANSLATED = re.compile(r"Translated .* ([\d.]+) tokens/s\)")
 """fairseq-generate's last words."""

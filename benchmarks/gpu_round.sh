@@ -41,7 +41,7 @@ emulator) quick=--quick ;;
 *) echo "--device is cuda or emulator, not $device" >&2 && exit 2 ;;
 esac
 
-declare -A shares=([smoke]=24 [tests]=16 [tune]=6 [step]=26 [gemm]=8 [kernels]=12 [sanitizer]=8)
+declare -A shares=([smoke]=28 [tests]=16 [tune]=6 [step]=26 [gemm]=8 [kernels]=12 [sanitizer]=8)
 declare -A verdicts=() took=()
 setup_seconds=60 # for wheels, and as many for libraries
 close_seconds=15 # to end a stage, and to write the tables
