@@ -112,7 +112,7 @@ def compile_kernels(source: str, defines: tuple[tuple[str, int], ...], target: s
 @functools.cache
 def device_headers() -> str:
     """All device headers, one after another: what every kernel depends on."""
-    headers = [*sorted(KERNELS.glob("*.cuh")), KERNELS.parent / "arithmetic.h"]
+    headers = [*sorted(KERNELS.glob("*.cuh")), *sorted(KERNELS.parent.glob("*.h"))]
     return "".join(path.read_text(encoding="utf-8") for path in headers)
 
 

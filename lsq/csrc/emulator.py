@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent / "kernels"
 EMULATOR = Path(__file__).parent / "emulator"
-ARITHMETIC = Path(__file__).parent / "arithmetic.h"
+SHARED = Path(__file__).parent
+"""Headers that kernels share with the host library."""
 
 MAGIC = b"lsq-emulated-module\n"
 DRIVER_SOURCES = (
@@ -91,7 +92,7 @@ def compile_kernels(
     checks = KERNEL_SANITIZE if sanitize else KERNEL_PROFILE if profile else KERNEL_WATCH
     flags = [*FLAGS, *checks, *(f"-D{name}={value}" for name, value in defines)]
     operations = _operations()
-    includes = [f"-I{folder}" for folder in (KERNELS, ARITHMETIC.parent, EMULATOR, operations.parent)]
+    includes = [f"-I{folder}" for folder in (KERNELS, SHARED, EMULATOR, operations.parent)]
     headers = [*_headers(), *_beside(path), operations]
     target = _target(path.stem, [path, *headers], [*flags, *KERNEL_LINK, os.fspath(driver)])
     if not target.exists():
@@ -106,12 +107,12 @@ def _build_library(stem: str, sources: tuple[Path, ...], sanitize: bool, librari
     linked = list(map(os.fspath, libraries))
     target = _target(stem, [*sources, *_headers()], [*flags, *linked])
     if not target.exists():
-        _link([*flags, f"-I{ARITHMETIC.parent}", *map(os.fspath, sources), *linked, "-ldl"], target)
+        _link([*flags, f"-I{SHARED}", *map(os.fspath, sources), *linked, "-ldl"], target)
     return target
 
 
 def _headers() -> list[Path]:
-    return [*sorted(EMULATOR.glob("*.h")), *sorted(KERNELS.glob("*.cuh")), *filter(Path.exists, [ARITHMETIC])]
+    return [*sorted(EMULATOR.glob("*.h")), *sorted(KERNELS.glob("*.cuh")), *sorted(SHARED.glob("*.h"))]
 
 
 def _operations() -> Path:

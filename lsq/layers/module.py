@@ -1,8 +1,8 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import Schedule
 from lsq.layers.upgrade import upgrade
-from lsq.ops.calibration import calibrate
+from lsq.ops.calibration import Calibration
 from lsq.ops.rounding import RoundWeight
 from lsq.program import rehearsal, upkeep
 from lsq.program.executor import Execution, Hooks
@@ -96,21 +96,20 @@ class ProgramModule(nn.Module):
 
     def calibrate_weights(self) -> None:
         """Measure the clip of every weight in this module, as `weight_init` says."""
-        self._measure_weights()
+        calibration = Calibration(self.target)
+        self._measure_weights(calibration)
         torch.autograd.graph.increment_version(list(self.clips().values()))
+        calibration.finish()
 
-    @torch.no_grad()
-    def _measure_weights(self) -> None:
+    def _measure_weights(self, calibration: Calibration) -> None:
         """The same, unseen by autograd: an earlier pass of this module may still await its backward pass."""
         for name, declared in self.declared.items():
             if declared.clip is not None:
-                with naming(name):
-                    measured = calibrate(
-                        self.own_parameter(name), self.quant.weight_init, self.quant.weights.bits,
-                        per_channel=self.quant.weight_granularity == "channel",
-                        fixed=self.quant.weight_clip, percentile=self.quant.percentile,
-                    )
-                self.own_parameter(declared.clip).data.copy_(measured)
+                calibration.measure(
+                    name, self.own_parameter(name), self.own_parameter(declared.clip).data, self.quant.weight_init,
+                    self.quant.weights.bits, per_channel=self.quant.weight_granularity == "channel",
+                    fixed=self.quant.weight_clip, percentile=self.quant.percentile,
+                )
         self._drop_codes()
         self._forget_clips()
 
@@ -145,23 +144,26 @@ class ProgramModule(nn.Module):
         rehearsed = rehearsal.active()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
-        calibrating = self.schedule.activations_due(self.training)
+        calibrating, calibration = self.schedule.activations_due(self.training), Calibration(self.target)
+        weights_due = self.training and self.schedule.weights_due()
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
-            if self.schedule.weights_due():
-                self._measure_weights()
-                self.schedule.measured_weights()
+        if weights_due:
+            self._measure_weights(calibration)
         (key,) = self.target.send([draw_key()])
         tensors = {**self._parameters_of(program), **inputs, "random_key": key, **self._weight_codes(program)}
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
-            before=self._calibrate_operation if measuring else None,
+            before=partial(self._calibrate_operation, calibration) if measuring else None,
             after=self._observer,
         )
         if self._observer is not None and program.output_gradients:
             self._observer.weights(self, tensors)
         memory = self.step_memory if self.training else None
         outputs = Execution(program, self.target, hooks=hooks, memory=memory, owner=self)(tensors)
+        calibration.finish()
+        if weights_due:
+            self.schedule.measured_weights()
         if calibrating:
             self.schedule.measured_activations()
             self._forget_clips()
@@ -199,17 +201,15 @@ class ProgramModule(nn.Module):
         """Whether the next training pass measures the clips of activations."""
         return self.schedule.activations_due(training=True)
 
-    def _calibrate_operation(self, declared: Operation, operation: Operation) -> None:
+    def _calibrate_operation(self, calibration: Calibration, declared: Operation, operation: Operation) -> None:
         """Before an operation rounds an activation: measure the clip that it will round under."""
         rounding = operation.rounding()
         if rounding is None:
             return
-        with naming(declared.rounding().clip.name.removesuffix("_clip")):
-            measured = calibrate(
-                operation.unrounded(self.target.run), self.quant.activation_init, self.quant.bits,
-                fixed=self.quant.activation_clip, percentile=self.quant.percentile,
-            )
-        rounding.clip.data.copy_(measured)
+        calibration.measure(
+            declared.rounding().clip.name.removesuffix("_clip"), operation.unrounded(self.target.run),
+            rounding.clip.data, self.quant.activation_init, self.quant.bits, percentile=self.quant.percentile,
+        )
         rounding.started = False  # the scale that was written is that of the clip before
 
     @torch.inference_mode(False)  # what is kept may be needed where gradients are
@@ -293,15 +293,6 @@ class ProgramModule(nn.Module):
             lacking = self.schedule.load(state_dict, prefix)
             missing += lacking if strict else []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *lists)
-
-
-@contextlib.contextmanager
-def naming(tensor: str) -> Iterator[None]:
-    """Within this context a ValueError begins with the name of the tensor that it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{tensor}: {error}") from error
 
 
 def rows_of(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,24 +1,142 @@
-"""Measuring clips: lsq.quant.calibrate with the search for the least squared error in C++."""
+"""Measuring clips where tensors lie: the search for the least squared error as an operation.
+
+R rows, N values in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
 from lsq import quant
-from lsq.csrc import loader
+from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.program.backend import Backend
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
+from lsq.program.operation import Operation
+
+RUN, TOGETHER = 512, 11
+"""Values whose sum one warp takes, and clips whose errors are summed together (csrc/kernels/calibration.cu)."""
+MOST_WARPS = 16
+"""Of a block."""
+HELD = 8192
+"""Values of a row that a block holds in shared memory; more lie in scratch memory."""
 
 
-def calibrate(x: torch.Tensor, method: str, bits: int, per_channel: bool = False, **options) -> torch.Tensor:
-    """As lsq.quant.calibrate, many times faster for "mse" on float32 tensors of the CPU."""
-    return quant.calibrate(x, method, bits, per_channel, least_error=least_error_clip, **options)
+class LeastErrorClip(Operation):
+    """The clip of least squared rounding error of each row (lsq.quant.octav_clip); one launch.
+
+    CPU and CUDA find the same bits: they try the same clips and sum in the same order.
+    """
+
+    x: In[Activations]
+    """[R, N], N at least 1. NaN and infinity count as 0."""
+    bits: Host[int] = 8
+    """Of the codes, 2 to 8."""
+    clip: Out[Floats]
+    """[R], at least SMALLEST_CLIP. A row of zeros gets the mean clip of the others."""
+    unusable: Out[Indices]
+    """[R], how many values are NaN or infinite."""
+
+    rows = extent(0, "x")
+    columns = extent(1, "x")
+
+    @size
+    def stride(self) -> int:
+        """Every how many-th value of a row is looked at."""
+        return quant.sample_stride(self.columns)
+
+    @size
+    def sampled(self) -> int:
+        """Values of a row that are looked at."""
+        return -(-self.columns // self.stride)
+
+    @factor
+    def largest(self) -> float:
+        """Code."""
+        return float(quant.maximum_code(self.bits))
+
+    @factor
+    def smallest(self) -> float:
+        """Clip."""
+        return quant.SMALLEST_CLIP
+
+    def reference(self):
+        usable = self.x.isfinite()
+        clip = quant.octav_clip(self.x.where(usable, 0.0), self.bits, per_channel=True)
+        return quant.fill_empty(clip), (~usable).sum(1)
+
+    def cuda_scratch(self):
+        return [] if self.sampled <= HELD else [((self.rows, self.sampled), torch.float32)]
+
+    def cuda(self, sample=None):
+        runs = -(-self.sampled // RUN)
+        warps = min(MOST_WARPS, 2 ** (runs - 1).bit_length())
+        floats = TOGETHER * (runs + 1) + (self.sampled if sample is None else 0)
+        return [
+            launch(
+                "calibration.cu", "lsq_least_error_clip", self, TICKET, sample, grid=self.rows, block=32 * warps,
+                shared=4 * floats, WARPS=warps, **float_define(self.x),
+            )
+        ]  # fmt: skip
 
 
-def least_error_clip(x: torch.Tensor, bits: int, per_channel: bool = False) -> torch.Tensor:
-    """As lsq.quant.octav_clip: float32 [1] or, per channel, [R]."""
-    if not loader.available() or x.dtype != torch.float32 or x.device.type != "cpu":
-        return quant.octav_clip(x, bits, per_channel)
-    rows = x.detach().reshape(len(x) if per_channel else 1, -1).contiguous()
-    clip = torch.empty(len(rows))
-    loader.call(
-        "lsq_least_error_clip", rows, len(rows), rows.shape[1], quant.sample_stride(rows.shape[1]),
-        quant.maximum_code(bits), quant.SMALLEST_CLIP, clip,
-    )
-    return clip
+class Calibration:
+    """Measures clips, one tensor after another, on a backend.
+
+    Under "mse" nothing is waited for: `finish` says at the end what could not be measured. A clip of such a tensor is
+    that of its other values meanwhile.
+    """
+
+    def __init__(self, target: Backend):
+        self._target = target
+        self._measured: list[tuple[str, torch.Tensor, int]] = []
+
+    @torch.no_grad()
+    def measure(self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, bits: int, **options) -> None:
+        """Write the clip of x into `clip`.
+
+        Args:
+            name: of x, for errors.
+            x: any shape and float dtype.
+            clip: float32 [1], or [R] with per_channel.
+            method, bits: see lsq.quant.calibrate, as for `options`.
+
+        Raises:
+            ValueError: as lsq.quant.calibrate, but "mse" leaves NaN and infinity to `finish`.
+        """
+        with _naming(name):
+            if method != "mse":
+                clip.copy_(quant.calibrate(x, method, bits, **options))
+                return
+            quant.check_not_empty(x)
+        floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
+        rows = floats.reshape(len(x) if options.get("per_channel") else 1, -1).contiguous()
+        unusable = self._target.allocate([len(rows)], torch.int64)
+        self._target.run(LeastErrorClip(x=rows, bits=bits, clip=clip, unusable=unusable))
+        self._measured.append((name, unusable, x.numel()))
+
+    def finish(self) -> None:
+        """Wait once for all that was measured since the last time.
+
+        Raises:
+            ValueError: a tensor held NaN or infinity; the first one is named.
+        """
+        measured, self._measured = self._measured, []
+        if not measured:
+            return
+        counts = torch.cat([unusable for _, unusable, _ in measured]).cpu()
+        of_each = counts.split([len(unusable) for _, unusable, _ in measured])
+        for (name, _, values), found in zip(measured, of_each, strict=True):
+            with _naming(name):
+                quant.check_usable(int(found.sum()), values)
+
+
+@contextlib.contextmanager
+def _naming(tensor: str) -> Iterator[None]:
+    """Within this context a ValueError begins with the name of the tensor that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{tensor}: {error}") from error

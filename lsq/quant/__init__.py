@@ -1,6 +1,14 @@
 """Number formats, rounding to codes and back, and how clips are measured."""
 
-from lsq.quant.calibration import CALIBRATIONS, calibrate, octav_clip, sample_stride
+from lsq.quant.calibration import (
+    CALIBRATIONS,
+    calibrate,
+    check_not_empty,
+    check_usable,
+    fill_empty,
+    octav_clip,
+    sample_stride,
+)
 from lsq.quant.formats import GRADIENT, WEIGHT_FORMATS, Format, Grain, WeightFormat
 from lsq.quant.rounding import (
     CLIP_GRADIENTS,
@@ -28,6 +36,9 @@ __all__ = [
     "WeightFormat",
     "calibrate",
     "check_clip",
+    "check_not_empty",
+    "check_usable",
+    "fill_empty",
     "maximum_code",
     "octav_clip",
     "pack_bits",

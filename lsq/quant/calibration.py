@@ -5,7 +5,6 @@ candidate clips.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ def calibrate(
     *,
     fixed: float | None = None,
     percentile: float = 99.99,
-    least_error: Callable[[Tensor, int, bool], Tensor] | None = None,
 ) -> Tensor:
     """Measure the first clip of a tensor on a sample of it.
 
@@ -37,7 +35,6 @@ def calibrate(
         per_channel: one clip for each row x[i] instead of one for all of x.
         fixed: the clip under "fixed", which does not look at the values of x.
         percentile: under "percentile", the share of |x| in percent that the clip leaves inside.
-        least_error: what finds the clip under "mse", with octav_clip's arguments; octav_clip by default.
 
     Returns:
         float32 [1] or [R], at least SMALLEST_CLIP, which is also the clip of a tensor of zeros. A row of zeros gets the
@@ -57,23 +54,45 @@ def calibrate(
         return clip
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
-    if x.numel() == 0:
-        raise ValueError(f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values")
+    check_not_empty(x)
     if not torch.isfinite(torch.stack(torch.aminmax(x))).all():
-        unusable = x.numel() - int(torch.isfinite(x).sum())
-        raise ValueError(
-            f"cannot calibrate on a tensor in which {unusable} of {x.numel()} values are NaN or infinite; "
-            "find the operation that made them"
-        )
+        check_usable(x.numel() - int(torch.isfinite(x).sum()), x.numel())
     if method == "mse":
-        clip = (least_error or octav_clip)(x, bits, per_channel)
+        clip = octav_clip(x, bits, per_channel)
     elif method == "absmax":
         clip = _magnitude_rows(x, per_channel).amax(1)
     else:
         rows = _magnitude_rows(x, per_channel)
         inside = math.ceil(rows.shape[1] * percentile / 100 - 1e-9)
         clip = rows.kthvalue(max(inside, 1), dim=1).values
-    clip = clip.float().clamp(min=SMALLEST_CLIP)
+    return fill_empty(clip.float().clamp(min=SMALLEST_CLIP))
+
+
+def check_not_empty(x: Tensor) -> None:
+    """Refuse to measure a clip on nothing.
+
+    Raises:
+        ValueError: x has no values.
+    """
+    if x.numel() == 0:
+        raise ValueError(f"cannot calibrate on an empty tensor (shape {list(x.shape)}); give it some values")
+
+
+def check_usable(unusable: int, values: int) -> None:
+    """Refuse a clip of a tensor of which some values are not finite.
+
+    Raises:
+        ValueError: `unusable` of its `values` are NaN or infinite.
+    """
+    if unusable:
+        raise ValueError(
+            f"cannot calibrate on a tensor in which {unusable} of {values} values are NaN or infinite; "
+            "find the operation that made them"
+        )
+
+
+def fill_empty(clip: Tensor) -> Tensor:
+    """Clips [R] of rows; those of rows of zeros, which are SMALLEST_CLIP, become the mean of the others."""
     empty = clip == SMALLEST_CLIP
     return torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.ops.calibration import least_error_clip
 from tests.ops.compare import on_cpu, written
+from tests.ops.test_calibration import measured
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_vocabulary_loss import gradient_of, of_codes
@@ -58,5 +58,5 @@ def test_calibration(threads, shape, per_channel):
     results = []
     for count in (1, 2, 5):
         threads(count)
-        results.append(least_error_clip(x, 8, per_channel))
+        results.append(measured(x, per_channel=per_channel))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

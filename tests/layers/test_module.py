@@ -8,10 +8,10 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer
-from lsq.ops.calibration import calibrate
 from lsq.ops.rounding import RoundWeight
 from tests.layers.oracle import recorded
 from tests.layers.shapes import HEADS, HIDDEN, config_of
+from tests.ops.test_calibration import measured
 
 
 def clips_of(module, kind="activation"):
@@ -40,7 +40,7 @@ def test_the_first_batch_is_measured(method, training, grad):
     with torch.set_grad_enabled(grad):
         layer(x)
     assert layer.schedule.calibrated
-    assert torch.equal(layer.input_clip, calibrate(x, method, 8, percentile=90.0))
+    assert torch.equal(layer.input_clip, measured(x, method, percentile=90.0))
 
 
 def test_every_activation_of_a_layer_is_measured_on_what_is_rounded():
@@ -134,11 +134,11 @@ def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
     layer = linear(weight_granularity=granularity)
     per_channel = granularity == "channel"
     assert layer.weight_clip.shape == (clips,)
-    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", 8, per_channel=per_channel))
+    assert torch.equal(layer.weight_clip, measured(layer.weight, per_channel=per_channel))
     with torch.no_grad():
         layer.weight.mul_(3)
     layer.calibrate_weights()
-    assert torch.equal(layer.weight_clip, calibrate(layer.weight, "mse", 8, per_channel=per_channel))
+    assert torch.equal(layer.weight_clip, measured(layer.weight, per_channel=per_channel))
 
 
 # Clips and optimizers

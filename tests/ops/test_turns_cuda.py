@@ -18,6 +18,7 @@ from lsq.ops.sums import FinishSums, PartialSums
 from lsq.ops.vocabulary_loss import ScaleRows
 from tests.ops import (
     cuda,
+    test_calibration_cuda,
     test_input_gradient_cuda,
     test_rounding_cuda,
     test_weight_gradient,
@@ -183,7 +184,8 @@ def started_scales():
 
 
 CASES = {
-    "adam.cu": adam_steps, "attention.cu": attentions, "attention_rows.cu": attentions, "elementwise.cu": elementwise,
+    "adam.cu": adam_steps, "attention.cu": attentions, "attention_rows.cu": attentions,
+    "calibration.cu": test_calibration_cuda.turns, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
     "operands.cu": float_operands, "project.cu": projects, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,

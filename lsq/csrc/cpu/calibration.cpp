@@ -1,102 +1,93 @@
-// The clip of least squared rounding error, row by row; the same search as lsq.quant.octav_clip, which explains it.
+// The clip of least squared rounding error, row by row.
+#include "../clip_search.h"
 #include "rows.h"
 
 using namespace lsq;
 
 namespace {
 
-constexpr int64_t kPart = 4096;  // float sums of so many values are added up in double
-
-// Squared rounding error of v [n] >= 0 under `clip`.
-double rounding_error(const float* v, int64_t n, float clip, float q) {
-    const float scale = clip / q, reciprocal = q / clip;
-    double error = 0.0;
-    for (int64_t first = 0; first < n; first += kPart) {
-        const int64_t last = std::min(first + kPart, n);
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = first; i < last; ++i) {
-            const float ratio = v[i] * reciprocal, bounded = ratio > q ? q : ratio;
-            const float difference = std::nearbyint(bounded) - ratio;
-            sum += difference * difference;
-        }
-        error += sum;
+// Sum of term(v) over a run of n <= kRun values.
+template <class Term>
+float run_sum(const float* v, int64_t n, const Term& term) {
+    float lane[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+#pragma omp simd
+        for (int l = 0; l < kLanes; ++l) lane[l] += term(v[i + l]);
     }
-    return error * scale * scale;
+    for (int l = 0; i + l < n; ++l) lane[l] += term(v[i + l]);
+    for (int half = kLanes / 2; half; half /= 2) {
+        for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
+    }
+    return lane[0];
 }
 
-// Sum and number of the values above `clip`.
-void tail(const float* v, int64_t n, float clip, double* sum, double* count) {
-    *sum = *count = 0.0;
-    for (int64_t first = 0; first < n; first += kPart) {
-        const int64_t last = std::min(first + kPart, n);
-        float part = 0.0f, number = 0.0f;
-#pragma omp simd reduction(+ : part, number)
-        for (int64_t i = first; i < last; ++i) {
-            part += v[i] > clip ? v[i] : 0.0f;
-            number += v[i] > clip ? 1.0f : 0.0f;
+template <class Term>
+double sum_of(const std::vector<float>& v, const Term& term) {
+    const int64_t n = static_cast<int64_t>(v.size());
+    double total = 0.0;
+    for (int64_t first = 0; first < n; first += kJoined * kRun) {
+        const int64_t end = std::min<int64_t>(first + kJoined * kRun, n);
+        float joined = 0.0f;
+        for (int64_t run = first; run < end; run += kRun) {
+            joined += run_sum(v.data() + run, std::min<int64_t>(kRun, end - run), term);
         }
-        *sum += part;
-        *count += number;
+        total += joined;
     }
+    return total;
 }
 
-// Where OCTAV's error model is stationary, for v [n] in [0, 1].
-float fixed_point(const float* v, int64_t n, float q) {
-    double total, nonzero;
-    tail(v, n, 0.0f, &total, &nonzero);
-    float clip = static_cast<float>(total / n), low = 0.0f, high = 1.0f;
-    for (int iteration = 0; iteration < 16; ++iteration) {
-        double sum, count;
-        tail(v, n, clip, &sum, &count);
-        const double weight = (nonzero - count) / (12.0 * q * q) + count;
-        const float proposal = static_cast<float>(sum / weight);
-        (proposal > clip ? low : high) = clip;
-        clip = low < proposal && proposal < high ? proposal : (low + high) / 2;
-    }
-    return clip;
-}
-
-struct Best {
-    const float* v;
-    int64_t n;
-    float q, clip;
-    double error;
-
-    void consider(float candidate) {
-        const double found = rounding_error(v, n, candidate, q);
-        if (found < error) {
-            error = found;
-            clip = candidate;
+// Of magnitudes in [0, 1].
+float least_error(const std::vector<float>& v, float q) {
+    const auto sum_above = [&](float clip) { return sum_of(v, [=](float x) { return x > clip ? x : 0.0f; }); };
+    const auto count_above = [&](float clip) { return sum_of(v, [=](float x) { return x > clip ? 1.0f : 0.0f; }); };
+    FixedPoint point(sum_above(0.0f), count_above(0.0f), v.size(), q);
+    for (int i = 0; i < kIterations; ++i) point.step(sum_above(point.clip), count_above(point.clip));
+    BestClip best{q, point.start()};
+    for (int search = 0; search < kSearches; ++search) {
+        const float around = best.clip;
+        for (int i = 0; i < kCandidates[search]; ++i) {
+            const float tried = candidate(search, i, around), reciprocal = q / tried;
+            best.consider(tried, sum_of(v, [=](float x) { return squared_error(x, reciprocal, q); }));
         }
     }
-};
+    return best.clip;
+}
+
+// Rows of zeros get the mean clip of the others.
+void fill_empty(float* clip, int64_t rows, float smallest) {
+    double sum[kLanes] = {}, total = 0.0, count = 0.0;
+    for (int64_t row = 0; row < rows; ++row) {
+        if (clip[row] > smallest) sum[row % kLanes] += clip[row], ++count;
+    }
+    for (double part : sum) total += part;
+    if (count == 0.0) return;
+    const float mean = static_cast<float>(total / count);
+    for (int64_t row = 0; row < rows; ++row) clip[row] = clip[row] > smallest ? clip[row] : mean;
+}
 
 }  // namespace
 
-// x [rows, n], of which every `stride`-th value of a row counts -> clip [rows], at least `smallest`.
-LSQ_EXPORT void lsq_least_error_clip(const float* x, int64_t rows, int64_t n, int64_t stride, int64_t maximum,
-                                     float smallest, float* clip) {
-    const float q = static_cast<float>(maximum);
-    const int64_t count = (n + stride - 1) / stride;
+LSQ_OPERATION(LeastErrorClip, op) {
+    const float smallest = op.smallest;
 #pragma omp parallel
     {
-        std::vector<float> values(count);
+        std::vector<float> v(op.sampled);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
-            const float* line = x + row * n;
+        for (int64_t row = 0; row < op.rows; ++row) {
+            const float* line = op.x + row * op.columns;
+            int64_t unusable = 0;
+#pragma omp simd reduction(+ : unusable)
+            for (int64_t i = 0; i < op.columns; ++i) unusable += !(std::fabs(line[i]) < infinity());
+            op.unusable[row] = unusable;
             float largest = smallest;
-            for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::fabs(line[i * stride]));
-            float* v = values.data();
-            for (int64_t i = 0; i < count; ++i) v[i] = std::fabs(line[i * stride]) / largest;
-            const float start = std::max(fixed_point(v, count, q), 1e-30f);
-            Best best{v, count, q, start, std::numeric_limits<double>::infinity()};
-            for (int i = 0; i <= 32; ++i) best.consider(std::pow(start, 1.0f - i / 32.0f));
-            const float around = best.clip;
-            for (int i = 0; i <= 32; ++i) best.consider(around * (0.5f + i / 32.0f));
-            const float closer = best.clip;
-            for (int i = 0; i <= 64; ++i) best.consider(closer * (31.0f / 32.0f + i / 1024.0f));
-            clip[row] = std::max(best.clip * largest, smallest);
+            for (int64_t i = 0; i < op.sampled; ++i) {
+                v[i] = usable_magnitude(line[i * op.stride]);
+                largest = std::max(largest, v[i]);
+            }
+            for (float& magnitude : v) magnitude /= largest;
+            op.clip[row] = std::max(least_error(v, op.largest) * largest, smallest);
         }
     }
+    fill_empty(op.clip, op.rows, smallest);
 }

@@ -1,0 +1,164 @@
+// The clip of least squared rounding error, row by row: a block takes a row, and runs through its values 17 times for a
+// start and 12 times for the errors of 131 clips. lsq/ops/calibration.py is the reference.
+//
+// -DWARPS of a block. A sample lies in shared memory or, where it is too long, in `scratch` [rows, sampled].
+#include "reduce.cuh"
+
+#include "clip_search.h"
+
+namespace {
+
+constexpr int kTogether = 11;  // clips whose errors are summed at the same time
+constexpr int kMost = 66;      // clips of a search, up to a multiple of that
+constexpr int kThreads = WARPS * kWarp;
+constexpr int kLeastBlocks = 512 / kThreads;  // of a multiprocessor: left to itself, NVRTC aims at more and spills
+
+struct Count {
+    __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a + b; }
+};
+
+// How many of x [n] are NaN or infinite; every thread gets all of them.
+__device__ __forceinline__ uint32_t count_unusable(const Float* x, int64_t n) {
+    const bool whole = n % kVector == 0;  // and aligned
+    uint32_t found = 0;
+    for (int64_t first = kVector * threadIdx.x; first < n; first += kVector * kThreads) {
+        float values[kVector] = {};
+        if (whole) load8(x + first, values);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            if (!whole && first + i < n) values[i] = widen(x[first + i]);
+            found += !(fabsf(values[i]) < infinity());
+        }
+    }
+    return group_reduce<Count, kThreads, kThreads>(found);
+}
+
+// The magnitudes that a block searches, and the memory for its sums.
+struct Sample {
+    float *values, *sums;  // [count], [kTogether, runs + 1]
+    double* totals;        // [kTogether]
+    int count, runs;
+
+    // totals[k], for k < K: the sum of term(value, k), in the order that clip_search.h tells. For all threads together.
+    template <int K, class Term>
+    __device__ __forceinline__ void sum(const Term& term) const {
+        static_assert(kLanes == kWarp && K <= kTogether && kTogether <= kWarp, "a warp takes a run, a thread a total");
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+        for (int run = warp; run < runs; run += WARPS) {
+            float sum[K] = {};
+            for (int i = run * kRun + lane; i < min((run + 1) * kRun, count); i += kLanes) {
+                const float value = values[i];
+#pragma unroll
+                for (int k = 0; k < K; ++k) sum[k] += term(value, k);
+            }
+#pragma unroll
+            for (int k = 0; k < K; ++k) {
+                sum[k] = warp_reduce<Sum>(sum[k]);
+                if (lane == 0) sums[k * (runs + 1) + run] = sum[k];
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < K) {
+            const float* mine = sums + threadIdx.x * (runs + 1);
+            double total = 0.0;
+            for (int first = 0; first < runs; first += kJoined) {
+                float joined = 0.0f;
+                for (int run = first; run < min(first + kJoined, runs); ++run) joined += mine[run];
+                total += joined;
+            }
+            totals[threadIdx.x] = total;
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void sum_above(float clip) const {
+        sum<2>([&](float value, int k) { return value > clip ? (k ? 1.0f : value) : 0.0f; });
+    }
+};
+
+// Of magnitudes in [0, 1]; the first thread gets it.
+__device__ __forceinline__ float least_error(const Sample& sample, float q) {
+    __shared__ float around, tried[kMost], reciprocal[kMost];
+    sample.sum_above(0.0f);
+    FixedPoint point(sample.totals[0], sample.totals[1], sample.count, q);
+    for (int i = 0; i < kIterations; ++i) {
+        if (threadIdx.x == 0) around = point.clip;
+        __syncthreads();
+        sample.sum_above(around);
+        if (threadIdx.x == 0) point.step(sample.totals[0], sample.totals[1]);
+    }
+    BestClip best{q, point.start()};
+    for (int search = 0; search < kSearches; ++search) {
+        if (threadIdx.x == 0) around = best.clip;
+        __syncthreads();
+        for (int i = threadIdx.x; i < kMost; i += kThreads) {
+            tried[i] = candidate(search, i, around);
+            reciprocal[i] = q / tried[i];
+        }
+        __syncthreads();
+        for (int first = 0; first < kCandidates[search]; first += kTogether) {
+            float factor[kTogether];
+#pragma unroll
+            for (int k = 0; k < kTogether; ++k) factor[k] = reciprocal[first + k];
+            sample.sum<kTogether>([&](float value, int k) { return squared_error(value, factor[k], q); });
+            if (threadIdx.x != 0) continue;
+            const int end = min(kTogether, kCandidates[search] - first);
+            for (int k = 0; k < end; ++k) best.consider(tried[first + k], sample.totals[k]);
+        }
+    }
+    return best.clip;
+}
+
+// Rows of zeros get the mean clip of the others. For all threads of one block.
+__device__ __forceinline__ void fill_empty(float* clip, int64_t rows, float smallest) {
+    __shared__ double sums[kLanes], counts[kLanes];
+    if (threadIdx.x < kLanes) {
+        double sum = 0.0, count = 0.0;
+        for (int64_t row = threadIdx.x; row < rows; row += kLanes) {
+            if (clip[row] > smallest) sum += clip[row], count += 1.0;
+        }
+        sums[threadIdx.x] = sum, counts[threadIdx.x] = count;
+    }
+    __syncthreads();
+    double total = 0.0, count = 0.0;
+    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane], count += counts[lane];
+    if (count == 0.0) return;
+    const float mean = static_cast<float>(total / count);
+    for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
+        if (!(clip[row] > smallest)) clip[row] = mean;
+    }
+}
+
+}  // namespace
+
+LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks)
+    lsq_least_error_clip(const LeastErrorClip op, Out<uint32_t> ticket, Out<float> scratch) {
+    extern __shared__ float words[];
+    __shared__ double totals[kTogether];
+    const int64_t row = blockIdx.x, columns = op.columns, stride = op.stride;
+    const int count = static_cast<int>(op.sampled), runs = (count + kRun - 1) / kRun;
+    const Float* x = op.x;
+    const Float* line = x + row * columns;
+    float *clip = op.clip, *apart = scratch;
+    const float smallest = op.smallest;
+    const uint32_t unusable = count_unusable(line, columns);
+    float* values = apart ? apart + row * count : words + kTogether * (runs + 1);
+    float largest = smallest;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const float magnitude = usable_magnitude(widen(line[i * stride]));
+        values[i] = magnitude;
+        largest = Maximum::join(largest, magnitude);
+    }
+    largest = group_reduce<Maximum, kThreads, kThreads>(largest);
+    for (int i = threadIdx.x; i < count; i += kThreads) values[i] /= largest;
+    __syncthreads();
+    const float found = least_error({values, words, totals, count, runs}, op.largest);
+    if (threadIdx.x == 0) {
+        int64_t* counts = op.unusable;
+        counts[row] = unusable;
+        clip[row] = Maximum::join(found * largest, smallest);
+    }
+    bool nothing = false;
+    if (last_block<kThreads>(ticket, nothing)) fill_empty(clip, op.rows, smallest);
+}
+LSQ_EXPORT(lsq_least_error_clip)
