@@ -16,6 +16,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
 from lsq.ops import adam
 from lsq.ops.adam import Adam
+from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.gradient_layout import MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.program.operation import Operation
@@ -153,7 +154,8 @@ def words(size: Size) -> programs.Vocabulary:
 
 
 def others(size: Size) -> Iterator[Operation]:
-    """Outside programs: Adam on the weight [F, H] of a feed-forward block, and its gradient in messages."""
+    """Outside programs: Adam on the weight [F, H] of a feed-forward block, its clips and those of what it reads and
+    makes, and its gradient in messages."""
     shape = size.feed_forward, size.hidden
     tensors = {name: _tensor(name, shape) for name in ("weight", "gradient", "first", "second")}
     tensors |= {f"new_{name}": _tensor(f"new_{name}", shape) for name in ("weight", "first", "second")}
@@ -164,6 +166,9 @@ def others(size: Size) -> Iterator[Operation]:
     )
     numbers = adam.scalars(1e-3, (0.9, 0.98), 1e-8, 1000)
     yield Adam(**tensors, numbers=numbers, gradient_factor=torch.ones(1), rounded=codes)
+    for rows in (shape, shape[::-1], (1, size.tokens * size.hidden)):
+        unusable = _tensor("unusable", rows[:1], torch.int64)
+        yield LeastErrorClip(x=_tensor("x", rows), clip=_tensor("clip", rows[:1]), unusable=unusable)
     for dtype in (torch.float32, torch.bfloat16):
         yield from messages(size.feed_forward * size.hidden, dtype)
 
