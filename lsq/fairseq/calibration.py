@@ -25,7 +25,7 @@ def restart(model: nn.Module) -> None:
 
 @torch.no_grad()
 def together(model: nn.Module, run: Callable[[], object]) -> None:
-    """Where clips are due to be measured, call `run`, a forward pass, and average them over the processes.
+    """Where clips are due to be measured, call `run`, a forward pass, and average them over the processes, all at once.
 
     One process alone measures its clips in its forward pass as it is, and this does nothing. Between measurements,
     the gradients that the processes share keep their clips equal.
@@ -35,6 +35,8 @@ def together(model: nn.Module, run: Callable[[], object]) -> None:
     if processes == 1 or not any(module.calibration_due() for module in quantized_modules(model)):
         return
     run()
-    for _, clip in quantized_tensors(model):
-        distributed.all_reduce(clip.data, group)
-        clip.data.div_(processes)
+    clips = [clip.data for _, clip in quantized_tensors(model)]
+    joined = torch.cat([clip.flatten() for clip in clips])
+    distributed.all_reduce(joined, group)
+    means = joined.div_(processes).split([clip.numel() for clip in clips])
+    torch._foreach_copy_(clips, [mean.view_as(clip) for mean, clip in zip(means, clips, strict=True)])
