@@ -95,7 +95,16 @@ class CUDA(Backend):
         contiguous_address(tensor, self.place, name)
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
-        return LaunchList(self.device, [part_of(*call, self.place) for call in calls]).run
+        parts = [part_of(*call, self.place) for call in calls]
+        made = LaunchList(self.device, parts)
+        moving = [part.places for (_, scratch), part in zip(calls, parts, strict=True) if scratch]
+
+        def run() -> None:
+            for places in moving:
+                places.follow()
+            made.run()
+
+        return run
 
     def run(self, operation: Operation) -> None:
         """Run one operation now, on the current stream; the caller keeps its tensors until it is done.

@@ -19,7 +19,7 @@ def part_of(operation: Operation, scratch: Sequence[torch.Tensor], place: torch.
 
     Args:
         operation: its struct, Operation.packed, is read at every run.
-        scratch: memory for itself, which stays where it is.
+        scratch: tensors for itself, which stay; where their memory lies is looked up when places `follow`.
         place: the device where they must lie.
         hold: whether the list keeps the operation and its memory.
 
@@ -39,7 +39,8 @@ def part_of(operation: Operation, scratch: Sequence[torch.Tensor], place: torch.
             contiguous_address(tensor, place, f"{operation.name}.{leaf.name}")
             places.know_field(leaf.of(bound), words[leaf.path])
     for tensor, known in zip(scratch, memory, strict=True):
-        places.know_fixed(known, contiguous_address(tensor, place, f"scratch memory of {operation.name}"))
+        contiguous_address(tensor, place, f"scratch memory of {operation.name}")
+        places.know_scratch(known, tensor)
     return Part(entries=bound.cuda(*memory), places=places, title=operation.name)
 
 

@@ -59,15 +59,22 @@ class MovingPlaces(Places):
         self.held = held
         self.memory = [struct]
         self._words: dict[int, int] = {}
+        self._scratch: list[tuple[ctypes.Array, torch.Tensor]] = []
 
     def know_field(self, tensor: torch.Tensor, number: int) -> None:
         """A tensor with the storage of `tensor` lies where word `number` of the struct says."""
         self._words[_storage(tensor)] = ctypes.addressof(self._struct) + 8 * number
 
-    def know_fixed(self, tensor: torch.Tensor, address: int) -> None:
-        """A tensor with the storage of `tensor` lies at `address`."""
-        self.memory.append((ctypes.c_uint64 * 1)(address))
+    def know_scratch(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
+        """A tensor with the storage of `tensor` lies where `real` lies at every `follow`."""
+        self.memory.append((ctypes.c_uint64 * 1)(real.data_ptr()))
         self._words[_storage(tensor)] = ctypes.addressof(self.memory[-1])
+        self._scratch.append((self.memory[-1], real))
+
+    def follow(self) -> None:
+        """Scratch memory may lie elsewhere by now."""
+        for word, real in self._scratch:
+            word[0] = real.data_ptr()
 
     def struct(self, operation, what):
         check(operation is self._operation, f"{what}: the launch is given another operation than its own")

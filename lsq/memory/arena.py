@@ -47,10 +47,7 @@ class Arena:
             ValueError: it does not lie inside the arena, or the offset is no multiple of the element's size.
         """
         self._check(offset, shape, dtype)
-        start = (self._slab.storage_offset() + offset) // dtype.itemsize
-        return torch.empty(0, dtype=dtype, device=self.device).set_(
-            self._slab.untyped_storage(), start, tuple(shape), _strides(shape)
-        )
+        return tensor_in(self._slab.untyped_storage(), self._slab.storage_offset() + offset, shape, dtype)
 
     def lend(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, weakref.ref]:
         """The same with a storage of its own; the reference is dead once nothing uses it."""
@@ -64,6 +61,15 @@ class Arena:
                 f"a tensor {dtype} {tuple(shape)} of {size} bytes at offset {offset} does not fit an arena of "
                 f"{self.size} bytes"
             )
+
+
+def tensor_in(
+    storage: torch.UntypedStorage, offset: int, shape: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A contiguous tensor at byte `offset` of a storage; what is there stays."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage, offset // dtype.itemsize, tuple(shape), _strides(shape)
+    )
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Runs a program, and hangs it into PyTorch's autograd as one node.
 
-The outputs of an operation are allocated when it runs and dropped after their last reader. They come from the run's
-frame: fresh memory, or the places that a plan of the whole step has for them. On planned memory a pass that comes again
-is prepared once and runs as a whole; where somebody looks on (hooks, profile) it goes operation by operation.
+The outputs of operations come from the run's frame: fresh memory, or the places that a plan of the whole step has for
+them. A pass is prepared once and runs as a whole. Where somebody looks on (hooks, profile), and on the reference, it
+goes operation by operation: outputs are allocated when it runs and dropped after their last reader.
 """
 
 import time
@@ -15,7 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from lsq.program.backend import Backend
-from lsq.program.frames import Frame, FreshFrame, StepMemory
+from lsq.program.frames import Frame, StepMemory
+from lsq.program.fresh import FreshFrame
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -80,7 +81,7 @@ class Execution:
             return _Node.apply(self, frame, *arguments)
         with torch.no_grad():
             values = _placed((*program.inputs, *program.parameters), arguments)
-            self.run(range(program.forward_length), values, self._fresh())
+            self.run_pass(range(program.forward_length), values, self._fresh())
             return tuple(values[output] for output in program.outputs)
 
     def run_pass(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""Where the tensors of a running program come from: fresh memory, or the places of a step's plan.
+"""Where the tensors of a running program come from: the places of a step's plan, or fresh memory (fresh.py).
 
 A *frame* is the memory of one run of a program, forward and backward. It hands out the tensors that operations write.
 """
@@ -61,16 +61,6 @@ class Frame:
         yield
 
 
-class FreshFrame(Frame):
-    """Every tensor in memory of its own on a device."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-
-    def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        return [fresh(tensor, self._device) for tensor in program.written(index)]
-
-
 class PlannedFrame(Frame):
     """Tensors at the places of a plan; what crosses a border is lent, or gets fresh memory.
 
@@ -108,10 +98,7 @@ class PlannedFrame(Frame):
         kept, key = self.memory.prepared, (program, self.node, indices, backend)
         if key not in kept:
             inside = self._inside(program)
-            kept[key] = PreparedPass(
-                program, indices, backend, inside=inside, borders=values,
-                scratch=[[inside[tensor] for tensor in program.scratch[index]] for index in indices],
-            )
+            kept[key] = PreparedPass(program, indices, backend, inside=inside, borders=values)
             if len(kept) > PREPARED_KEPT:
                 kept.popitem(last=False)
         kept.move_to_end(key)

@@ -33,6 +33,11 @@ class Program:
     lifetimes: dict[VirtualTensor, tuple[int, int]]
     """First and last operation (both inclusive) that needs the tensor's bytes."""
 
+    @cached_property
+    def prepared(self) -> dict:
+        """What is kept to run it off planned memory, as long as it is there; see lsq.program.fresh."""
+        return {}
+
     @property
     def backward_range(self) -> range:
         """The operations of the backward pass."""

@@ -8,7 +8,7 @@ from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.program import samples
 from lsq.program.executor import Execution, Hooks
-from lsq.program.frames import FreshFrame
+from lsq.program.fresh import FreshFrame
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of
 

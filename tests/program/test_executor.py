@@ -8,7 +8,7 @@ from lsq.backends.cuda import CUDA, emulated_device
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, programs
 from lsq.layers.blocks import Sentences
 from lsq.program.executor import Execution, Hooks, profile
-from lsq.program.frames import FreshFrame
+from lsq.program.fresh import FreshFrame
 from lsq.program.operation import Operation
 from lsq.program.samples import border_tensors
 from lsq.program.tensor import VirtualTensor

@@ -8,7 +8,7 @@ import torch
 from lsq.layers import TransformerEncoderLayer, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.memory import plan_memory
-from lsq.program.frames import FreshFrame
+from lsq.program.fresh import FreshFrame
 from lsq.program.step import is_placed
 from tests.layers.examples import mode_on
 from tests.layers.shapes import config_of

@@ -8,7 +8,8 @@ import torch
 from lsq.backends.cuda import CUDA
 from lsq.csrc.launch_list import LaunchList
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
-from lsq.layers.memory import plan_memory
+from lsq.layers.memory import plan_memory, release_memory
+from lsq.program.executor import profile
 from tests.layers.shapes import config_of
 from tests.ops import cuda
 
@@ -42,21 +43,33 @@ def step(layer, x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
 
 def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, monkeypatch):
     planned, fresh = layers
-    runs, run = [], LaunchList.run
+    runs, run, weights = [], LaunchList.run, 4
     for number in range(4):
         x, upstream = torch.randn(2, 4, 2, 48).to(planned.backend.place, planned.backend.activations)
         if number == 2:  # parameters, too, lie elsewhere from now on
             for parameter in planned.parameters():
                 parameter.data = parameter.data.clone()
-        expected = step(fresh, x, upstream)
         with monkeypatch.context() as patch:
-            runs.clear()
             patch.setattr(LaunchList, "run", lambda self: (runs.append(self), run(self)))
+            runs.clear()
+            expected = step(fresh, x, upstream)
+            assert len(runs) == weights + 2
+            runs.clear()
             found = step(planned, x, upstream)
         for name, one, other in zip(["y", "dx", *dict(fresh.named_parameters())], found, expected, strict=True):
             assert torch.equal(one, other), (number, name)
-    weights = 4
     assert len(runs) == weights + 2 and len(planned.step_memory.prepared) == 2
+
+
+def test_scratch_memory_may_lie_elsewhere_in_every_run(layers):
+    _, layer = layers
+    x, upstream = torch.randn(2, 16, 4, 48).to(layer.backend.place, layer.backend.activations)
+    others = []
+    with profile():
+        expected = step(layer, x, upstream)
+    for _ in range(3):
+        others += [torch.empty(size, device=x.device) for size in range(1 << 12, 1 << 18, 1 << 13)]
+        assert all(map(torch.equal, step(layer, x, upstream), expected))
 
 
 def test_memory_that_is_not_aligned_is_refused_when_a_pass_comes_again():
@@ -68,4 +81,7 @@ def test_memory_that_is_not_aligned_is_refused_when_a_pass_comes_again():
     for _ in range(3):
         layer(memory[:-1].view(8, 48)).sum().backward()
     with pytest.raises(ValueError, match="^x: a tensor begins 4 bytes"):
+        layer(memory[1:].view(8, 48))
+    release_memory(layer)
+    with pytest.raises(ValueError, match="x: a tensor begins 4 bytes"):
         layer(memory[1:].view(8, 48))
