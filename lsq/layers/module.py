@@ -1,6 +1,5 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -14,8 +13,8 @@ from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import Schedule
 from lsq.layers.upgrade import upgrade
+from lsq.layers.weight_codes import WeightCodes
 from lsq.ops.calibration import Calibration
-from lsq.ops.rounding import RoundWeight
 from lsq.program import rehearsal, upkeep
 from lsq.program.executor import Execution, Hooks
 from lsq.program.frames import StepMemory
@@ -40,8 +39,7 @@ class ProgramModule(nn.Module):
     A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child module `self_attn`.
 
     `schedule` says when clips are measured: in the first training pass, and again while tensors still grow fast.
-    Codes of weights are made anew for every training pass, unless the optimizer has made them (lsq.optim.Adam), and
-    kept while the module is in eval mode and no gradient is wanted.
+    `codes` are those of its weights.
 
     `step_memory` is where the tensors of its training passes lie, if that was planned (see `lsq.layers.memory`).
     `backend` is where it runs; None: where its parameters are.
@@ -52,9 +50,7 @@ class ProgramModule(nn.Module):
         self.quant = quantization
         self.declared: dict[str, Parameter] = {}
         self.backend: Backend | None = None
-        self._codes: dict[str, torch.Tensor] = {}
-        self._codes_made_from: tuple = ()
-        self._codes_of: dict[str, tuple[int, int]] = {}
+        self.codes = WeightCodes()
         self._observer = None
         self.step_memory: StepMemory | None = None
         self.schedule = Schedule(quantization)
@@ -151,7 +147,9 @@ class ProgramModule(nn.Module):
         if weights_due:
             self._measure_weights(calibration)
         (key,) = self.target.send([draw_key()])
-        tensors = {**self._parameters_of(program), **inputs, "random_key": key, **self._weight_codes(program)}
+        parameters = self._parameters_of(program)
+        codes = self.codes.of(program, parameters, self.target, every=self.parameters(), training=self.training)
+        tensors = {**parameters, **inputs, "random_key": key, **codes}
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
             before=partial(self._calibrate_operation, calibration) if measuring else None,
@@ -212,56 +210,17 @@ class ProgramModule(nn.Module):
         )
         rounding.started = False  # the scale that was written is that of the clip before
 
-    @torch.inference_mode(False)  # what is kept may be needed where gradients are
-    @torch.no_grad()
-    def _weight_codes(self, program: Program) -> dict[str, torch.Tensor]:
-        """Codes and scale of every weight of `program`; kept in eval mode until a parameter changes, and in training
-        mode where the optimizer has made those of the weights as they are.
-
-        In training mode memory is written again for the same parameters alone: an earlier pass with others, such as
-        those of torch.func.functional_call, may still await its backward pass.
-        """
-        made_from = () if self.training else tuple(
-            (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in self.parameters()
-        )
-        kept = self._codes if made_from == self._codes_made_from else {}
-        place, parameters, codes, lasting = self.target, self._parameters_of(program), {}, {}
-        for virtual in program.weights.values():
-            if virtual.codes is None:
-                continue
-            values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
-            owner, known = (id(values), id(clip)), self._codes_of.get(virtual.values.name)
-            mine = not self.training or owner == known
-            made = {tensor.name: kept.get(tensor.name) if mine else None for tensor in virtual.written}
-            if self.training or None in made.values():
-                for tensor in virtual.written:
-                    before = made[tensor.name]
-                    if before is None or tuple(before.shape) != tensor.shape:
-                        made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
-                tensors = parameters | made
-                weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
-                if not (self.training and upkeep.current(values, clip, weight)):
-                    place.run(RoundWeight(weight=weight))
-                    if self.training:
-                        upkeep.offer(values, clip, weight.bare())
-            codes |= made
-            if isinstance(values, nn.Parameter):
-                lasting |= made
-                self._codes_of[virtual.values.name] = owner
-        self._codes, self._codes_made_from = kept | lasting, made_from  # when they are whole: other threads may look
-        return codes
-
     # Whatever may change weights drops the kept codes, and so does a copy
 
     def _drop_codes(self) -> None:
-        self._codes.clear()
+        self.codes.clear()
         for name, declared in self.declared.items():
             if declared.clip is not None:
                 upkeep.withdraw(self.own_parameter(name))
 
     def __getstate__(self):
         self.limit_clip_steps()  # the copy does not know where clips were
-        return {**self.__dict__, "_codes": {}, "_codes_made_from": (), "_codes_of": {}}
+        return {**self.__dict__}
 
     def train(self, mode: bool = True):
         if mode != self.training:

@@ -1,14 +1,12 @@
-"""What all modules share: calibration, clips in step with training, kept codes of weights, state dicts, randomness."""
+"""What all modules share: calibration, clips in step with training, state dicts, randomness."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import FeedForward, QuantizedLinear, TransformerEncoderLayer
-from lsq.ops.rounding import RoundWeight
 from tests.layers.oracle import recorded
 from tests.layers.shapes import HEADS, HIDDEN, config_of
 from tests.ops.test_calibration import measured
@@ -181,106 +179,6 @@ def test_several_passes_before_one_backward(passes):
     assert all(x.grad is not None for x in xs)
 
 
-# Kept codes
-
-
-def changed_by(change):
-    """Whether the output of a layer in eval mode follows a change of its parameters."""
-    layer = TransformerEncoderLayer(config_of())
-    x = torch.randn(5, 3, HIDDEN)
-    layer(x)
-    layer.eval()
-    with torch.no_grad():
-        before = layer(x)
-        assert torch.equal(layer(x), before)
-    change(layer)
-    with torch.no_grad():
-        return not torch.equal(layer.eval()(x) if layer.training else layer(x), before)
-
-
-def optimize(layer):
-    optimizer = torch.optim.SGD([layer.feed_forward.fc1_weight], lr=10.0)
-    layer(torch.randn(5, 3, HIDDEN)).square().sum().backward()
-    optimizer.step()
-
-
-@torch.no_grad()
-def load_a_part(layer):
-    state = layer.feed_forward.state_dict()
-    layer.feed_forward.load_state_dict(state | {"fc1_weight": -state["fc1_weight"]})
-
-
-@torch.no_grad()
-def widen_clips(layer):
-    layer.feed_forward.fc2_weight_clip.mul_(4)
-
-
-@torch.no_grad()
-def measure_a_part(layer):
-    layer.feed_forward.fc1_weight.data.mul_(3)
-    layer.calibrate_weights()
-
-
-def replace_a_weight(layer):
-    layer.feed_forward.fc1_weight = torch.nn.Parameter(-layer.feed_forward.fc1_weight.detach())
-
-
-def replace_data_at_the_same_place(layer):
-    memory = layer.feed_forward.fc1_weight.detach().numpy()
-    memory *= -2
-    layer.feed_forward.fc1_weight.data = torch.from_numpy(memory)  # as an allocator may give freed memory again
-
-
-def train_in_between(layer):
-    layer.train()
-    layer.feed_forward.fc1_weight.data.neg_()
-
-
-CHANGES = [
-    optimize, load_a_part, widen_clips, measure_a_part, replace_a_weight, replace_data_at_the_same_place,
-    train_in_between,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_codes_are_made_again_when_weights_change(change):
-    assert changed_by(change)
-
-
-def test_codes_are_kept_while_nothing_changes(monkeypatch):
-    layer = linear().eval()
-    x = torch.randn(3, 16)
-    made = []
-    original = RoundWeight.pack
-    monkeypatch.setattr(RoundWeight, "pack", lambda *given: made.append(1) or original(*given))
-    with torch.no_grad():
-        for _ in range(3):
-            layer(x)
-    assert made == [1]
-
-
-def test_codes_that_another_thread_still_makes_are_not_used(monkeypatch):
-    layer, x, original = linear(activation_init="fixed").eval(), torch.randn(3, 16), RoundWeight.pack
-    nested = []
-
-    def pack(operation):
-        if not nested:
-            nested.append(None)
-            nested[0] = layer(x)  # as another thread might in this moment
-        return original(operation)
-
-    monkeypatch.setattr(RoundWeight, "pack", pack)
-    with torch.no_grad():
-        assert torch.equal(layer(x), nested[0])
-        assert torch.equal(layer(x), nested[0])
-
-
-def test_a_copy_takes_no_codes_along():
-    layer = linear().eval()
-    layer(torch.randn(3, 16))
-    assert layer._codes and not copy.deepcopy(layer)._codes and not pickle.loads(pickle.dumps(layer))._codes
-
-
 # State
 
 
@@ -370,29 +268,3 @@ def test_what_autograd_saves_is_int8(backward):
     assert [tuple(tensor.shape) for tensor in rows] == [(123, HEADS), *[(123, HIDDEN)] * 2]
     assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 8
     assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int32, torch.int64}
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-def test_a_pass_with_other_parameters_leaves_the_codes_of_a_waiting_pass(lasting):
-    """As of a teacher, whose weights are a mean of the student's."""
-    first, found = linear(calibration_passes=0, activation_init="fixed"), []
-    for beside in (False, True):
-        torch.manual_seed(1)
-        layer, x = copy.deepcopy(first), torch.ones(5, 16, requires_grad=True)
-        y = layer(x)
-        if beside:
-            weight = -layer.weight.detach()
-            with torch.no_grad():
-                torch.func.functional_call(layer, {"weight": torch.nn.Parameter(weight) if lasting else weight}, x)
-        y.square().sum().backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
-
-
-def test_a_training_follows_a_pass_in_inference_mode():
-    layer = linear(calibration_passes=0, activation_init="fixed")
-    with torch.inference_mode():
-        expected = layer(torch.ones(5, 16))
-    y = layer(torch.ones(5, 16))
-    y.sum().backward()
-    assert torch.equal(y, expected) and layer.weight.grad is not None

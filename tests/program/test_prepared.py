@@ -85,7 +85,7 @@ def test_a_pass_is_prepared_when_it_comes_again_and_then_never(layer, prepared):
     second = run(layer, x)
     assert prepared == [names[: program.forward_length], names[program.forward_length :]]
     layer.train()
-    layer._codes.clear()  # codes of weights lie elsewhere from now on
+    layer.codes.clear()  # codes of weights lie elsewhere from now on
     third = run(layer, x)
     assert len(prepared) == 2 and equal(second, third) and equal(second, first)
     run(layer, torch.randn(5, 2, 48))

@@ -94,7 +94,7 @@ def test_codes_that_are_kept_are_the_packed_ones():
     linear, _ = layers(weight_format="turned")
     linear.eval()
     linear(torch.randn(5, 32))
-    assert {tuple(codes.shape) for codes in linear._codes.values()} == {(16, 33), (16,)}
+    assert {tuple(codes.shape) for codes in linear.codes.kept.values()} == {(16, 33), (16,)}
 
 
 def test_a_gpu_refuses_a_packed_format_before_anything_runs():

@@ -80,7 +80,7 @@ def test_bytes():
     assert INT4.stored_columns(512) == 512 // 2 + 512 // 32 and INT4.stored_columns(48) == 34
     layer = QuantizedLinear(512, 64, quant=QuantConfig(weight_format="int4")).eval()
     layer(torch.randn(3, 512))
-    assert sorted(codes.nbytes for codes in layer._codes.values()) == [4 * 64, 64 * 512 * 17 // 32]
+    assert sorted(codes.nbytes for codes in layer.codes.kept.values()) == [4 * 64, 64 * 512 * 17 // 32]
 
 
 @pytest.mark.parametrize("value, back", [(math.inf, 1.2), (-math.inf, -1.2), (0.0, 0.0), (1e-42, 0.0)])

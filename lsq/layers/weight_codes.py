@@ -1,0 +1,86 @@
+"""Codes of the weights of a module: made anew for a training pass, or kept while nothing changes."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from lsq.backends import Backend
+from lsq.ops.rounding import RoundWeight
+from lsq.program import upkeep
+from lsq.program.program import Program
+from lsq.program.values import Weight
+
+
+class WeightCodes:
+    """Those of one module. In eval mode they are kept until a parameter changes.
+
+    In training mode their memory is written again for the same parameters alone: an earlier pass with others, such as
+    those of torch.func.functional_call, may still await its backward pass. Where the optimizer has made the codes of
+    the weights as they are (lsq.optim.Adam), nothing is written.
+
+    Attributes:
+        kept: by the names of the programs' inputs.
+    """
+
+    def __init__(self):
+        self.kept: dict[str, torch.Tensor] = {}
+        self._made_from: tuple = ()
+        self._owners: dict[str, tuple[int, int]] = {}
+
+    def __reduce__(self):
+        return WeightCodes, ()  # a copy of a module makes its own
+
+    def clear(self) -> None:
+        """They are of no use any more."""
+        self.kept.clear()
+
+    @torch.inference_mode(False)  # what is kept may be needed where gradients are
+    @torch.no_grad()
+    def of(
+        self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *,
+        every: Iterable[nn.Parameter], training: bool,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Codes and scale of every weight of `program`, by the names of its inputs.
+
+        Args:
+            program: about to run.
+            parameters: its parameters by name, whose codes are wanted.
+            place: where it runs.
+            every: all parameters of the module; when one of them changes in eval mode, nothing kept is right any more.
+            training: whether the module is in training mode.
+        """
+        made_from = () if training else tuple(
+            (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in every
+        )
+        kept, codes, lasting = self.kept if made_from == self._made_from else {}, {}, {}
+        for virtual in program.weights.values():
+            if virtual.codes is None:
+                continue
+            values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
+            owner = id(values), id(clip)
+            mine = not training or owner == self._owners.get(virtual.values.name)
+            made = {tensor.name: kept.get(tensor.name) if mine else None for tensor in virtual.written}
+            if training or None in made.values():
+                _allocate(virtual, made, place)
+                tensors = {**parameters, **made}
+                weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
+                if not (training and upkeep.current(values, clip, weight)):
+                    place.run(RoundWeight(weight=weight))
+                    if training:
+                        upkeep.offer(values, clip, weight.bare())
+            codes |= made
+            if isinstance(values, nn.Parameter):
+                lasting |= made
+                self._owners[virtual.values.name] = owner
+        self.kept, self._made_from = kept | lasting, made_from  # when they are whole: other threads may look
+        return codes
+
+
+def _allocate(virtual: Weight, made: dict[str, torch.Tensor | None], place: Backend) -> None:
+    """Put memory where `made` has none, or that of another size."""
+    for tensor in virtual.written:
+        before = made[tensor.name]
+        if before is None or tuple(before.shape) != tensor.shape:
+            made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
