@@ -28,6 +28,7 @@ DRIVER_SOURCES = (
     "driver.cpp", "results.cpp", "contexts.cpp", "streams.cpp", "captures.cpp", "memory.cpp", "order.cpp",
     "scheduler.cpp", "fibers.cpp", "races.cpp", "counters.cpp", "crashes.cpp", "report.cpp",
 )  # fmt: skip
+PRODUCTS_SOURCES = ("products.cpp", "product_calls.cpp")
 
 # -ffp-contract=off: no fused multiply-adds, as in the host library and on the GPU.
 FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wno-unknown-pragmas", "-fPIC", "-fvisibility=hidden"]
@@ -66,7 +67,8 @@ def build_products(sanitize: bool = False) -> Path:
 
     Args and Raises as `build_driver`.
     """
-    return _build_library("libemulated_cublasLt", (EMULATOR / "products.cpp",), sanitize, (build_driver(sanitize),))
+    parts = tuple(EMULATOR / name for name in PRODUCTS_SOURCES)
+    return _build_library("libemulated_cublasLt", parts, sanitize, (build_driver(sanitize),))
 
 
 def compile_kernels(

@@ -2,21 +2,18 @@
 //
 // It refuses what the documentation of cublasLtMatmul forbids, and some things that a device might let pass: operands
 // that are not at multiples of 16 bytes, a missing algorithm (a hidden lookup), algorithms that are not its own. Its
-// algorithms have different configurations and workspaces, and compute the same. Calls are counted, and fail on demand.
+// algorithms have different configurations and workspaces, and compute the same. Calls are counted, and fail on demand
+// (product_calls.cpp).
 // A product goes to a stream of the emulated driver, which knows contexts, captures and who touches which memory.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <string>
 #include <type_traits>
 #include <vector>
 
+#include "product_calls.h"
 #include "product_rules.h"
 #include "work.h"
-
-#define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace emulator;
 
@@ -29,24 +26,6 @@ struct Preference {
 struct Handle {
     const void* context;
 };
-struct Failure {
-    int32_t status;
-    int64_t times;
-};
-
-std::mutex mutex;
-std::map<std::string, int64_t> counts;
-std::map<std::string, Failure> failures;
-
-// Counts a call; the status that it was told to fail with, or 0.
-int called(const char* function) {
-    std::lock_guard<std::mutex> lock(mutex);
-    ++counts[function];
-    const auto planned = failures.find(function);
-    if (planned == failures.end() || planned->second.times == 0) return kSuccess;
-    --planned->second.times;
-    return planned->second.status;
-}
 
 template <typename Field>
 int take(Field& field, const void* value, size_t bytes) {
@@ -287,34 +266,9 @@ LSQ_EXPORT int cublasLtMatmul(Handle* handle, const Desc* desc, const void* alph
     return emulator_submit(handle->context, stream, "a product", work, &job, sizeof job) ? kExecutionFailed : kSuccess;
 }
 
-LSQ_EXPORT const char* cublasLtGetStatusName(int status) {
-    switch (status) {
-        case 0: return "CUBLAS_STATUS_SUCCESS";
-        case 1: return "CUBLAS_STATUS_NOT_INITIALIZED";
-        case 3: return "CUBLAS_STATUS_ALLOC_FAILED";
-        case 7: return "CUBLAS_STATUS_INVALID_VALUE";
-        case 8: return "CUBLAS_STATUS_ARCH_MISMATCH";
-        case 13: return "CUBLAS_STATUS_EXECUTION_FAILED";
-        case 15: return "CUBLAS_STATUS_NOT_SUPPORTED";
-    }
-    return "unrecognized status";
-}
-
 // What went wrong in the driver, where that was it.
 LSQ_EXPORT const char* cublasLtGetStatusString(int status) {
     return status == kExecutionFailed ? emulator_message() : "said by the emulated library";
 }
 
 LSQ_EXPORT size_t cublasLtGetVersion() { return 131000; }
-
-// How often a function was called: those that create, destroy, look up, check and run.
-LSQ_EXPORT int64_t emulated_calls(const char* function) {
-    std::lock_guard<std::mutex> lock(mutex);
-    return counts[function];
-}
-
-// The next `times` calls of a function return `status` and do nothing.
-LSQ_EXPORT void emulated_fail(const char* function, int64_t status, int64_t times) {
-    std::lock_guard<std::mutex> lock(mutex);
-    failures[function] = {static_cast<int32_t>(status), times};
-}
