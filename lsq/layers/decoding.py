@@ -10,7 +10,6 @@ from lsq.config import LayerConfig
 from lsq.layers import blocks
 from lsq.layers.blocks import Memory, Sentences
 from lsq.layers.module import ProgramModule
-from lsq.layers.packing import Packing
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
 from lsq.program.builder import Builder
 from lsq.program.program import Program
@@ -51,10 +50,11 @@ def step_inputs(
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
+    each = torch.arange(batch + 1, dtype=torch.int32)
+    starts, history_starts = backend.send([each, each * (past + 1)])
     return past, {
-        "x": x, "starts": Packing(shape=(batch, 1), backend=backend).starts,
-        "history": state["history"].reshape(batch * past, width),
-        "history_starts": Packing(shape=(batch, past + 1), backend=backend).starts,
+        "x": x, "starts": starts, "history": state["history"].reshape(batch * past, width),
+        "history_starts": history_starts,
     }  # fmt: skip
 
 
