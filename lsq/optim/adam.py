@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lsq.backends import Backend, for_device
 from lsq.ops.adam import scalars
-from lsq.optim.updates import Member, Updates, check_moments, local, sharded
+from lsq.optim.updates import Members, Updates, check_moments
 from lsq.program import upkeep
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -121,8 +121,8 @@ class Adam(Optimizer):
         Raises:
             ValueError: gradients are sharded, so that no process knows the norm; or sparse.
         """
-        prepared = self._prepared()
-        if any(sharded(parameter) for _, parameter in self._stepping()):
+        prepared, _ = self._prepared()
+        if any(updates.sharded for updates in prepared):
             raise ValueError("the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_")
         norms = [updates.norm() for updates in prepared] or [torch.zeros(1)]
         place = norms[0].device
@@ -144,38 +144,36 @@ class Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for updates in self._prepared():
-            updates.run(self.gradient_factor)
+        prepared, numbers = self._prepared()
+        for updates in prepared:
+            updates.run(numbers, self.gradient_factor)
+            for parameter in updates.parameters:
+                self.state[parameter]["step"] += 1
         self.gradient_factor = 1.0
-        for _, parameter in self._stepping():
-            self.state[parameter]["step"] += 1
         return loss
 
-    def _stepping(self) -> Iterator[tuple[int, Tensor]]:
-        """(number of its group, parameter) of each that has a gradient."""
+    def _prepared(self) -> tuple[list[Updates], Tensor]:
+        """What steps on each device, with the gradients of now; the numbers of all, [rows, NUMBERS]."""
+        members: dict[torch.device, Members] = defaultdict(Members)
+        rows: dict[tuple[int, int], int] = {}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    yield number, parameter
-
-    def _prepared(self) -> list[Updates]:
-        """What steps on each device, with the gradients and the numbers of now."""
-        members: dict[torch.device, list[Member]] = defaultdict(list)
-        rows: dict[tuple[int, int], int] = {}
-        for number, parameter in self._stepping():
-            state = self.state[parameter]
-            if not state:
-                state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-            row = rows.setdefault((number, state["step"] + 1), len(rows))
-            first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
-            members[parameter.device].append(Member(parameter, first, second, row))
-        numbers = torch.stack([self._numbers(*each) for each in rows]) if rows else torch.empty(0)
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    first, second = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                    state |= {"step": 0, "exp_avg": first, "exp_avg_sq": second}
+                row = rows.setdefault((number, state["step"] + 1), len(rows))
+                members[parameter.device].add(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], row)
         for device, found in members.items():
-            if device not in self._updates or not self._updates[device].fits(found, len(numbers)):
-                upkeep.take(self, [member.parameter for member in found])
-                self._updates[device] = Updates(self.backend or for_device(device), found, len(numbers))
-            self._updates[device].put(found, numbers)
-        return [self._updates[device] for device in members]
+            if device not in self._updates or not self._updates[device].fits(found, len(rows)):
+                upkeep.take(self, found.parameters)
+                self._updates[device] = Updates(self.backend or for_device(device), found, len(rows))
+            self._updates[device].put(found)
+        numbers = torch.stack([self._numbers(*each) for each in rows]) if rows else torch.empty(0)
+        return [self._updates[device] for device in members], numbers
 
     def _numbers(self, number: int, step: int) -> Tensor:
         group = self.param_groups[number]

@@ -1,8 +1,6 @@
 """Steps of many parameters on one device, prepared once and repeated as long as their memory stays where it is."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,30 +18,46 @@ ROW = 8
 """Floats from one row of numbers to the next, so that rows are aligned."""
 
 
-class Member(NamedTuple):
-    """A parameter that steps."""
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Parameters that step, and what belongs to each of them."""
 
-    parameter: Tensor
-    first: Tensor
-    """Moment, of this process's shard if it is one."""
-    second: Tensor
-    row: int
-    """Of its numbers."""
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    """As they are now."""
+    firsts: list[Tensor] = field(default_factory=list)
+    """First moments, of this process's shard where a parameter is one."""
+    seconds: list[Tensor] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Of numbers."""
 
-    def memory(self) -> tuple:
-        """What a prepared step depends on."""
-        kept, tensors = upkeep.of(self.parameter), (local(self.parameter), self.first, self.second)
-        clip = kept.clip and kept.clip()
-        own = (id(self.parameter), self.parameter.shape, *map(Tensor.data_ptr, tensors), self.row)
-        return *own, kept.limit, kept.rounded, clip is not None and clip.data_ptr()
+    def add(self, parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, row: int) -> None:
+        self.parameters.append(parameter)
+        self.gradients.append(gradient)
+        self.firsts.append(local(first))
+        self.seconds.append(local(second))
+        self.rows.append(row)
 
-    def rounded(self) -> Weight | None:
-        """Where the codes of the new weight belong, if they are wanted and can be had."""
-        kept = upkeep.of(self.parameter)
-        clip = kept.clip and kept.clip()
-        if clip is None or kept.rounded.format.packed or kept.rounded.codes.device != self.parameter.device:
-            return None
-        return replace(kept.rounded, clip=clip.detach())
+    def memory(self) -> tuple[list, ...]:
+        """What a prepared step depends on, gradients apart."""
+        kept = list(map(upkeep.of, self.parameters))
+        clips = [one.clip and one.clip() for one in kept]
+        parts = list(map(local, self.parameters))
+        return (
+            list(map(id, self.parameters)), list(map(Tensor.size, parts)), self.rows,
+            *(list(map(Tensor.data_ptr, tensors)) for tensors in (parts, self.firsts, self.seconds)),
+            [one.limit for one in kept], [one.rounded for one in kept],
+            [clip is not None and clip.data_ptr() for clip in clips],
+        )  # fmt: skip
+
+
+def rounded(parameter: Tensor) -> Weight | None:
+    """Where the codes of a new weight belong, if they are wanted and can be had."""
+    kept = upkeep.of(parameter)
+    clip = kept.clip and kept.clip()
+    if clip is None or kept.rounded.format.packed or kept.rounded.codes.device != parameter.device:
+        return None
+    return replace(kept.rounded, clip=clip.detach())
 
 
 class Updates:
@@ -55,32 +69,38 @@ class Updates:
         rows: how many rows of numbers there are.
     """
 
-    def __init__(self, backend: Backend, members: Sequence[Member], rows: int):
+    def __init__(self, backend: Backend, members: Members, rows: int):
         self._backend = backend
-        self._fits = [member.memory() for member in members], rows
+        self._fits = members.memory(), rows
         self._given = backend.allocate([rows + 1, ROW], torch.float32)
         self._factor = self._given[rows, :1]
         self._norm = backend.allocate([1], torch.float32)
-        found = [(member, member.rounded()) for member in members]
-        self._order = sorted(range(len(found)), key=lambda number: found[number][1] is not None)
-        self._steps = tuple(self._step(*found[number]) for number in self._order)
+        codes = list(map(rounded, members.parameters))
+        self._order = sorted(range(len(codes)), key=lambda number: codes[number] is not None)
+        self._steps = tuple(self._step(members, number, codes[number]) for number in self._order)
         gradient = next(leaf for leaf in Adam.leaves() if leaf.name == "gradient")
         self._slots = [Slot(step, gradient) for step in self._steps]
-        self._parameters = [found[number][0].parameter for number in self._order]
+        self._gradients: list[tuple[Tensor, int]] = []  # that were put, and where: copies lie elsewhere
+        self.parameters = members.parameters
+        """That step."""
+        self._rounded = [members.parameters[number] for number in self._order if codes[number] is not None]
+        self._counted = [one for one in members.parameters if not sharded(one)]
+        self.sharded = len(self._counted) < len(members.parameters)
+        """Whether any parameter is a shard of FSDP2."""
         tables = self._tables() if isinstance(backend, CUDA) else dict.fromkeys(("plain", "coded", "shared", "all"))
         self._update = self._prepare(AdamSteps(
             steps=self._steps, plain=tables["plain"], coded=tables["coded"], shared=tables["shared"],
         ))  # fmt: skip
         self._measure = self._prepare(GradientNorm(steps=self._steps, table=tables["all"], norm=self._norm))
 
-    def _step(self, member: Member, rounded: Weight | None) -> Adam:
-        check_moments(member.parameter, member.first, member.second)
-        weight = local(member.parameter).detach()
+    def _step(self, members: Members, number: int, codes: Weight | None) -> Adam:
+        parameter, first, second = (each[number] for each in (members.parameters, members.firsts, members.seconds))
+        check_moments(parameter, first, second)
+        weight = local(parameter).detach()
         return Adam(
-            weight=weight, gradient=gradient_of(member.parameter), first=member.first, second=member.second,
-            numbers=self._given[member.row, :NUMBERS], gradient_factor=self._factor,
-            limit=upkeep.of(member.parameter).limit, new_weight=weight, new_first=member.first,
-            new_second=member.second, rounded=rounded,
+            weight=weight, gradient=plain_gradient(members.gradients[number], parameter), first=first, second=second,
+            numbers=self._given[members.rows[number], :NUMBERS], gradient_factor=self._factor,
+            limit=upkeep.of(parameter).limit, new_weight=weight, new_first=first, new_second=second, rounded=codes,
         )
 
     def _prepare(self, operation):
@@ -107,15 +127,19 @@ class Updates:
     def _bytes(self) -> bytes:
         return b"".join(bytes(step.packed) for step in self._steps)
 
-    def fits(self, members: Sequence[Member], rows: int) -> bool:
+    def fits(self, members: Members, rows: int) -> bool:
         """Whether what is prepared is still right for them."""
-        return self._fits == ([member.memory() for member in members], rows)
+        return self._fits == (members.memory(), rows)
 
-    def put(self, members: Sequence[Member], numbers: Tensor) -> None:
-        """Take the gradients of now, and numbers [rows, NUMBERS]."""
+    def put(self, members: Members) -> None:
+        """Take the gradients of now."""
+        now = members.gradients
+        if len(self._gradients) == len(now) and all(map(_is_same, self._gradients, now)):
+            return
+        plain = list(map(plain_gradient, now, members.parameters))
         for slot, number in zip(self._slots, self._order, strict=True):
-            slot.put(gradient_of(members[number].parameter))
-        self._numbers = numbers
+            slot.put(plain[number])
+        self._gradients = list(zip(now, map(Tensor.data_ptr, plain), strict=True))
         if isinstance(self._backend, CUDA) and (found := self._bytes()) != self._packed:
             self._packed = found
             self._upload(torch.frombuffer(bytearray(found), dtype=torch.uint8), self._structs)
@@ -125,10 +149,10 @@ class Updates:
         self._measure()
         return self._norm
 
-    def run(self, factor: float | Tensor) -> None:
-        """Step with gradients times `factor`, and let go of them."""
+    def run(self, numbers: Tensor, factor: float | Tensor) -> None:
+        """Step under numbers [rows, NUMBERS] with gradients times `factor`, and let go of them."""
         host = torch.zeros(len(self._given), ROW)
-        host[:-1, :NUMBERS] = self._numbers
+        host[:-1, :NUMBERS] = numbers
         host[-1, 0] = 1.0 if isinstance(factor, Tensor) else factor
         self._upload(host, self._given)
         if isinstance(factor, Tensor):
@@ -136,10 +160,10 @@ class Updates:
         self._update()
         for slot in self._slots:
             slot.clear()
-        torch.autograd.graph.increment_version([one for one in self._parameters if not sharded(one)])
-        for parameter, step in zip(self._parameters, self._steps, strict=True):
-            if step.rounded is not None:
-                upkeep.made(parameter)
+        self._gradients = []
+        torch.autograd.graph.increment_version(self._counted)
+        for parameter in self._rounded:
+            upkeep.made(parameter)
 
     def _upload(self, host: Tensor, there: Tensor) -> None:
         """Copy without waiting: PyTorch keeps pinned memory until what reads it is done."""
@@ -163,18 +187,22 @@ def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:
         _check_like(local(moment), local(parameter), f"the state {name}", remedy)
 
 
-def gradient_of(parameter: Tensor) -> Tensor:
-    """The gradient as contiguous float32.
+def plain_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of a parameter, of this process's shard if it is one, as contiguous float32.
 
     Raises:
         ValueError: it is sparse, or does not fit its parameter any more.
     """
-    gradient = parameter.grad
     if gradient.layout is not torch.strided:
         raise ValueError("a gradient is sparse, which lsq's Adam does not take; take torch.optim.SparseAdam")
-    gradient = local(gradient.detach())
+    gradient = local(gradient)
     _check_like(gradient, local(parameter), "the gradient", "make gradients anew after a parameter has changed")
-    return gradient.to(torch.float32).contiguous()
+    plain = gradient.dtype is torch.float32 and gradient.is_contiguous()  # nearly all are; asking is faster
+    return gradient if plain else gradient.to(torch.float32).contiguous()
+
+
+def _is_same(known: tuple[Tensor, int], gradient: Tensor) -> bool:
+    return known[0] is gradient and known[1] == gradient.data_ptr()
 
 
 def _check_like(tensor: Tensor, parameter: Tensor, what: str, remedy: str) -> None:
