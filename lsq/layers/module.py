@@ -15,7 +15,7 @@ from lsq.layers.schedule import Schedule
 from lsq.layers.upgrade import upgrade
 from lsq.layers.weight_codes import WeightCodes
 from lsq.ops.calibration import Calibration
-from lsq.program import rehearsal, upkeep
+from lsq.program import rehearsal, shards, upkeep
 from lsq.program.executor import Execution, Hooks
 from lsq.program.frames import StepMemory
 from lsq.program.operation import Operation
@@ -101,13 +101,18 @@ class ProgramModule(nn.Module):
         """The same, unseen by autograd: an earlier pass of this module may still await its backward pass."""
         for name, declared in self.declared.items():
             if declared.clip is not None:
-                calibration.measure(
-                    name, self.own_parameter(name), self.own_parameter(declared.clip).data, self.quant.weight_init,
+                self._measure(
+                    calibration, name, self.own_parameter(name), declared.clip, self.quant.weight_init,
                     self.quant.weights.bits, per_channel=self.quant.weight_granularity == "channel",
                     fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                 )
         self._drop_codes()
         self._forget_clips()
+
+    def _measure(self, calibration: Calibration, name: str, x: torch.Tensor, clip: str, *how, **options) -> None:
+        parameter = self.own_parameter(clip)
+        calibration.measure(name, x, parameter.data, *how, **options)
+        shards.measured(self, clip, parameter, parameter.detach().clone())
 
     def clips(self) -> dict[str, nn.Parameter]:
         """Every clip of this module by name."""
@@ -142,6 +147,7 @@ class ProgramModule(nn.Module):
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
         calibrating, calibration = self.schedule.activations_due(self.training), Calibration(self.target)
         weights_due = self.training and self.schedule.weights_due()
+        shards.begin_pass(self)
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
         if weights_due:
@@ -171,7 +177,13 @@ class ProgramModule(nn.Module):
         return outputs
 
     def _parameters_of(self, program: Program) -> dict[str, torch.Tensor]:
-        return {virtual.name: self.own_parameter(virtual.name) for virtual in program.parameters}
+        found = {virtual.name: self.own_parameter(virtual.name) for virtual in program.parameters}
+        if any(map(shards.is_shard, found.values())):
+            raise ValueError(
+                f"parameters of this {type(self).__name__} are shards of FSDP2, of which nothing can be computed; call "
+                "fully_shard on it, or on a module around it, and call that"
+            )
+        return found
 
     @torch.no_grad()
     def limit_clip_steps(self) -> None:
@@ -181,7 +193,8 @@ class ProgramModule(nn.Module):
         of a small clip each time, in a random direction, and across zero sooner or later. Where a clip was is
         forgotten when it is measured or loaded; lsq.optim.Adam limits its steps itself.
         """
-        limited = [(clip.data, upkeep.of(clip).before) for clip in self.clips().values()]
+        clips = {} if shards.sees_copies(self) else self.clips()
+        limited = [(clip.data, upkeep.of(clip).before) for clip in clips.values()]
         clips = [clip for clip, before in limited if before is not None]
         if clips:
             before = [value for _, value in limited if value is not None]
@@ -189,7 +202,8 @@ class ProgramModule(nn.Module):
             torch._foreach_minimum_(clips, torch._foreach_mul(before, 1 + self.quant.clip_step))
 
     def _remember_clips(self) -> None:
-        upkeep.remember(self.clips().values(), self.quant.clip_step)
+        if not shards.pass_done(self, self.quant.clip_step):
+            upkeep.remember(self.clips().values(), self.quant.clip_step)
 
     def _forget_clips(self) -> None:
         for clip in self.clips().values():
@@ -204,9 +218,10 @@ class ProgramModule(nn.Module):
         rounding = operation.rounding()
         if rounding is None:
             return
-        calibration.measure(
-            declared.rounding().clip.name.removesuffix("_clip"), operation.unrounded(self.target.run),
-            rounding.clip.data, self.quant.activation_init, self.quant.bits, percentile=self.quant.percentile,
+        clip = declared.rounding().clip.name
+        self._measure(
+            calibration, clip.removesuffix("_clip"), operation.unrounded(self.target.run), clip,
+            self.quant.activation_init, self.quant.bits, percentile=self.quant.percentile,
         )
         rounding.started = False  # the scale that was written is that of the clip before
 
@@ -226,16 +241,19 @@ class ProgramModule(nn.Module):
         if mode != self.training:
             self._drop_codes()
         self.limit_clip_steps()
+        upkeep.limit_shards(shards.settle(self))
         return super().train(mode)
 
     def _apply(self, *arguments, **options):
         self._drop_codes()
         self.limit_clip_steps()
         self._forget_clips()  # they may move to another device
+        shards.forget(self)
         return super()._apply(*arguments, **options)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self.limit_clip_steps()
+        upkeep.limit_shards(shards.settle(self))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.quant.quantized:
             self.schedule.save(destination, prefix)
@@ -247,6 +265,7 @@ class ProgramModule(nn.Module):
                 quant.check_clip(state_dict[prefix + name], prefix + name)
         self._drop_codes()
         self._forget_clips()
+        shards.forget(self)
         upgrade(state_dict, prefix, self.declared)
         if self.quant.quantized:
             lacking = self.schedule.load(state_dict, prefix)

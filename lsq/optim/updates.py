@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lsq.backends import Backend
 from lsq.backends.cuda import CUDA
@@ -12,6 +11,7 @@ from lsq.csrc.places import contiguous_address
 from lsq.ops.adam import NORM_RUN, NUMBERS, Adam, AdamSteps, GradientNorm, Table, tiles_of
 from lsq.program import upkeep
 from lsq.program.prepared import Slot
+from lsq.program.shards import is_shard, local
 from lsq.program.values import Weight
 
 ROW = 8
@@ -84,7 +84,7 @@ class Updates:
         self.parameters = members.parameters
         """That step."""
         self._rounded = [members.parameters[number] for number in self._order if codes[number] is not None]
-        self._counted = [one for one in members.parameters if not sharded(one)]
+        self._counted = [one for one in members.parameters if not is_shard(one)]
         self.sharded = len(self._counted) < len(members.parameters)
         """Whether any parameter is a shard of FSDP2."""
         tables = self._tables() if isinstance(backend, CUDA) else dict.fromkeys(("plain", "coded", "shared", "all"))
@@ -168,16 +168,6 @@ class Updates:
     def _upload(self, host: Tensor, there: Tensor) -> None:
         """Copy without waiting: PyTorch keeps pinned memory until what reads it is done."""
         there.copy_(host if there.device.type == "cpu" else host.pin_memory(), non_blocking=True)
-
-
-def sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which this process has a part."""
-    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "to_local")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
-    return tensor.to_local() if sharded(tensor) else tensor
 
 
 def check_moments(parameter: Tensor, first: Tensor, second: Tensor) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lsq.program import shards
 from lsq.program.values import Weight
 
 PROBES = 61
@@ -148,27 +149,51 @@ def take(optimizer: Optimizer, parameters) -> None:
         of(parameter).optimizer = weakref.ref(optimizer)
 
 
+_shards_before: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+"""(own part, what it was before the step of an optimizer that limits nothing, limit) of clips under FSDP2."""
+
+
+def limit_shards(found: Iterable[tuple[torch.Tensor, float]]) -> None:
+    """Let clips under FSDP2 change by so much at most: `found` is of lsq.program.shards."""
+    for clip, limit in found:
+        of(clip).limit = limit
+
+
 @torch.no_grad()
 def _before_step(optimizer: Optimizer, *_) -> None:
     """Before any optimizer steps: what another one has kept up is this one's now, and it knows nothing of it.
 
     It may step through `.data`, which PyTorch does not count: of clips it is counted here, for the codes under them.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    limit_shards(shards.settle_all(any(map(shards.is_shard, parameters))))
+    _shards_before.clear()
     changing = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            kept = _kept.get(id(parameter))
-            if kept is None:
-                continue
-            kept.made_from = ()
-            limits = kept.optimizer is not None and kept.optimizer() is optimizer
-            if kept.limit and not limits:
+    for parameter in parameters:
+        kept = _kept.get(id(parameter))
+        if kept is None:
+            continue
+        kept.made_from = ()
+        limits = kept.optimizer is not None and kept.optimizer() is optimizer
+        if kept.limit and not limits:
+            if shards.is_shard(parameter):
+                part = shards.local(parameter)
+                _shards_before.append((part, part.clone(), kept.limit))
+            else:
                 changing.append(parameter)
                 if kept.optimizer is not None:
                     kept.before = parameter.detach().clone()
-            if not limits:
-                kept.optimizer = None
+        if not limits:
+            kept.optimizer = None
     torch.autograd.graph.increment_version(changing)
 
 
+@torch.no_grad()
+def _after_step(*_) -> None:
+    for part, before, limit in _shards_before:
+        part.clamp_(before * (1 - limit), before * (1 + limit))
+    _shards_before.clear()
+
+
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,104 @@
+"""Clips under FSDP2: passes see gathered copies, which are gone after them; optimizers step on shards of the clips.
+
+So what passes measure is written to the shards before an optimizer steps, and steps are limited there.
+"""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class HasClips(Protocol):
+    """A module whose training passes see clips."""
+
+    def clips(self) -> Mapping[str, Tensor]:
+        """All of them by name."""
+
+
+@dataclass(eq=False)
+class _Seen:
+    limit: float = 0.0
+    sharded: bool = False
+    measured: dict[str, tuple[weakref.ref, Tensor]] = field(default_factory=dict)
+    """(the parameter that holds it, value) since shards were written last."""
+
+
+_modules: weakref.WeakKeyDictionary[HasClips, _Seen] = weakref.WeakKeyDictionary()
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, of which this process has a part."""
+    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if is_shard(tensor) else tensor
+
+
+def pass_done(module: HasClips, limit: float) -> bool:
+    """A training pass of `module` has seen its clips, which are to change by `limit` relatively in a step at most.
+
+    Returns:
+        whether it saw copies, so that nothing that is done to them lasts.
+    """
+    seen = _modules.setdefault(module, _Seen())
+    seen.limit = limit
+    return seen.sharded
+
+
+def sees_copies(module: HasClips) -> bool:
+    """Whether it is known that passes of `module` see gathered copies."""
+    return module in _modules and _modules[module].sharded
+
+
+def measured(module: HasClips, name: str, clip: Tensor, value: Tensor) -> None:
+    """A pass of `module` has measured a clip, and written it to what it sees as `clip`."""
+    _modules.setdefault(module, _Seen()).measured[name] = weakref.ref(clip), value
+
+
+def forget(module: HasClips) -> None:
+    """Clips of `module` come from elsewhere: what was measured counts no more."""
+    if module in _modules:
+        _modules[module].measured.clear()
+
+
+@torch.no_grad()
+def begin_pass(module: HasClips) -> None:
+    """Let gathered copies of clips hold what passes have measured since the shards were written."""
+    if sees_copies(module):
+        for name, clip in module.clips().items():
+            if name in _modules[module].measured:
+                clip.data.copy_(_modules[module].measured[name][1])
+
+
+@torch.no_grad()
+def settle(module: HasClips) -> list[tuple[Tensor, float]]:
+    """Write what was measured to the clips of `module` that are shards now: (each shard, limit of its steps)."""
+    seen, found = _modules.setdefault(module, _Seen()), []
+    for name, clip in module.clips().items():
+        parameter, value = seen.measured.pop(name, (lambda: None, None))
+        if is_shard(clip):
+            seen.sharded = True
+            found.append((clip, seen.limit))
+            if parameter() is not None:
+                local(clip).copy_(_part_of(value, clip))
+    return found
+
+
+def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
+    """The same for all modules that have trained, before the step of an optimizer; whether it has shards."""
+    modules = [module for module, seen in _modules.items() if sharded or seen.measured]
+    return [one for module in modules for one in settle(module)]
+
+
+def _part_of(value: Tensor, clip: Tensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor  # there are shards, so it is imported already
+
+    whole = value.expand(clip.shape).contiguous()
+    return distribute_tensor(whole, clip.device_mesh, clip.placements, src_data_rank=None).to_local()
