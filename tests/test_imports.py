@@ -23,7 +23,7 @@ ALLOWED = {
     "backends": {"csrc", "program", "gemm"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
     "optim": {"csrc", "program", "ops", "backends"},
-    "dist": {"config", "quant", "ops", "backends"},
+    "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},
 }
 """What each folder or module may import of lsq. One that is not listed here may import anything of lsq."""

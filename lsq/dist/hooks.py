@@ -4,6 +4,8 @@ import logging
 import os
 import socket
 import weakref
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -24,6 +26,7 @@ from lsq.dist.gcq import GCQ
 from lsq.dist.scratch import Scratch
 from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
+from lsq.program import homes
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class GradientCompression:
         self._average: GCQ | TwoHop | None = None
         self._executor: WorkerThread | SideStream | None = None
         self._feedback: ErrorFeedback | None = None
+        self._buckets: defaultdict[int, homes.Bucket] | None = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """What error feedback remembers on this worker: name -> float32; empty without error feedback.
@@ -75,6 +79,8 @@ class GradientCompression:
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """The future of a bucket's mean, in the bucket's own buffer."""
+        if self._buckets is not None:
+            self._buckets[bucket.index()].exchanged(bucket.buffer(), _gradients(bucket))
         if self._average is None:
             return PYTORCH_HOOKS[self.mode](self.group, bucket)
         buffer, index = bucket.buffer(), bucket.index()
@@ -93,6 +99,10 @@ class GradientCompression:
         if feedback is not None:
             feedback.end(buffer)
         return buffer
+
+    def write_into_buckets(self) -> None:
+        """From the next exchange on, gradients of lsq's layers are written into their buckets."""
+        self._buckets = defaultdict(homes.Bucket)
 
     def _prepare(self, config: GradientConfig, model: DistributedDataParallel, device: torch.device) -> None:
         """Make groups and memory; every worker must call it, with the same configuration."""
@@ -165,9 +175,15 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
             "mixed_precision of DDP and fairseq's --ddp-comm-hook"
         ) from error
     _compressed.add(model)
+    if model.gradient_as_bucket_view:
+        compression.write_into_buckets()
     if mode in COMPRESSED:
         compression._prepare(config, model, device)
     return compression
+
+
+def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from zip(bucket.parameters(), bucket.gradients(), strict=True)
 
 
 def _own_group(whole: ProcessGroup, parts: list[list[int]], timeout: timedelta, backend: str) -> ProcessGroup:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from lsq.program import homes
 from lsq.program.backend import Backend
 from lsq.program.frames import Frame, StepMemory
 from lsq.program.fresh import FreshFrame
@@ -166,6 +167,7 @@ class _Node(torch.autograd.Function):
         program = ctx.execution.program
         values = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
         values |= _placed(program.output_gradients, gradients)
+        ctx.frame.homes = dict(homes.claim(program, ctx.next_functions))
         with ctx.frame.running(backward=True):
             ctx.execution.run_pass(program.backward_range, values, ctx.frame)
         results = dict(zip(program.differentiable, program.gradients, strict=True))

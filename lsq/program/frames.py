@@ -40,6 +40,10 @@ def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
 class Frame:
     """The memory of one run of a program."""
 
+    def __init__(self):
+        self.homes: Values = {}
+        """Where gradients of this pass belong that have memory already; see lsq.program.homes."""
+
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
         """Tensors for operation `index` to write into: its outputs, then its scratch memory."""
         raise NotImplementedError
@@ -76,6 +80,7 @@ class PlannedFrame(Frame):
     def __init__(
         self, memory: "StepMemory", node: int, program: Program, *, leaves: Mapping[str, weakref.ref], repeated: bool
     ):
+        super().__init__()
         self.memory, self.node = memory, node
         self._leaves, self._repeated = leaves, repeated
         self.step_number: int | None = None
@@ -117,6 +122,9 @@ class PlannedFrame(Frame):
         }
 
     def _tensor(self, tensor: VirtualTensor, index: int, number: int) -> torch.Tensor:
+        home = self.homes.pop(tensor, None)
+        if home is not None:
+            return home
         place = self.place(index, number)
         if place is None or not tensor.size:
             return fresh(tensor, self.memory.arena.device)

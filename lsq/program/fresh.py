@@ -12,16 +12,22 @@ from lsq.program.frames import Frame, Values, fresh
 from lsq.program.prepared import PreparedPass
 from lsq.program.program import Program
 from lsq.program.step import is_placed
+from lsq.program.tensor import VirtualTensor
 
 
 class FreshFrame(Frame):
     """Every tensor in memory of its own on a device."""
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self._device = device
 
     def tensors_for(self, program: Program, index: int) -> list[torch.Tensor]:
-        return [fresh(tensor, self._device) for tensor in program.written(index)]
+        return [self._home(tensor) for tensor in program.written(index)]
+
+    def _home(self, tensor: VirtualTensor) -> torch.Tensor:
+        home = self.homes.pop(tensor, None)
+        return fresh(tensor, self._device) if home is None else home
 
     def run_prepared(self, program: Program, indices: range, backend: Backend, values: Values) -> bool:
         if not backend.refillable:
@@ -29,7 +35,7 @@ class FreshFrame(Frame):
         key = indices.start, backend
         passes = program.prepared.get(key) or program.prepared.setdefault(key, FreshPasses(program, indices))
         for tensor in passes.handed_on:
-            values[tensor] = fresh(tensor, self._device)
+            values[tensor] = self._home(tensor)
         try:
             workspace, prepared = one = passes.idle.pop()
         except IndexError:  # it comes for the first time, or other threads run all there are
