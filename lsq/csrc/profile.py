@@ -23,7 +23,9 @@ from lsq.csrc.runtime import Driver
 WARP = 32
 CALLED = {
     "emulator_float_to_bfloat16": "convert", "emulator_collective": "exchange", "emulator_barrier": "barrier",
-    "emulator_load": "memory", "emulator_store": "memory", "nearbyintf": "convert", "rintf": "convert",
+    "emulator_load": "memory", "emulator_store": "memory",
+    "emulator_load_matrices": "memory", "emulator_copy_async": "memory", "emulator_multiply": "mma",
+    "nearbyintf": "convert", "rintf": "convert",
     "floorf": "convert", "ceilf": "convert", "fmaf": "float", "fminf": "float", "fmaxf": "float", "fabsf": "float",
     "sqrtf": "root", "sqrt": "root", "logf": "logarithm",
 }  # fmt: skip

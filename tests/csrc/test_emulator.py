@@ -240,10 +240,11 @@ def sanitized(source, launch):
         ("'write_beyond_shared', 1, 32, memory(32), 1", "insufficient space|global-buffer-overflow"),
         ("'write_beyond_dynamic', 1, 64, memory(64), 1, shared=256", "use-after-poison"),
         ("'misaligned_load', 1, 8, memory(64), memory(64)", "load of misaligned address"),
+        ("'copies', 1, 32, memory(380), memory(384), 128, 0", "heap-buffer-overflow"),
     ],
 )
 def test_sanitizers_catch(launch, message):
-    child = sanitized("faulty.cu", launch)
+    child = sanitized("tensor_cores.cu" if "copies" in launch else "faulty.cu", launch)
     kernel = launch.split("'")[1]
     assert child.returncode and "finished" not in child.stdout
     assert any(word in child.stderr for word in message.split("|")) and kernel in child.stderr
@@ -257,6 +258,9 @@ def test_sanitizers_catch(launch, message):
         ("sound.cu", "'reverse', 3, 96, memory(288), memory(288), shared=384"),
         ("faulty.cu", "'write_beyond_dynamic', 1, 64, memory(64), 0, shared=256"),
         ("faulty.cu", "'write_beyond_shared', 1, 32, memory(32), 0"),
+        ("tensor_cores.cu", "'one_multiplication', 1, 32, memory(128), memory(64), memory(128)"),
+        ("tensor_cores.cu", "'matrices', 1, 32, memory(128), memory(128), 16, 0, 0"),
+        ("tensor_cores.cu", "'copies', 1, 32, memory(384), memory(384), 128, 0"),
     ],
 )
 def test_sanitizers_let_sound_launches_pass(source, launch):

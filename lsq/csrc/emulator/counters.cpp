@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "crashes.h"
+
 namespace emulator {
 
 bool profiling = false, counting = false;
@@ -281,7 +283,8 @@ EMULATOR_VISIBLE const char* emulator_profile_end() {
 
 // Kernels that are compiled for a profile call this at the beginning of each basic block.
 EMULATOR_VISIBLE void __sanitizer_cov_trace_pc() {
-    if (emulator::counting) emulator::count_block(__builtin_return_address(0));
+    // What lanes do together runs outside of their fibers (emulator_together) and stands for one instruction.
+    if (emulator::counting && emulator::in_kernel) emulator::count_block(__builtin_return_address(0));
 }
 
 EMULATOR_VISIBLE void __tsan_func_entry(void* caller) {

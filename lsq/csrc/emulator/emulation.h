@@ -7,6 +7,7 @@
 
 #include "bfloat16.h"
 #include "services.h"
+#include "tensor_core.h"
 
 #define __global__
 #define __device__

@@ -10,7 +10,37 @@
 
 #include "counters.h"
 #include "order.h"
+#include "report.h"
 #include "scheduler.h"
+
+namespace emulator {
+
+namespace {
+
+uintptr_t begins[2], sizes[2];  // of shared memory, static and dynamic
+
+bool in_shared(const void* address) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(address);
+    return at - begins[0] < sizes[0] || at - begins[1] < sizes[1];
+}
+
+}  // namespace
+
+void watch_shared(Memory static_shared, size_t dynamic) {
+    begins[0] = reinterpret_cast<uintptr_t>(static_shared.begin);
+    begins[1] = reinterpret_cast<uintptr_t>(emulator_dynamic_shared);
+    sizes[0] = static_shared.end - static_shared.begin;
+    sizes[1] = dynamic;
+}
+
+}  // namespace emulator
+
+extern "C" void emulator_check_shared(const void* address, size_t size, const char* name, emulator::Site site) {
+    const auto* first = static_cast<const unsigned char*>(address);
+    if (emulator::in_shared(first) && emulator::in_shared(first + size - 1)) return;
+    emulator::fail_thread("gives " + emulator::hexadecimal(reinterpret_cast<uintptr_t>(address)) + " to " + name + " (" +
+                          emulator::describe(site) + "), which is not shared memory of its block");
+}
 
 #ifndef LSQ_SANITIZE
 
@@ -19,14 +49,14 @@ namespace emulator {
 namespace {
 
 constexpr uint64_t WARPS = 64, SEVERAL = WARPS - 1;  // of a block there are at most 32
+constexpr uint64_t COPYING = uint64_t{1} << 63;      // and the thread whose copy will write this byte
 
-// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL.
+// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING.
 struct Accesses {
     uint64_t write, read;
 };
 
 uint64_t epoch = 1;  // barriers and blocks so far, in all launches
-uintptr_t begins[2], sizes[2];
 std::vector<Accesses> shadows[2];
 
 bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && access % WARPS != warp; }
@@ -37,7 +67,13 @@ bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && 
     fail_thread(std::string(does) + " shared memory that " + who + did + " with no __syncthreads between the two" + waited());
 }
 
+[[noreturn]] void report_copy(const char* does, uint64_t thread) {
+    fail_thread(std::string(does) + " shared memory that a copy of thread " + std::to_string(thread) +
+                " still fills, which has not waited for it" + waited());
+}
+
 void record(Accesses& byte, uint64_t warp, bool writes) {
+    if (byte.write & COPYING) report_copy(writes ? "writes" : "reads", byte.write & ~COPYING);
     if (others(byte.write, warp)) report(writes ? "writes" : "reads", " wrote", byte.write);
     const uint64_t now = WARPS * epoch + warp;
     if (writes) {
@@ -48,9 +84,15 @@ void record(Accesses& byte, uint64_t warp, bool writes) {
     }
 }
 
-bool in_shared(const void* address) {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(address);
-    return at - begins[0] < sizes[0] || at - begins[1] < sizes[1];
+// The accesses to each byte of shared memory in [address, address + size).
+template <typename Change>
+void for_shared(const void* address, size_t size, const Change& change) {
+    for (int place = 0; place < 2; ++place) {
+        const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - begins[place];
+        if (offset >= sizes[place]) continue;
+        if (shadows[place].size() < sizes[place]) shadows[place].resize(sizes[place]);
+        for (size_t i = offset; i < offset + size && i < sizes[place]; ++i) change(shadows[place][i]);
+    }
 }
 
 void touch_global(const void* address, size_t size, bool writes) {
@@ -61,29 +103,28 @@ void touch_global(const void* address, size_t size, bool writes) {
 
 inline void touch(const void* address, size_t size, bool writes, const void* site) {
     if (counting) count_access(address, size, writes ? Access::write : Access::read, site);
-    for (int place = 0; place < 2; ++place) {
-        const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - begins[place];
-        if (offset >= sizes[place]) continue;
+    if (in_shared(address)) {
         const uint64_t warp = running_warp();
-        for (size_t i = offset; i < offset + size && i < sizes[place]; ++i) record(shadows[place][i], warp, writes);
-        return;
+        for_shared(address, size, [warp, writes](Accesses& byte) { record(byte, warp, writes); });
+    } else if (watching) {
+        touch_global(address, size, writes);
     }
-    if (watching) touch_global(address, size, writes);
 }
 
 }  // namespace
 
-void watch_shared(Memory static_shared, size_t dynamic) {
-    begins[0] = reinterpret_cast<uintptr_t>(static_shared.begin);
-    begins[1] = reinterpret_cast<uintptr_t>(emulator_dynamic_shared);
-    sizes[0] = static_shared.end - static_shared.begin;
-    sizes[1] = dynamic;
-    for (int place = 0; place < 2; ++place) {
-        if (shadows[place].size() < sizes[place]) shadows[place].resize(sizes[place]);
-    }
+void order_accesses() { ++epoch; }
+
+void begin_copy(const void* to, size_t size, const void* site) {
+    touch(to, size, true, site);
+    const uint64_t copying = COPYING | running_thread();
+    for_shared(to, size, [copying](Accesses& byte) { byte.write = copying; });
 }
 
-void order_accesses() { ++epoch; }
+void end_copy(const void* to, size_t size) {
+    const uint64_t now = WARPS * epoch + running_warp();
+    for_shared(to, size, [now](Accesses& byte) { byte.write = now; });
+}
 
 }  // namespace emulator
 
@@ -128,8 +169,9 @@ UNALIGNED(16)
 
 namespace emulator {
 
-void watch_shared(Memory, size_t) {}
 void order_accesses() {}
+void begin_copy(const void*, size_t, const void*) {}
+void end_copy(const void*, size_t) {}
 
 }  // namespace emulator
 

@@ -11,4 +11,9 @@ void watch_shared(Memory static_shared, size_t dynamic);
 // All threads of the block have met at a barrier, or the next block begins: what they do from now on comes after.
 void order_accesses();
 
+// The thread that runs begins a copy to shared memory, by an instruction that stands before `site`: until it ends, nobody
+// may touch that memory. What was copied counts as written by the warp of that thread when the copy ends.
+void begin_copy(const void* to, size_t size, const void* site);
+void end_copy(const void* to, size_t size);
+
 }  // namespace emulator

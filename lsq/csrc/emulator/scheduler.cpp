@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <numeric>
-#include <random>
 #include <vector>
 
+#include "arrangement.h"
+#include "copies.h"
 #include "counters.h"
 #include "crashes.h"
 #include "fibers.h"
@@ -39,23 +39,6 @@ unsigned current = 0;
 const Launch* launched = nullptr;
 std::string fault;
 Crash crash;
-
-// Positions 0 to count - 1 in the chosen order, shuffled anew by each call where that is random.
-class Order {
-public:
-    explicit Order(int order) : order_(order), generator_(static_cast<unsigned>(order)) {}
-
-    void arrange(std::vector<unsigned>& positions, size_t count) {
-        positions.resize(count);
-        std::iota(positions.begin(), positions.end(), 0u);
-        if (order_ == 1) std::reverse(positions.begin(), positions.end());
-        if (order_ != 0 && order_ != 1) std::shuffle(positions.begin(), positions.end(), generator_);
-    }
-
-private:
-    int order_;
-    std::minstd_rand generator_;
-};
 
 void thread_main() {
     launched->kernel(launched->arguments);
@@ -96,7 +79,13 @@ void try_collective(unsigned arrived) {
         if (!(mask >> lane & 1)) continue;
         const Thread& thread = threads[warp + lane];
         if (thread.state != State::collective || thread.mask != mask || thread.kind != kind) return;
+        if (kind == Collective::together && thread.together != threads[arrived].together) return;
         ballot |= static_cast<uint32_t>(thread.value != 0) << lane;
+    }
+    if (kind == Collective::together) {
+        void* operands[WARP];
+        for (unsigned lane = 0; lane < WARP; ++lane) operands[lane] = threads[warp + lane].operands;
+        threads[arrived].together(operands);
     }
     for (unsigned lane = 0; lane < WARP; ++lane) {
         if (!(mask >> lane & 1)) continue;
@@ -175,6 +164,7 @@ void clear_shared() {
 
 bool run_block(Order& order) {
     static std::vector<unsigned> warps, lanes;
+    const BlockCopies copies;
     clear_shared();
     order_accesses();
     if (counting) begin_counted_block();
@@ -284,6 +274,13 @@ uint32_t emulator_collective(Collective kind, const char* name, uint32_t mask, u
     thread.result = 0;
     emulator::wait(State::collective, name, site);
     return thread.result;
+}
+
+void emulator_together(const char* name, void (*operation)(void* const*), void* operands, emulator::Site site) {
+    emulator::Thread& thread = emulator::threads[emulator::current];
+    thread.together = operation;
+    thread.operands = operands;
+    emulator_collective(Collective::together, name, ~uint32_t{0}, 0, 0, site);
 }
 
 void emulator_misaligned(const void* address, size_t alignment, emulator::Site site) {

@@ -26,7 +26,7 @@ struct Memory {
 };
 
 // What the lanes of a warp exchange.
-enum class Collective { synchronize, ballot, shuffle };
+enum class Collective { synchronize, ballot, shuffle, together };
 
 constexpr size_t LARGEST_SHARED = 227 * 1024;
 
@@ -44,6 +44,11 @@ EMULATOR_VISIBLE void emulator_barrier(emulator::Site site);
 EMULATOR_VISIBLE uint32_t emulator_collective(emulator::Collective kind, const char* name, uint32_t mask,
                                               uint32_t value, uint32_t source, emulator::Site site);
 
+// Returns when all 32 lanes of the warp have called it with the same `operation`, which has then run once for all of them:
+// on the `operands` of each lane.
+EMULATOR_VISIBLE void emulator_together(const char* name, void (*operation)(void* const* operands), void* operands,
+                                        emulator::Site site);
+
 // The index in its warp of the thread that runs.
 EMULATOR_VISIBLE uint32_t emulator_lane();
 
@@ -53,6 +58,19 @@ EMULATOR_VISIBLE void emulator_atomic(const void* address, size_t size);
 // The thread that runs reads or writes a vector, by an instruction that stands before `site`.
 EMULATOR_VISIBLE void emulator_read(const void* address, size_t size, const void* site);
 EMULATOR_VISIBLE void emulator_write(const void* address, size_t size, const void* site);
+
+// Ends the launch where memory is not the block's shared memory; `name` is for messages.
+EMULATOR_VISIBLE void emulator_check_shared(const void* address, size_t size, const char* name, emulator::Site site);
+
+// Begins to copy 4, 8 or 16 bytes to shared memory, or zeros, by an instruction that stands before `place`.
+EMULATOR_VISIBLE void emulator_copy(void* to, const void* from, size_t size, bool zeros, const void* place,
+                                    emulator::Site site);
+
+// The copies that the thread has begun since the last call are a group.
+EMULATOR_VISIBLE void emulator_commit_copies();
+
+// Returns when all but the newest `groups` groups of the thread have arrived.
+EMULATOR_VISIBLE void emulator_wait_copies(size_t groups);
 
 // Ends the launch: `address` is no multiple of `alignment`.
 [[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);

@@ -18,6 +18,8 @@ struct Thread {
     // In a collective: what it brings and what it gets.
     Collective kind;
     uint32_t mask, value, source, result;
+    void (*together)(void* const* operands);
+    void* operands;
 };
 
 }  // namespace emulator

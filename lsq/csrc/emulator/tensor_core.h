@@ -1,0 +1,94 @@
+// The instructions of tensor cores, and those that bring their operands, as functions; kernels/tensor_core.cuh names them.
+//
+// Layouts are those of "Warp Level Matrix Multiply-Accumulate Instructions" in NVIDIA's PTX ISA. A lane's place in a
+// fragment: group = lane / 4, part = lane % 4.
+#pragma once
+
+#include "services.h"
+
+namespace emulator {
+
+#define EMULATOR_TOGETHER __attribute__((noinline, no_sanitize_thread))
+
+constexpr int LANES = 32;
+
+struct Multiplication {
+    uint32_t a[4], b[2];
+    int32_t sums[4];
+};
+
+// Byte k of a fragment's row: word k / 16 of lane `4 * row + k / 4 % 4`.
+inline int byte_of(const uint32_t* words, int stride, int k) {
+    return static_cast<int8_t>(words[k / 16 * stride] >> 8 * (k % 4));
+}
+
+EMULATOR_TOGETHER inline void multiply(void* const* operands) {
+    const auto of = [operands](int lane) { return static_cast<Multiplication*>(operands[lane]); };
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < 8; ++column) {
+            int64_t sum = 0;
+            for (int k = 0; k < 32; ++k) {
+                const int part = k / 4 % 4;
+                sum += byte_of(of(row % 8 * 4 + part)->a + row / 8, 2, k) * byte_of(of(column * 4 + part)->b, 1, k);
+            }
+            // Sums wrap around.
+            int32_t& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
+            found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));
+        }
+    }
+}
+
+template <int MATRICES>
+struct MatrixLoad {
+    uint16_t row[8];
+    uint32_t words[MATRICES];
+};
+
+template <int MATRICES, bool TRANSPOSED>
+EMULATOR_TOGETHER void load_matrices(void* const* operands) {
+    const auto of = [operands](int lane) { return static_cast<MatrixLoad<MATRICES>*>(operands[lane]); };
+    for (int lane = 0; lane < LANES; ++lane) {
+        const int group = lane / 4, part = lane % 4;
+        for (int matrix = 0; matrix < MATRICES; ++matrix) {
+            uint32_t word = 0;
+            for (int half = 0; half < 2; ++half) {
+                const int row = TRANSPOSED ? 2 * part + half : group, column = TRANSPOSED ? group : 2 * part + half;
+                word |= static_cast<uint32_t>(of(8 * matrix + row)->row[column]) << 16 * half;
+            }
+            of(lane)->words[matrix] = word;
+        }
+    }
+}
+
+}  // namespace emulator
+
+// mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 32] times b [8, 32] transposed.
+EMULATOR_TOGETHER inline void emulator_multiply(
+    int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+    emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+    emulator::Multiplication operands = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {sums[0], sums[1], sums[2], sums[3]}};
+    emulator_together("mma.sync", emulator::multiply, &operands, site);
+    for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
+}
+
+// ldmatrix.sync.aligned.m8n8.x1, .x2 or .x4, perhaps .trans, .shared.b16: lane i names row i % 8 of matrix i / 8.
+template <int MATRICES, bool TRANSPOSED>
+EMULATOR_TOGETHER void emulator_load_matrices(
+    const void* row, uint32_t (&words)[MATRICES], emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+    emulator::MatrixLoad<MATRICES> operands = {};
+    if (emulator_lane() < 8 * MATRICES) {
+        constexpr size_t bytes = sizeof operands.row;
+        if (reinterpret_cast<uintptr_t>(row) % bytes) emulator_misaligned(row, bytes, site);
+        emulator_check_shared(row, bytes, "ldmatrix", site);
+        emulator_read(row, bytes, __builtin_return_address(0));
+        __builtin_memcpy(operands.row, row, bytes);
+    }
+    emulator_together("ldmatrix", emulator::load_matrices<MATRICES, TRANSPOSED>, &operands, site);
+    for (int i = 0; i < MATRICES; ++i) words[i] = operands.words[i];
+}
+
+// cp.async.ca or .cg .shared.global: `bytes` from global to shared memory, or as many zeros.
+EMULATOR_TOGETHER inline void emulator_copy_async(
+    void* to, const void* from, size_t bytes, bool zeros, emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+    emulator_copy(to, from, bytes, zeros, __builtin_return_address(0), site);
+}
