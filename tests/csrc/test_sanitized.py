@@ -15,6 +15,7 @@ EVERY_KERNEL = (
     "tests/layers/test_programs_cuda.py",
     "tests/ops/test_rounding_cuda.py",
     "tests/ops/test_adam_cuda.py",
+    "tests/ops/test_project_product_cuda.py::test_fewer_steps_than_stages_and_more[emulator-4]",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256-8-False]",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024-4-True]",
 )

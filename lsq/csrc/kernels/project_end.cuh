@@ -1,0 +1,74 @@
+// The end of a product with a weight, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
+//
+// -DACTIVATION=0 none, 1 ReLU, 2 GELU. P columns, a multiple of 8; lsq/ops/project.py is the reference.
+#pragma once
+
+#include "rounding.cuh"
+
+#ifndef ACTIVATION
+#define ACTIVATION 0
+#endif
+
+namespace lsq {
+
+constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
+
+// What turns sums of columns [column, column + 8) into floats.
+__device__ __forceinline__ void factor8(const Project& op, int64_t column, float (&factor)[kVector]) {
+    load8(op.weight.scale + column, factor);
+    const float scale = op.x.coded.scale[0];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) factor[i] *= scale;
+}
+
+struct ProjectEnd {
+    const Nonlinearity& nonlinearity;
+    const CodeSink codes;
+    const DropoutMask dropout;
+    const float* bias;
+    Float* out;
+
+    __device__ __forceinline__ explicit ProjectEnd(const Project& op)
+        : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout), bias(op.bias), out(op.out) {}
+
+    // The bias of columns [column, column + 8), zeros where there is none.
+    __device__ __forceinline__ void bias8(int64_t column, float (&added)[kVector]) const {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) added[i] = 0.0f;
+        if (bias) load8(bias + column, added);
+    }
+
+    // y -> activation(y), in place, and what the backward pass wants to know of elements [element, element + 8).
+    __device__ __forceinline__ void activate8(int64_t element, float (&y)[kVector]) const {
+        if (nonlinearity.before) store8(static_cast<Float*>(nonlinearity.before) + element, y);
+        if (kActivation == Activation::relu && nonlinearity.positive) {
+            uint32_t bits = 0;
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) bits |= static_cast<uint32_t>(y[i] > 0.0f) << i;
+            static_cast<uint8_t*>(nonlinearity.positive)[element / kVector] = static_cast<uint8_t>(bits);
+        }
+        if (kActivation == Activation::gelu && nonlinearity.slope) {
+            int8_t slope[kVector];
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) slope[i] = slope_code(gelu_slope(y[i]));
+            store8(static_cast<int8_t*>(nonlinearity.slope) + element, slope);
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            if (kActivation == Activation::relu) y[i] = relu(y[i]);
+            if (kActivation == Activation::gelu) y[i] = gelu(y[i]);
+        }
+    }
+
+    // Writes what elements [element, element + 8) of the product, before bias, become. -> whether one was NaN
+    __device__ __forceinline__ bool write8(int64_t element, const float (&added)[kVector], float (&y)[kVector]) const {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) y[i] += added[i];
+        activate8(element, y);
+        dropout.apply8(element, y);
+        if (out) store8(out + element, y);
+        return codes.write8(element, y);
+    }
+};
+
+}  // namespace lsq

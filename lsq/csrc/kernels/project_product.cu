@@ -1,0 +1,30 @@
+// A product of codes with a weight and its end in one kernel: M rows, N columns, K values, N and K multiples of 16.
+//
+// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, project_end.cuh is what is done to them.
+#include "product_rows.cuh"
+#include "project_end.cuh"
+
+LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_project_product(
+    const Project op, int64_t inner, Out<uint32_t> ticket) {
+    extern __shared__ __align__(128) unsigned char stages[];
+    Sums sums = {};
+    accumulate({op.x.coded.codes, block_row(), op.rows, inner}, {op.weight.codes, block_column(), op.columns, inner},
+               stages, sums);
+    const ProjectEnd end{op};
+    const int64_t column = sums_column();
+    float added[kVector] = {}, factor[kVector] = {};
+    if (column < op.columns) {
+        end.bias8(column, added);
+        factor8(op, column, factor);
+    }
+    bool missing = false;
+    for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
+        if (row >= op.rows || column >= op.columns) return;
+        float y[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
+        missing |= end.write8(row * op.columns + column, added, y);
+    });
+    end.codes.finish<kProductThreads>(ticket, missing);
+}
+LSQ_EXPORT(lsq_project_product)

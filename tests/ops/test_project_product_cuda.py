@@ -1,0 +1,118 @@
+"""The kernel that multiplies and ends in one: exact against the CPU, and what it makes of a GPU's memory and banks."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from lsq.csrc import compiler, profile
+from lsq.csrc.profile import Limits, fitting_blocks
+from lsq.ops.nonlinearity import Activation
+from lsq.ops.project import Project
+from lsq.ops.project_product import THREADS, Tile, project_product
+from lsq.program.tensor import VirtualTensor
+from tests.ops.compare import empty
+from tests.ops.cuda import DTYPES, compare_cuda
+from tests.ops.test_project import operands, rounded_project
+
+TILES = [Tile(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
+    (128, 128, 4), (128, 128, 3), (128, 64, 4), (64, 128, 3), (64, 64, 2))]  # fmt: skip
+SMALL = Tile(rows=64, columns=64, stages=3)
+
+
+def in_one(operation, tile, dtype=torch.float32, exact=True):
+    """Compare an operation that runs in one launch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Project, "cuda_scratch", lambda self: [])
+        patch.setattr(Project, "cuda", lambda self: [project_product(self, tile)])
+        return compare_cuda(operation, dtype, exact)
+
+
+def rounded(rows, inner, outputs, *end, **given):
+    return rounded_project(rows, outputs, *end, **operands(rows, inner, outputs) | given)
+
+
+def turns():
+    """Three steps along K and more, and all rows of a tile's quarter."""
+    for tile in TILES:
+        in_one(rounded(150, 272, 144, Activation.gelu, 0.1), tile)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("rows, inner, outputs", [(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)])
+def test_codes_are_exact(tile, rows, inner, outputs):
+    found = in_one(rounded(rows, inner, outputs), tile)
+    assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
+    assert rows < 7 or found.rounded.clipped.any()
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_fewer_steps_than_stages_and_more(steps):
+    in_one(rounded(3, 64 * steps + 16, 16), SMALL)
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_end(activation, dropout, bias):
+    in_one(rounded(41, 48, 80, activation, dropout, **({} if bias else {"bias": None})), SMALL)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [0, 41])
+def test_floats(dtype, rows):
+    in_one(Project(**operands(rows), out=empty(rows, 32)), SMALL, dtype, exact=False)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_nan_poisons_the_scale(started):
+    operation = rounded(70, 48, 144)
+    operation.rounded.started = started
+    operation.bias[100] = math.nan
+    assert in_one(operation, SMALL).rounded.scale.isnan()
+
+
+def test_what_the_kernel_does_not_take():
+    with pytest.raises(ValueError, match="inner width of an int8 product is 40.*multiple of 16"):
+        project_product(rounded(7, 40, 32), SMALL)
+    with pytest.raises(ValueError, match="outer width is 40.*multiple of 16"):
+        project_product(rounded(7, 48, 40), SMALL)
+    many = VirtualTensor(name="x", shape=(2**23, 16), dtype=torch.int8)
+    operation = rounded(7, 16, 16).bind(lambda tensor: many if tensor.shape == (7, 16) else tensor)
+    with pytest.raises(ValueError, match="8388608 rows are more than 4194240: take smaller batches"):
+        project_product(operation, SMALL)
+    with pytest.raises(ValueError, match=r"Tile\(rows=96.* is no tile of the product kernel"):
+        Tile(rows=96, columns=128, stages=3)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
+@pytest.mark.parametrize("tile", [TILES[0], SMALL], ids=str)
+def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
+    rows, inner, outputs = 128, 128, 128
+    operation = rounded(rows, inner, outputs).bind(
+        lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, VirtualTensor) else tensor
+    )
+    entry = project_product(operation, tile)
+    (found,) = profile.profile([entry])
+    traffic = dict(zip(map(id, profile.operands_of(entry)), found.operands, strict=True))
+    assert found.shared_passes == found.shared_least
+    assert found.instructions["mma"] == rows * inner * outputs // (16 * 32 * 8)
+    x, weight = traffic[id(operation.x.tensor)].reads, traffic[id(operation.weight.codes)].reads
+    assert x.bytes == rows * inner * outputs // tile.columns and x.sectors * 32 == x.bytes
+    assert weight.bytes == outputs * inner * rows // tile.rows and weight.sectors * 32 == weight.bytes
+    codes = traffic[id(operation.rounded.codes)].writes
+    assert codes.bytes == rows * outputs and codes.sectors * 32 == codes.bytes
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
+def test_two_blocks_fit_and_nothing_spills(target):
+    kilobytes = {"sm_80": 164, "sm_90a": 228, "sm_100": 228}.get(target, 100)
+    limits = Limits(warps=48 if kilobytes == 100 else 64, blocks=16, shared=1024 * kilobytes)
+    for tile in (TILES[0] if kilobytes > 100 else TILES[1], SMALL):
+        operation = rounded(7, 48, 32, Activation.gelu, 0.1)
+        operation.rounded.started = True
+        kernel = project_product(operation, tile).kernel
+        (taken,) = compiler.compile_kernels(kernel.source, kernel.defines, target).resources.values()
+        assert not taken.spill_bytes
+        assert fitting_blocks(THREADS, taken.registers, tile.shared + taken.shared_bytes, limits) >= 2
