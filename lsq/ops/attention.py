@@ -2,9 +2,9 @@
 
     context = dropout(softmax(q k^T / sqrt(width))) v      for each sentence and each head
 
-A matrix of queries times keys is never held: the CPU takes blocks of queries against all keys of a sentence, CUDA
-blocks of both with a running maximum and sum (FlashAttention-2, Dao 2023). The backward pass makes the probabilities
-again. Where sentences and heads stand among the rows: see lsq.ops.heads.
+A matrix of queries times keys is never held: blocks of both meet, with a running maximum and sum (FlashAttention-2,
+Dao 2023). The backward pass makes the probabilities again. Where sentences and heads stand among the rows: see
+lsq.ops.heads.
 """
 
 from __future__ import annotations

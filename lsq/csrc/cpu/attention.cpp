@@ -1,76 +1,107 @@
-// Attention over packed rows; lsq/ops/attention.py is the reference.
+// Attention over packed rows, with a running maximum and sum (FlashAttention-2, Dao 2023); lsq/ops/attention.py is the
+// reference.
 #include "attention.h"
 
 using namespace lsq;
 
 namespace {
 
-class ForwardWorker : Worker {
+constexpr int64_t kFew = 2 * kUnit;  // keys whose probabilities stay in the first cache
+
+template <class Products>
+class ForwardWorker : Worker<Products> {
+    using Base = Worker<Products>;
+    using Base::given_, Base::heads_, Base::stride_, Base::scores_, Base::v_;
+
 public:
     ForwardWorker(const Attention& op, const Case& given, float* rows)
-        : Worker(given), op_(op), rows_(rows), context_(kBlock * stride_),
-          flags_(heads_.width + 8) {}
+        : Base(given), op_(op), rows_(rows), context_(given.queries * stride_), sums_(given.queries * kLanes),
+          largest_(given.queries), flags_(heads_.width + 8),
+          probabilities_(kQueryBlock, kFew, false), values_(stride_, given.keys, given.v.coded()) {}
 
     // -> whether a value that was rounded was NaN
     bool run(const Pair& pair) {
-        read_keys(pair);
-        transpose(pair, k_.get(), k_panels_.get());
+        std::fill_n(largest_.begin(), pair.queries, -infinity());
+        std::fill_n(sums_.get(), pair.queries * kLanes, 0.0f);
+        const auto begin = [&](const Block& block) {
+            this->read_keys(block);
+            values_.take(v_.get(), stride_, heads_.width, pair.keys_from(block.key));
+        };
+        this->for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
         bool missing = false;
-        for (int64_t begin = 0; begin < pair.queries; begin += kBlock) {
-            const int64_t rows = std::min(kBlock, pair.queries - begin), seen = pair.seen(begin + rows - 1);
-            given_.q.read(pair.first + begin, rows, pair.head * heads_.width, heads_.width, queries_.get(), stride_);
-            multiply_keys(queries_.get(), k_panels_.get(), rows, seen, scores_.get());
-            float shares[kBlock];
-            for (int64_t i = 0; i < rows; ++i) {
-                shares[i] = softmax(pair, begin + i, seen, scores_.get() + i * given_.wide);
-            }
-            multiply(Left<false>{scores_.get(), given_.wide}, rows_of(v_.get(), stride_), rows, heads_.width, seen, false,
-                     context_.get(), stride_);
-            for (int64_t i = 0; i < rows; ++i) {
-                missing |= write(pair, begin + i, shares[i], context_.get() + i * stride_);
-            }
-        }
+        for (int64_t query = 0; query < pair.queries; ++query) missing |= write(pair, query);
         return missing;
     }
 
 private:
-    // Products x [keys] -> exp(score - largest) after dropout, 0 for keys that are not seen; -> what the context is to
-    // be multiplied by.
-    float softmax(const Pair& pair, int64_t query, int64_t keys, float* x) {
-        const int64_t n = pair.seen(query), row = pair.first + query;
-        const float factor = given_.factor;
-        float largest = -infinity();
-#pragma omp simd reduction(max : largest)
-        for (int64_t j = 0; j < n; ++j) {
-            x[j] *= factor;
-            largest = x[j] > largest ? x[j] : largest;
+    // Adds what the block's keys make of the context.
+    void add(const Block& block) {
+        this->multiply_keys(block);
+        for (int64_t i = 0; i < block.queries; ++i) softmax(block, i);
+        for (int64_t first = 0; first == 0 || first < block.keys; first += kFew) {
+            const int64_t keys = std::min(kFew, block.keys - first);
+            probabilities_.take(scores_.get() + first, given_.wide, block.queries, keys);
+            Products::multiply(probabilities_, values_, block.queries, heads_.width, keys, block.key || first,
+                               context_.get() + block.query * stride_, stride_, first);
         }
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < n; ++j) {
-            x[j] = bounded_exponential(x[j] - largest);
-            sum += x[j];
-        }
-        std::fill(x + n, x + std::max(n, keys), 0.0f);
-        if (op_.log_sum) op_.log_sum[row * heads_.count + pair.head] = n ? largest + std::log(sum) : -infinity();
-        if (heads_.dropout.threshold) draw(row, pair.head, n);
-        drop(n, x);
-        return n ? given_.v.scale() / sum : 0.0f;
     }
 
-    bool write(const Pair& pair, int64_t query, float share, float* x) {
-        const int64_t width = heads_.width, element = ((pair.first + query) * heads_.count + pair.head) * width;
+    // Products of the block's query `i` and its keys -> exp(score - largest) after dropout, 0 for keys that are not
+    // seen. Where the largest is a new one, what was summed before shrinks.
+    void softmax(const Block& block, int64_t i) {
+        float* x = scores_.get() + i * given_.wide;
+        const int64_t n = block.seen(i), query = block.query + i;
+        const float before = largest_[query];
+        Lanes most = all_lanes(-infinity());
+        for_lanes(n, [&](int64_t j, auto seen) {
+            most = larger_lanes(seen(lanes_at(x + j), -infinity()), most);
+        });
+        const float here = largest_lane(most) * given_.factor, largest = here > before ? here : before;
+        Lanes& sum = lanes_at(sums_.get() + query * kLanes);
+        if (block.key && largest != before) {
+            const float shrink = bounded_exponential(before - largest);
+            scale_context(query, shrink);
+            sum *= shrink;
+        }
+        largest_[query] = largest;
+        Lanes added = {};
+        const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest);
+        for_lanes(n, [&](int64_t j, auto seen) {
+            Lanes& at = lanes_at(x + j);
+            at = seen(bounded_exponential(at * factor - base), 0.0f);
+            added += at;
+        });
+        sum += added;
+        std::fill(x + n, x + whole_units(block.keys), 0.0f);
+        this->draw(block, i);
+        this->drop(n, x);
+    }
+
+    void scale_context(int64_t query, float factor) {
+        float* x = context_.get() + query * stride_;
 #pragma omp simd
-        for (int64_t i = 0; i < width; ++i) x[i] *= share;
-        if (rows_) std::memcpy(rows_ + element, x, width * sizeof(float));
+        for (int64_t i = 0; i < heads_.width; ++i) x[i] *= factor;
+    }
+
+    bool write(const Pair& pair, int64_t query) {
+        const int64_t width = heads_.width, row = pair.first + query, place = row * heads_.count + pair.head;
+        const bool blind = Block(pair, query, 0).seen(0) == 0;
+        const float sum = sum_of_lanes(lanes_at(sums_.get() + query * kLanes));
+        float* x = context_.get() + query * stride_;
+        scale_context(query, blind ? 0.0f : given_.v.scale() / sum);
+        if (op_.log_sum) op_.log_sum[place] = blind ? -infinity() : largest_[query] + std::log(sum);
+        if (rows_) std::memcpy(rows_ + place * width, x, width * sizeof(float));
         if (!op_.rounded.codes || width % 8) return false;
-        return round_row(op_.rounded, element, width, x, flags_.data());
+        return round_row(op_.rounded, place * width, width, x, flags_.data());
     }
 
     const Attention& op_;
     float* rows_;  // where the context goes as floats, if anywhere
-    AlignedFloats context_;
+    AlignedFloats context_, sums_;        // so far, times exp(largest score); sums: in so many lanes
+    std::vector<float> largest_;  // scores so far
     std::vector<uint8_t> flags_;
+    typename Products::template Left<false> probabilities_;
+    typename Products::template Right<false> values_;
 };
 
 // Rounds n numbers, whichever rows they make.
@@ -82,21 +113,29 @@ bool round_all(const Coded& coded, int64_t n, const float* x) {
     });
 }
 
+// -> whether a value that was rounded was NaN
+template <class Products>
+bool attend(const Attention& op, float* rows) {
+    const Case given(op.heads);
+    int missing = 0;
+#pragma omp parallel reduction(| : missing)
+    {
+        ForwardWorker<Products> worker(op, given, rows);
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op.heads, given.order[i]));
+    }
+    return missing;
+}
+
 }  // namespace
 
 LSQ_OPERATION(Attention, op) {
-    const Case given(op.heads);
     const int64_t width = op.heads.width, size = op.heads.rows * op.heads.count * width;
     const bool afterwards = op.rounded.codes && width % 8;  // heads do not begin at bytes of the clipped bits
     std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
-    {
-        ForwardWorker worker(op, given, rows);
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op.heads, given.order[i]));
-    }
+    bool missing = false;
+    with_products([&](auto products) { missing = attend<decltype(products)>(op, rows); });
     if (afterwards) missing |= round_all(op.rounded, size, rows);
     finish(op.rounded, missing);
 }

@@ -1,27 +1,30 @@
 // What attention's forward and backward loops share: who computes what, and how operands are read.
 //
-// A pair of a sentence and a head is one thread's: it takes kBlock queries at a time against all keys of the sentence,
-// so what it holds grows with the keys alone. T queries, S keys, D columns of a head; rows in scratch are whole panels.
+// A pair of a sentence and a head is one thread's: it takes kKeyBlock keys at a time, and of the queries that see them
+// kQueryBlock, so that both fit a core's caches. T queries, S keys, D columns of a head. Matrices in scratch are whole
+// units (see products.h).
 #pragma once
 
 #include <numeric>
 
 #include "loops.h"
-#include "products.h"
+#include "tile_products.h"
 
 namespace lsq {
 
-constexpr int64_t kBlock = 32;  // queries at a time
+constexpr int64_t kSkew = 16;  // numbers behind the keys of a row, lest all rows share a few lines of the cache
+constexpr int64_t kQueryBlock = kUnit, kKeyBlock = 512;  // at a time
 
 // One of q, k and v: codes, or floats where there are no codes.
 struct Operand : Projected {
-    float scale() const { return rows.coded.codes ? rows.coded.scale[0] : 1.0f; }
+    bool coded() const { return rows.coded.codes; }
+    float scale() const { return coded() ? rows.coded.scale[0] : 1.0f; }
 
-    // Rows [first, first + count) of columns [at, at + width) to `out`, rows `stride` apart and zero beyond the columns.
+    // Rows [first, first + count) of columns [at, at + width) to `out`, rows `stride` apart.
     void read(int64_t first, int64_t count, int64_t at, int64_t width, float* out, int64_t stride) const {
         for (int64_t row = 0; row < count; ++row, out += stride) {
             const int64_t element = (first + row) * columns + column + at;
-            if (rows.coded.codes) {
+            if (coded()) {
                 const int8_t* from = rows.coded.codes + element;
 #pragma omp simd
                 for (int64_t i = 0; i < width; ++i) out[i] = static_cast<float>(from[i]);
@@ -30,6 +33,7 @@ struct Operand : Projected {
             }
             std::fill(out + width, out + stride, 0.0f);
         }
+        std::fill(out, out + (whole_units(count) - count) * stride, 0.0f);
     }
 };
 
@@ -46,10 +50,27 @@ struct Pair {
         keys = behind ? 0 : heads.key_starts[sentence + 1] - first_key;
     }
 
-    // Keys that query `i` of the sentence sees.
-    int64_t seen(int64_t i) const {
-        return causal ? std::clamp<int64_t>(i + 1 + keys - queries, 0, keys) : keys;
+    // Keys of a block that begins with `key`.
+    int64_t keys_from(int64_t key) const { return std::min(kKeyBlock, keys - key); }
+};
+
+// Some queries of a pair, and some keys of which the last of these queries sees all.
+struct Block {
+    const Pair& pair;
+    int64_t query, queries, key, keys;  // first of each, within the sentence, and how many
+
+    Block(const Pair& pair, int64_t query, int64_t key)
+        : pair(pair), query(query), queries(std::min(kQueryBlock, pair.queries - query)), key(key),
+          keys(pair.keys_from(key)) {
+        keys = seen(queries - 1);
     }
+
+    // Of these keys, how many its query `i` sees.
+    int64_t seen(int64_t i) const {
+        if (!pair.causal) return keys;
+        return std::clamp<int64_t>(query + i + 1 + pair.keys - pair.queries - key, 0, keys);
+    }
+    int64_t row() const { return pair.first + query; }  // of the first query
 };
 
 // What both passes make of the heads that they read.
@@ -58,58 +79,82 @@ struct Case {
     Operand q, k, v;
     float share, factor;  // 1 / sqrt(D); what a product of queries and keys is multiplied by
     int64_t stride;       // of rows of a head in scratch
-    int64_t most;         // keys of the longest sentence, in whole panels
-    int64_t wide;         // of rows of scores: not a power of two, lest all rows share a few lines of the cache
+    int64_t queries;      // of the longest sentence
+    int64_t keys;         // of the longest block of keys
+    int64_t wide;         // of rows of scores
     std::vector<int64_t> order;  // pairs, the longest first; those of rows behind all sentences are the last
 
     explicit Case(const Heads& heads)
         : heads(heads), q{heads.q}, k{heads.k}, v{heads.v},
           share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
-          factor(q.scale() * k.scale() * share), stride(whole_panels(heads.width)), most(0), wide(0),
+          factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
           order((heads.sentences + 1) * heads.count) {
-        const auto keys = [&](int64_t pair) { return Pair(heads, pair).keys; };
-        for (size_t pair = 0; pair < order.size(); ++pair) most = std::max(most, whole_panels(keys(pair)));
-        wide = most + 16;
+        const auto work = [&](int64_t pair) { return Pair(heads, pair).keys; };
+        for (size_t number = 0; number < order.size(); ++number) {
+            const Pair pair(heads, number);
+            queries = std::max(queries, whole_units(pair.queries));
+            keys = std::max(keys, whole_units(pair.keys_from(0)));
+        }
+        wide = keys + kSkew;
         std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return keys(a) > keys(b); });
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return work(a) > work(b); });
     }
+
+    // The same for the keys from the block's first on.
+    int64_t wide_of(const Block& block) const { return whole_units(block.pair.keys_from(block.key)) + kSkew; }
 };
 
-// Scratch of one thread.
+// What one thread has. Products: FloatProducts or what has its interface.
+template <class Products>
 class Worker {
 public:
     explicit Worker(const Case& given)
-        : given_(given), heads_(given.heads), stride_(given.stride), k_(given.most * stride_), v_(given.most * stride_),
-          k_panels_(given.most * stride_), shuffled_(2 * kPanel * stride_), queries_(kBlock * stride_),
-          scores_(kBlock * given.wide), words_(given.most + 8) {}
+        : given_(given), heads_(given.heads), stride_(given.stride), k_(given.keys * stride_), v_(given.keys * stride_),
+          queries_(kQueryBlock * stride_), scores_(kQueryBlock * given.wide), words_(given.keys + 8),
+          query_rows_(kQueryBlock, stride_, given.q.coded()), key_columns_(given.keys, stride_, given.k.coded()) {}
 
 protected:
-    // Keys and values of the pair as floats, rows filled up with zeros to whole panels.
-    void read_keys(const Pair& pair) {
-        for (const auto& [from, to] : {std::pair{&given_.k, k_.get()}, std::pair{&given_.v, v_.get()}}) {
-            from->read(pair.first_key, pair.keys, pair.head * heads_.width, heads_.width, to, stride_);
-            std::fill(to + pair.keys * stride_, to + whole_panels(pair.keys) * stride_, 0.0f);
+    // Of a head, rows [first, first + count) of an operand.
+    void read(const Operand& from, const Pair& pair, int64_t first, int64_t count, const AlignedFloats& to) const {
+        from.read(first, count, pair.head * heads_.width, heads_.width, to.get(), stride_);
+    }
+
+    // The block's keys and values, all that there are.
+    void read_keys(const Block& block) {
+        const int64_t first = block.pair.first_key + block.key, count = block.pair.keys_from(block.key);
+        read(given_.k, block.pair, first, count, k_);
+        read(given_.v, block.pair, first, count, v_);
+        key_columns_.take(k_.get(), stride_, count, heads_.width);
+    }
+
+    // The block's queries times its keys.
+    void multiply_keys(const Block& block) {
+        read(given_.q, block.pair, block.row(), block.queries, queries_);
+        query_rows_.take(queries_.get(), stride_, block.queries, heads_.width);
+        Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width, false, scores_.get(),
+                           given_.wide);
+    }
+
+    // Calls body(block) for all that there are to see, keys after keys; the first keys meet all queries. Before,
+    // begin(block) for each block of keys, and end(block) after it.
+    template <class Begin, class Body, class End>
+    static void for_blocks(const Pair& pair, const Begin& begin, const Body& body, const End& end) {
+        for (int64_t key = 0; key == 0 || key < pair.keys; key += kKeyBlock) {
+            begin(Block(pair, 0, key));
+            for (int64_t query = 0; query < pair.queries; query += kQueryBlock) {
+                const Block block(pair, query, key);
+                if (block.keys || key == 0) body(block);
+            }
+            end(Block(pair, 0, key));
         }
     }
 
-    // [S, D] -> panels of kPanel keys, [D, kPanel] each.
-    void transpose(const Pair& pair, const float* rows, float* out) {
-        const int64_t size = kPanel * stride_;
-        for (int64_t panel = 0; panel < panels(pair.keys); ++panel) {
-            transpose_panel(rows + panel * size, stride_, out + panel * size, shuffled_.get());
-        }
-    }
-
-    // out [rows, keys] = rows of D numbers times keys or values, transposed.
-    void multiply_keys(const float* rows, const float* transposed, int64_t count, int64_t keys, float* out) const {
-        multiply(Left<false>{rows, stride_}, Right{transposed, kPanel, kPanel * stride_}, count, keys, heads_.width, false,
-                 out, given_.wide);
-    }
-
-    // Random words of keys [0, n) of a row.
-    void draw(int64_t row, int64_t head, int64_t n) {
+    // Draws random words for the block's query `i` and as many keys as it sees.
+    void draw(const Block& block, int64_t i) {
         const Dropout& dropout = heads_.dropout;
-        philox(dropout.key[0], dropout.subsequence, probability_element(row, heads_.count, head), n, words_.data());
+        if (!dropout.threshold) return;
+        const int64_t first = probability_element(block.row() + i, heads_.count, block.pair.head) + block.key;
+        philox(dropout.key[0], dropout.subsequence, first, block.seen(i), words_.data());
     }
 
     // Dropout by the words that were drawn last.
@@ -122,11 +167,23 @@ protected:
         for (int64_t j = 0; j < n; ++j) x[j] = words[j] >= limit ? x[j] * keep : 0.0f;
     }
 
+    typename Products::Session session_;
     const Case& given_;
     const Heads& heads_;
     int64_t stride_;
-    AlignedFloats k_, v_, k_panels_, shuffled_, queries_, scores_;
+    AlignedFloats k_, v_, queries_, scores_;
     std::vector<uint32_t> words_;
+    typename Products::template Left<false> query_rows_;
+    typename Products::template Right<true> key_columns_;
 };
+
+// Calls body with the products that this processor does best.
+template <class Body>
+void with_products(const Body& body) {
+#ifdef LSQ_AMX
+    if (amx_granted()) return body(TileProducts{});
+#endif
+    body(FloatProducts{});
+}
 
 }  // namespace lsq

@@ -5,78 +5,155 @@ using namespace lsq;
 
 namespace {
 
-class BackwardWorker : Worker {
+template <class Products>
+class BackwardWorker : Worker<Products> {
+    using Base = Worker<Products>;
+    using Base::given_, Base::heads_, Base::stride_, Base::scores_, Base::queries_, Base::k_, Base::v_;
+
 public:
     BackwardWorker(const AttentionGradient& op, const Case& given, float* dq, float* dkv)
-        : Worker(given), op_(op), upstream_rows_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}}, dq_rows_(dq), dkv_rows_(dkv), v_panels_(given.most * stride_), slopes_(kBlock * given.wide),
-          upstream_(kBlock * stride_), dq_(kBlock * stride_), dk_(given.most * stride_), dv_(given.most * stride_) {}
+        : Base(given), op_(op), upstream_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}}, dq_to_(dq),
+          dkv_to_(dkv), slopes_(kQueryBlock * given.wide), rows_(kQueryBlock * stride_), dq_(kQueryBlock * stride_),
+          dk_(stride_ * given.wide), dv_(stride_ * given.wide), turned_(stride_ * given.wide),
+          shuffled_(2 * kPanel * given.wide), sums_(given.queries), upstream_rows_(kQueryBlock, stride_, false),
+          dscores_(kQueryBlock, given.keys, false), query_columns_(stride_, kQueryBlock, given.q.coded()),
+          upstream_columns_(stride_, kQueryBlock, false), value_columns_(given.keys, stride_, given.v.coded()),
+          key_rows_(stride_, given.keys, given.k.coded()), pair_rows_(given.keys, kQueryBlock, false) {}
 
     void run(const Pair& pair) {
-        const Operand &q = given_.q, &k = given_.k;
-        const int64_t width = heads_.width, at = pair.head * width, wide = given_.wide;
-        read_keys(pair);
-        transpose(pair, k_.get(), k_panels_.get());
-        transpose(pair, v_.get(), v_panels_.get());
-        std::fill(dk_.get(), dk_.get() + pair.keys * stride_, 0.0f);
-        std::fill(dv_.get(), dv_.get() + pair.keys * stride_, 0.0f);
-        for (int64_t begin = 0; begin < pair.queries; begin += kBlock) {
-            const int64_t first = pair.first + begin, rows = std::min(kBlock, pair.queries - begin);
-            const int64_t seen = pair.seen(begin + rows - 1);
-            q.read(first, rows, at, width, queries_.get(), stride_);
-            upstream_rows_.read(first, rows, at, width, upstream_.get(), stride_);
-            multiply_keys(queries_.get(), k_panels_.get(), rows, seen, scores_.get());
-            multiply_keys(upstream_.get(), v_panels_.get(), rows, seen, slopes_.get());
-            for (int64_t i = 0; i < rows; ++i) {
-                softmax_gradient(pair, begin + i, seen, scores_.get() + i * wide, slopes_.get() + i * wide);
-            }
-            multiply(Left<false>{slopes_.get(), wide}, rows_of(k_.get(), stride_), rows, width, seen, false, dq_.get(),
-                     stride_);
-            multiply(Left<true>{slopes_.get(), wide}, rows_of(queries_.get(), stride_), seen, width, rows, true,
-                     dk_.get(), stride_);
-            multiply(Left<true>{scores_.get(), wide}, rows_of(upstream_.get(), stride_), seen, width, rows, true,
-                     dv_.get(), stride_);
-            write(dq_.get(), k.scale() * given_.share, rows,
-                  dq_rows_ + first * q.columns + q.column + at, q.columns);
-        }
-        float* to = dkv_rows_ + pair.first_key * k.columns + at;
-        write(dk_.get(), q.scale() * given_.share, pair.keys, to + k.column, k.columns);
-        write(dv_.get(), 1.0f, pair.keys, to + given_.v.column, k.columns);
+        const bool several = pair.keys > kKeyBlock;
+        if (several) sum(pair);
+        const auto begin = [&](const Block& block) {
+            read_keys(block);
+            key_rows_.take(k_.get(), stride_, heads_.width, pair.keys_from(block.key));
+            wide_ = given_.wide_of(block);
+            std::fill_n(dk_.get(), stride_ * wide_, 0.0f);
+            std::fill_n(dv_.get(), stride_ * wide_, 0.0f);
+        };
+        const auto end = [&](const Block& block) {
+            const Operand& k = given_.k;
+            const int64_t first = (pair.first_key + block.key) * k.columns + pair.head * heads_.width;
+            write_turned(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key), dkv_to_ + first + k.column);
+            write_turned(dv_, 1.0f, pair.keys_from(block.key), dkv_to_ + first + given_.v.column);
+        };
+        this->for_blocks(pair, begin, [&](const Block& block) { add(block, several); }, end);
     }
 
 private:
-    // Products x of the query and keys -> probabilities after dropout; products g of the gradient and values -> the
-    // gradient of the scores. 0 for keys that are not seen.
-    void softmax_gradient(const Pair& pair, int64_t query, int64_t keys, float* x, float* g) {
-        const int64_t n = pair.seen(query), row = pair.first + query;
-        const float factor = given_.factor, log_sum = op_.log_sum[row * heads_.count + pair.head];
-        const float scale = given_.v.scale();
-        if (heads_.dropout.threshold) draw(row, pair.head, n);
-        drop(n, g);
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < n; ++j) {
-            x[j] = bounded_exponential(x[j] * factor - log_sum);
-            g[j] *= scale;
-            sum += x[j] * g[j];
-        }
-#pragma omp simd
-        for (int64_t j = 0; j < n; ++j) g[j] = x[j] * (g[j] - sum);
-        drop(n, x);
-        std::fill(x + n, x + std::max(n, keys), 0.0f);
-        std::fill(g + n, g + std::max(n, keys), 0.0f);
+    void read_keys(const Block& block) {
+        Base::read_keys(block);
+        value_columns_.take(v_.get(), stride_, block.pair.keys_from(block.key), heads_.width);
     }
 
-    void write(const float* from, float factor, int64_t rows, float* to, int64_t to_stride) const {
-        for (int64_t row = 0; row < rows; ++row, from += stride_, to += to_stride) {
+    // scores_: the block's queries times its keys; slopes_: their gradients times its values.
+    void multiply(const Block& block) {
+        this->multiply_keys(block);
+        this->read(upstream_, block.pair, block.row(), block.queries, rows_);
+        upstream_rows_.take(rows_.get(), stride_, block.queries, heads_.width);
+        Products::multiply(upstream_rows_, value_columns_, block.queries, block.keys, heads_.width, false,
+                           slopes_.get(), given_.wide);
+    }
+
+    // The sums of each query's probabilities times their gradients, over all blocks of keys.
+    void sum(const Pair& pair) {
+        std::fill_n(sums_.begin(), pair.queries, 0.0f);
+        const auto body = [&](const Block& block) {
+            multiply(block);
+            for (int64_t i = 0; i < block.queries; ++i) {
+                sums_[block.query + i] += probabilities(block, i, scores_row(i), slopes_row(i));
+            }
+        };
+        this->for_blocks(pair, [&](const Block& block) { read_keys(block); }, body, [](const Block&) {});
+    }
+
+    // Adds what the block makes of all gradients; `summed`: sums_ is known.
+    void add(const Block& block, bool summed) {
+        multiply(block);
+        for (int64_t i = 0; i < block.queries; ++i) softmax_gradient(block, i, summed);
+        for (int64_t i = block.queries; i < whole_units(block.queries); ++i) {
+            std::fill_n(scores_row(i), whole_units(block.keys), 0.0f);
+            std::fill_n(slopes_row(i), whole_units(block.keys), 0.0f);
+        }
+        const int64_t width = heads_.width, wide = given_.wide;
+        dscores_.take(slopes_.get(), wide, block.queries, block.keys);
+        Products::multiply(dscores_, key_rows_, block.queries, width, block.keys, false, dq_.get(), stride_);
+        write_queries(block);
+        pair_rows_.take(slopes_.get(), wide, block.keys, block.queries);
+        query_columns_.take(queries_.get(), stride_, width, block.queries);
+        Products::multiply(query_columns_, pair_rows_, width, block.keys, block.queries, true, dk_.get(), wide_);
+        pair_rows_.take(scores_.get(), wide, block.keys, block.queries);
+        upstream_columns_.take(rows_.get(), stride_, width, block.queries);
+        Products::multiply(upstream_columns_, pair_rows_, width, block.keys, block.queries, true, dv_.get(), wide_);
+    }
+
+    float* scores_row(int64_t i) const { return scores_.get() + i * given_.wide; }
+    float* slopes_row(int64_t i) const { return slopes_.get() + i * given_.wide; }
+
+    // Of the block's query `i`: products x of it and the keys -> probabilities; products g of its gradient and the
+    // values -> the gradients of the probabilities; -> the sum of their products.
+    float probabilities(const Block& block, int64_t i, float* x, float* g) {
+        const int64_t n = block.seen(i);
+        const float log_sum = op_.log_sum[(block.row() + i) * heads_.count + block.pair.head];
+        this->draw(block, i);
+        this->drop(n, g);
+        const Lanes factor = all_lanes(given_.factor), base = all_lanes(log_sum), scale = all_lanes(given_.v.scale());
+        Lanes sum = {};
+        for_lanes(n, [&](int64_t j, auto seen) {
+            Lanes &p = lanes_at(x + j), &slope = lanes_at(g + j);
+            p = seen(bounded_exponential(p * factor - base), 0.0f);
+            slope = seen(slope * scale, 0.0f);
+            sum += p * slope;
+        });
+        return sum_of_lanes(sum);
+    }
+
+    // scores_ -> probabilities after dropout, slopes_ -> the gradient of the scores; 0 for keys that are not seen.
+    void softmax_gradient(const Block& block, int64_t i, bool summed) {
+        const int64_t n = block.seen(i), all = whole_units(block.keys);
+        float *x = scores_row(i), *g = slopes_row(i);
+        const float here = probabilities(block, i, x, g);
+        const Lanes sum = all_lanes(summed ? sums_[block.query + i] : here);
+        for_lanes(n, [&](int64_t j, auto) { lanes_at(g + j) = lanes_at(x + j) * (lanes_at(g + j) - sum); });
+        this->drop(n, x);
+        std::fill(x + n, x + all, 0.0f);
+        std::fill(g + n, g + all, 0.0f);
+    }
+
+    void write_queries(const Block& block) const {
+        const Operand& q = given_.q;
+        const float factor = given_.k.scale() * given_.share, *from = dq_.get();
+        float* to = dq_to_ + block.row() * q.columns + q.column + block.pair.head * heads_.width;
+        for (int64_t row = 0; row < block.queries; ++row, from += stride_, to += q.columns) {
+            if (block.key == 0) std::fill_n(to, heads_.width, 0.0f);
 #pragma omp simd
-            for (int64_t i = 0; i < heads_.width; ++i) to[i] = from[i] * factor;
+            for (int64_t i = 0; i < heads_.width; ++i) to[i] += from[i] * factor;
+        }
+    }
+
+    // from [D, keys] * factor -> [keys, D], rows of the tensor of keys.
+    void write_turned(const AlignedFloats& from, float factor, int64_t keys, float* to) {
+        for (int64_t column = 0; column < heads_.width; column += kPanel) {
+            const int64_t width = std::min(kPanel, heads_.width - column);
+            transpose_panel(from.get() + column * wide_, wide_, turned_.get(), shuffled_.get());
+            for (int64_t row = 0; row < keys; ++row) {
+                const float* turned = turned_.get() + row * kPanel;
+                float* out = to + row * given_.k.columns + column;
+#pragma omp simd
+                for (int64_t i = 0; i < width; ++i) out[i] = turned[i] * factor;
+            }
         }
     }
 
     const AttentionGradient& op_;
-    Operand upstream_rows_;
-    float *dq_rows_, *dkv_rows_;
-    AlignedFloats v_panels_, slopes_, upstream_, dq_, dk_, dv_;
+    Operand upstream_;
+    float *dq_to_, *dkv_to_;
+    AlignedFloats slopes_, rows_, dq_, dk_, dv_, turned_, shuffled_;
+    int64_t wide_ = 0;         // of rows of dk_ and dv_, [D, keys]
+    std::vector<float> sums_;  // see sum()
+    typename Products::template Left<false> upstream_rows_, dscores_;
+    typename Products::template Left<true> query_columns_, upstream_columns_;
+    typename Products::template Right<true> value_columns_;
+    typename Products::template Right<false> key_rows_, pair_rows_;
 };
 
 // What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to where it is wanted.
@@ -109,12 +186,14 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
     float* keys = dkv ? dkv : dq;
     const int64_t end = op.heads.key_starts[op.heads.sentences], columns = op.heads.k.columns;
     std::fill(keys + end * columns, keys + op.heads.key_rows * columns, 0.0f);
+    with_products([&](auto products) {
 #pragma omp parallel
-    {
-        BackwardWorker worker(op, given, dq, keys);
+        {
+            BackwardWorker<decltype(products)> worker(op, given, dq, keys);
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < given.order.size(); ++i) worker.run(Pair(op.heads, given.order[i]));
-    }
+            for (size_t i = 0; i < given.order.size(); ++i) worker.run(Pair(op.heads, given.order[i]));
+        }
+    });
     Ending{op.heads.q, op.dq}.run(op.heads.rows, dq);
     Ending{op.heads.k, op.dkv}.run(op.heads.key_rows, dkv);
 }

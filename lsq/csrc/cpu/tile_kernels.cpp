@@ -3,13 +3,12 @@
 // VNNI multiplies unsigned with signed codes: `a` comes with 128 added, so that a column starts at -128 times its sum.
 #include "tile_kernels.h"
 
+#include "amx.h"
 #include "structs.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace lsq {
@@ -81,55 +80,45 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, int64_t rows, const PairOfColumns
     }
 }
 
-#define LSQ_AMX __attribute__((target("amx-tile,amx-int8")))
+#endif
+#if defined(LSQ_AMX)
 
-struct alignas(64) TileConfiguration {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-const TileConfiguration configuration;  // not on the stack: compilers do not see that the instruction reads all of it
-
-LSQ_AMX void load_configuration() { _tile_loadconfig(&configuration); }
-
-LSQ_AMX void release_tiles() { _tile_release(); }
-
-LSQ_AMX void multiply_amx(const TileRows& a, int64_t rows, const PairOfColumns& b, int32_t* sums, int64_t stride) {
+void multiply_amx(const TileRows& a, int64_t rows, const PairOfColumns& b, int32_t* sums, int64_t stride) {
     const int64_t bytes = stride * sizeof(int32_t);
     for (int64_t row = 0; row < rows; row += kTilePair) {
         const int8_t *upper = a.data + row / kTileSide * a.block, *lower = upper + a.block;
         int32_t *top = sums + row * stride, *bottom = top + kTileSide * stride;
         if (b.sums) {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+            zero_tile<0>();
+            zero_tile<1>();
+            zero_tile<2>();
+            zero_tile<3>();
         } else {
-            _tile_loadd(0, top, bytes);
-            _tile_loadd(1, top + kTileSide, bytes);
-            _tile_loadd(2, bottom, bytes);
-            _tile_loadd(3, bottom + kTileSide, bytes);
+            load_tile<0>(top, bytes);
+            load_tile<1>(top + kTileSide, bytes);
+            load_tile<2>(bottom, bytes);
+            load_tile<3>(bottom + kTileSide, bytes);
         }
         for (int64_t k = 0; k < b.depth; ++k) {
             const int8_t* left = b.data + k * kTileBytes;
-            _tile_loadd(4, upper + k * a.step, a.stride);
-            _tile_loadd(6, left, kTileInner);
-            _tile_dpbssd(0, 4, 6);
-            _tile_loadd(7, left + b.distance, kTileInner);
-            _tile_dpbssd(1, 4, 7);
-            _tile_loadd(5, lower + k * a.step, a.stride);
-            _tile_dpbssd(2, 5, 6);
-            _tile_dpbssd(3, 5, 7);
+            load_tile<4>(upper + k * a.step, a.stride);
+            load_tile<6>(left, kTileInner);
+            multiply_int8<0, 4, 6>();
+            load_tile<7>(left + b.distance, kTileInner);
+            multiply_int8<1, 4, 7>();
+            load_tile<5>(lower + k * a.step, a.stride);
+            multiply_int8<2, 5, 6>();
+            multiply_int8<3, 5, 7>();
         }
-        _tile_stored(0, top, bytes);
-        _tile_stored(1, top + kTileSide, bytes);
-        _tile_stored(2, bottom, bytes);
-        _tile_stored(3, bottom + kTileSide, bytes);
+        store_tile<0>(top, bytes);
+        store_tile<1>(top + kTileSide, bytes);
+        store_tile<2>(bottom, bytes);
+        store_tile<3>(bottom + kTileSide, bytes);
     }
 }
 
-#elif defined(__AVX2__)
+#endif
+#if !defined(__AVX512F__) && defined(__AVX2__)
 
 #define LSQ_VNNI __attribute__((target("avxvnni")))
 
@@ -176,25 +165,12 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, int64_t rows, const PairOfColumns
 #endif
 
 struct Features {
-    bool avx_vnni = false, avx512_vnni = false, amx = false;
+    bool avx_vnni = false, avx512_vnni = false;
 
     Features() {
         unsigned a, b, c, d;
-        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-            avx512_vnni = c >> 11 & 1;
-            amx = (d >> 24 & 1) && (d >> 25 & 1) && granted();
-        }
+        if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) avx512_vnni = c >> 11 & 1;
         if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) avx_vnni = a >> 4 & 1;
-    }
-
-    // Linux keeps the tiles' registers for those processes alone that ask for them.
-    static bool granted() {
-#if defined(__linux__)
-        constexpr long kRequestPermission = 0x1023, kTileData = 18;
-        return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-        return false;
-#endif
     }
 };
 
@@ -204,11 +180,13 @@ struct Features {
 
 bool usable(Instructions instructions) {
     if (instructions == Instructions::plain) return true;
+#if defined(LSQ_AMX)
+    if (instructions == Instructions::amx) return amx_granted();
+#endif
 #if defined(__AVX2__)
     static const Features features;
 #if defined(__AVX512F__)
     if (instructions == Instructions::avx512_vnni) return features.avx512_vnni;
-    if (instructions == Instructions::amx) return features.amx;
 #else
     if (instructions == Instructions::avx_vnni) return features.avx_vnni;
 #endif
@@ -217,25 +195,15 @@ bool usable(Instructions instructions) {
 }
 
 Kernel kernel_of([[maybe_unused]] Instructions instructions) {
-#if defined(__AVX512F__)
+#if defined(LSQ_AMX)
     if (instructions == Instructions::amx) return multiply_amx;
+#endif
+#if defined(__AVX512F__)
     if (instructions == Instructions::avx512_vnni) return multiply_vnni;
 #elif defined(__AVX2__)
     if (instructions == Instructions::avx_vnni) return multiply_vnni;
 #endif
     return multiply_plain;
-}
-
-void begin_tiles([[maybe_unused]] Instructions instructions) {
-#if defined(__AVX512F__)
-    if (instructions == Instructions::amx) load_configuration();
-#endif
-}
-
-void end_tiles([[maybe_unused]] Instructions instructions) {
-#if defined(__AVX512F__)
-    if (instructions == Instructions::amx) release_tiles();
-#endif
 }
 
 }  // namespace lsq

@@ -22,8 +22,4 @@ inline bool biased(Instructions instructions) {
     return instructions == Instructions::avx_vnni || instructions == Instructions::avx512_vnni;
 }
 
-// Before the first tile and after the last one on a thread.
-void begin_tiles(Instructions instructions);
-void end_tiles(Instructions instructions);
-
 }  // namespace lsq

@@ -191,10 +191,10 @@ void pack_columns(const TileProduct& product, int64_t group) {
 }
 
 StripMultiplier::StripMultiplier(const TileProduct& product) : product_(product), a_{}, height_(0) {
-    begin_tiles(product.instructions);
+#if defined(LSQ_AMX)
+    if (product.instructions == Instructions::amx) tiles_.emplace();
+#endif
 }
-
-StripMultiplier::~StripMultiplier() { end_tiles(product_.instructions); }
 
 int64_t StripMultiplier::stride() const { return rounded_up(product_.columns, kTilePair); }
 

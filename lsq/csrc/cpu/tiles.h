@@ -8,6 +8,9 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
+
+#include "amx.h"
 
 namespace lsq {
 
@@ -79,7 +82,6 @@ private:
 class StripMultiplier {
 public:
     explicit StripMultiplier(const TileProduct& product);
-    ~StripMultiplier();
     StripMultiplier(const StripMultiplier&) = delete;
     StripMultiplier& operator=(const StripMultiplier&) = delete;
 
@@ -100,6 +102,9 @@ private:
     const TileProduct& product_;
     TileRows a_;
     int64_t height_;
+#if defined(LSQ_AMX)
+    std::optional<WholeTiles> tiles_;
+#endif
 };
 
 // Rows that a thread takes at a time: few enough for its cache, and for all threads to have some.

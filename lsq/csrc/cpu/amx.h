@@ -1,0 +1,74 @@
+// AMX, Intel's registers of 16 rows of 64 bytes: whether this process may use them, and the instructions that do.
+#pragma once
+
+#if defined(__AVX512F__) && defined(__x86_64__) && defined(__linux__)
+#define LSQ_AMX
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+namespace lsq {
+
+// Whether the processor has AMX with bfloat16 and int8, and the system grants it. Asked for once in a process.
+inline bool amx_granted() {
+    static const bool granted = [] {
+        constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+        constexpr unsigned kNeeded = kBfloat16 | kTile | kInt8;
+        constexpr long kAskFor = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+        unsigned a, b, c, d;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
+        return syscall(SYS_arch_prctl, kAskFor, kTileData) == 0;
+    }();
+    return granted;
+}
+
+// While it lives, the thread's eight registers are whole: 16 rows of 64 bytes.
+class WholeTiles {
+public:
+    WholeTiles() {
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } const all;
+        asm volatile("ldtilecfg %0" ::"m"(all));
+    }
+    ~WholeTiles() { asm volatile("tilerelease"); }
+    WholeTiles(const WholeTiles&) = delete;
+    WholeTiles& operator=(const WholeTiles&) = delete;
+};
+
+template <int TILE>
+inline void zero_tile() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
+}
+
+// Rows `stride` bytes apart.
+template <int TILE>
+inline void load_tile(const void* from, int64_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(TILE), "r"(from), "r"(stride) : "memory");
+}
+
+template <int TILE>
+inline void store_tile(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(TILE), "r"(to), "r"(stride) : "memory");
+}
+
+// sum [16, 16] int32 += a [16, 64] b [64, 16], int8; b as 16 rows of fours.
+template <int SUM, int A, int B>
+inline void multiply_int8() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
+// sum [16, 16] float32 += a [16, 32] b [32, 16], bfloat16; b as 16 rows of pairs. Subnormal numbers count as zero.
+template <int SUM, int A, int B>
+inline void multiply_bfloat16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
+}  // namespace lsq
+
+#endif

@@ -1,0 +1,81 @@
+"""Attention on the CPU where a sentence has many blocks of queries and keys, and in every library that runs here."""
+
+import resource
+
+import pytest
+import torch
+
+from lsq.csrc import loader, shared_library
+from tests.ops.compare import compare, on_cpu
+from tests.ops.test_attention import attention, gradient_of
+
+LONG, MEMORY = (530, 3), (3, 1100)
+"""Two blocks of keys; three, of which the queries of the first sentence see none."""
+CASES = [
+    {}, {"causal": True, "dropout": 0.2}, {"others": MEMORY, "dropout": 0.1}, {"others": MEMORY, "causal": True},
+    {"coded": False, "causal": True}, {"width": 40, "heads": 1},
+]  # fmt: skip
+
+
+def levels() -> list[str]:
+    """Those whose library is built and whose instructions the processor has."""
+    return [
+        level for level, needed in loader._REQUIRED.items()
+        if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
+    ]  # fmt: skip
+
+
+@pytest.fixture(params=levels())
+def level(request, monkeypatch):
+    """Runs the loops of one library after the other."""
+    library = shared_library.load(loader._FOLDER / f"libcpu_{request.param}.so", "cpu")
+    monkeypatch.setattr(loader, "library", lambda: library)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_long_sentences(options, level):
+    forward = attention(LONG, **options)
+    compare(forward)
+    compare(gradient_of(forward))
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1, "causal": True}, {"coded": False}, {"width": 64}])
+def test_short_sentences(options, level):
+    forward = attention((1, 7, 0, 33), **options)
+    compare(forward)
+    compare(gradient_of(forward))
+
+
+def test_products_of_codes_are_exact(level):
+    """With one key, the logarithm of the sum is the score; the sum of 128 squares of 127 takes 21 bits."""
+    forward = attention((1,) * 40, width=128, heads=2)
+    heads = forward.heads
+    q, k = (one.rows.tensor[:, one.column : one.column + 256].view(40, 2, 128).double() for one in (heads.q, heads.k))
+    q[:3], k[:3] = 127, 127
+    heads.q.rows.tensor[:3, :512] = 127
+    factor = heads.q.rows.scale * heads.k.rows.scale * torch.tensor(128**-0.5)
+    assert torch.equal(on_cpu(forward).log_sum, (q * k).sum(dim=2).float() * factor)
+
+
+def test_a_larger_score_in_a_later_block():
+    """What was summed before shrinks, down to nothing."""
+    forward = attention((1040,), coded=False, heads=1)
+    rows = forward.heads.q.rows.floats
+    rows[:, 8:16] *= torch.logspace(-2, 2, 1040)[:, None]
+    assert compare(forward).log_sum.max() > 100
+
+
+def test_gradients_of_long_sentences_take_little_memory():
+    """4,096 tokens: a matrix of queries times keys would take 64 MiB, and a gradient needs more than one."""
+    forward = attention((4096,), width=8, heads=1, causal=True)
+    backward = gradient_of(attention((8,), width=8, heads=1))
+    on_cpu(attention((64,), width=8, heads=1))
+    on_cpu(backward)
+    forward = on_cpu(forward)
+    backward.heads, backward.log_sum = forward.heads, forward.log_sum
+    backward.dcontext = torch.randn(4096, 8)
+    one = backward.dq
+    one.floats = one.floats.__class__(name="output", shape=(4096, 24), dtype=torch.float32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    on_cpu(backward)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
