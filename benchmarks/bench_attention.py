@@ -1,0 +1,115 @@
+"""Attention on the CPU beside PyTorch's flash attention, forward and backward.
+
+lsq reads codes where a projection wrote them and makes float32; PyTorch reads bfloat16 or float32 that stand in heads
+already, and makes the same dtype. "ratio" is PyTorch's time in bfloat16 over the side's. PyTorch's kernel has no
+dropout: lsq's times with it stand alone.
+"""
+
+from collections.abc import Callable, Iterator
+
+import common
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from lsq.backends import backend
+from lsq.csrc import loader
+from lsq.ops.attention import Attention, AttentionGradient, HeadsGradient
+from lsq.ops.heads import Heads, Projected
+from lsq.program.values import Coded, Dropout, Rows
+from lsq.quant import Format, Grain
+
+HEADS, WIDTH = 8, 64
+LENGTHS = ((32, 32), (256, 4), (1024, 1), (4096, 1))
+"""(tokens of a sentence, sentences)"""
+QUICK = ((5, 2),)
+
+
+def of_lsq(length: int, sentences: int, causal: bool, probability: float) -> tuple[Callable, Callable]:
+    """Forward and backward pass of self-attention on codes, on the CPU's loops."""
+    rows, hidden = length * sentences, HEADS * WIDTH
+    codes = torch.randint(-127, 128, (rows, 3 * hidden), dtype=torch.int8)
+    coded = Coded(
+        format=Format(name="activation", bits=8, grain=Grain.TENSOR), codes=codes, scale=torch.tensor([1.0 / 64]),
+        clipped=None, error=None, clip=torch.tensor([127.0 / 64]),
+    )  # fmt: skip
+    read, starts = Rows(coded=coded), torch.arange(0, rows + 1, length, dtype=torch.int32)
+    dropout = Dropout(key=torch.tensor([7]), subsequence=1, probability=probability) if probability else None
+    heads = Heads(
+        q=Projected(rows=read, column=0), k=Projected(rows=read, column=hidden),
+        v=Projected(rows=read, column=2 * hidden), starts=starts, key_starts=starts, count=HEADS, width=WIDTH,
+        causal=causal, dropout=dropout,
+    )  # fmt: skip
+    forward = Attention(heads=heads, out=torch.empty(rows, hidden), rounded=None, log_sum=torch.empty(rows, HEADS))
+    backward = AttentionGradient(
+        dcontext=torch.randn(rows, hidden), heads=heads, log_sum=forward.log_sum,
+        dq=HeadsGradient(floats=torch.empty(rows, 3 * hidden), rounded=None, sum=None, clip=None, parts=None), dkv=None,
+    )  # fmt: skip
+    place = backend("cpu")
+    runs = [
+        place.prepare([(one, [torch.empty(shape, dtype=dtype) for shape, dtype in place.scratch(one)])])
+        for one in (forward, backward)
+    ]
+    return runs[0], runs[1]
+
+
+def of_torch(length: int, sentences: int, causal: bool, dtype: torch.dtype) -> tuple[Callable, Callable]:
+    """Forward and backward pass of PyTorch's flash attention."""
+    q, k, v = (torch.randn(sentences, HEADS, length, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def attend() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    context = attend()
+    upstream = torch.randn_like(context)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend()
+
+    return forward, lambda: torch.autograd.grad(context, (q, k, v), upstream, retain_graph=True)
+
+
+def rows(length: int, sentences: int, causal: bool, options) -> Iterator[dict]:
+    """Rows of the table for one shape."""
+    passes = {
+        "torch bfloat16": of_torch(length, sentences, causal, torch.bfloat16),
+        "torch float32": of_torch(length, sentences, causal, torch.float32),
+        "lsq": of_lsq(length, sentences, causal, 0.0),
+        "lsq, dropout": of_lsq(length, sentences, causal, options.dropout),
+    }
+    for index, name in enumerate(("forward", "backward")):
+        timings = common.alternate({side: both[index] for side, both in passes.items()}, rounds=options.rounds)
+        for side, timing in timings.items():
+            yield {
+                "tokens": length,
+                "sentences": sentences,
+                "causal": causal,
+                "pass": name,
+                "side": side,
+                "milliseconds": 1e3 * timing.median,
+                "fastest": 1e3 * timing.fastest,
+                "ratio": timings["torch bfloat16"].median / timing.median,
+                "ratio_of_fastest": timings["torch bfloat16"].fastest / timing.fastest,
+            }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--dropout", type=float, default=0.1, help="probability, of lsq's last side")
+    options = common.parse(parser, arguments)
+    shapes = QUICK if options.quick else LENGTHS
+    table = [
+        row for length, sentences in shapes for causal in (False, True)
+        for row in rows(length, sentences, causal, options)
+    ]  # fmt: skip
+    conditions = common.conditions(
+        options, baseline="PyTorch's flash attention in bfloat16", heads=HEADS, width=WIDTH, dropout=options.dropout,
+        library=loader.description(), dtypes=["int8", "float32", "bfloat16"],
+    )  # fmt: skip
+    common.report("attention", table, conditions, options)
+
+
+if __name__ == "__main__":
+    main()
