@@ -27,6 +27,7 @@ SLOTS = {
     "division": {"special": 1, "float": 8}, "root": {"special": 1, "float": 8}, "logarithm": {"float": 20},
     "convert": {"convert": 1}, "float": {"float": 1}, "integer": {"integer": 1}, "multiply": {"integer": 1},
     "branch": {"issue": 1}, "memory": {"issue": 1}, "exchange": {"exchange": 1}, "barrier": {"issue": 8},
+    "mma": {"tensor": 1},
 }  # fmt: skip
 """What each kind of instruction of lsq.csrc.profile takes of a multiprocessor's units."""
 
@@ -76,24 +77,27 @@ class Gpu:
         return self.memory * self.copying
 
 
-def _lanes(floats: int) -> dict[str, int]:
-    return {"issue": 128, "float": floats, "integer": 64, "special": 16, "convert": 64, "exchange": 32}
+def _lanes(floats: int, tensor: int) -> dict[str, int]:
+    """`tensor`: of int8 products of 16 x 8 x 32, by the data sheet's dense peak."""
+    return {
+        "issue": 128, "float": floats, "integer": 64, "special": 16, "convert": 64, "exchange": 32, "tensor": tensor,
+    }  # fmt: skip
 
 
 A100 = Gpu(
     name="A100 80 GB", target="sm_80", multiprocessors=108, gigahertz=1.35, memory=2.04 * TERA, copying=0.87,
     l2_bytes=40e6, l2=4.5 * TERA, bfloat16=312 * TERA, int8=624 * TERA, bfloat16_reached=0.84, int8_reached=0.65,
-    limits=Limits(warps=64, blocks=32, shared=164 * 1024), lanes=_lanes(64),
+    limits=Limits(warps=64, blocks=32, shared=164 * 1024), lanes=_lanes(64, 16),
 )
 RTX_4090 = Gpu(
     name="RTX 4090", target="sm_89", multiprocessors=128, gigahertz=2.5, memory=1.008 * TERA, copying=0.91,
     l2_bytes=72e6, l2=5.0 * TERA, bfloat16=165 * TERA, int8=660 * TERA, bfloat16_reached=0.95, int8_reached=0.65,
-    limits=Limits(warps=48, blocks=24, shared=100 * 1024), lanes=_lanes(128),
+    limits=Limits(warps=48, blocks=24, shared=100 * 1024), lanes=_lanes(128, 8),
 )
 H100 = Gpu(
     name="H100 SXM", target="sm_90a", multiprocessors=132, gigahertz=1.7, memory=3.35 * TERA, copying=0.90,
     l2_bytes=50e6, l2=5.5 * TERA, bfloat16=989 * TERA, int8=1979 * TERA, bfloat16_reached=0.81, int8_reached=0.65,
-    limits=Limits(warps=64, blocks=32, shared=228 * 1024), lanes=_lanes(128),
+    limits=Limits(warps=64, blocks=32, shared=228 * 1024), lanes=_lanes(128, 32),
 )
 GPUS = (A100, RTX_4090, H100)
 

@@ -62,11 +62,11 @@ def run_lsq(words: list[str]) -> None:
 def computing_on(backend: backends.Backend | None) -> Iterator[None]:
     """Within this context layers on the CPU compute on `backend`; None: as ever."""
     usual = backends.for_device(torch.device("cpu"))
-    backends.register("cpu", lambda device, activations: backend or usual)
+    before = backends.register("cpu", lambda device, activations: backend or usual)
     try:
         yield
     finally:
-        backends.register("cpu", lambda device, activations: usual)
+        backends.register("cpu", before)
 
 
 def train(side: str, seed: int, options: argparse.Namespace) -> dict:

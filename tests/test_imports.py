@@ -59,7 +59,7 @@ COLLECTIVES = {
     "scatter_object_list",
     "send",
 }
-TORCH = {"_foreach_maximum_", "_foreach_minimum_", "_foreach_mul", "_foreach_norm", "_int_mm"}
+TORCH = {"_C", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul", "_foreach_norm", "_int_mm"}
 """Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has them, too."""
 
 

@@ -53,9 +53,14 @@ Maker = Callable[[torch.device, torch.dtype | None], Backend]
 """(device, dtype of activations; None: the usual one) -> what runs there."""
 
 
-def register(device_type: str, make: Maker) -> None:
-    """Say what runs on tensors of a type of device that lsq does not know; `make` returns the same one each time."""
-    _makers[device_type] = make
+def register(device_type: str, make: Maker) -> Maker | None:
+    """Say what runs on tensors of a type of device, which lsq need not know; `make` returns the same one each time.
+
+    Returns:
+        what was said before.
+    """
+    before, _makers[device_type] = _makers.get(device_type), make
+    return before
 
 
 def for_device(device: torch.device, activations: torch.dtype | None = None) -> Backend:

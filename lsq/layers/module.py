@@ -95,6 +95,7 @@ class ProgramModule(nn.Module):
         calibration = Calibration(self.target)
         self._measure_weights(calibration)
         torch.autograd.graph.increment_version(list(self.clips().values()))
+        shards.measured(self, calibration.written)
         calibration.finish()
 
     def _measure_weights(self, calibration: Calibration) -> None:
@@ -112,7 +113,7 @@ class ProgramModule(nn.Module):
     def _measure(self, calibration: Calibration, name: str, x: torch.Tensor, clip: str, *how, **options) -> None:
         parameter = self.own_parameter(clip)
         calibration.measure(name, x, parameter.data, *how, **options)
-        shards.measured(self, clip, parameter, parameter.detach().clone())
+        calibration.written[clip] = parameter
 
     def clips(self) -> dict[str, nn.Parameter]:
         """Every clip of this module by name."""
@@ -165,6 +166,7 @@ class ProgramModule(nn.Module):
             self._observer.weights(self, tensors)
         memory = self.step_memory if self.training else None
         outputs = Execution(program, self.target, hooks=hooks, memory=memory, owner=self)(tensors)
+        shards.measured(self, calibration.written)
         calibration.finish()
         if weights_due:
             self.schedule.measured_weights()

@@ -91,6 +91,8 @@ class Calibration:
 
     def __init__(self, target: Backend):
         self._target = target
+        self.written: dict[str, torch.Tensor] = {}
+        """Clips by names, for who measures to note."""
         self._measured: list[tuple[str, torch.Tensor, int]] = []
 
     @torch.no_grad()

@@ -57,9 +57,14 @@ def sees_copies(module: HasClips) -> bool:
     return module in _modules and _modules[module].sharded
 
 
-def measured(module: HasClips, name: str, clip: Tensor, value: Tensor) -> None:
-    """A pass of `module` has measured a clip, and written it to what it sees as `clip`."""
-    _modules.setdefault(module, _Seen()).measured[name] = weakref.ref(clip), value
+@torch.no_grad()
+def measured(module: HasClips, clips: Mapping[str, Tensor]) -> None:
+    """A pass of `module` has measured clips, by names, and written them to what it sees as these."""
+    if clips:
+        values = torch._foreach_mul([clip.data for clip in clips.values()], 1)  # copies, in one launch
+        seen = _modules.setdefault(module, _Seen()).measured
+        for (name, clip), value in zip(clips.items(), values, strict=True):
+            seen[name] = weakref.ref(clip), value
 
 
 def forget(module: HasClips) -> None:

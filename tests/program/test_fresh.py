@@ -10,6 +10,7 @@ import torch
 from lsq.backends import backend
 from lsq.commands.step_memory import traced_peak
 from lsq.layers import TransformerEncoderLayer
+from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.rounding import RoundWeight
 from lsq.program import fresh
 from lsq.program.executor import profile
@@ -27,12 +28,12 @@ def layer() -> TransformerEncoderLayer:
 
 @pytest.fixture
 def prepared(monkeypatch) -> list[int]:
-    """How many operations are prepared together from here on, those of weights left out."""
+    """How many operations are prepared together from here on, those that measure or round weights left out."""
     where, found = backend("cpu"), []
     original = where.prepare
 
     def prepare(calls):
-        if not isinstance(calls[0][0], RoundWeight):
+        if not isinstance(calls[0][0], (LeastErrorClip, RoundWeight)):
             found.append(len(calls))
         return original(calls)
 

@@ -11,7 +11,6 @@ from lsq.backends import backend
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection
 from lsq.layers.memory import plan_memory
-from lsq.ops.calibration import calibrate
 from lsq.ops.rounding import RoundWeight, UnpackWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
@@ -100,8 +99,8 @@ def test_nan_poisons_what_shares_its_clip(clips):
 def test_signal_to_noise_on_gaussian_weights():
     """Better than 4 bits under one scale a row by 2.3 dB, and than float scales for symmetric groups by 0.5."""
     values = torch.randn(64, 512)
-    decoded, _ = rounded(values, calibrate(values, "mse", INT4.bits, per_channel=True))
-    plain = dequantize(*quant.quantize(values, calibrate(values, "mse", 4, per_channel=True), 4)[:2])
+    decoded, _ = rounded(values, quant.calibrate(values, "mse", INT4.bits, per_channel=True))
+    plain = dequantize(*quant.quantize(values, quant.calibrate(values, "mse", 4, per_channel=True), 4)[:2])
     groups = values.view(64, 16, 32)
     shares = torch.linspace(0.6, 1.2, 61)[:, None, None, None] * groups.abs().amax(2, keepdim=True) / 7
     floats = (groups / shares).round().clamp(-7, 7) * shares

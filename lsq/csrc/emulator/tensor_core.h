@@ -10,7 +10,7 @@ namespace emulator {
 
 #define EMULATOR_TOGETHER __attribute__((noinline, no_sanitize_thread))
 
-constexpr int LANES = 32;
+constexpr int WARP = 32;
 
 struct Multiplication {
     uint32_t a[4], b[2];
@@ -47,7 +47,7 @@ struct MatrixLoad {
 template <int MATRICES, bool TRANSPOSED>
 EMULATOR_TOGETHER void load_matrices(void* const* operands) {
     const auto of = [operands](int lane) { return static_cast<MatrixLoad<MATRICES>*>(operands[lane]); };
-    for (int lane = 0; lane < LANES; ++lane) {
+    for (int lane = 0; lane < WARP; ++lane) {
         const int group = lane / 4, part = lane % 4;
         for (int matrix = 0; matrix < MATRICES; ++matrix) {
             uint32_t word = 0;
