@@ -44,7 +44,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def assert_agree(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], where: str) -> None:
-    """Integers equal but for one in a thousand, floats to 1e-4; a few to 1e-3, of which a rounded factor differs by one."""
+    """Integers equal but for one in a thousand, floats to 1e-4, or 1e-3 if a factor was rounded otherwise."""
     assert found.keys() == wanted.keys()
     integers = [name for name, tensor in wanted.items() if not tensor.dtype.is_floating_point]
     differing = sum(int((found[name] != wanted[name]).sum()) for name in integers)
