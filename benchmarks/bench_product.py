@@ -23,6 +23,7 @@ from lsq.gemm import lookup
 from lsq.gemm.configuration import ONEDNN, CpuConfiguration
 from lsq.gemm.cpu_product import scratch_bytes
 from lsq.gemm.product_key import ProductKey
+from lsq.program.operation import Operation
 from lsq.program.samples import Sampler
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)
@@ -43,9 +44,19 @@ def configurations(key: ProductKey) -> dict[str, CpuConfiguration]:
     return found | {name: CpuConfiguration(kernel=name, rows=rows) for name in tiles.usable() if name != tiles.PLAIN}
 
 
+def drawn(call: Call) -> Operation:
+    """The operation on random tensors, of which one activation in a hundred is clipped, about as in a training."""
+    operation = Sampler().operation(call.operation)
+    for leaf in operation.leaves():
+        if leaf.name == "x.clipped" and leaf.of(operation) is not None:
+            bits = leaf.of(operation)
+            bits.copy_(torch.rand(bits.shape) < 8 / 100)
+    return operation
+
+
 def sides_of(call: Call, key: ProductKey) -> dict[str, Callable[[], object]]:
     """The operation with each kernel, and products of floats."""
-    operation, place, use = Sampler().operation(call.operation), backend("cpu"), lookup.table().use(key)
+    operation, place, use = drawn(call), backend("cpu"), lookup.table().use(key)
     ways = configurations(key)
     largest = max(scratch_bytes(key, way) for way in ways.values())
     wanted = [((max(largest, *shape),), dtype) if dtype == torch.uint8 else (shape, dtype)
