@@ -34,6 +34,7 @@ class OnStreams(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
         self._known = weakref.WeakValueDictionary()  # storages by their address in C++
         self._recorded = weakref.WeakKeyDictionary()  # storage -> streams that it was recorded for
+        self._ends = weakref.WeakKeyDictionary()  # storage -> what ends its memory, when it does or is resized
         self.backend = CUDA(cuda.emulated_device())
         monkeypatch.setattr(self.backend.device, "stream", self._handle)
         monkeypatch.setattr(self.backend.device, "record", lambda tensor: tensor.record_stream(self.current))
@@ -41,6 +42,7 @@ class OnStreams(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(torch.Tensor, "record_stream", self._recorder())
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", self._resizer())
 
     def __enter__(self):
         self._stack.enter_context(watched(self.driver))
@@ -107,17 +109,34 @@ class OnStreams(TorchDispatchMode):
     def _begin(self, tensor, name, owner):
         """Its memory begins where it is not known; what others than PyTorch's operations made is of the host."""
         storage = tensor.untyped_storage()
+        if storage.device.type == "cpu" and self._known.get(storage._cdata) is not storage:
+            self._begin_storage(storage, name, owner)
+
+    def _begin_storage(self, storage, name, owner):
         first = storage.data_ptr()
         if any(arena.data_ptr() <= first < arena.data_ptr() + arena.nbytes for arena in self.arenas):
             return
-        if storage.nbytes() and storage.device.type == "cpu" and self._known.get(storage._cdata) is not storage:
+        if storage.nbytes():
             self._known[storage._cdata] = storage
             place = ctypes.c_void_p(first)
             size = ctypes.c_size_t(storage.nbytes())
             self.driver("lsq_emulator_memory_begin", owner, name.encode(), place, size)
             recorded = self._recorded[storage] = []
-            weakref.finalize(storage, self._end, owner, place, recorded)
+            self._ends[storage] = weakref.finalize(storage, self._end, owner, place, recorded)
 
+    def _resizer(self):
+        resize = torch.UntypedStorage.resize_
+
+        def ends_and_begins(storage, size):
+            if storage in self._ends:
+                self._ends.pop(storage)()
+                self._known.pop(storage._cdata, None)
+            resize(storage, size)
+            if self.current is not None:
+                self._begin_storage(storage, "of a storage", handle_of(self.current))
+            return storage
+
+        return ends_and_begins
 
     def _recorder(self):
         return lambda tensor, stream: self._recorded.get(tensor.untyped_storage(), []).append(stream)
