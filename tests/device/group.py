@@ -12,6 +12,13 @@ from tests.device import standin
 NAME = "standin_ccl"
 
 
+class Done:
+    """Work that is."""
+
+    def wait(self):
+        pass
+
+
 class StandinGroup(ProcessGroup):
     """The group of one process."""
 
@@ -50,11 +57,22 @@ class StandinGroup(ProcessGroup):
     def all_gather_single(self, out, own, options=None):
         return self._work([out, own], out, lambda to, of: self._gloo._allgather_base(to, of))
 
+    def reduce_scatter_single(self, out, given, options):
+        average = options.reduceOp == distributed.ReduceOp.AVG
+        options.reduceOp = distributed.ReduceOp.SUM if average else options.reduceOp
+
+        def call(to, of):
+            self._gloo._reduce_scatter_base(to, of, options).wait()
+            to.mul_(1 / self.size() if average else 1)
+            return Done()  # gloo's would write the sums once more
+
+        return self._work([out, given], out, call)
+
     def all_to_all_single(self, out, given, received, sent, options=None):
         return self._work([out, given], out, lambda to, of: self._gloo.alltoall_base(to, of, received, sent))
 
     # Before PyTorch 2.13
-    _allgather_base, alltoall_base = all_gather_single, all_to_all_single
+    _allgather_base, alltoall_base, _reduce_scatter_base = all_gather_single, all_to_all_single, reduce_scatter_single
 
     def barrier(self, options=None):
         return self.allreduce([torch.zeros(1, device=standin.PLACE)], distributed.AllreduceOptions())
@@ -62,6 +80,13 @@ class StandinGroup(ProcessGroup):
     @property
     def _device_types(self):
         return [torch.device(standin.NAME)]
+
+    def _set_group_name(self, name):
+        self._name = name
+
+    @property
+    def group_name(self):
+        return self._name
 
     def size(self):
         return self._gloo.size()

@@ -128,6 +128,10 @@ def current_stream(device=None) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def stream(given: torch.Stream) -> torch.Stream:
+    return given
+
+
 def synchronize(device=None) -> None:
     torch.accelerator.synchronize(device)
 
