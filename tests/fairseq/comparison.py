@@ -75,7 +75,8 @@ class Codes:
 def assert_same_codes(build, batch, arguments: str, where: str) -> None:
     """The first training pass of a model and its evaluation are the same on the CPU and `where` some options say.
 
-    One code may fall to the other side of its border where float sums went in another order, and few follow it.
+    One code may fall to the other side of its border where float sums went in another order, and few follow it; one code
+    of a gradient is 1/127 of the largest value of its row.
     """
     found = []
     for place in ("", where):
@@ -95,5 +96,5 @@ def assert_same_codes(build, batch, arguments: str, where: str) -> None:
     assert (loss, evaluated) == pytest.approx((wanted_loss, wanted_evaluated), rel=1e-5)
     for name, parameter in expected.items():
         if parameter.grad is not None:
-            tolerance = 2e-3 * parameter.grad.abs().max().item() + 1e-5
+            tolerance = 5e-3 * parameter.grad.abs().max().item() + 1e-5
             assert_close(parameters[name].grad, parameter.grad, rtol=0, atol=tolerance)
