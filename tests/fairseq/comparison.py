@@ -75,7 +75,7 @@ class Codes:
 def assert_same_codes(build, batch, arguments: str, where: str) -> None:
     """The first training pass of a model and its evaluation are the same on the CPU and `where` some options say.
 
-    One code may fall to the other side of its border where float sums went in another order, and few follow it; one code
+    One code may fall to the other side of its border where float sums went in another order, and few follow; one code
     of a gradient is 1/127 of the largest value of its row.
     """
     found = []
