@@ -6,13 +6,15 @@ first product is asked for; `set_files` changes it, and goes before memory is pl
 
 import bisect
 import copy
+import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from lsq.csrc import tiles
 from lsq.gemm import configuration_file, cpu_product, device
-from lsq.gemm.configuration import CpuConfiguration, Entry
+from lsq.gemm.configuration import ONEDNN, CpuConfiguration, Entry
 from lsq.gemm.configuration_file import ConfigurationFile, Found
 from lsq.gemm.device import Validators, difference
 from lsq.gemm.product_key import ProductKey, rounded_tokens
@@ -143,7 +145,7 @@ def set_files(paths: Sequence[Path] | None) -> None:
     found: dict[str, list[Found]] = {}
     for path in map(Path, paths or ()):
         file = configuration_file.read(path)
-        refusal = difference(file.validators, device.here(file.validators.kind))
+        refusal = difference(file.validators, device.here(file.validators.kind)) or missing_kernel(file)
         if refusal is not None:
             raise ValueError(f"{path}: {refusal}; tune here (`lsq tune`), or leave the file out")
         found.setdefault(file.validators.kind, []).append(Found(path=path, source="explicit", file=file, refusal=None))
@@ -176,13 +178,24 @@ def table(kind: str = "cpu") -> Table:
     return found
 
 
+def missing_kernel(file: ConfigurationFile) -> str | None:
+    """The first kernel in a file of a CPU that cannot run here, in words."""
+    for number, entry in enumerate(file.entries):
+        kernel = getattr(entry.configuration, "kernel", ONEDNN)
+        if kernel != ONEDNN and kernel not in tiles.usable():
+            allowed = ", ".join(map(repr, (ONEDNN, *tiles.usable())))
+            return f"entries[{number}].configuration.kernel is {kernel!r}, which cannot run here; allowed: {allowed}"
+    return None
+
+
 def load(here: Validators) -> Table:
     """A table of the files that are searched; files that are refused are warned of, once in a process.
 
     Not warned of: those for other kinds of device; in the package, those for other devices; those with another in the
     same folder that holds.
     """
-    made = Table(here, configuration_file.find(here))
+    found = configuration_file.find(here)
+    made = Table(here, [dataclasses.replace(each, refusal=each.refusal or missing_kernel(each.file)) for each in found])
     served = {each.source for each in made.used}
     refused = [each for each in made.found if _worth_a_warning(each, here, served)]
     news = [each for each in refused if (each.path, each.refusal) not in _warned]

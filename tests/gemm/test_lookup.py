@@ -230,3 +230,14 @@ def test_a_file_beside_one_that_holds_is_expected(machine, caplog):
     machine.add(machine.user, "one_thread", entry(8), validators=dataclasses.replace(CPU, threads=1))
     machine.add(machine.user, "two_threads", entry(8))
     assert not warnings(caplog)
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_with_its_place(machine, caplog):
+    path = machine.add(machine.user, "a", entry(8), entry(16, configuration=CpuConfiguration(kernel="amx")))
+    named = r"a.json: entries\[1\].configuration.kernel is 'amx', which cannot run here; allowed: 'onednn'"
+    with pytest.raises(ValueError, match=named + "; tune here"):
+        lookup.set_files([path])
+    lookup.set_files(None)
+    (message,) = warnings(caplog)
+    assert "not used: " in message and "'amx', which cannot run here" in message
+    assert not lookup.table().used
