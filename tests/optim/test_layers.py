@@ -127,6 +127,17 @@ def leave_and_return(layer):
     layer.train()
 
 
+def trained() -> tuple[QuantizedLinear, torch.Tensor, Adam]:
+    """A layer whose optimizer has made the codes of its weight, an input, and the optimizer."""
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
+    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
+    for _ in range(3):
+        layer(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return layer, x, optimizer
+
+
 CHANGES = [
     in_place, load, new_memory, through_data, widen, other_optimizer, few_values_by_another_optimizer,
     another_parameter, measure, leave_and_return,
@@ -136,12 +147,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_codes_of_other_weights_are_not_used(change, rounded):
     """After any change of a weight a pass computes what a copy computes, which has no codes."""
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
-    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
-    for _ in range(3):
-        layer(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    layer, x, _optimizer = trained()
     before = rounded[0]
     layer(x)
     assert rounded[0] == before, "the codes of the optimizer were not used"
@@ -180,12 +186,7 @@ def another_parameter_for_a_while(layer, x):
 )
 def test_codes_that_a_pass_wrote_over_are_not_used(call):
     """The weights are again those of which the optimizer made codes, but a pass with others came between."""
-    layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
-    optimizer, x = Adam(layer.parameters(), lr=0.01), torch.randn(5, 16)
-    for _ in range(3):
-        layer(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    layer, x, _optimizer = trained()
     expected = copy.deepcopy(layer)(x)
     call(layer, x)
     assert torch.equal(layer(x), expected)

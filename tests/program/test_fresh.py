@@ -15,6 +15,7 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program import fresh
 from lsq.program.executor import profile
 from tests.layers.shapes import config_of
+from tests.program.test_prepared import equal, run
 
 
 @pytest.fixture
@@ -41,25 +42,10 @@ def prepared(monkeypatch) -> list[int]:
     return found
 
 
-def run(layer, x: torch.Tensor) -> list[torch.Tensor]:
-    """Result and gradients of one pass there and back; none is left on the layer."""
-    torch.manual_seed(1)
-    x = x.clone().requires_grad_()
-    y = layer(x)
-    y.square().sum().backward()
-    found = [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
-    layer.zero_grad()
-    return found
-
-
 def one_by_one(layer, x: torch.Tensor) -> list[torch.Tensor]:
     """The same, operation by operation."""
     with profile():
         return run(layer, x)
-
-
-def equal(found, expected) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_pass_is_prepared_once_and_gives_the_same_bits_every_time(layer, prepared):
