@@ -107,6 +107,8 @@ public:
     GradientSink(const Blocks& blocks, int64_t n, float* floats, const RoundedGradient& rounded, float* bias)
         : n_(n), floats_(floats), rounded_(rounded), bias_(bias), bias_sums_(blocks.count, n, bias) {}
 
+    bool wanted() const { return floats_ || rounded_.codes || bias_; }
+
     // g [n] is row `row` of the gradient. Changes it.
     void add(int64_t block, int64_t row, float* g, Scratch& scratch) {
         bias_sums_.add(block, g);

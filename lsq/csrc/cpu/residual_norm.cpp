@@ -6,25 +6,28 @@ using namespace lsq;
 LSQ_OPERATION(ResidualNorm, op) {
     const int64_t n = op.columns;
     const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
-        float *z = scratch.a.data(), *x = scratch.b.data();
-        add_residual(op.sum, row, n, z, scratch);
+        const float* z = add_residual(op.sum, row, n, scratch);
         if (!op.weight) return 0;
         const float mean = op.mean ? sum_of(z, n) / static_cast<float>(n) : 0.0f;
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) x[i] = z[i] - mean;
-        const float variance = sum_of_products(x, x, n) / static_cast<float>(n);
-        const float rstd = 1.0f / std::sqrt(variance + op.epsilon);
+        float *x = scratch.b.data(), squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < n; ++i) {
+            x[i] = z[i] - mean;
+            squares += x[i] * x[i];
+        }
+        const float rstd = 1.0f / std::sqrt(squares / static_cast<float>(n) + op.epsilon);
         const float *weight = op.weight, *bias = op.bias;
+        float* out = op.out ? op.out + row * n : x;
         if (bias) {
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) x[i] = x[i] * rstd * weight[i] + bias[i];
+            for (int64_t i = 0; i < n; ++i) out[i] = x[i] * rstd * weight[i] + bias[i];
         } else {
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) x[i] = x[i] * rstd * weight[i];
+            for (int64_t i = 0; i < n; ++i) out[i] = x[i] * rstd * weight[i];
         }
         if (op.mean) op.mean[row] = mean;
         op.rstd[row] = rstd;
-        return store_row(op.out, op.rounded, row, n, x, scratch);
+        return op.rounded.codes ? round_row(op.rounded, row * n, n, out, scratch.flags.data()) : 0;
     });
     finish(op.rounded, missing);
 }
@@ -35,24 +38,25 @@ LSQ_OPERATION(ResidualNormGradient, op) {
     ColumnSums weight_sums(blocks.count, n, op.dout), norm_bias_sums(blocks.count, n, op.dbias);
     ResidualSink sink(blocks, n, op.sum);
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
-        float *g = scratch.a.data(), *normalised = scratch.b.data();
-        if (op.dout) {
-            const float *upstream = op.dout + row * n, *line = op.z + row * n, *weight = op.weight;
-            const float mean = op.mean ? op.mean[row] : 0.0f, rstd = op.rstd[row];
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) normalised[i] = (line[i] - mean) * rstd;
-            weight_sums.add_product(block, upstream, normalised);
-            if (op.dbias) norm_bias_sums.add(block, upstream);
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) g[i] = upstream[i] * weight[i];
-            const float average = op.mean ? sum_of(g, n) / static_cast<float>(n) : 0.0f;
-            const float projection = sum_of_products(g, normalised, n) / static_cast<float>(n);
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) g[i] = rstd * (g[i] - average - normalised[i] * projection);
-        } else {
-            std::fill(g, g + n, 0.0f);
+        if (!op.dout) {
+            sink.add(block, row, scratch, [](int64_t) { return 0.0f; });
+            return;
         }
-        sink.add(block, row, g, scratch);
+        const float *upstream = op.dout + row * n, *line = op.z + row * n, *weight = op.weight;
+        const float mean = op.mean ? op.mean[row] : 0.0f, rstd = op.rstd[row];
+        float *g = scratch.a.data(), *normalised = scratch.b.data(), total = 0.0f, along = 0.0f;
+#pragma omp simd reduction(+ : total, along)
+        for (int64_t i = 0; i < n; ++i) {
+            normalised[i] = (line[i] - mean) * rstd;
+            g[i] = upstream[i] * weight[i];
+            total += g[i];
+            along += g[i] * normalised[i];
+        }
+        weight_sums.add_product(block, upstream, normalised);
+        norm_bias_sums.add(block, upstream);
+        const float average = op.mean ? total / static_cast<float>(n) : 0.0f;
+        const float projection = along / static_cast<float>(n);
+        sink.add(block, row, scratch, [=](int64_t i) { return rstd * (g[i] - average - normalised[i] * projection); });
     });
     weight_sums.write(op.dweight);
     norm_bias_sums.write(op.dbias);

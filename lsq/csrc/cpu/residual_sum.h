@@ -12,32 +12,18 @@ inline float sum_of(const float* x, int64_t n) {
     return sum;
 }
 
-inline float sum_of_products(const float* x, const float* y, int64_t n) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; ++i) sum += x[i] * y[i];
-    return sum;
-}
-
-// z [n] becomes row `row` of the sum, which is stored where that is wanted.
-inline void add_residual(const ResidualSum& sum, int64_t row, int64_t n, float* z, Scratch& scratch) {
+// Makes row `row` of the sum: in the tensor that keeps it, or in scratch. -> that row [n]
+inline const float* add_residual(const ResidualSum& sum, int64_t row, int64_t n, Scratch& scratch) {
     const float* residual = sum.residual + row * n;
+    float* z = sum.z ? sum.z + row * n : scratch.a.data();
     if (sum.update) {
-        std::memcpy(z, sum.update + row * n, n * sizeof(float));
-        apply(sum.dropout, row * n, n, z, scratch.words.data());
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) z[i] += residual[i];
-    } else {
-        std::memcpy(z, residual, n * sizeof(float));
+        dropped(sum.dropout, row * n, n, sum.update + row * n, scratch.words.data(),
+                [&](int64_t i, float update) { z[i] = update + residual[i]; });
+        return z;
     }
-    if (sum.z) std::memcpy(sum.z + row * n, z, n * sizeof(float));
-}
-
-// The end of a norm: row `row` as floats, as codes, or both. -> whether a value was NaN
-inline int store_row(float* out, const Coded& rounded, int64_t row, int64_t n, const float* x, Scratch& scratch) {
-    if (out) std::memcpy(out + row * n, x, n * sizeof(float));
-    if (!rounded.codes) return 0;
-    return round_row(rounded, row * n, n, x, scratch.flags.data());
+    if (!sum.z) return residual;
+    std::memcpy(z, residual, n * sizeof(float));
+    return z;
 }
 
 // The end of a norm's backward loop: the gradients of what was added up.
@@ -46,15 +32,20 @@ public:
     ResidualSink(const Blocks& blocks, int64_t n, const ResidualSumGradient& sum)
         : n_(n), sum_(sum), update_(blocks, n, sum.dupdate, sum.rounded, sum.dupdate_sum) {}
 
-    // g [n] is what comes through the norm to row `row`. Changes it.
-    void add(int64_t block, int64_t row, float* g, Scratch& scratch) {
+    // through(i) is what comes through the norm to element i of row `row`; it may stand in the first floats of `scratch`.
+    template <class Through>
+    void add(int64_t block, int64_t row, Scratch& scratch, const Through& through) {
+        float *g = scratch.a.data(), *residual = sum_.dresidual ? sum_.dresidual + row * n_ : g;
         if (sum_.dz) {
             const float* direct = sum_.dz + row * n_;
 #pragma omp simd
-            for (int64_t i = 0; i < n_; ++i) g[i] += direct[i];
+            for (int64_t i = 0; i < n_; ++i) residual[i] = through(i) + direct[i];
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < n_; ++i) residual[i] = through(i);
         }
-        if (sum_.dresidual) std::memcpy(sum_.dresidual + row * n_, g, n_ * sizeof(float));
-        apply(sum_.dropout, row * n_, n_, g, scratch.words.data());
+        if (!update_.wanted()) return;
+        dropped(sum_.dropout, row * n_, n_, residual, scratch.words.data(), [g](int64_t i, float y) { g[i] = y; });
         update_.add(block, row, g, scratch);
     }
 

@@ -20,17 +20,27 @@
 
 namespace lsq {
 
-// Dropout with masks that are drawn again wherever they are needed: elements [first, first + n) of the tensor stand in x;
-// `words` is scratch for n + 4 numbers.
-inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, uint32_t* words) {
-    if (dropout.threshold == 0) return;
+// Calls use(i, y) for each i < n, y being what dropout makes of x[i]: elements [first, first + n) of the tensor stand in x.
+// Masks are drawn again wherever they are needed; `words` is scratch for n + 4 numbers.
+template <class Use>
+inline void dropped(const Dropout& dropout, int64_t first, int64_t n, const float* x, uint32_t* words, const Use& use) {
+    if (dropout.threshold == 0) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) use(i, x[i]);
+        return;
+    }
     const int64_t offset = first % 4;
     philox(dropout.key[0], dropout.subsequence, first - offset, n + offset, words);
     const uint32_t limit = static_cast<uint32_t>(dropout.threshold);
     const uint32_t* drawn = words + offset;
     const float keep = dropout.keep;
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) x[i] = drawn[i] >= limit ? x[i] * keep : 0.0f;
+    for (int64_t i = 0; i < n; ++i) use(i, drawn[i] >= limit ? x[i] * keep : 0.0f);
+}
+
+// The same in place.
+inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, uint32_t* words) {
+    if (dropout.threshold) dropped(dropout, first, n, x, words, [x](int64_t i, float y) { x[i] = y; });
 }
 
 // Rounds x [n], elements [first, first + n) of the tensor, under the clip; scratch: n bytes. Rows must start at a byte of
