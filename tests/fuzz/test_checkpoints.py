@@ -30,8 +30,9 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and (one == other or repr(one) == repr(other))
 
 
+@trial.quick_counts
 @pytest.mark.parametrize("model", MODELS)
-def test_no_damage_to_a_file_is_loaded_in_silence(tmp_path, trained, model):
+def test_no_damage_to_a_file_is_loaded_in_silence(tmp_path, trained, model, count):
     """What is still loaded is what was written, to the last bit: only bytes that carry nothing were hit."""
     content = (trained / f"{model}.pt").read_bytes()
     path = tmp_path / "checkpoint_last.pt"
@@ -45,8 +46,8 @@ def test_no_damage_to_a_file_is_loaded_in_silence(tmp_path, trained, model):
             return trial.Outcome(fault="other content was loaded in silence")
         return found
 
-    worked, refused = trial.survey(f"file of {model}", trial.MUTATIONS, attempt)
-    assert refused > 800, (worked, refused)
+    worked, refused = trial.survey(f"file of {model}", count, attempt)
+    assert refused > 0.8 * count, (worked, refused)
 
 
 COMMON = ["--cpu", "--disable-validation", "--no-save", "--max-update", "5"]

@@ -11,7 +11,8 @@ from tests.fuzz.mutations import mutated_bytes
 ALONE = Topology(world_size=1, rank=0, node_size=1)
 
 
-def test_no_damage_to_residuals_is_read_in_silence(tmp_path, group):
+@trial.quick_counts
+def test_no_damage_to_residuals_is_read_in_silence(tmp_path, group, count):
     model = nn.Linear(30, 50)
     residuals = {f"residual.{name}": torch.randn(value.numel()) for name, value in model.named_parameters()}
     folder = tmp_path / "checkpoints"
@@ -28,5 +29,5 @@ def test_no_damage_to_residuals_is_read_in_silence(tmp_path, group):
                 return trial.Outcome(fault=f"read other residuals: {reason}")
         return found
 
-    worked, refused = trial.survey("safetensors", trial.MUTATIONS, attempt)
-    assert refused > 800, (worked, refused)
+    worked, refused = trial.survey("safetensors", count, attempt)
+    assert refused > 0.8 * count, (worked, refused)

@@ -53,11 +53,12 @@ def subwords(path: Path) -> str:
     return sentencepiece_bpe.SentencepieceBPE(SentencepieceConfig(sentencepiece_model=str(path))).encode("red cat")
 
 
+@trial.quick_counts
 @pytest.mark.parametrize(
     ("name", "read"),
     [("dict.src.txt", dictionary), ("sentencepiece.model", subwords), ("losses.jsonl", read_losses)],
 )
-def test_a_file_of_a_prepared_folder_is_read_or_refused(tmp_path, prepared, name, read):
+def test_a_file_of_a_prepared_folder_is_read_or_refused(tmp_path, prepared, name, read, count):
     path = tmp_path / name
     if name == "losses.jsonl":
         entries = [{"kind": "train", "update": 5 * n, "seconds": 0.1 * n, "loss": 9.5} for n in range(9)]
@@ -70,4 +71,4 @@ def test_a_file_of_a_prepared_folder_is_read_or_refused(tmp_path, prepared, name
         path.write_bytes(change(content, chance))
         return trial.outcome(lambda: read(path), tmp_path)
 
-    trial.survey(name, trial.MUTATIONS, attempt)
+    trial.survey(name, count, attempt)

@@ -21,7 +21,7 @@ MEMORY = 2**30
 """Bytes of address space that one call may take beyond what the process has."""
 LONGEST = 2500
 """Characters of a message: no line of a file comes back whole."""
-MUTATIONS = 1000
+MUTATIONS, QUICK = 1000, 200
 SHOWN = 5
 
 
@@ -45,6 +45,10 @@ def counts(by_default: int, when_slow: int = MUTATIONS) -> pytest.MarkDecorator:
     """Runs a test that takes `count` with so many mutations, and with more of them where slow tests are run."""
     everything = pytest.param(when_slow, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
     return pytest.mark.parametrize("count", [by_default, everything])
+
+
+quick_counts = pytest.mark.parametrize("count", [QUICK, pytest.param(MUTATIONS, marks=pytest.mark.thorough)])
+"""Runs a test that takes `count`, whose mutations take milliseconds, with all of them in `make test-thorough`."""
 
 
 def survey(kind: str, count: int, attempt: Callable[[random.Random], Outcome]) -> tuple[int, int]:
