@@ -3,11 +3,13 @@
 import argparse
 import importlib
 import re
+import signal
 import sys
 import traceback
 
 import lsq
 from lsq.commands import COMMANDS, logs
+from lsq.commands.interruption import name_of
 from lsq.commands.options import shortened
 
 FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
@@ -58,7 +60,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
     """(exit status, message in one line); no message for what is a fault of lsq's, or has been reported."""
     message = _line(error)
     if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped by SIGINT"
+        return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"
     if isinstance(error, SystemExit):
         return error.code, getattr(error, "message", None)
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):

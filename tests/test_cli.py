@@ -107,7 +107,7 @@ def test_arguments_reach_the_command(command):
         (LibraryError("libcpu_v3.so is damaged; build it again"), 1, "error: libcpu_v3.so is damaged; build it again"),
         (RuntimeError("[enforce fail] can't allocate memory: 9 bytes"), 1, "error: not enough memory ([enforce"),
         (MemoryError(), 1, "error: not enough memory"),
-        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C (SIGINT)"),
     ],
 )
 def test_mistakes_are_told_in_one_line(command, capsys, error, status, message):

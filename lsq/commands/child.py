@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
 
     Raises:
         ChildProcessError: it failed, and has said why.
-        Interrupted: SIGINT or SIGTERM came; the process was told to stop, and has ended.
+        Interrupted: a signal came; it was passed on to the process, which has ended.
     """
     command = [sys.executable, "-m", "lsq.cli", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -28,7 +29,7 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
                     process.wait(POLL_SECONDS)
         finally:
             if process.poll() is None:
-                process.terminate()
+                process.send_signal(interruption.requested or signal.SIGTERM)
             status = process.wait()
     if interruption.requested is not None:
         raise Interrupted(

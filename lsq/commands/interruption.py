@@ -7,6 +7,11 @@ import threading
 from collections.abc import Iterator
 
 
+def name_of(number: int) -> str:
+    """A signal in words."""
+    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+
+
 class Interrupted(SystemExit):
     """A signal ended the training; the exit status is 128 plus its number, as shells have it."""
 
@@ -75,4 +80,4 @@ class Interruption:
             os.kill(os.getpid(), number)
         self.requested = number
         if self._immediate:
-            raise Interrupted(number, f"stopped by {signal.Signals(number).name} before the first update")
+            raise Interrupted(number, f"stopped by {name_of(number)} before the first update")

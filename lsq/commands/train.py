@@ -19,7 +19,7 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig
 
 from lsq.commands import device, launch, limits, logs
-from lsq.commands.interruption import Interrupted, Interruption
+from lsq.commands.interruption import Interrupted, Interruption, name_of
 from lsq.commands.launch import ARCHITECTURE
 from lsq.commands.options import HelpFormatter, one_line_errors
 from lsq.commands.user_dir import user_dir
@@ -212,8 +212,7 @@ def stopping_between_updates(interruption: Interruption) -> Iterator[None]:
         any_process(False, trainer.device)  # wait for the one that writes: torchrun stops all when the first one ends
         number = interruption.requested or signal.SIGTERM  # it may have reached another process only
         what = f"wrote {path}" if path else "this process was not to write a checkpoint"
-        name, updates = signal.Signals(number).name, trainer.get_num_updates()
-        raise Interrupted(number, f"stopped by {name} after {updates} updates; {what}")
+        raise Interrupted(number, f"stopped by {name_of(number)} after {trainer.get_num_updates()} updates; {what}")
 
     def after_update(cfg: DictConfig, trainer, task, epoch_itr, valid_subsets, end_of_epoch):
         interruption.defer()

@@ -35,15 +35,15 @@ def test_failure_says_why(run, capfd):
     assert capfd.readouterr().err == "lsq train-text: error: no luck\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interruption_waits_until_the_process_has_stopped(run, tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interruption_is_passed_on_and_waits_until_the_process_has_stopped(run, tmp_path, number):
     with pytest.raises(Interrupted) as stopped:
         run(f"""
             def stop(*_):
                 time.sleep(0.2)
                 open("stopped", "w").close()
                 sys.exit(143)
-            signal.signal(signal.SIGTERM, stop)
+            signal.signal({int(number)}, stop)
             os.kill(os.getppid(), {int(number)})
             time.sleep(60)
         """)

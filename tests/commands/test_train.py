@@ -11,7 +11,7 @@ from fairseq.trainer import Trainer
 
 from lsq import files
 from lsq.commands import train
-from lsq.commands.interruption import Interrupted
+from lsq.commands.interruption import Interrupted, name_of
 from lsq.commands.launch import ONE_MACHINE
 from lsq.fairseq.compatibility import CheckpointNotWritten
 from lsq.lock import NAME, Busy, locked_folder
@@ -200,7 +200,7 @@ def test_interrupted_training_continues_bit_exactly(lsq_train, tmp_path, signal_
         lsq_train(tmp_path / "parts", *options)
     assert signal.getsignal(number) == handler
     assert stopped.value.code == 128 + number
-    assert f"stopped by {number.name} after 3 updates; wrote " in stopped.value.message
+    assert f"stopped by {name_of(number)} after 3 updates; wrote " in stopped.value.message
     assert torch.load(tmp_path / "parts" / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"] == 3
     monkeypatch.undo()
     lsq_train(tmp_path / "parts", *options)
@@ -219,7 +219,7 @@ def test_interrupted_before_the_first_update(lsq_train, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "get_train_iterator", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(Interrupted) as stopped:
         lsq_train(tmp_path / "model", "--arch", "transformer", "--max-update", "2")
-    assert stopped.value.message == "stopped by SIGINT before the first update"
+    assert stopped.value.message == "stopped by Ctrl-C (SIGINT) before the first update"
 
 
 def test_interrupted_without_checkpoints(lsq_train, tmp_path, signal_after):
