@@ -58,8 +58,13 @@ def read(path: Path) -> ConfigurationFile:
 
     Raises:
         ValueError: it is not such a file; the message says where, what stands there, and what is allowed.
-        OSError: it cannot be read.
+        FileNotFoundError, OSError: there is none, or it cannot be read.
     """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no file {path} of tuned products; `lsq configs list` names those that there are, and `lsq tune` "
+            "makes one"
+        )
     return json_file.read(path, _file, _REMEDY)
 
 

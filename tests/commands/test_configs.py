@@ -65,8 +65,10 @@ def test_show_files_of_gpus_and_empty_ones(machine):
 
 def test_mistakes_are_one_line(machine, capsys):
     path = machine.user / "a.json"
-    assert cli.main(["configs", "show", str(path)]) == 2
-    assert "No such file" in capsys.readouterr().err
+    for action in ("show", "verify"):
+        assert cli.main(["configs", action, str(path)]) == 2
+        error = capsys.readouterr().err
+        assert f"error: there is no file {path} of tuned products; `lsq configs list` names" in error
     path.parent.mkdir(parents=True)
     path.write_text("[]")
     assert cli.main(["configs", "show", str(path)]) == 2
