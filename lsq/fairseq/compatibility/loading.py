@@ -75,7 +75,7 @@ def updates_of(path: str | os.PathLike) -> int:
     damage = soundness.damage(path)
     try:
         if damage is None:
-            return int(torch.load(path, map_location="cpu", mmap=True)["optimizer_history"][-1]["num_updates"])
+            return soundness.updates_in(path)
     except Exception as error:  # whatever is in the file decides what fails
         damage = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}")

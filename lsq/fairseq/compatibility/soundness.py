@@ -49,13 +49,31 @@ def _plain(record: zipfile.ZipInfo) -> bool:
 
 
 def newest_sound(path: str | Path) -> Path | None:
-    """The last written of the other checkpoints in the folder of `path` whose checksums all fit."""
+    """The other checkpoint in the folder of `path` of the most updates whose checksums all fit, the last written one.
+
+    Files that do not say their updates come after all others: a clock may go backward.
+    """
     folder = Path(path).absolute().parent
     others = [file for file in folder.glob("checkpoint*.pt") if file.is_file() and file.name != Path(path).name]
-    for file in sorted(others, key=lambda file: file.stat().st_mtime, reverse=True):
-        if damage(file) is None:
-            return file
-    return None
+    sound = (file for file in others if damage(file) is None)
+    return max(sound, key=lambda file: (_updates_said(file), file.stat().st_mtime), default=None)
+
+
+def updates_in(path: str | Path) -> int:
+    """After how many updates a sound checkpoint of fairseq's was written; its tensors stay on the disk.
+
+    Raises:
+        Exception: it is no checkpoint of fairseq's; whatever is in the file decides what fails.
+    """
+    return int(torch.load(path, map_location="cpu", mmap=True)["optimizer_history"][-1]["num_updates"])
+
+
+def _updates_said(path: Path) -> int:
+    """-1 where it does not."""
+    try:
+        return updates_in(path)
+    except Exception:  # see updates_in
+        return -1
 
 
 def beside(path: str | Path) -> str:

@@ -82,6 +82,16 @@ def test_the_newest_sound_one_beside_it(file):
     assert "the newest sound checkpoint beside it is checkpoint_best.pt: give that one" in soundness.beside(file)
 
 
+def test_the_newest_sound_one_has_made_the_most_updates(file):
+    """Whatever the clock said when it was written."""
+    for age, updates in enumerate((30, 40, 20)):
+        path = file.with_name(f"checkpoint_2_{updates}.pt")
+        torch.save(STATE | {"optimizer_history": [{"num_updates": 7}, {"num_updates": updates}]}, path)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    file.with_name("checkpoint_other.pt").write_bytes(file.read_bytes())  # says no number, and is the last written
+    assert soundness.newest_sound(file) == file.with_name("checkpoint_2_40.pt")
+
+
 def test_the_first_tensor_that_is_not_finite():
     state = {"model": {"a": torch.ones(3)}, "moments": [{"m": torch.ones(2, 2)}, None, "text", 3.0, torch.tensor(1)]}
     assert soundness.not_finite(state) is None
