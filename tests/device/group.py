@@ -24,6 +24,7 @@ class StandinGroup(ProcessGroup):
 
     def __init__(self, store, rank: int, size: int, timeout):
         super().__init__(rank, size)
+        self._store = store
         self._gloo = ProcessGroupGloo(store, rank, size, timeout)
         self._streams: dict[torch.device, torch.Stream] = {}
 
@@ -87,6 +88,9 @@ class StandinGroup(ProcessGroup):
     @property
     def group_name(self):
         return self._name
+
+    def get_group_store(self):
+        return self._store
 
     def size(self):
         return self._gloo.size()
