@@ -7,12 +7,16 @@ fairseq's), on the same random batches for each side.
 import dataclasses
 import functools
 import itertools
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import common
+import limits
 import plain_transformer
+import step_picture
 import transformer
 from torch.profiler import ProfilerActivity, profile
 
@@ -108,6 +112,20 @@ def operation_seconds(timed: TimedSide) -> dict[str, float]:
     return dict(Counter({**torch_seconds, **fused_seconds}).most_common(OPERATIONS))
 
 
+def part_seconds(timed: TimedSide, rounds: int) -> dict[str, float]:
+    """Seconds of each part of a step of lsq's, see limits.PARTS: its operations run one by one, medians of `rounds`.
+
+    The rest is what the timed steps took beyond that.
+    """
+    medians, found = timed.medians(rounds), []
+    for _ in range(rounds):
+        with executor.profile() as fused:
+            timed.step()
+        found.append(dict(fused))
+    seconds = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return limits.parts(seconds, medians["update"], sum(medians.values()))
+
+
 def build(shape: transformer.Shape, wanted: list[str] | None, quick: bool) -> tuple[dict, dict[str, str]]:
     """Make the sides; with `quick`, none of them waits for a C++ compiler.
 
@@ -144,10 +162,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--side", action="append", choices=SIDES, metavar="NAME", help="only this and float; repeatable"
     )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw where a step's time goes, see step_picture.py"
+    )
     options = common.parse(parser, arguments)
     shape = transformer.QUICK if options.quick else transformer.Shape()
     batches = [transformer.batch(shape, padded=options.padded, seed=seed) for seed in range(options.batches)]
     sides, missing = build(shape, options.side, options.quick)
+    parameters = sum(parameter.numel() for parameter in sides[BASELINE].model.parameters())
+    possible = limits.measured(shape, parameters)
     arenas = {} if options.naive_memory else plan_sides(sides, shape)
 
     timed = {name: TimedSide(side, batches) for name, side in sides.items()}
@@ -156,6 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     phases = {name: side.medians(options.rounds) for name, side in timed.items()}
     first_steps = {name: sum(values[0] for values in side.phases.values()) for name, side in timed.items()}
+    parts = {name: part_seconds(side, options.rounds) for name, side in timed.items() if name.startswith(LSQ_NAME)}
     operations = {name: operation_seconds(side) for name, side in timed.items()}
     for side in sides.values():
         release_memory(side.model)  # a view of the arena would count as all of it
@@ -198,7 +222,11 @@ def main(arguments: list[str] | None = None) -> None:
         options,
         operations=operations,
         saved=kept,
+        parts=parts,
+        limits=possible,
     )
+    if options.picture is not None:
+        step_picture.draw(rows, parts, possible, options.picture)
 
 
 def print_operations(operations: dict[str, dict[str, float]], kept: dict[str, dict]) -> None:

@@ -27,7 +27,7 @@ _seconds: defaultdict[str, float] | None = None
 
 @contextmanager
 def profile():
-    """Collect the seconds that each operation takes: yields a dict of operation name -> seconds."""
+    """Collect the seconds that each operation runs, once it is prepared: yields a dict of operation name -> seconds."""
     global _seconds
     previous, _seconds = _seconds, defaultdict(float)
     try:
@@ -102,21 +102,22 @@ class Execution:
         hooks = self.hooks if indices.start == 0 else Hooks()
         for index in indices:
             operation = program.operations[index]
-            began = time.perf_counter()
             written = frame.tensors_for(program, index)
             outputs = program.outputs_of[index]
             values.update(zip(outputs, written, strict=False))
             bound = operation.bind(values.__getitem__)
             if hooks.before:
                 hooks.before(operation, bound)
-            self.backend.prepare([(bound, written[len(outputs) :])])()
+            run = self.backend.prepare([(bound, written[len(outputs) :])])
+            began = time.perf_counter()
+            run()
+            if _seconds is not None:
+                _seconds[operation.name] += time.perf_counter() - began
             if hooks.after:
                 hooks.after(operation, bound)
             frame.done(program, index)
             for tensor in program.dying[index]:
                 values.pop(tensor, None)
-            if _seconds is not None:
-                _seconds[operation.name] += time.perf_counter() - began
 
 
 def _checked(virtual: VirtualTensor, tensors: dict[str, torch.Tensor], program: Program) -> torch.Tensor:
