@@ -83,8 +83,8 @@ def gcq_levels(workers: int) -> int:
     levels = GRADIENT.largest // workers
     if levels == 0:
         raise ValueError(
-            f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to {GRADIENT.largest} // "
-            f"{workers} = 0: every gradient would be zero; choose int8 or int8_hier, whose precision does not fall "
+            f"mode gcq sums codes in int8, so that each of {workers} workers may send codes up to {GRADIENT.largest}"
+            f" // {workers} = 0: every gradient would be zero; choose int8 or int8_hier, whose precision does not fall "
             "with the number of workers"
         )
     return levels

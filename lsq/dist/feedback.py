@@ -1,8 +1,8 @@
 """Error feedback: what rounding took from a gradient is added to the next one (Seide et al. 2014, "1-Bit Stochastic
 Gradient Descent"; Karimireddy et al. 2019).
 
-Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first step. Where a step is not
-finite on some worker, all skip it and begin anew from zero: a loss scaler will have changed the unit of gradients.
+Residuals belong to parameters, by name: DDP puts parameters into other buckets after its first step. Where a step is
+not finite on some worker, all skip it and begin anew from zero: a loss scaler will have changed the unit of gradients.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -35,7 +35,9 @@ def compress_reduce_scatter(model: nn.Module, config: GradientConfig | None = No
     config = config or GradientConfig(mode="int8")
     if config.mode != "int8" or config.error_feedback:
         asked = "error_feedback" if config.mode == "int8" else f"mode {config.mode}"
-        raise ValueError(f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own reduce_dtype")
+        raise ValueError(
+            f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own reduce_dtype"
+        )
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError("the model holds no FSDP2 module; call torch.distributed.fsdp.fully_shard on it first")
@@ -74,13 +76,13 @@ class Int8ReduceScatter:
         factors = {ReduceOp.SUM: 1.0, ReduceOp.AVG: 1.0 / workers}
         if op not in factors or async_op:
             raise ValueError(
-                f"a reduce-scatter in int8 was asked for {op}{' with async_op' if async_op else ''}; it does SUM and AVG "
-                "at once: call set_force_sum_reduction_for_comms(True) on the module"
+                f"a reduce-scatter in int8 was asked for {op}{' with async_op' if async_op else ''}; it does SUM and "
+                "AVG at once: call set_force_sum_reduction_for_comms(True) on the module"
             )
         if input_tensor.dtype not in DTYPES:
             raise ValueError(
-                f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))}; set reduce_dtype in "
-                "MixedPrecisionPolicy"
+                f"gradients are {input_tensor.dtype}, but int8 takes {', '.join(map(str, DTYPES))}; set reduce_dtype "
+                "in MixedPrecisionPolicy"
             )
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE

@@ -1,10 +1,10 @@
 """gcq: LightSeq's gradient communication quantisation, in its five steps.
 
 1. The clip of each row of a bucket is a quantile of its magnitudes; the largest of all workers is taken (all-reduce
-MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within Q // N, Q being the largest code of
-int8, 4. which are added up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the scale, clip / Q. Three differences: a clip of
-zero divides nothing, what is not finite makes its whole row non-finite on all workers, and the clip of a short last row
-comes from its own values, not from the zeros behind them.
+MAX). 2. Values are divided by the number of workers N. 3. They are rounded to codes within Q // N, Q being the
+largest code of int8, 4. which are added up in int8 (all-reduce SUM) and cannot overflow, 5. and multiplied by the
+scale, clip / Q. Three differences: a clip of zero divides nothing, what is not finite makes its whole row non-finite on
+all workers, and the clip of a short last row comes from its own values, not from the zeros behind them.
 """
 
 import math
@@ -84,7 +84,7 @@ def _scales(rows: Tensor, place: int) -> Tensor:
 
 
 def encode(rows: Tensor, scale: Tensor, workers: int, levels: int, codes: Tensor) -> None:
-    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; where the scale is 0 they mean 0."""
+    """Write int8 `codes` [R, row] of rows / workers under scale [R, 1], within `levels`; at scale 0 they mean 0."""
     scaled = rows / (scale * workers)
     codes.copy_(scaled.nan_to_num_(nan=0.0).clamp_(-levels, levels).round_())
 

@@ -134,8 +134,8 @@ class RollCall:
 
 
 _current: RollCall | None = None
-_group: Callable[[], object] = lambda: None
-"""The default process group that `_current` is of, while it is there."""
+_group: weakref.ref | None = None
+"""To the default process group that `_current` is of."""
 
 
 def register() -> None:

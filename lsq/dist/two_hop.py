@@ -7,9 +7,9 @@ with the same codes. Scales lie in the messages, beside the codes (Wang et al. 2
 first hop is rounded).
 
 Inside a node links are fast: under int8_hier and int4_hier each of its workers gets a piece of every neighbour's bucket
-as it is and adds them up (a reduce-scatter by all-to-all: sums in float32 in the order of ranks, fused with the rounding
-that follows). Workers with the same place on every node then average their pieces as above, so that each piece crosses a
-node's network card once in each direction, and the codes of all pieces are gathered inside the node.
+as it is and adds them up (a reduce-scatter by all-to-all: sums in float32 in the order of ranks, fused with the
+rounding that follows). Workers with the same place on every node then average their pieces as above, so that each piece
+crosses a node's network card once in each direction, and the codes of all pieces are gathered inside the node.
 """
 
 from torch import Tensor

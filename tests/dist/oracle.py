@@ -54,12 +54,15 @@ def two_hop(rows: list[numpy.ndarray], factor: float, block: int = 128, first_la
     return numpy.concatenate(pieces)[: len(rows[0])]
 
 
-def hierarchical(rows: list[numpy.ndarray], node_size: int, block: int = 128, first_largest: int = 127) -> numpy.ndarray:
+def hierarchical(
+    rows: list[numpy.ndarray], node_size: int, block: int = 128, first_largest: int = 127
+) -> numpy.ndarray:
     n, length = len(rows[0]), math.ceil(len(rows[0]) / (node_size * 32)) * 32
     nodes = [in_order(rows[first : first + node_size]) for first in range(0, len(rows), node_size)]
     pieces = []
     for start in range(0, node_size * length, length):
-        mine = [numpy.pad(node[start : start + length], (0, length - len(node[start : start + length]))) for node in nodes]
+        pieces_of_nodes = [node[start : start + length] for node in nodes]
+        mine = [numpy.pad(piece, (0, length - len(piece))) for piece in pieces_of_nodes]
         pieces.append(two_hop(mine, 1 / len(rows), block, first_largest))
     return numpy.concatenate(pieces)[:n]
 

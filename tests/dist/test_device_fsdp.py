@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def train(rank: int, place: torch.device, compressed: bool) -> list[dict[str, torch.Tensor]]:
-    """This process's shards after each step, of which the first measures clips: by their largest values, which all devices agree on."""
+    """Shards of this process after each step. The first one measures clips by largest values, as all devices do."""
     torch.manual_seed(1)
     config = config_of(backward="int8", dropout=0.1, activation_init="absmax", weight_init="absmax")
     model = nn.Sequential(TransformerEncoderLayer(config)).to(place)
@@ -47,4 +47,6 @@ def test_a_training_is_the_cpus_and_ordered(compressed):
         for step, (here, there) in enumerate(zip(of_rank, of_cpu, strict=True)):
             for name, tensor in there.items():
                 bits = {} if compressed else {"rtol": 0.0, "atol": 0.0}
-                torch.testing.assert_close(here[name], tensor, **bits, msg=lambda text, at=(step, name): f"{at}: {text}")
+                torch.testing.assert_close(
+                    here[name], tensor, **bits, msg=lambda text, at=(step, name): f"{at}: {text}"
+                )

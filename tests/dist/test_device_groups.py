@@ -63,7 +63,9 @@ def steps_on_cpu(rank: int, mode: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("int8", 2), ("gcq", 2), ("bf16", 2), ("int8_hier", 4), ("int4_hier", 4)])
+@pytest.mark.parametrize(
+    ("mode", "workers"), [("int8", 2), ("gcq", 2), ("bf16", 2), ("int8_hier", 4), ("int4_hier", 4)]
+)
 def test_gradients_are_the_cpus_and_nothing_waits(mode, workers):
     results, wanted = on_device(steps, workers, mode), run(steps_on_cpu, workers, mode)
     for of_rank, of_cpu in zip(results, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""two_hop, within nodes and without, and gcq over gloo, bit for bit against the oracle; sizes that are no multiple of anything."""
+"""two_hop, within nodes and without, and gcq over gloo, bit for bit against the oracle; sizes divide by nothing."""
 
 import numpy
 import pytest
@@ -30,7 +30,8 @@ def gradient(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def node_groups(rank: int):
     first = rank // NODE_SIZE * NODE_SIZE
     neighbours = distributed.new_group(list(range(first, first + NODE_SIZE)), use_local_synchronization=True)
-    return distributed.new_group(list(range(rank % NODE_SIZE, 4, NODE_SIZE)), use_local_synchronization=True), neighbours
+    across = distributed.new_group(list(range(rank % NODE_SIZE, 4, NODE_SIZE)), use_local_synchronization=True)
+    return across, neighbours
 
 
 def all_ways(rank: int) -> tuple:
@@ -99,7 +100,8 @@ def errors_and_means(rank: int) -> list[tuple]:
 def test_errors_are_what_the_first_rounding_took():
     results = run(errors_and_means, 4)
     for number, second_hop in enumerate((True, True, False)):
-        given, errors, means = (torch.stack(parts) for parts in zip(*(worker[number] for worker in results), strict=True))
+        of_workers = [worker[number] for worker in results]
+        given, errors, means = (torch.stack(parts) for parts in zip(*of_workers, strict=True))
         sent = (given.double() - errors.double()).sum(0) / 4
         if second_hop:
             sent = torch.from_numpy(

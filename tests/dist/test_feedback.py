@@ -14,7 +14,9 @@ def parameters() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros(size)) for name, size in (("a", 3), ("b", 5), ("c", 2))}
 
 
-def step(feedback: ErrorFeedback, buckets: list[list[nn.Parameter]], value: float, mean: float = 0.0) -> list[torch.Tensor]:
+def step(
+    feedback: ErrorFeedback, buckets: list[list[nn.Parameter]], value: float, mean: float = 0.0
+) -> list[torch.Tensor]:
     """One step in which every exchange leaves errors of `value`; the buffers after residuals were added."""
     buffers = []
     for index, bucket in enumerate(buckets):
@@ -114,7 +116,7 @@ def sums_of_means(rank: int, options: dict, steps: int) -> tuple[torch.Tensor, t
     """The sum over steps of one and the same gradient's mean, with a restart in between; the exact one; the state."""
     x = torch.randn(5, 301, generator=torch.Generator().manual_seed(rank))
     total, state = torch.zeros(903), {}
-    for half in range(2):
+    for _ in range(2):
         torch.manual_seed(0)
         net = nn.Linear(301, 3, bias=False)
         model = DistributedDataParallel(net, bucket_cap_mb=0.001)

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from lsq.dist import GradientConfig, compress_gradients, hooks
 from tests.dist.net import Net, batch

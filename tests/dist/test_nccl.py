@@ -53,7 +53,7 @@ def steps(rank: int, mode: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     model.register_comm_hook(compression, hooks.GradientCompression.exchange)
     compression._prepare(GradientConfig(mode=mode, error_feedback=True), model, GPU)
     results = []
-    for step in range(5):
+    for _ in range(5):
         x = torch.randn(64, 512, device=GPU)
         net.zero_grad()
         model(x).square().sum().backward()
