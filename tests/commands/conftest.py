@@ -30,6 +30,11 @@ TRAINING = [
     "0",
 ]
 """Options of `lsq train`: batches of about ten sentences."""
+SMALL = (
+    "--vocabulary-size 60 --character-coverage 1.0 --max-length 40 --layers 1 --hidden 16 --feed-forward 32 --heads 2 "
+    "--max-tokens 300 --warmup 4 --log-every 1 --validate-every 2 --beam 2 --quiet"
+).split()
+"""Options of `lsq train-text`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,3 +78,23 @@ def lsq_train(prepared, tmp_path):
             train.run([str(prepared.data), "--save-dir", str(folder), "--cpu", *TRAINING, *options])
 
     return lsq_train
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py do."""
+    monkeypatch.setattr("lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+
+
+@pytest.fixture
+def command(files, tmp_path, no_pictures):
+    """command(*options): the command line of a small run of `lsq train-text` into tmp_path/out."""
+
+    def command(*options: str) -> list[str]:
+        given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path / "out")]
+        for split in ("valid", "test"):
+            source, target = files[split]
+            given += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]
+        return [*given, *SMALL, *options]
+
+    return command

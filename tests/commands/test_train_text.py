@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import fairseq_cli.train as fairseq_train
 import pytest
@@ -11,32 +10,7 @@ from fairseq.trainer import Trainer
 from lsq.commands import train_text
 from lsq.commands.interruption import Interrupted
 from lsq.commands.losses import read_losses
-from lsq.lock import Busy, locked_folder
-
-SMALL = (
-    "--vocabulary-size 60 --character-coverage 1.0 --max-length 40 --layers 1 --hidden 16 --feed-forward 32 --heads 2 "
-    "--max-tokens 300 --warmup 4 --log-every 1 --validate-every 2 --beam 2 --quiet"
-).split()
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """To draw one takes as long as one of these trainings; test_losses.py and test_numbers.py do."""
-    monkeypatch.setattr("lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
-
-
-@pytest.fixture
-def command(files, tmp_path):
-    """command(*options): the command line of a small run into tmp_path/out."""
-
-    def command(*options: str) -> list[str]:
-        given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path / "out")]
-        for split in ("valid", "test"):
-            source, target = files[split]
-            given += [f"--{split}-src", str(source), f"--{split}-tgt", str(target)]
-        return [*given, *SMALL, *options]
-
-    return command
+from tests.commands.small_runs import results_of
 
 
 @pytest.mark.parametrize(
@@ -92,14 +66,6 @@ def stop_at(monkeypatch):
                 train_text.run(arguments)
 
     return stop_at
-
-
-def results_of(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_interrupted_run_continues(command, tmp_path, stop_at):
@@ -164,19 +130,6 @@ def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, mon
         assert states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
 
 
-def test_wrong_options_remove_nothing_and_bind_nobody(command, tmp_path):
-    train_text.run(command("--updates", "1"))
-    before = files_in(tmp_path / "out")
-    wrong = "--heads 3", "--lsq-bits 9", "--lr nan", "--lsq-from nowhere.pt", "-- --no-such-option"
-    for options in map(str.split, wrong):
-        with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
-            train_text.run(command("--updates", "1", "--overwrite", *options))
-        assert files_in(tmp_path / "out") == before, options
-        with pytest.raises((ValueError, FileNotFoundError, SystemExit)):
-            train_text.run(command("--updates", "1", "--name", "new", *options))
-        assert not (tmp_path / "out" / "new").exists(), options
-
-
 def test_a_training_that_ends_by_time_goes_on(command, tmp_path):
     folder = tmp_path / "out" / "float"
     train_text.run(command("--updates", "40", "--mode", "float", "--", "--stop-time-hours", "1e-9"))
@@ -222,98 +175,6 @@ def test_more_updates_go_on_from_a_finished_run(command, tmp_path, capsys):
     )
     assert resumed.keys() == at_once.keys()
     assert all(torch.equal(resumed[name], at_once[name]) for name in resumed)
-
-
-def test_names_do_not_leave_the_output_folder(command, tmp_path):
-    thesis = tmp_path / "home" / "thesis.txt"
-    thesis.parent.mkdir()
-    thesis.write_text("x")
-    for name in ("../home", "..", "data", str(tmp_path / "home")):
-        with pytest.raises(ValueError, match="--name"):
-            train_text.run(command("--updates", "2", "--name", name, "--overwrite"))
-    assert thesis.exists() and not (tmp_path / "out").exists()
-
-
-def test_folders_of_somebody_else_stay(command, tmp_path):
-    theirs = tmp_path / "out" / "data" / "dict.src.txt"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("x")
-    with pytest.raises(ValueError, match="holds dict.src.txt, which this command did not make"):
-        train_text.run(command("--updates", "2", "--overwrite"))
-    assert files_in(tmp_path / "out") == {"data/dict.src.txt": b"x"}
-
-
-def test_options_that_do_not_fit_are_refused_before_anything_is_written(command, tmp_path):
-    train_text.run(command("--updates", "1", "--mode", "float"))
-    before = files_in(tmp_path / "out")
-    message = r"holds a run with other options \(--vocabulary-size: 60 before, 70 now\)"
-    with pytest.raises(ValueError, match=message):
-        train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70"))
-    for options in (["--mode", "int8", "--updates", "1"], ["--mode", "int8", "--overwrite"], ["--prepare-only"]):
-        with pytest.raises(ValueError, match=r"the data of the run float, .*--vocabulary-size: 60 before, 70 now"):
-            train_text.run(command(*options, "--vocabulary-size", "70"))
-    assert files_in(tmp_path / "out") == before
-    train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70", "--overwrite"))
-    assert results_of(tmp_path / "out" / "float")["options"]["--vocabulary-size"] == 70
-
-
-def test_a_second_writer_is_refused(command, tmp_path):
-    with locked_folder(tmp_path / "out" / "float", "x"):
-        with pytest.raises(Busy, match=rf"process {os.getpid()} on .* is writing into .*float; .*another --name"):
-            train_text.run(command("--updates", "1", "--mode", "float"))
-    with locked_folder(tmp_path / "out", "x"):
-        with pytest.raises(Busy, match=r"is writing into .*out; .*another --output"):
-            train_text.run(command("--prepare-only"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
-    arguments = command("--updates", "2", "--mode", "float")
-    assert train_text.run(arguments) == 0
-    changed = [*arguments, "--lr", "0.01"]
-    with pytest.raises(ValueError, match=r"other options \(--lr: 0.001 before, 0.01 now\); choose another --name"):
-        train_text.run(changed)
-    assert train_text.run([*changed, "--overwrite"]) == 0
-    assert results_of(tmp_path / "out" / "float")["options"]["--lr"] == "0.01"
-    assert train_text.run([*changed, "--beam", "1"]) == 0  # translates again, trains no more
-    log = (tmp_path / "out" / "float" / "model" / "train.log").read_text()
-    assert log.count("begin training epoch 1") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--mode", "int8", "--arch", "transformer"], "--arch transformer has no quantisers"),
-        (["--mode", "float", "--lsq-bits", "4"], "--arch transformer has no quantisers"),
-        (["--max-tokens", "40"], "--max-tokens 40 is too small for sentences of --max-length 40 .* at least 41"),
-        (["--output", "a:b"], "--output a:b has a name that fairseq takes for"),
-        (["--output", "${x}"], "has a name that fairseq takes for"),
-        (["--", "--max-update", "9"], "--max-update after -- is set by lsq train-text itself; .* give --updates"),
-        (["--", "--save-dir=x"], "--save-dir after -- .* give --output and --name"),
-        (["--mode", "int8", "--lsq-bits", "9"], "bits is 9"),
-        (["--hidden", "24"], "hidden is 24, but int8 products need a multiple of 16; use 32"),
-        (["--heads", "3"], "hidden size 16 is not divisible by 3 heads"),
-        (["--src", "nowhere.en"], "there is no file nowhere.en"),
-        (["--vocabulary-size", "5000"], "--vocabulary-size 5000 is too large"),
-    ],
-)
-def test_mistakes(command, options, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train_text.run(command("--updates", "1", *options))
-
-
-def test_half_a_pair_of_files(files, tmp_path):
-    given = ["--src", str(files["train"][0]), "--tgt", str(files["train"][1]), "--output", str(tmp_path)]
-    with pytest.raises(ValueError, match="--test-src and --test-tgt go together"):
-        train_text.run([*given, "--test-src", str(files["test"][0])])
-
-
-def test_unknown_options(command, capsys):
-    for arguments in (command("--learning-rate", "1"), command("--updates", "1", "--", "--no-such-option")):
-        with pytest.raises(SystemExit) as stopped:
-            train_text.run(arguments)
-        assert stopped.value.code == 2
-        assert "unrecognized arguments: --" in capsys.readouterr().err
 
 
 def test_help_is_complete(capsys):
