@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "counted.h"
 #include "crashes.h"
 
 namespace emulator {
@@ -18,29 +19,6 @@ namespace {
 
 constexpr size_t DEEPEST = 64;  // calls within calls that a path tells apart
 constexpr unsigned BANKS = 32, WORD = 4;
-
-struct Traffic {
-    int64_t requests = 0, bytes = 0, sectors = 0;
-    std::vector<bool> touched;  // sectors, each once
-};
-
-struct Region {
-    uintptr_t begin = 0, end = 0;
-    Traffic traffic[3];  // by Access
-};
-
-// Accesses to shared memory. A pass serves each bank once, with all lanes that want the same word of it.
-struct Shared {
-    int64_t requests = 0, passes = 0, least = 0;
-};
-
-// A basic block of the module, by its offset in it.
-struct Block {
-    uintptr_t offset = 0;
-    int64_t warps = 0, lanes = 0;
-    uint32_t seen[WARP] = {};
-    bool active = false;
-};
 
 struct Request {
     uint32_t lanes = 0;
@@ -53,13 +31,6 @@ struct Place {
     Access access = Access::read;
     uint32_t seen[WARP] = {};
     std::vector<Request> requests;
-};
-
-struct Record {
-    std::string kernel, module;
-    std::vector<Region> regions;  // the last one: memory that was not named
-    Shared shared;
-    std::vector<Block> blocks;
 };
 
 std::vector<Region> named;
@@ -140,38 +111,6 @@ void settle_global(const Request& request, size_t size, Access access) {
     Traffic& traffic = first->traffic[static_cast<int>(access)];
     ++traffic.requests;
     traffic.sectors += different(sectors);
-}
-
-std::string quoted(const std::string& words) { return '"' + words + '"'; }
-
-std::string listed(std::initializer_list<int64_t> numbers) {
-    std::string found = "[";
-    for (const int64_t number : numbers) found += (found.size() > 1 ? "," : "") + std::to_string(number);
-    return found + "]";
-}
-
-template <typename Items, typename Write>
-std::string joined(const Items& items, const Write& write) {
-    std::string found = "[";
-    for (const auto& item : items) found += (found.size() > 1 ? "," : "") + write(item);
-    return found + "]";
-}
-
-std::string written(const Region& region) {
-    return joined(region.traffic, [](const Traffic& one) {
-        const int64_t touched = std::count(one.touched.begin(), one.touched.end(), true);
-        return listed({one.requests, one.bytes, one.sectors, touched});
-    });
-}
-
-std::string written(const Record& record) {
-    const Shared& shared = record.shared;
-    return "{\"kernel\":" + quoted(record.kernel) + ",\"module\":" + quoted(record.module) +
-           ",\"regions\":" + joined(record.regions, [](const Region& one) { return written(one); }) +
-           ",\"shared\":" + listed({shared.requests, shared.passes, shared.least}) + ",\"blocks\":" +
-           joined(record.blocks, [](const Block& one) {
-               return listed({static_cast<int64_t>(one.offset), one.warps, one.lanes});
-           }) + "}";
 }
 
 }  // namespace
@@ -267,14 +206,11 @@ EMULATOR_VISIBLE void emulator_profile_begin(const uint64_t* begins, const uint6
     profiling = true;
 }
 
-// A JSON list with an object for each launch since emulator_profile_begin: `kernel`, `module` (path of its library),
-// `regions`, the last one for all other memory: [reads, writes, atomics], each [requests, bytes, sectors, sectors each
-// counted once]; `shared`: [requests, passes, passes without conflicts]; `blocks`: [address in the module after the
-// call of the hook, executions by warps, by lanes]. Valid until the next call.
+// What was counted for each launch since emulator_profile_begin, see in_json. Valid until the next call.
 EMULATOR_VISIBLE const char* emulator_profile_end() {
     using namespace emulator;
     profiling = false;
-    text = joined(records, [](const Record& record) { return written(record); });
+    text = in_json(records);
     records.clear();
     return text.c_str();
 }
