@@ -12,7 +12,7 @@ from lsq.backends.requirements import require_gpu
 from lsq.csrc import compiler, emulator
 from lsq.csrc.device import Device
 from lsq.csrc.launch_list import LaunchList
-from lsq.csrc.places import contiguous_address
+from lsq.csrc.places import tensor_address
 from lsq.csrc.runtime import Driver
 from lsq.gemm import lookup
 from lsq.gemm.cublaslt import Choose, Products, TunedChoice, first_candidate
@@ -92,7 +92,7 @@ class CUDA(Backend):
         return operation.cuda_scratch()
 
     def check(self, tensor: torch.Tensor, name: str) -> None:
-        contiguous_address(tensor, self.place, name)
+        tensor_address(tensor, self.place, name)
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
         parts = [part_of(*call, self.place) for call in calls]

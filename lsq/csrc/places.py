@@ -96,22 +96,18 @@ def contiguous_address(tensor: torch.Tensor, place: torch.device, what: str) -> 
     Raises:
         ValueError: the tensor is not contiguous, lies elsewhere, or is not aligned.
     """
-    check(
-        tensor.is_contiguous(),
-        f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()",
-    )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what}: a tensor with strides {tensor.stride()} is not contiguous; call .contiguous()")
     return tensor_address(tensor, place, what)
 
 
 def tensor_address(tensor: torch.Tensor, place: torch.device, what: str) -> int:
-    """The same for a tensor that may have any strides."""
-    check(
-        tensor.device == place,
-        f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with .to()",
-    )
+    """The same for a tensor that may have any strides. Every border of a pass comes here: no message is made ahead."""
+    if tensor.device != place:
+        raise ValueError(f"{what}: a tensor lies on {tensor.device}, but this list runs on {place}; move it with .to()")
     found = tensor.data_ptr()
-    check(
-        found % ALIGNMENT == 0,
-        f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()",
-    )
+    if found % ALIGNMENT:
+        raise ValueError(
+            f"{what}: a tensor begins {found % ALIGNMENT} bytes after a multiple of {ALIGNMENT}; copy it with .clone()"
+        )
     return found
