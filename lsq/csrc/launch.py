@@ -83,6 +83,8 @@ class Product:
     """One number, or float32 [N] on the device (int8 results only)."""
     transpose_a: bool = False
     transpose_b: bool = False
+    op: str = "matmul"
+    """The operation that reads the result, where tuned files tell them apart; else any product by itself."""
 
 
 def launch(source: str, name: str, *arguments, grid, block=256, shared: int = 0, **defines: int) -> Launch:

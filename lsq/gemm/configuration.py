@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from lsq.csrc import tiles
 from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
-from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TILED, TOKEN_STEP, ProductKey
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")
@@ -20,6 +20,13 @@ ONEDNN = "onednn"
 KERNELS = (ONEDNN, *tiles.INSTRUCTIONS)
 
 ALGORITHM_BYTES = 64
+TILE_SIDES = (64, 128)
+MOST_STAGES = 8
+MOST_SPLIT = 32
+TILE_STEP = 64
+"""Values along K in a stage of csrc/kernels/product.cuh, which is so many bytes of each row."""
+MOST_TILE_ROWS = 65535
+"""Rows of tiles that a grid has room for."""
 LARGEST_TIME = 1e12
 LARGEST_SPREAD = 1e6
 _DATE = "%Y-%m-%dT%H:%M:%SZ"
@@ -94,7 +101,9 @@ class CpuConfiguration:
 
 @dataclass(frozen=True, kw_only=True)
 class CublasConfiguration:
-    """An algorithm of cuBLASLt; the fields after `workspace_bytes` are what its bytes hold, in cuBLASLt's own numbers.
+    """An algorithm of cuBLASLt, whose sums another kernel ends.
+
+    The fields after `workspace_bytes` are what its bytes hold, in cuBLASLt's own numbers.
 
     Raises:
         ValueError: no such algorithm.
@@ -129,9 +138,7 @@ class CublasConfiguration:
         Raises:
             ValueError: it cannot.
         """
-        if key.op != MATMUL:
-            raise ValueError(f"algorithm is of cuBLASLt, which knows no operations like {key.op}: tune again")
-        if key.dtype == "int8" and key.layout != "nt":
+        if key.op == MATMUL and key.dtype == "int8" and key.layout != "nt":
             raise ValueError(f'algorithm is of cuBLASLt, which multiplies int8 as "nt", not {key.layout!r}: tune again')
 
     def __str__(self) -> str:
@@ -141,7 +148,65 @@ class CublasConfiguration:
 DECODED = tuple(field.name for field in dataclasses.fields(CublasConfiguration))[2:]
 """The fields of CublasConfiguration that the algorithm's bytes hold."""
 
-Configuration = CpuConfiguration | CublasConfiguration
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfiguration:
+    """A kernel of lsq's own that multiplies codes on a GPU and ends the product: what each of its blocks makes.
+
+    Raises:
+        ValueError: the kernels have no such tile.
+    """
+
+    kind: ClassVar[str] = "cuda"
+
+    rows: int
+    """Of sums that a block makes, 64 or 128."""
+    columns: int
+    """64 or 128."""
+    stages: int
+    """Steps along K that a block holds in shared memory, 2 to 8."""
+    split: int = 1
+    """Parts along K, each by blocks of its own: of gradients of weights, else 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value not in TILE_SIDES:
+                raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(str, TILE_SIDES))}")
+        check_whole("stages", self.stages, 2, MOST_STAGES)
+        check_whole("split", self.split, 1, MOST_SPLIT)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory, that a block takes."""
+        return self.stages * (self.rows + self.columns) * TILE_STEP
+
+    def blocks(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles in the columns and in the rows of a product [M, N]; one row of them where M is 0."""
+        return -(-n // self.columns), max(1, -(-m // self.rows))
+
+    def check_key(self, key: ProductKey) -> None:
+        """Refuse a product that this configuration cannot run.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if key.op not in TILED:
+            raise ValueError(f"rows is of a tile, which ends products of {', '.join(TILED)}, not {key.op}: tune again")
+        for name in ("n", "k"):
+            if getattr(key, name) % 16:
+                raise ValueError(f"rows is of a tile, and {name} is {getattr(key, name)}, no multiple of 16: tune")
+        if self.blocks(key.m, key.n)[1] > MOST_TILE_ROWS:
+            raise ValueError(f"rows is {self.rows}, of which {key.m} are more than {MOST_TILE_ROWS} tiles: tune again")
+        if self.split > 1 and key.request.tokens != "k":
+            raise ValueError(f"split is {self.split}; of {key.op} it is 1")
+
+    def __str__(self) -> str:
+        split = f", K in {self.split} parts" if self.split > 1 else ""
+        return f"tiles of {self.rows} x {self.columns}, {self.stages} stages{split}"
+
+
+Configuration = CpuConfiguration | CublasConfiguration | TileConfiguration
 
 
 @dataclass(frozen=True, kw_only=True)

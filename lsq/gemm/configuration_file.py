@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from lsq.gemm import json_file
-from lsq.gemm.configuration import ALGORITHM_BYTES, CpuConfiguration, CublasConfiguration, Entry, Times
+from lsq.gemm.configuration import (
+    ALGORITHM_BYTES,
+    Configuration,
+    CpuConfiguration,
+    CublasConfiguration,
+    Entry,
+    TileConfiguration,
+    Times,
+)
 from lsq.gemm.device import CpuValidators, CudaValidators, Validators, check_format, difference
 from lsq.gemm.json_file import check_choice, shown
 from lsq.gemm.product_key import ProductKey
@@ -83,9 +91,7 @@ def _file(content: Any) -> ConfigurationFile:
     json_file.check_fields(content, ["validators", "entries"], "")
     validators = _validators(content["validators"], "validators")
     record = json_file.record
-    configurations = {
-        "cpu": partial(record, CpuConfiguration), "cuda": partial(record, CublasConfiguration, algorithm=_bytes),
-    }  # fmt: skip
+    configurations = {"cpu": partial(record, CpuConfiguration), "cuda": _of_gpu}
     entry = partial(
         record, Entry, key=partial(record, ProductKey), times=partial(record, Times),
         configuration=configurations[validators.kind],
@@ -105,6 +111,13 @@ def _validators(value: Any, place: str) -> Validators:
     if fields.pop("kind") == "cpu":
         return json_file.record(CpuValidators, fields, place, features=_names)
     return json_file.record(CudaValidators, fields, place)
+
+
+def _of_gpu(value: Any, place: str) -> Configuration:
+    """A tile, or an algorithm of cuBLASLt, which alone has the field of that name."""
+    if isinstance(value, dict) and "algorithm" not in value:
+        return json_file.record(TileConfiguration, value, place)
+    return json_file.record(CublasConfiguration, value, place, algorithm=_bytes)
 
 
 def _names(value: Any, place: str) -> tuple[Any, ...]:

@@ -15,9 +15,9 @@ import torch
 
 from lsq.csrc.launch import Product
 from lsq.csrc.products import ALPHAS, DTYPES, Candidate, Matmul, ProductLibrary, find_cublaslt
-from lsq.gemm.configuration import CublasConfiguration
+from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.lookup import Table
-from lsq.gemm.product_key import MATMUL, ProductKey, key_of
+from lsq.gemm.product_key import ProductKey, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,8 @@ def check_key(key: ProductKey) -> None:
     """Refuse a product that cuBLASLt has not.
 
     Raises:
-        ValueError: an operation of the CPU, or int8 operands that do not lie as they must.
+        ValueError: int8 operands that do not lie as they must.
     """
-    if key.op != MATMUL:
-        raise ValueError(f"op is {key.op!r}; a GPU knows no operations: tune the product as {MATMUL!r}")
     if key.dtype != "int8":
         return
     if key.layout != "nt":
@@ -137,6 +135,7 @@ class Products:
             ValueError: cuBLASLt has no such product.
             RuntimeError: the library refuses the description.
         """
+        key = key.by_itself
         check_key(key)
         return self.library.product(
             m=key.m, n=key.n, k=key.k, dtype=DTYPES[key.dtypes["a"]],
@@ -210,8 +209,8 @@ class Products:
 class TunedChoice:
     """Picks the algorithms of products from a table: the `choose` of Products.
 
-    Where the library refuses an entry's algorithm, its own first proposal runs; that is warned of once, and the product
-    counts as missed.
+    An algorithm serves its own shape alone. Where the library refuses it, the library's first proposal runs; that is
+    warned of once, and the product counts as missed.
 
     Args:
         table: the entries.
@@ -224,7 +223,7 @@ class TunedChoice:
     def __call__(self, products: Products, key: ProductKey, found: list[CublasConfiguration]) -> CublasConfiguration:
         """The algorithm for a product."""
         use = self.table.use(key)
-        if use.entry is None:
+        if use.entry is None or use.entry.key != key or isinstance(use.entry.configuration, TileConfiguration):
             return first_candidate(products, key, found)
         fault = products.fault(key, use.entry.configuration)
         if fault is None:

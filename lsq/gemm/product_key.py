@@ -39,15 +39,15 @@ ALPHAS = ("one", "scalar", "vector")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What an operation of the CPU multiplies, int8 to int32, and how it reads the sums."""
+    """What an operation multiplies, int8 to int32, and how it reads the sums."""
 
     layout: str
-    """How its operands lie."""
+    """How its operands lie on the CPU; on a GPU both lie contiguous along K, some of them transposed first."""
     rows: int
-    """Rows of sums that are made at a time unless tuned; 0: all at once."""
+    """Rows of sums that the CPU makes at a time unless tuned; 0: all at once."""
     in_strips: bool = True
-    """Whether each thread reads the rows that it has multiplied; else all threads read a block of them. Rows of a
-    vocabulary are so long that few of them fit a cache."""
+    """Whether each thread of the CPU reads the rows that it has multiplied; else all threads read a block of them. Rows
+    of a vocabulary are so long that few of them fit a cache."""
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
@@ -58,15 +58,17 @@ REQUESTS = {
     "project_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
     "vocabulary_loss": Request(layout="nt", rows=256, in_strips=False),
 }
-"""Who multiplies on the CPU. How many rows of sums are best depends on what reads them: each has entries of its own."""
-MATMUL = "matmul"
-"""Any product by itself, as a GPU runs all of them."""
+"""Who multiplies. How it is done best depends on what reads the sums: each has entries of its own."""
+TILED = ("project", "project_input_gradient", "project_weight_gradient")
+"""Those whose products kernels of a GPU can end."""
+MATMUL = Product.op
+"""Any product by itself: those of floats, and whichever a GPU's kernels do not end."""
 _BY_ITSELF = Request(layout="nt", rows=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
-    """What is multiplied. An operation of the CPU says all but m, n and k by its name.
+    """What is multiplied. An operation says all but m, n and k by its name.
 
     Raises:
         ValueError: there is no such product.
@@ -113,6 +115,11 @@ class ProductKey:
             check_whole(leading, places[leading], columns, LARGEST_DIMENSION)
             if places[leading] == columns:
                 object.__setattr__(self, leading, None)
+
+    @property
+    def by_itself(self) -> "ProductKey":
+        """The product that a library of a GPU multiplies for it: an operation's, with packed operands along K."""
+        return self if self.op == MATMUL else ProductKey(m=self.m, n=self.n, k=self.k)
 
     @property
     def request(self) -> Request:
@@ -188,7 +195,7 @@ class ProductKey:
 
 
 def rounded_tokens(tokens: int) -> int:
-    """The number of tokens whose entry serves this one on the CPU."""
+    """The number of tokens whose entry serves this one of an operation."""
     if tokens <= EXACT_TOKENS:
         return tokens
     return min(-(-tokens // TOKEN_STEP) * TOKEN_STEP, LARGEST_DIMENSION)
@@ -198,7 +205,8 @@ def key_of(product: Product) -> ProductKey:
     """The key of a product of tensors, which may be on "meta".
 
     a [M, K] or [K, M] transposed, b [N, K] or [K, N] transposed, out [M, N]; rows contiguous. alpha is a float or
-    float32 [N]. Where the tensors lie is checked by the list that runs them (lsq.csrc.launch_list).
+    float32 [N]. For an operation all are packed, as `ProductKey.by_itself` says. Where the tensors lie is checked by
+    the list that runs them (lsq.csrc.launch_list).
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -222,7 +230,7 @@ def key_of(product: Product) -> ProductKey:
     if vector:
         if alpha.dtype != torch.float32 or alpha.shape != (n,) or not alpha.is_contiguous():
             raise ValueError(f"alpha is contiguous float32 [{n}], not {alpha.dtype} {list(alpha.shape)}")
-    return ProductKey(
+    found = ProductKey(
         m=m,
         n=n,
         k=k,
@@ -232,6 +240,12 @@ def key_of(product: Product) -> ProductKey:
         layout=("t" if product.transpose_a else "n") + ("n" if product.transpose_b else "t"),
         **places,
     )
+    if product.op == MATMUL:
+        return found
+    asked = ProductKey(op=product.op, m=m, n=n, k=k)
+    if asked.by_itself != found:
+        raise ValueError(f"{product.op} multiplies {asked.by_itself} on a GPU, not {found}")
+    return asked
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from lsq.csrc import tiles
 from lsq.gemm.configuration import CpuConfiguration, now
-from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key
+from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,42 @@ def test_an_entry_whose_configuration_cannot_run(configuration, changes, message
 def test_no_such_algorithm(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         cublas(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": 96}, "rows is 96; allowed: 64, 128"),
+        ({"columns": 64.0}, "columns is 64.0; allowed"),
+        ({"stages": 1}, "stages is 1; it must be a whole number from 2 to 8"),
+        ({"split": 0}, "split is 0; it must"),
+    ],
+)
+def test_no_such_tile(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        tile(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "vocabulary_loss"}, "rows is of a tile, which ends products of project, .*, not vocabulary_loss"),
+        ({"op": "matmul"}, "rows is of a tile"),
+        ({"k": 40}, "rows is of a tile, and k is 40, no multiple of 16"),
+        ({"m": 2**23}, "rows is 64, of which 8388608 are more than 65535 tiles"),
+        ({"configuration": tile(split=2)}, "split is 2; of project it is 1"),
+    ],
+)
+def test_an_entry_whose_tile_cannot_run(changes, message):
+    with pytest.raises(ValueError, match=f"^configuration.{message}"):
+        entry(**{"configuration": tile()} | changes)
+
+
+def test_a_tile():
+    assert tile(rows=128).shared_bytes == 3 * (128 + 64) * 64
+    assert tile(rows=128).blocks(257, 80) == (2, 3) and tile().blocks(0, 64) == (1, 1)
+    assert str(tile(split=4)) == "tiles of 64 x 64, 3 stages, K in 4 parts"
+    assert entry(op="project_weight_gradient", configuration=tile(split=4)).configuration.split == 4
 
 
 def test_cublaslt_multiplies_int8_in_one_layout():

@@ -14,14 +14,17 @@ import pytest
 from lsq.gemm import configuration_file, json_file
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile, read, write
-from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file
+from tests.gemm.tuned import CPU, GPU, Machine, cublas, cublas_entry, entry, file, tile
 
 CPU_FILE = file(
     entry(8),
     entry(1024, configuration=CpuConfiguration(b_layout="kn", rows=7)),
     entry(op="project_weight_gradient", m=512, k=4096, configuration=CpuConfiguration(a_layout="mk")),
 )
-GPU_FILE = file(cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), validators=GPU)
+GPU_FILE = file(
+    cublas_entry(), cublas_entry(m=4096, n=1024, k=1024), entry(configuration=tile()), entry(2, configuration=cublas()),
+    validators=GPU,
+)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from lsq.csrc.stream_memory import aligned_workspace
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products
-from lsq.gemm.product_key import key_of
+from lsq.gemm.product_key import TILED, key_of
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import asked, codes, matmul, product, run
 
@@ -255,6 +255,12 @@ def test_what_cublaslt_does_not_multiply_is_refused(products, changes, message):
             ask(matmul(**changes))
 
 
-def test_operations_of_the_cpu_are_refused(products):
-    with pytest.raises(ValueError, match="op is 'project'; a GPU knows no operations: tune .* as 'matmul'"):
-        products.get(asked("project", 41, 48, 64))
+@pytest.mark.parametrize("op", TILED)
+def test_operations_multiply_packed_operands_along_k(products, op):
+    key = asked(op, 41, 48, 64)
+    assert products.candidates(key) == products.candidates(matmul())
+    a, b, out = codes(41, 64), codes(48, 64), torch.empty(41, 48, dtype=torch.int32)
+    given = dataclasses.replace(product(a, b, out), op=op)
+    assert products.prepare(given).key == key
+    run(products, given, aligned_workspace(WORKSPACE_BYTES, CPU))
+    assert torch.equal(out, (a.double() @ b.double().t()).int())

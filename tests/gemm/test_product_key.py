@@ -122,6 +122,15 @@ def test_keys_of_codes():
     assert key_of(dataclasses.replace(scaled, alpha=1)).alpha == "one"
 
 
+def test_keys_of_operations_on_a_gpu():
+    sums = torch.empty(41, 48, dtype=torch.int32)
+    of_gradient = product(codes(41, 64), codes(48, 64), sums, op="project_input_gradient")
+    assert key_of(of_gradient) == asked("project_input_gradient", 41, 48, 64)
+    assert key_of(of_gradient).by_itself == matmul() == matmul().by_itself
+    with pytest.raises(ValueError, match="project_input_gradient multiplies matmul .* on a GPU, not .*leading_a 80"):
+        key_of(dataclasses.replace(of_gradient, a=codes(41, 80)[:, :64]))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

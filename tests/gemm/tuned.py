@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lsq.gemm import configuration_file, device, lookup
-from lsq.gemm.configuration import CpuConfiguration, CublasConfiguration, Entry, Times
+from lsq.gemm.configuration import CpuConfiguration, CublasConfiguration, Entry, TileConfiguration, Times
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.device import CpuValidators, CudaValidators
 from lsq.gemm.product_key import ProductKey
@@ -31,6 +31,11 @@ def cublas(**changes):
     numbers = dict(tile=20, stages=8, split_k=1, reduction_scheme=0, swizzle=0, custom_option=0)
     numbers |= dict(id=66, inner_shape=0, cluster_shape=2, workspace_bytes=1024)
     return CublasConfiguration(**{"algorithm": bytes(range(64)), **numbers} | changes)
+
+
+def tile(**changes):
+    """A tile of lsq's own kernels on a GPU."""
+    return TileConfiguration(**{"rows": 64, "columns": 64, "stages": 3} | changes)
 
 
 def cublas_entry(configuration=None, **numbers):

@@ -119,14 +119,11 @@ def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
     trial.close()
 
 
-@pytest.mark.parametrize(
-    "key",
-    [matmul(k=60), matmul(layout="nn"), asked("project", 41, 48, 64)],
-)
+@pytest.mark.parametrize("key", [matmul(k=60), matmul(layout="nn"), asked("project", 41, 48, 60)])
 def test_products_that_cublaslt_has_not(products, key):
     backend = CublasBackend(products)
     for ask in (backend.candidates, backend.trial):
-        with pytest.raises(ValueError, match="int8 product|op is"):
+        with pytest.raises(ValueError, match="int8 product"):
             ask(key)
 
 
