@@ -1,15 +1,20 @@
-"""What is multiplied, and by what: products as tuned files say, of lsq's tiles or oneDNN, on a GPU of cuBLASLt.
+"""What is multiplied, and by what: as tuned files say, by lsq's tiles or oneDNN, on a GPU by lsq's or cuBLASLt.
 
 Every product is a [M, K] times b [N, K] transposed; either operand may be a transposed view. lsq.tune makes the files.
 """
 
-from lsq.gemm.cpu import multiply, requested, row_blocks, scratch_for, untuned_product
+from lsq.gemm.configuration import TileConfiguration
+from lsq.gemm.cpu import multiply, row_blocks, scratch_for, untuned_product
 from lsq.gemm.cpu_product import int8_product, reference
+from lsq.gemm.cuda import cuda_tile
 from lsq.gemm.lookup import set_files
 from lsq.gemm.product_key import LARGEST_INNER
+from lsq.gemm.requested import requested
 
 __all__ = [
     "LARGEST_INNER",
+    "TileConfiguration",
+    "cuda_tile",
     "int8_product",
     "multiply",
     "reference",

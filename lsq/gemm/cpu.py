@@ -2,15 +2,13 @@
 
 An operation declares scratch memory with `scratch_for`. It multiplies with `multiply`, if its loops can read sums in
 the pass that makes them, or with `row_blocks`. Every call is counted and timed, of `multiply` with what its loops do.
-`requested` notes what is asked for, so that what is to be tuned follows from the operations themselves.
+What is asked for is noted, so that what is to be tuned follows from the operations themselves.
 """
 
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -19,23 +17,12 @@ from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, scratch_bytes, tile_product
 from lsq.gemm.product_key import ProductKey
-
-_notes = threading.local()
+from lsq.gemm.requested import note
 
 
 @functools.lru_cache(maxsize=4096)
 def _key(op: str, m: int, n: int, k: int) -> ProductKey:
     return ProductKey(op=op, m=m, n=n, k=k)
-
-
-@contextmanager
-def requested() -> Iterator[list[ProductKey]]:
-    """Within this context and thread, a list of the products for which `scratch_for` was called."""
-    before, _notes.found = getattr(_notes, "found", None), []
-    try:
-        yield _notes.found
-    finally:
-        _notes.found = before
 
 
 def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtype]:
@@ -51,8 +38,7 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
     key = _key(op, m, n, k)
-    if getattr(_notes, "found", None) is not None:
-        _notes.found.append(key)
+    note(key)
     return (max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from lsq.csrc import tiles
 from lsq.gemm import configuration_file, cpu_product, device
-from lsq.gemm.configuration import ONEDNN, CpuConfiguration, Entry
+from lsq.gemm.configuration import ONEDNN, Configuration, CpuConfiguration, Entry
 from lsq.gemm.configuration_file import ConfigurationFile, Found
+from lsq.gemm.default_tile import default_tile
 from lsq.gemm.device import Validators, difference
-from lsq.gemm.product_key import ProductKey, rounded_tokens
+from lsq.gemm.product_key import MATMUL, ProductKey, rounded_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,13 @@ class Use:
 
     __slots__ = ("calls", "configuration", "entry", "key", "seconds")
 
-    def __init__(self, key: ProductKey, entry: Entry | None) -> None:
+    def __init__(self, key: ProductKey, entry: Entry | None, default: Configuration | None) -> None:
         self.key = key
         """As it stands in files: with its number of tokens rounded."""
         self.entry = entry
         """What serves it: the entry of its key, or of another batch size; None: untuned."""
-        self.configuration = CpuConfiguration.default(key) if entry is None else entry.configuration
+        self.configuration = default if entry is None else entry.configuration
+        """None: as cuBLASLt proposes first."""
         self.calls = 0
         self.seconds = 0.0
 
@@ -76,16 +78,20 @@ class Table:
     def use(self, key: ProductKey) -> Use:
         """How a product is run; counted.
 
-        On the CPU, an entry serves other batch sizes as well: see `_nearest_entry`. Algorithms of cuBLASLt do not.
+        Of operations, an entry serves other batch sizes as well: see `_nearest_entry`.
         """
         with self._lock:
             use = self._uses.get(key)
             if use is None:
                 rounded = key.rounded()
-                entry = self._entries.get(rounded) or self._nearest_entry(rounded)
-                use = self._uses[key] = self._uses.setdefault(rounded, Use(rounded, entry))
+                use = self._uses[key] = self._uses.setdefault(rounded, self._found(rounded))
             use.calls += 1
         return use
+
+    def configuration(self, key: ProductKey) -> Configuration | None:
+        """How `use` would say that a product is run; not counted."""
+        with self._lock:
+            return (self._uses.get(key) or self._found(key.rounded())).configuration
 
     def add_seconds(self, use: Use, seconds: float) -> None:
         """Say how long a product took, for the report."""
@@ -111,13 +117,18 @@ class Table:
             largest = max(largest, cpu_product.scratch_bytes(key.with_tokens(most), entry.configuration))
         return largest
 
+    def _found(self, key: ProductKey) -> Use:
+        entry = self._entries.get(key) or self._nearest_entry(key)
+        cpu = self.here.kind == "cpu"
+        return Use(key, entry, CpuConfiguration.default(key) if cpu else default_tile(key, self.here.sm))
+
     def _nearest_entry(self, key: ProductKey) -> Entry | None:
         """The entry for the next larger batch, or for the largest of all: it serves where there is none for this one.
 
-        Every configuration of the CPU runs every batch size.
+        Every configuration runs every batch size, but algorithms of cuBLASLt: those say that none of its tiles is best.
         """
         family = self._families.get(key.family)
-        if not family or self.here.kind != "cpu":
+        if not family or key.op == MATMUL:
             return None
         place = bisect.bisect_left(family, key.tokens, key=lambda entry: entry.key.tokens)
         return family[min(place, len(family) - 1)]

@@ -16,8 +16,8 @@ from lsq.gemm.configuration_file import Found
 from lsq.gemm.cublaslt import WORKSPACE_BYTES, Products, TunedChoice
 from lsq.gemm.lookup import Table
 from tests.csrc.emulated_cublaslt import emulated
-from tests.gemm.operands import codes, matmul, product, run
-from tests.gemm.tuned import GPU, cublas_entry, file
+from tests.gemm.operands import asked, codes, matmul, product, run
+from tests.gemm.tuned import GPU, cublas_entry, file, tile
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 CPU = torch.device("cpu")
@@ -64,6 +64,16 @@ def test_an_entry_serves_its_own_product_alone(tuned, candidates):
     for other in others:
         assert products.get(other).algorithm == candidates(other)[0]
     assert {use.key: use.hit for use in choice.table.uses()} == dict.fromkeys(others, False)
+
+
+def test_an_operation_whose_tile_is_not_used_runs_as_proposed(tuned, candidates):
+    key = asked("project", 41, 48, 64)
+    products, _ = tuned(dataclasses.replace(cublas_entry(), key=key, configuration=tile()))
+    assert products.get(key).algorithm == candidates(key)[0]
+    last = candidates(key)[-1]
+    products, _ = tuned(dataclasses.replace(cublas_entry(last), key=key))
+    assert products.get(key).algorithm == last
+    assert products.get(asked("project", 40, 48, 64)).algorithm == candidates(matmul(m=40))[0]
 
 
 def refusals(tuned, entries, caplog, **options):

@@ -1,0 +1,43 @@
+"""Which products of a GPU's operations are multiplied and ended in one kernel: as tuned, or by a rule."""
+
+import functools
+
+from lsq.gemm import lookup
+from lsq.gemm.configuration import TileConfiguration
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import ProductKey
+from lsq.gemm.requested import note
+
+
+def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
+    """How a kernel of lsq's own multiplies codes [M, K] x [N, K] and ends the product; None: cuBLASLt multiplies.
+
+    Operations ask when they say what scratch they need, and again for their launches. The answer depends on the shape
+    and the files of the GPU that is here alone; where there is none, on the shape.
+
+    Args:
+        op: one of product_key.TILED.
+        m, n, k: of a product whose launches are prepared; 0 where there is nothing to multiply.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    if not min(m, n, k):
+        return None
+    key = ProductKey(op=op, m=m, n=n, k=k)
+    note(key)
+    return _tile(lookup.generation(), key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(generation: int, key: ProductKey) -> TileConfiguration | None:
+    """Once for each product and choice of files, so that the table counts it once."""
+    try:
+        table = lookup.table("cuda")
+    except RuntimeError:  # no GPU: programs are planned, or run in the emulator
+        return default_tile(key)
+    found = table.configuration(key)
+    if not isinstance(found, TileConfiguration):
+        return None  # cuBLASLt's products are counted where their algorithms are looked up
+    table.use(key)
+    return found

@@ -1,0 +1,83 @@
+"""Which products a GPU's kernels end: as its files say, else by shape; each is counted once."""
+
+import pytest
+
+from lsq import gemm
+from lsq.gemm import cuda, lookup
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.lookup import Table
+from tests.gemm.operands import asked
+from tests.gemm.tuned import GPU, Machine, cublas, entry, key, tile
+
+SHAPE = "project", 64, 128, 256
+"""As tests.gemm.tuned.key has it."""
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A device with a GPU."""
+    found = Machine(monkeypatch, tmp_path)
+    found.here["cuda"] = GPU
+    cuda._tile.cache_clear()
+    yield found
+    cuda._tile.cache_clear()
+
+
+def uses():
+    return {use.key: (use.hit, use.calls) for use in lookup.table("cuda").uses()}
+
+
+def test_without_a_gpu_the_shape_decides(machine):
+    del machine.here["cuda"]
+    assert gemm.cuda_tile(*SHAPE) == default_tile(key()) is not None
+
+
+def test_untuned_the_shape_and_the_gpu_decide(machine):
+    assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
+    assert gemm.cuda_tile("project", 64, 128, 1024) is None is default_tile(key(k=1024), 90)
+    assert uses() == {key(): (False, 1)}
+
+
+def test_an_entry_decides_and_is_counted_once(machine):
+    machine.add(machine.user, "gpu", entry(configuration=tile(columns=128)), validators=GPU)
+    assert [gemm.cuda_tile(*SHAPE) for _ in range(3)] == [tile(columns=128)] * 3
+    assert uses() == {key(): (True, 1)}
+
+
+def test_an_entry_of_cublaslt_leaves_the_product_to_it_uncounted(machine):
+    machine.add(machine.user, "gpu", entry(configuration=cublas()), validators=GPU)
+    assert gemm.cuda_tile(*SHAPE) is None
+    assert not uses()
+
+
+def test_the_nearest_batch_size_serves(machine):
+    machine.add(
+        machine.user, "gpu", entry(configuration=cublas()), entry(1024, configuration=tile()), validators=GPU
+    )
+    assert [gemm.cuda_tile("project", m, 128, 256) for m in (7, 64, 65, 4000)] == [None, None, tile(), tile()]
+
+
+def test_other_files_are_asked_at_once(machine, tmp_path):
+    path = machine.add(tmp_path, "gpu", entry(configuration=tile(stages=5)), validators=GPU)
+    before = gemm.cuda_tile(*SHAPE)
+    gemm.set_files([path])
+    assert gemm.cuda_tile(*SHAPE) == tile(stages=5) != before
+
+
+def test_what_is_asked_for_is_noted(machine):
+    with gemm.requested() as found:
+        for _ in range(2):
+            gemm.cuda_tile(*SHAPE)
+        assert gemm.cuda_tile("project", 0, 128, 256) is None
+    assert found == [key()] * 2
+
+
+def test_no_such_product():
+    with pytest.raises(ValueError, match="op is 'conv'; allowed"):
+        gemm.cuda_tile("conv", 1, 16, 16)
+
+
+def test_a_table_of_a_gpu_has_defaults_of_it():
+    made = Table(GPU)
+    assert made.configuration(key()) == made.use(key()).configuration == default_tile(key(), GPU.sm)
+    assert made.configuration(asked("vocabulary_loss", 41, 48, 64)) is None
