@@ -10,16 +10,20 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 from operations import PADDING, PROCESSES, Size, layer_config, others, sizes, table, words
 from tqdm import tqdm
 
+from lsq import gemm
 from lsq.backends.absent import AbsentGPU
 from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
 from lsq.csrc.launch import Kernel, Launch
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import ProductKey
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
@@ -39,6 +43,8 @@ TOKENS = 4096
 """Nothing is specialised for it."""
 STEPS = "lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm"
 """Kernels of lsq.optim.Adam, which no shape specialises."""
+TILES = tuple(default_tile(ProductKey(op="project", m=rows, n=512, k=512)) for rows in (8192, 2047, 64))
+"""What the rule for products makes of many rows, fewer and few."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
@@ -90,12 +96,16 @@ def messages(dtypes=DTYPES) -> Iterator[Operation]:
 
 
 def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
-    """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory."""
+    """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory.
+
+    Products are ended by every tile that a GPU takes untuned, and by none.
+    """
     found = set()
-    for operation, dtype in itertools.product(operations, dtypes):
+    for operation, dtype, tile in itertools.product(operations, dtypes, (*TILES, None)):
         on_meta = placed(operation, "meta", dtype)
-        scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
-        found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
+        with mock.patch.object(gemm, "cuda_tile", lambda *product, tile=tile: tile):
+            scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
+            found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
     return found
 
 

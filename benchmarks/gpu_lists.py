@@ -1,7 +1,8 @@
 """The launches of a training step, found without a GPU, and what their kernels do, counted in the emulator.
 
-Kernels are counted at few tokens and true widths, where warps access memory as they do at many. What is counted of a
-tensor is scaled by its size: see `Work`.
+Products and their ends are listed apart, as with cuBLASLt: gpu_step.py joins those that one kernel does. Kernels are
+counted at few tokens and true widths, where warps access memory as they do at many. What is counted of a tensor is
+scaled by its size: see `Work`.
 """
 
 import dataclasses
@@ -9,11 +10,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from operations import PADDING, Size, layer_config, table, words
 
+from lsq import gemm
 from lsq.backends.absent import AbsentGPU
 from lsq.backends.products import launched_by_operation
 from lsq.config import QuantConfig
@@ -56,7 +60,8 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
     """A step of training without calibration: every program of it, and the update of the weights."""
     found = []
     for times, program in training(size, quant):
-        entries = launched_by_operation(program, torch.float32)
+        with apart():
+            entries = launched_by_operation(program, torch.float32)
         passes = {"forward": entries[: program.forward_length], "backward": entries[program.forward_length :]}
         found += [
             Part(
@@ -66,6 +71,11 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
             for name, of_pass in passes.items()
         ]
     return [*found, update(size, quant)]
+
+
+def apart() -> AbstractContextManager:
+    """Within it, no kernel both multiplies and ends a product."""
+    return mock.patch.object(gemm, "cuda_tile", lambda *product: None)
 
 
 def training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
@@ -180,12 +190,13 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
 def launches(operation: Operation, place: str) -> list[Launch]:
     """What an operation launches beside products, on random tensors; products have left small sums."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
-    scratch = [
-        torch.randint(-999, 999, shape, dtype=dtype) if place == "cpu" and dtype == torch.int32
-        else torch.zeros(shape, dtype=dtype, device=place)
-        for shape, dtype in real.cuda_scratch()
-    ]  # fmt: skip
-    return [entry for entry in real.cuda(*scratch) if isinstance(entry, Launch)]
+    with apart():
+        scratch = [
+            torch.randint(-999, 999, shape, dtype=dtype) if place == "cpu" and dtype == torch.int32
+            else torch.zeros(shape, dtype=dtype, device=place)
+            for shape, dtype in real.cuda_scratch()
+        ]  # fmt: skip
+        return [entry for entry in real.cuda(*scratch) if isinstance(entry, Launch)]
 
 
 def on_meta(operation: Operation) -> Operation:

@@ -5,6 +5,7 @@ import torch
 from lsq import gemm
 from lsq.csrc.launch import Launch, Product
 from lsq.gemm.product_key import ProductKey, key_of
+from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import placed
 
@@ -14,18 +15,18 @@ def products_of(program: Program, kind: str = "cpu", activations: torch.dtype = 
 
     Args:
         program: with or without a backward pass.
-        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all products among what
-            they launch, prepared without memory.
+        kind: "cpu": the int8 products, as operations ask for their scratch memory; "cuda": all products that they ask
+            for or launch, prepared without memory.
         activations: their dtype on a GPU.
 
     Raises:
         ValueError: an operation has no CUDA implementation, or cannot take these shapes.
     """
-    if kind == "cuda":
-        found = [key_of(entry) for entry in launched(program, activations) if isinstance(entry, Product)]
-    else:
-        with gemm.requested() as found:
-            for operation in program.operations:
+    with gemm.requested() as found:
+        for operation in program.operations:
+            if kind == "cuda":
+                found += [key_of(entry) for entry in _entries(operation, activations, {}) if isinstance(entry, Product)]
+            else:
                 operation.cpu_scratch()
     return list(dict.fromkeys(found))
 
@@ -45,9 +46,12 @@ def launched_by_operation(program: Program, activations: torch.dtype) -> list[li
     Raises:
         ValueError: see `launched`.
     """
-    found, shared = [], {}
-    for operation in program.operations:
-        bound = placed(operation, "meta", activations, shared)
-        scratch = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()]
-        found.append(bound.cuda(*scratch))
-    return found
+    shared = {}
+    return [_entries(operation, activations, shared) for operation in program.operations]
+
+
+def _entries(operation: Operation, activations: torch.dtype, shared: dict) -> list[Launch | Product]:
+    """What an operation launches; `shared` keeps what several have."""
+    bound = placed(operation, "meta", activations, shared)
+    scratch = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in bound.cuda_scratch()]
+    return bound.cuda(*scratch)

@@ -34,14 +34,18 @@ def float_product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, narr
     out.copy_(product)
 
 
-def int8_products(a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor) -> list[Product]:
+def int8_products(
+    a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor, *, op: str = Product.op
+) -> list[Product]:
     """[the product sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed], or nothing for an empty batch.
+
+    `op`: who reads the sums, where tuned files tell (lsq.csrc.launch.Product).
 
     Raises:
         ValueError: N or K is no multiple of 16.
     """
     check_columns(16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]})
-    return [Product(a=a, b=b, out=sums)] if sums.numel() else []
+    return [Product(a=a, b=b, out=sums, op=op)] if sums.numel() else []
 
 
 def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:

@@ -19,6 +19,7 @@ from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import converted, converted_scratch, int8_products
+from lsq.ops.project_product import project_product
 from lsq.ops.rounding import RoundGradient, unpacked
 from lsq.ops.scales import started
 from lsq.program.declare import Activations, Floats, In, Out, extent
@@ -90,11 +91,19 @@ class Project(Operation):
     def cuda_scratch(self):
         if self.x.coded is None:
             return converted_scratch(self.weight.values, self.x.floats.dtype)
-        return [((self.rows, self.columns), torch.int32)]
+        return [((self.rows, self.columns), torch.int32)] if self._tile is None else []
+
+    @property
+    def _tile(self) -> gemm.TileConfiguration | None:
+        """How one kernel multiplies codes and ends the product; None: cuBLASLt multiplies, and a kernel ends it."""
+        return gemm.cuda_tile(GEMM, self.rows, *self.weight.codes.shape)
 
     def cuda(self, *scratch):
         if self.x.coded is not None:
-            return [*int8_products(self.x.tensor, self.weight.codes, *scratch), self._end(*scratch)]
+            if not scratch:
+                return [project_product(self, self._tile)]
+            products = int8_products(self.x.tensor, self.weight.codes, *scratch, op=GEMM)
+            return [*products, self._end(*scratch)]
         if self.rows == 0:
             return []
         conversion, weight = converted(self.weight.values, None, self.x.floats.dtype, iter(scratch))

@@ -23,6 +23,7 @@ from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
 from tests.layers.examples import PROGRAMS, mode_on, run
 from tests.layers.shapes import config_of
+from tests.ops.products import ended
 
 NAMES = [name for name in PROGRAMS if "wide" not in name]
 WORDS = Vocabulary(words=91, hidden=48, padded=96)
@@ -44,13 +45,14 @@ def run_on_the_cpu(program):
 
 
 def prepared_for_cuda(program):
-    """The products that cuBLASLt, emulated, gets an algorithm for when a program is placed in memory."""
+    """The products that cuBLASLt, emulated, gets an algorithm for when a program is placed in memory: all of them."""
     products, found = Products(torch.device("cpu"), library=emulated().path), set()
     try:
-        for operation in program.operations:
-            real = placed(operation, "cpu", torch.bfloat16)
-            scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in real.cuda_scratch()]
-            found |= {products.prepare(one).key for one in real.cuda(*scratch) if isinstance(one, Product)}
+        with ended(None):
+            for operation in program.operations:
+                real = placed(operation, "cpu", torch.bfloat16)
+                scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in real.cuda_scratch()]
+                found |= {products.prepare(one).key for one in real.cuda(*scratch) if isinstance(one, Product)}
         return found
     finally:
         products.close()
@@ -68,9 +70,12 @@ def test_products_are_those_that_run_on_the_cpu(name):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_those_that_cuda_launches(name):
+    """Whether a kernel ends them or not."""
     program = PROGRAMS[name]()
     keys = products_of(program, "cuda")
     assert len(keys) == len(set(keys))
+    with ended(None):
+        assert set(keys) == set(products_of(program, "cuda"))
     assert set(keys) == prepared_for_cuda(program)
 
 
@@ -97,10 +102,11 @@ def test_a_linear_layer():
         asked("project_weight_gradient", 32, 48, 21),
     ]
     padded = {**dweight, "k": 32}
-    assert products_of(program, "cuda") == [ProductKey(**forward), ProductKey(**dx), ProductKey(**padded)]
+    projected = asked("project", 21, 32, 48)
+    assert products_of(program, "cuda") == [projected, ProductKey(**dx), ProductKey(**padded)]
     program = linear(backward="float")
-    assert products_of(program) == [asked("project", 21, 32, 48)]
-    assert products_of(program, "cuda") == [ProductKey(**forward), floats("nn", **dx), floats("tn", **dweight)]
+    assert products_of(program) == [projected]
+    assert products_of(program, "cuda") == [projected, floats("nn", **dx), floats("tn", **dweight)]
     program = linear(mode="float")
     assert products_of(program) == []
     wanted = [floats("nt", "bfloat16", **forward), floats("nn", "bfloat16", **dx)]
@@ -118,7 +124,8 @@ def test_on_cuda_the_vocabulary_is_multiplied_by_blocks_of_rows():
 
 
 def test_what_operations_share_is_one_tensor():
-    first, *others = launched_by_operation(linear(backward="int8"), torch.bfloat16)
+    with ended(None):
+        first, *others = launched_by_operation(linear(backward="int8"), torch.bfloat16)
     coded = first[0].arguments[0].rounded
     (product,) = (entry for entry in others[0] if isinstance(entry, Product))
     assert product.a is coded.codes and product.a.is_meta

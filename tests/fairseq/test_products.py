@@ -22,6 +22,7 @@ from lsq.gemm.cublaslt import Products
 from lsq.program.samples import placed
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
+from tests.ops.products import ended
 
 VOCABULARY = 75
 PADDED = 80
@@ -44,13 +45,14 @@ def run_on_the_cpu(work):
 
 
 def prepared_for_cuda(programs):
-    """The products that cuBLASLt, emulated, finds an algorithm for in what programs launch."""
+    """The products that cuBLASLt, emulated, finds an algorithm for in what programs launch, if kernels end none."""
     products = Products(torch.device("cpu"), library=emulated().path)
     try:
         operations = [placed(one, "cpu", torch.bfloat16) for program in programs for one in program.operations]
         entries = []
-        for one in operations:
-            entries += one.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch()))
+        with ended(None):
+            for one in operations:
+                entries += one.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch()))
         return {products.prepare(entry).key for entry in entries if isinstance(entry, Product)}
     finally:
         products.close()

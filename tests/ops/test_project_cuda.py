@@ -5,13 +5,23 @@ import math
 import pytest
 import torch
 
+from lsq.gemm import TileConfiguration
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from tests.ops.compare import ROWS, empty
 from tests.ops.cuda import DTYPES, compare_cuda
+from tests.ops.products import ended
 from tests.ops.test_project import float_project, operands, rounded_project
 
 
+@pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
+def way(request):
+    """Both ways to a product of codes and its end."""
+    with ended(TileConfiguration(rows=64, columns=64, stages=3) if request.param == "one launch" else None):
+        yield
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows, outputs, bits", [*((rows, 32, 8) for rows in (0, *ROWS)), (41, 272, 3)])
 def test_codes_are_exact(rows, outputs, bits):
     found = compare_cuda(rounded_project(rows, outputs, bits=bits), exact=True)
@@ -19,6 +29,7 @@ def test_codes_are_exact(rows, outputs, bits):
     assert rows < 7 or found.rounded.clipped.any()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
@@ -26,6 +37,7 @@ def test_every_end_of_codes(activation, dropout, bias):
     compare_cuda(rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})), exact=True)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 41])
 def test_floats_of_codes(dtype, rows):
@@ -44,6 +56,7 @@ def test_a_product_without_an_end(dtype):
     compare_cuda(float_project(41, 33, bias=None), dtype)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("poisoned", ["input", "weight"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_poisons_the_result(poisoned, value):
@@ -59,3 +72,13 @@ def test_widths_that_no_product_takes_are_refused():
         compare_cuda(Project(**operands(7, inner=40), out=empty(7, 32)))
     with pytest.raises(ValueError, match="width of a product with an end is 33.*multiple of 8"):
         compare_cuda(float_project(7, 33))
+
+
+def test_one_launch_without_scratch_or_a_product_and_its_end():
+    operation = Project(**operands(41), out=empty(41, 32))
+    assert [entry.kernel.name for entry in operation.cuda()] == ["lsq_project_product"] and not operation.cuda_scratch()
+    with ended(None):
+        ((shape, dtype),) = operation.cuda_scratch()
+        multiplied, end = operation.cuda(torch.empty(shape, dtype=dtype))
+    assert (shape, dtype) == ((41, 32), torch.int32)
+    assert multiplied.op == "project" and end.kernel.name == "lsq_end"

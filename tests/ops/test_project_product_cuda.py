@@ -15,6 +15,7 @@ from lsq.ops.project_product import THREADS, project_product
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import empty
 from tests.ops.cuda import DTYPES, compare_cuda
+from tests.ops.products import ended
 from tests.ops.test_project import operands, rounded_project
 
 TILES = [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
@@ -24,9 +25,7 @@ SMALL = TileConfiguration(rows=64, columns=64, stages=3)
 
 def in_one(operation, tile, dtype=torch.float32, exact=True):
     """Compare an operation that runs in one launch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Project, "cuda_scratch", lambda self: [])
-        patch.setattr(Project, "cuda", lambda self: [project_product(self, tile)])
+    with ended(tile):
         return compare_cuda(operation, dtype, exact)
 
 
