@@ -2,7 +2,9 @@
 
 A kernel takes as long as the slowest of what it needs: memory, the L2 cache, the L1 cache and shared memory,
 instructions of each kind; and a gap before the next one. A product takes as long as its multiplications in tiles of
-the best size, or its operands in memory. What an earlier kernel has left in the L2 cache is not read from memory again.
+the best size, or its operands in memory; one that a kernel ends, as its multiplications by mma.sync in its own tiles
+and then the instructions of its end, as if they never overlapped. What an earlier kernel has left in the L2 cache is
+not read from memory again.
 """
 
 import math
@@ -13,10 +15,11 @@ from dataclasses import dataclass, replace
 from gpu_lists import SECTOR, Work
 
 from lsq.csrc.profile import WARP, Limits, fitting_blocks
+from lsq.gemm import TileConfiguration
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.55))
-"""Rows and columns of a product that a block makes, and its rate beside the largest tile's."""
+"""Rows and columns of a product that a block makes, and its rate beside the largest tile's, turned or not."""
 RAMP = 128
 """A product with this many multiplications to a result runs at half of its rate."""
 LATENCY = 700e-9
@@ -59,6 +62,8 @@ class Gpu:
     limits: Limits
     lanes: Mapping[str, int]
     """By kind of unit: threads that a multiprocessor serves in a cycle."""
+    mma: float = 1.0
+    """Part of the int8 rate that mma.sync can reach; of the rest, where it is less, a library makes use."""
     reached: float = 0.6
     """Part of the instructions' rate that kernels reach."""
     integers: float = 0.45
@@ -70,6 +75,11 @@ class Gpu:
     """Seconds from the end of a kernel to full work on the next."""
     kept: float = 0.6
     """Part of the L2 cache that still holds what was touched last."""
+
+    @property
+    def sm(self) -> int:
+        """Compute capability, e.g. 90."""
+        return int(self.target.removeprefix("sm_").rstrip("a"))
 
     @property
     def copy(self) -> float:
@@ -97,7 +107,7 @@ RTX_4090 = Gpu(
 H100 = Gpu(
     name="H100 SXM", target="sm_90a", multiprocessors=132, gigahertz=1.7, memory=3.35 * TERA, copying=0.90,
     l2_bytes=50e6, l2=5.5 * TERA, bfloat16=989 * TERA, int8=1979 * TERA, bfloat16_reached=0.81, int8_reached=0.65,
-    limits=Limits(warps=64, blocks=32, shared=228 * 1024), lanes=_lanes(128, 32),
+    limits=Limits(warps=64, blocks=32, shared=228 * 1024), lanes=_lanes(128, 32), mma=0.62,
 )
 GPUS = (A100, RTX_4090, H100)
 
@@ -195,6 +205,29 @@ class Clock:
         }  # fmt: skip
         return self._slowest(parts, traffic)
 
+    def ended_product(self, product: Multiplied, end: Work, tile: TileConfiguration) -> Time:
+        """A product of codes and its end in one kernel.
+
+        Args:
+            product: what is multiplied; its result goes nowhere.
+            end: what was counted of the kernel that ends it elsewhere.
+            tile: as lsq.gemm has it.
+        """
+        gpu = self.gpu
+        sums = product.writes.keys()
+        reads = {**product.reads, **{place: size for place, size in end.reads.items() if place not in sums}}
+        traffic, touched = self._traffic(Moved(reads=reads, writes=end.writes))
+        work = 2.0 * product.m * product.n * product.k
+        multiplied = work / (gpu.int8 * gpu.int8_reached * gpu.mma) / one_tile_rate(product, tile, gpu.multiprocessors)
+        cycles = gpu.multiprocessors * gpu.gigahertz * GIGA
+        ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
+        of_tiles = work / 2 * (1 / tile.rows + 1 / tile.columns)
+        parts = {
+            "products": multiplied + ended, "memory": traffic / gpu.copy,
+            "L2 cache": (touched - sum(product.reads.values()) + of_tiles) / gpu.l2,
+        }  # fmt: skip
+        return self._slowest(parts, traffic)
+
     def kernel(self, work: Work, registers: int, shared: int) -> Time:
         """A kernel that was counted; registers of a thread, bytes of shared memory of a block."""
         gpu = self.gpu
@@ -237,13 +270,23 @@ def instruction_cycles(instructions: Mapping[str, float], gpu: Gpu) -> float:
 def tile_rate(product: Multiplied, multiprocessors: int) -> float:
     """Part of a large product's rate that one of this shape reaches, with tiles of the best size."""
 
-    def rate(rows: int, columns: int, beside: float) -> float:
-        tiles = product.count * math.ceil(product.m / rows) * math.ceil(product.n / columns)
-        waves = math.ceil(tiles / multiprocessors)
-        full = product.count * product.m * product.n / (rows * columns)
-        return beside * full / (waves * multiprocessors)
+    rates = (beside * filled(product, rows, columns, product.count, multiprocessors) for rows, columns, beside in TILES)
+    return max(rates) * product.k / (product.k + RAMP)
 
-    return max(rate(*tile) for tile in TILES) * product.k / (product.k + RAMP)
+
+def one_tile_rate(product: Multiplied, tile: TileConfiguration, multiprocessors: int) -> float:
+    """The same with a tile of lsq's own kernels."""
+    inner = product.k / tile.split
+    sides = tuple(sorted((tile.rows, tile.columns), reverse=True))
+    beside = next(beside for *each, beside in TILES if tuple(each) == sides)
+    return beside * filled(product, tile.rows, tile.columns, tile.split, multiprocessors) * inner / (inner + RAMP)
+
+
+def filled(product: Multiplied, rows: int, columns: int, times: int, multiprocessors: int) -> float:
+    """Part of what whole waves of tiles could do that a product needs, each of whose tiles is made `times` times."""
+    tiles = times * math.ceil(product.m / rows) * math.ceil(product.n / columns)
+    waves = math.ceil(tiles / multiprocessors)
+    return times * product.m * product.n / (rows * columns) / (waves * multiprocessors)
 
 
 def total(times: Iterable[Time]) -> float:

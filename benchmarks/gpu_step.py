@@ -15,11 +15,14 @@ from lsq.config import QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.launch import Launch, Product
 from lsq.csrc.profile import WARP, Profile, fitting_blocks
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import TILED
+from lsq.gemm.product_key import key_of as key_of_product
 
 QUANT = QuantConfig(backward="int8")
 LSQ = "lsq"
 GROUPS = {
-    "products": ("product",),
+    "products": ("product", *(f"lsq_{op}_product" for op in TILED)),
     "attention": ("attention", "lsq_attention"),
     "ends and norms": (
         "lsq_end", "lsq_residual", "lsq_project", "lsq_finish", "norm", "dropout", "activation", "add", "sum of",
@@ -79,13 +82,6 @@ class Step:
             for number, entry in launches.items()
         }
 
-    @property
-    def launches(self) -> int:
-        """Of a step."""
-        return sum(part.times * len(part.entries) for part in self.parts) + sum(
-            one.times * len(one.kernels) for one in self.between()
-        )
-
     def between(self) -> list[Pass]:
         """What PyTorch adds: gradients of what several programs read, the norm of all."""
         shared, memory = Pass("shared weights", 2), Pass("memory's gradient", gpu_lists.LAYERS - 1)
@@ -98,15 +94,20 @@ class Step:
         return [shared, memory, norm]
 
     def times(self, gpu: Gpu) -> Iterator[tuple[str, int, Time]]:
-        """(kernel, how often, time of one) of every launch."""
+        """(kernel, how often, time of one) of every launch. Kernels end the products that they end untuned."""
         for part in self.parts:
-            clock = Clock(gpu)
-            for entry in part.entries:
-                if isinstance(entry, Product):
-                    yield "product", part.times, clock.product(multiplied(entry))
-                else:
+            clock, entries = Clock(gpu), iter(part.entries)
+            for entry in entries:
+                if isinstance(entry, Launch):
                     taken = resources(entry, gpu.target)
                     yield entry.kernel.name, part.times, clock.kernel(self.work[id(entry)], *taken)
+                    continue
+                tile = default_tile(key_of_product(entry), gpu.sm)
+                if tile is None:
+                    yield "product", part.times, clock.product(multiplied(entry))
+                else:
+                    end = self.work[id(next(entries))]
+                    yield f"lsq_{entry.op}_product", part.times, clock.ended_product(multiplied(entry), end, tile)
         yield from opponent_times(self.between(), gpu)
 
 

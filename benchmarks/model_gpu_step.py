@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = [model(step, gpu) for step in steps for gpu in GPUS]
     conditions = {
         "device": "none: every time is modelled", "nvrtc": compiler.version(), "quant": repr(QUANT),
-        "launches": {step.size.name: step.launches for step in steps}, "dropout": gpu_lists.DROPOUT,
+        "dropout": gpu_lists.DROPOUT,
         "gpus": {gpu.name: repr(gpu) for gpu in GPUS}, "gap_microseconds": H100.gap / MICRO,
         "baseline": "compiled",
     }  # fmt: skip

@@ -6,8 +6,10 @@ from collections import Counter
 
 import gpu_lists
 import gpu_step
+import model_gpu_step
 import pytest
 from gpu_lists import Work, key_of
+from gpu_model import GPUS
 from gpu_opponents import SIDES, Model
 from operations import QUICK, sizes
 
@@ -65,6 +67,21 @@ def test_every_kernel_belongs_to_a_part():
         if isinstance(entry, Launch)
     }
     assert {gpu_step.group_of(name) for name in kernels} == set(gpu_step.GROUPS) - {"products"}
+
+
+def test_one_kernel_is_modelled_where_it_ends_its_product(monkeypatch):
+    monkeypatch.setattr(gpu_step, "resources", lambda entry, target: (64, 0))
+    size = next(size for size in sizes(8192) if size.name == "base")
+    step = gpu_step.Step(size, model_gpu_step.load(model_gpu_step.COUNTS))
+    found = {}
+    for gpu in GPUS:
+        found[gpu.name] = Counter()
+        for name, times, _ in step.times(gpu):
+            found[gpu.name][name] += times
+    ended = {name: counts["lsq_project_product"] for name, counts in found.items()}
+    assert ended == {"A100 80 GB": 66, "RTX 4090": 66, "H100 SXM": 54}
+    assert all(counts["lsq_end"] == 66 - ended[name] for name, counts in found.items())
+    assert all(counts["product"] == 232 - ended[name] for name, counts in found.items())
 
 
 def test_opponents_multiply_the_same():

@@ -7,8 +7,11 @@ import pytest
 from gpu_lists import SECTOR, Work
 from gpu_model import GPUS, H100, Clock, Moved, Multiplied, tile_rate, variant
 
+from lsq.gemm import TileConfiguration
+
 GIGABYTE = 1e9
 GPU = dataclasses.replace(H100, gap=0.0)
+TILE = TileConfiguration(rows=128, columns=128, stages=3)
 
 
 def work(**given):
@@ -85,6 +88,31 @@ def test_int8_products_are_faster():
         return Clock(GPU).product(Multiplied(m=8192, n=8192, k=8192, int8=int8, reads={}, writes={})).seconds
 
     assert 1.4 < seconds(False) / seconds(True) < 2
+
+
+def ended(gpu=GPU, product=None, tile=TILE, **end):
+    end = {"reads": {"sums": GIGABYTE}, "writes": {"codes": 1e6}} | end
+    product = product or Multiplied(m=8448, n=8192, k=8192, int8=True, reads={"a": 1e6}, writes={"sums": GIGABYTE})
+    return Clock(gpu).ended_product(product, work(**end), tile)
+
+
+def test_a_product_that_its_kernel_ends_takes_both_one_after_the_other_and_keeps_its_sums():
+    gpu = dataclasses.replace(GPU, l2=1e15)
+    found, rate = ended(gpu), 1979e12 * 0.65 * 0.62 * 0.93 * 8192 / (8192 + 128)
+    assert found.bytes == 2e6 and found.bound == "products"
+    assert found.seconds == pytest.approx(2 * 8448 * 8192 * 8192 / rate)
+    more = ended(gpu, instructions={"float": 1e9}).seconds - found.seconds
+    assert more == pytest.approx(1e9 / 4 / (132 * 1.7e9) / 0.6)
+
+
+def test_small_tiles_read_more_of_the_l2_cache_and_parts_fill_a_gpu():
+    fast = dataclasses.replace(GPU, int8_reached=10.0)
+    found = ended(fast, tile=dataclasses.replace(TILE, rows=64))
+    assert found.bound == "L2 cache"
+    assert found.seconds == pytest.approx((8448 * 8192 * 8192 * (1 / 64 + 1 / 128) + 1e6) / GPU.l2)
+    small = Multiplied(m=512, n=512, k=8192, int8=True, reads={}, writes={"sums": 1.0})
+    alone, split = (ended(product=small, tile=dataclasses.replace(TILE, split=parts)).seconds for parts in (1, 8))
+    assert alone / split == pytest.approx(8 * (8192 + 128) / (8192 + 8 * 128))
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
