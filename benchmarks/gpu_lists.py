@@ -10,9 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 from operations import PADDING, Size, layer_config, table, words
@@ -60,7 +58,7 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
     """A step of training without calibration: every program of it, and the update of the weights."""
     found = []
     for times, program in training(size, quant):
-        with apart():
+        with gemm.ended_by(None):
             entries = launched_by_operation(program, torch.float32)
         passes = {"forward": entries[: program.forward_length], "backward": entries[program.forward_length :]}
         found += [
@@ -71,11 +69,6 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
             for name, of_pass in passes.items()
         ]
     return [*found, update(size, quant)]
-
-
-def apart() -> AbstractContextManager:
-    """Within it, no kernel both multiplies and ends a product."""
-    return mock.patch.object(gemm, "cuda_tile", lambda *product: None)
 
 
 def training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
@@ -190,7 +183,7 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
 def launches(operation: Operation, place: str) -> list[Launch]:
     """What an operation launches beside products, on random tensors; products have left small sums."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
-    with apart():
+    with gemm.ended_by(None):
         scratch = [
             torch.randint(-999, 999, shape, dtype=dtype) if place == "cpu" and dtype == torch.int32
             else torch.zeros(shape, dtype=dtype, device=place)

@@ -6,7 +6,7 @@ Every product is a [M, K] times b [N, K] transposed; either operand may be a tra
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cpu import multiply, row_blocks, scratch_for, untuned_product
 from lsq.gemm.cpu_product import int8_product, reference
-from lsq.gemm.cuda import cuda_tile
+from lsq.gemm.cuda import cuda_tile, ended_by
 from lsq.gemm.lookup import set_files
 from lsq.gemm.product_key import LARGEST_INNER
 from lsq.gemm.requested import requested
@@ -15,6 +15,7 @@ __all__ = [
     "LARGEST_INNER",
     "TileConfiguration",
     "cuda_tile",
+    "ended_by",
     "int8_product",
     "multiply",
     "reference",

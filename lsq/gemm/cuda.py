@@ -1,12 +1,17 @@
 """Which products of a GPU's operations are multiplied and ended in one kernel: as tuned, or by a rule."""
 
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lsq.gemm import lookup
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.requested import note
+
+_forced = threading.local()
 
 
 def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
@@ -26,7 +31,19 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
         return None
     key = ProductKey(op=op, m=m, n=n, k=k)
     note(key)
-    return _tile(lookup.generation(), key)
+    return _forced.tile if hasattr(_forced, "tile") else _tile(lookup.generation(), key)
+
+
+@contextmanager
+def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
+    """Within this context and thread, what `cuda_tile` answers: for who compares, counts or compiles all ways."""
+    before = vars(_forced).copy()
+    _forced.tile = tile
+    try:
+        yield
+    finally:
+        vars(_forced).clear()
+        vars(_forced).update(before)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import torch
 
+from lsq import gemm
 from lsq.backends.absent import AbsentGPU
 from lsq.backends.products import launched
 from lsq.config import LayerConfig, QuantConfig
@@ -11,7 +12,6 @@ from lsq.csrc.launch import Product
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
-from tests.ops.products import ended
 
 QUANT = QuantConfig(backward="int8")
 BIG = LayerConfig(
@@ -59,5 +59,5 @@ def test_a_step():
     launches = {name: counts(program).total() for name, program in found.items()}
     assert launches == {"encoder": 39, "decoder": 68, "loss": 75, "embedding": 6}
     assert LAYERS * (launches["encoder"] + launches["decoder"]) + launches["loss"] + 2 * launches["embedding"] == 729
-    with ended(None):
+    with gemm.ended_by(None):
         assert counts(found["encoder"]).total() == 43 and counts(found["decoder"]).total() == 75

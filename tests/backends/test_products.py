@@ -23,7 +23,6 @@ from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
 from tests.layers.examples import PROGRAMS, mode_on, run
 from tests.layers.shapes import config_of
-from tests.ops.products import ended
 
 NAMES = [name for name in PROGRAMS if "wide" not in name]
 WORDS = Vocabulary(words=91, hidden=48, padded=96)
@@ -48,7 +47,7 @@ def prepared_for_cuda(program):
     """The products that cuBLASLt, emulated, gets an algorithm for when a program is placed in memory: all of them."""
     products, found = Products(torch.device("cpu"), library=emulated().path), set()
     try:
-        with ended(None):
+        with gemm.ended_by(None):
             for operation in program.operations:
                 real = placed(operation, "cpu", torch.bfloat16)
                 scratch = [torch.empty(shape, dtype=dtype) for shape, dtype in real.cuda_scratch()]
@@ -74,7 +73,7 @@ def test_products_are_those_that_cuda_launches(name):
     program = PROGRAMS[name]()
     keys = products_of(program, "cuda")
     assert len(keys) == len(set(keys))
-    with ended(None):
+    with gemm.ended_by(None):
         assert set(keys) == set(products_of(program, "cuda"))
     assert set(keys) == prepared_for_cuda(program)
 
@@ -124,7 +123,7 @@ def test_on_cuda_the_vocabulary_is_multiplied_by_blocks_of_rows():
 
 
 def test_what_operations_share_is_one_tensor():
-    with ended(None):
+    with gemm.ended_by(None):
         first, *others = launched_by_operation(linear(backward="int8"), torch.bfloat16)
     coded = first[0].arguments[0].rounded
     (product,) = (entry for entry in others[0] if isinstance(entry, Product))

@@ -22,7 +22,6 @@ from lsq.gemm.cublaslt import Products
 from lsq.program.samples import placed
 from tests.csrc.emulated_cublaslt import emulated
 from tests.gemm.operands import asked
-from tests.ops.products import ended
 
 VOCABULARY = 75
 PADDED = 80
@@ -50,7 +49,7 @@ def prepared_for_cuda(programs):
     try:
         operations = [placed(one, "cpu", torch.bfloat16) for program in programs for one in program.operations]
         entries = []
-        with ended(None):
+        with gemm.ended_by(None):
             for one in operations:
                 entries += one.cuda(*(torch.empty(shape, dtype=dtype) for shape, dtype in one.cuda_scratch()))
         return {products.prepare(entry).key for entry in entries if isinstance(entry, Product)}

@@ -72,6 +72,14 @@ def test_what_is_asked_for_is_noted(machine):
     assert found == [key()] * 2
 
 
+def test_who_compares_decides_for_a_while(machine):
+    with gemm.ended_by(tile(stages=7)):
+        with gemm.ended_by(None), gemm.requested() as found:
+            assert gemm.cuda_tile(*SHAPE) is None and found == [key()]
+        assert gemm.cuda_tile(*SHAPE) == tile(stages=7)
+    assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
+
+
 def test_no_such_product():
     with pytest.raises(ValueError, match="op is 'conv'; allowed"):
         gemm.cuda_tile("conv", 1, 16, 16)

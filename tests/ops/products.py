@@ -1,4 +1,4 @@
-"""How the CPU and a GPU multiply, for tests."""
+"""How the CPU multiplies, for tests."""
 
 from contextlib import contextmanager
 
@@ -7,8 +7,7 @@ import torch
 
 from lsq import gemm
 from lsq.csrc import tiles
-from lsq.gemm import cuda
-from lsq.gemm.configuration import ONEDNN, CpuConfiguration, TileConfiguration
+from lsq.gemm.configuration import ONEDNN, CpuConfiguration
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import same_bits
 
@@ -24,14 +23,6 @@ def multiplied(kernel: str = ONEDNN, rows: int = 512):
     finally:
         CpuConfiguration.default = before
         gemm.set_files(None)
-
-
-@contextmanager
-def ended(tile: TileConfiguration | None):
-    """Within it, all products of a GPU's operations that a kernel could end are ended by this tile; None: by none."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "_tile", lambda generation, key: tile)
-        yield
 
 
 WAYS = [(ONEDNN, 32), (ONEDNN, 100), *((kernel, rows) for kernel in tiles.INSTRUCTIONS for rows in (0, 32, 64))]

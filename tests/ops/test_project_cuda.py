@@ -5,19 +5,19 @@ import math
 import pytest
 import torch
 
-from lsq.gemm import TileConfiguration
+from lsq import gemm
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from tests.ops.compare import ROWS, empty
 from tests.ops.cuda import DTYPES, compare_cuda
-from tests.ops.products import ended
 from tests.ops.test_project import float_project, operands, rounded_project
 
 
 @pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
 def way(request):
     """Both ways to a product of codes and its end."""
-    with ended(TileConfiguration(rows=64, columns=64, stages=3) if request.param == "one launch" else None):
+    tile = gemm.TileConfiguration(rows=64, columns=64, stages=3)
+    with gemm.ended_by(tile if request.param == "one launch" else None):
         yield
 
 
@@ -77,7 +77,7 @@ def test_widths_that_no_product_takes_are_refused():
 def test_one_launch_without_scratch_or_a_product_and_its_end():
     operation = Project(**operands(41), out=empty(41, 32))
     assert [entry.kernel.name for entry in operation.cuda()] == ["lsq_project_product"] and not operation.cuda_scratch()
-    with ended(None):
+    with gemm.ended_by(None):
         ((shape, dtype),) = operation.cuda_scratch()
         multiplied, end = operation.cuda(torch.empty(shape, dtype=dtype))
     assert (shape, dtype) == ((41, 32), torch.int32)

@@ -6,26 +6,25 @@ import shutil
 import pytest
 import torch
 
+from lsq import gemm
 from lsq.csrc import compiler, profile
 from lsq.csrc.profile import Limits, fitting_blocks
-from lsq.gemm import TileConfiguration
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from lsq.ops.project_product import THREADS, project_product
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import empty
 from tests.ops.cuda import DTYPES, compare_cuda
-from tests.ops.products import ended
 from tests.ops.test_project import operands, rounded_project
 
-TILES = [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
+TILES = [gemm.TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
     (128, 128, 4), (128, 128, 3), (128, 64, 4), (64, 128, 3), (64, 64, 2))]  # fmt: skip
-SMALL = TileConfiguration(rows=64, columns=64, stages=3)
+SMALL = gemm.TileConfiguration(rows=64, columns=64, stages=3)
 
 
 def in_one(operation, tile, dtype=torch.float32, exact=True):
     """Compare an operation that runs in one launch."""
-    with ended(tile):
+    with gemm.ended_by(tile):
         return compare_cuda(operation, dtype, exact)
 
 

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from lsq import gemm
 from lsq.csrc import emulator, geometry
 from lsq.ops import embedding, kernels, weight_gradient
 from lsq.ops.nonlinearity import Activation
@@ -29,7 +30,6 @@ from tests.ops.adam_checks import codes_of, numbers, state, step
 from tests.ops.compare import empty, on_cpu, to_round
 from tests.ops.cuda import compare_cuda
 from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
-from tests.ops.products import ended
 from tests.ops.test_append import append_of
 from tests.ops.test_attention_cuda import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
@@ -142,7 +142,7 @@ def attentions():
 
 
 def projects():
-    with ended(None):
+    with gemm.ended_by(None):
         compare_cuda(rounded_project(341, 272, Activation.gelu, 0.1))
 
 
