@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from lsq.backends.cuda import gpu
 from lsq.commands.options import HelpFormatter, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
-from lsq.csrc.runtime import Driver
 from lsq.gemm import configuration_file, device
-from lsq.gemm.cublaslt import Products
+from lsq.gemm.cublaslt import first_candidate
 from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
 from lsq.tune import product_list
 from lsq.tune.cpu import CpuTrial
@@ -118,7 +118,8 @@ def products(given: Namespace, training: Sequence[str]) -> tuple[list[ProductKey
         keys = _of_training(given, training, kind)
     elif given.shapes is not None:
         keys = product_list.read(given.shapes)
-        kind = kind if not keys else "cuda" if keys[0].op == MATMUL else "cpu"
+        if any(key.op == MATMUL for key in keys):  # which a CPU does not run
+            kind = "cuda"
         if given.device not in (None, kind):
             raise ValueError(f"{given.shapes} lists products of a run on {kind}, and --device is {given.device}")
     return list(dict.fromkeys(key.rounded() for key in keys)), kind
@@ -146,13 +147,12 @@ def trials(kind: str, *, exhaustive: bool = False, cache: int | None = None) -> 
         cache: bytes that the operands of a product exceed together; None: those of the device's cache.
 
     Raises:
-        RuntimeError: there is no libcublasLt.
+        RuntimeError, ValueError: there is no libcublasLt, or the GPU cannot be used.
     """
     if kind == "cpu":
         return functools.partial(CpuTrial, cache=cache)
-    number = torch.cuda.current_device()
-    products = Products(torch.device("cuda", number), current=Driver("libcuda.so.1", number).current)
-    return CublasBackend(products, exhaustive=exhaustive, cache=cache).trial
+    found = gpu(torch.cuda.current_device(), first_candidate)
+    return CublasBackend(found.products, device=found, exhaustive=exhaustive, cache=cache).trial
 
 
 def _default_path(name: str) -> Path:

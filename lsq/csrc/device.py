@@ -46,9 +46,9 @@ class Device:
             self._functions[key] = self.driver.load(self._compile(kernel), kernel.name, shared)
         return self._functions[key]
 
-    def list(self, entries: Sequence[Launch | Product], *, title: str = "") -> LaunchList:
-        """Prepare `entries` for running on their tensors, which the list keeps."""
-        return LaunchList(self, [Part(entries=entries, places=Places(self.place), title=title)])
+    def list(self, entries: Sequence[Launch | Product], *, title: str = "", products=None) -> LaunchList:
+        """Prepare `entries` for running on their tensors, which the list keeps; `products` as of LaunchList."""
+        return LaunchList(self, [Part(entries=entries, places=Places(self.place), title=title)], products)
 
     def run(self, entries: Sequence[Launch | Product]) -> None:
         """Run `entries` once on the current stream."""

@@ -34,14 +34,16 @@ class LaunchList:
     Args:
         device: the lsq.csrc.device.Device where it runs.
         parts: what it runs, in order.
+        products: finds the algorithms of its products, if not the device's.
 
     Raises:
         ValueError: a tensor lies elsewhere, is not contiguous or not aligned.
         RuntimeError: a kernel does not compile or load, or a product has no algorithm.
     """
 
-    def __init__(self, device, parts: Sequence[Part]):
+    def __init__(self, device, parts: Sequence[Part], products=None):
         self.device = device
+        self._products = products or device.products
         self._held = [part.places.held for part in parts]
         self._memory: list = [part.places.memory for part in parts]
         self._ticket = ctypes.c_uint64()
@@ -138,7 +140,7 @@ class LaunchList:
         )
 
     def _add_product(self, entry: Product, part: Part) -> None:
-        prepared = self.device.products.prepare(entry)
+        prepared = self._products.prepare(entry)
         what = _named(part.title, prepared)
         vector = isinstance(entry.alpha, torch.Tensor)
         operands = [entry.a, entry.b, entry.out, *([entry.alpha] if vector else [])]

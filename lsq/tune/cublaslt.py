@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from lsq.csrc.device import Device
 from lsq.csrc.products import Matmul, ProductError, ProductLibrary
 from lsq.csrc.stream_memory import aligned_workspace
 from lsq.gemm.configuration import CublasConfiguration
 from lsq.gemm.cublaslt import Products
-from lsq.gemm.product_key import ADDRESS_MULTIPLE, ProductKey
+from lsq.gemm.product_key import ADDRESS_MULTIPLE, MATMUL, ProductKey
+from lsq.tune.ended import EndedTrial
 from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 32)
@@ -46,12 +48,16 @@ class CublasBackend:
 
     Args:
         products: of the device; their workspace is the most that algorithms may take.
+        device: runs the kernels that end products of operations; None: all products are tried by themselves.
         exhaustive: try every algorithm instead of those that the library proposes.
         cache: bytes that the operands of a product exceed together; by default the device's L2 cache.
     """
 
-    def __init__(self, products: Products, *, exhaustive: bool = False, cache: int | None = None) -> None:
+    def __init__(
+        self, products: Products, *, device: Device | None = None, exhaustive: bool = False, cache: int | None = None
+    ) -> None:
         self.products = products
+        self.device = device
         self.exhaustive = exhaustive
         self.on_gpu = products.device.type == "cuda"
         self.workspace = aligned_workspace(products.workspace_bytes, products.device)
@@ -70,8 +76,27 @@ class CublasBackend:
             raise RuntimeError(f"cuBLASLt has no algorithm for {key} in {self.products.workspace_bytes} bytes")
         return found + self._others(key, found) if self.exhaustive else found
 
-    def trial(self, key: ProductKey) -> "CublasTrial":
-        return CublasTrial(self, key)
+    def copies(self, key: ProductKey) -> int:
+        """Sets of operands of a product that are used in turn."""
+        return max(1, min(2 * self.cache // key.bytes + 1, MOST_SETS, MOST_BYTES // key.bytes))
+
+    @property
+    def sm(self) -> int | None:
+        """Compute capability, e.g. 90; None in the emulator."""
+        if not self.on_gpu:
+            return None
+        major, minor = torch.cuda.get_device_capability(self.products.device)
+        return 10 * major + minor
+
+    def trial(self, key: ProductKey) -> "CublasTrial | EndedTrial":
+        """Of a product by itself, or with the end of its operation.
+
+        Raises:
+            ValueError, RuntimeError: there is no such product.
+        """
+        if key.op == MATMUL or self.device is None:
+            return CublasTrial(self, key)
+        return EndedTrial(key, self.device, CublasTrial(self, key))
 
     def time(self, run: Callable[[int], None], repeats: int) -> float:
         """Seconds per run, by the device's clock. `run` gets the number of the run."""
@@ -146,7 +171,7 @@ class _Operands:
         self.backend, self.key = backend, key
         place = backend.products.device
         generator = torch.Generator().manual_seed(0)
-        count = max(1, min(2 * backend.cache // key.bytes + 1, MOST_SETS, MOST_BYTES // key.bytes))
+        count = backend.copies(key)
         largest = LARGEST if key.dtype == "int8" else LARGEST_FACTOR
         flat = {name: whole_numbers(key, name, largest, generator) for name in ("a", "b")}
         flat["out"] = torch.zeros(key.lengths["out"], dtype=torch.int8)
@@ -184,7 +209,7 @@ class CublasTrial:
     """
 
     def __init__(self, backend: CublasBackend, key: ProductKey) -> None:
-        self.backend = backend
+        self.backend, key = backend, key.by_itself
         self._own = _Operands(backend, key)
         self._floats: _Operands | None = None
         a, b, _ = self._own.operands()

@@ -1,0 +1,170 @@
+"""Products of a GPU's operations for the tuner, each with its end: by cuBLASLt and a kernel, or in one kernel's tiles.
+
+Both are lists of launches of the same operation. cuBLASLt's sums are checked by themselves; what tiles write is
+compared, bit by bit, with what a kernel makes of exact sums.
+"""
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+
+from lsq import gemm
+from lsq.config import QuantConfig
+from lsq.csrc.device import Device
+from lsq.csrc.launch import Launch, Product
+from lsq.csrc.launch_list import LaunchList
+from lsq.gemm.configuration import TILE_SIDES, Configuration, CublasConfiguration, TileConfiguration
+from lsq.gemm.cublaslt import ChosenProduct
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import ProductKey
+from lsq.ops.project import GEMM, Project
+from lsq.program.operation import Operation
+from lsq.program.samples import Sampler
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded, Rows, Weight
+
+STAGES = (2, 3, 4, 6)
+"""Of tiles, that are tried; a GPU with less shared memory refuses the most of them."""
+REFERENCE_ELEMENTS = 2**24
+"""Sums that are computed in float64 at a time."""
+
+
+def projection(key: ProductKey) -> Project:
+    """Of virtual tensors: bias and rounding stand for all ends of a projection."""
+
+    def tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> VirtualTensor:
+        return VirtualTensor(name=name, shape=shape, dtype=dtype)
+
+    def codes(name: str, *shape: int) -> VirtualTensor:
+        return tensor(name, *shape, dtype=torch.int8)
+
+    quant, one = QuantConfig(), tensor("scale", 1)
+    clipped = tensor("clipped", -(-key.m * key.n // 8), dtype=torch.uint8)
+    return Project(
+        x=Rows(coded=Coded(format=quant.activations, codes=codes("x", key.m, key.k), scale=one)),
+        weight=Weight(format=quant.weights, codes=codes("weight", key.n, key.k), scale=tensor("scales", key.n)),
+        bias=tensor("bias", key.n),
+        rounded=Coded(
+            format=quant.activations, codes=codes("out", key.m, key.n), scale=tensor("out_scale", 1), clipped=clipped,
+            clip=tensor("clip", 1),
+        ),
+    )  # fmt: skip
+
+
+OPERATIONS = {GEMM: projection}
+"""By `ProductKey.op`: makes the operation whose product it is."""
+
+
+def tiles(key: ProductKey) -> list[TileConfiguration]:
+    """Every tile that is tried for a product."""
+    sides = itertools.product(TILE_SIDES, TILE_SIDES, STAGES)
+    return [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in sides]
+
+
+class EndedTrial:
+    """One product of an operation, with its end.
+
+    Args:
+        key: of an operation among OPERATIONS.
+        device: where it runs, with its `products`.
+        by_itself: the trial of the product without its end (lsq.tune.cublaslt.CublasTrial).
+
+    Raises:
+        ValueError: kernels do not end products of this operation.
+    """
+
+    def __init__(self, key: ProductKey, device: Device, by_itself) -> None:
+        if key.op not in OPERATIONS:
+            by_itself.close()
+            raise ValueError(f"op is {key.op!r}; a GPU ends products of {', '.join(OPERATIONS)}: tune others as matmul")
+        self.key, self.device, self._by_itself = key, device, by_itself
+        made = Sampler(device.place, torch.bfloat16).operation(OPERATIONS[key.op](key))
+        others = by_itself.backend.copies(key) - 1
+        self._operations = [made, *(made.bind(torch.Tensor.clone) for _ in range(others))]
+        with gemm.ended_by(None):
+            needed = made.cuda_scratch()
+        self._scratch = [torch.empty(shape, dtype=dtype, device=device.place) for shape, dtype in needed]
+        self._expected: list[torch.Tensor] | None = None
+        self._lists: dict[tuple[Configuration, int], LaunchList] = {}
+        self._chosen: dict[CublasConfiguration, ChosenProduct] = {}
+
+    def candidates(self) -> Sequence[Configuration]:
+        found = [*self._by_itself.candidates(), *tiles(self.key)]
+        default = default_tile(self.key, self._by_itself.backend.sm) or found[0]
+        return [default, *(each for each in found if each != default)]
+
+    def fault(self, configuration: Configuration) -> str | None:
+        if isinstance(configuration, CublasConfiguration):
+            return self._by_itself.fault(configuration)
+        expected = self._exact()
+        written = self._operations[0].outputs
+        for tensor in written:
+            tensor.zero_()
+        try:
+            self._list(configuration, 0).run()
+            self.device.synchronize()
+        except RuntimeError as error:
+            return str(error)
+        differing = sum(int((one != other).sum()) for one, other in zip(written, expected, strict=True))
+        return f"{differing} of its results are wrong" if differing else None
+
+    def seconds(self, configuration: Configuration, repeats: int) -> float:
+        lists = [self._list(configuration, number) for number in range(min(repeats, len(self._operations)))]
+        return self._by_itself.backend.time(lambda number: lists[number % len(lists)].run(), repeats)
+
+    def float_seconds(self, repeats: int) -> float:
+        """Of the product of bfloat16 alone."""
+        return self._by_itself.float_seconds(repeats)
+
+    def close(self) -> None:
+        """Free the products; queued runs are waited for."""
+        self.device.synchronize()
+        self._lists.clear()
+        for chosen in self._chosen.values():
+            chosen.native.close()
+        self._by_itself.close()
+
+    def _exact(self) -> list[torch.Tensor]:
+        """What the first operation writes, of exact sums."""
+        if self._expected is None:
+            entries = self._entries(None, self._operations[0])
+            place = next(number for number, entry in enumerate(entries) if isinstance(entry, Product))
+            self.device.run(entries[:place])
+            _multiply(entries[place])
+            self.device.run(entries[place + 1 :])
+            self._expected = [tensor.clone() for tensor in self._operations[0].outputs]
+        return self._expected
+
+    def _entries(self, tile: TileConfiguration | None, operation: Operation) -> list[Launch | Product]:
+        with gemm.ended_by(tile):
+            return operation.cuda(*(self._scratch if tile is None else ()))
+
+    def _list(self, configuration: Configuration, number: int) -> LaunchList:
+        found = self._lists.get((configuration, number))
+        if found is None:
+            tiled = isinstance(configuration, TileConfiguration)
+            entries = self._entries(configuration if tiled else None, self._operations[number])
+            found = self.device.list(
+                entries, title=str(self.key), products=SimpleNamespace(prepare=lambda _: self._native(configuration)),
+            )  # fmt: skip
+            self._lists[configuration, number] = found
+        return found
+
+    def _native(self, configuration: CublasConfiguration) -> ChosenProduct:
+        if configuration not in self._chosen:
+            products = self.device.products
+            native = products.describe(self.key)
+            with products.current():
+                native.choose(configuration.algorithm)
+            self._chosen[configuration] = ChosenProduct(key=self.key, native=native, algorithm=configuration)
+        return self._chosen[configuration]
+
+
+def _multiply(product: Product) -> None:
+    """Exact sums, a few rows at a time."""
+    wide = product.b.double().mT
+    step = max(1, REFERENCE_ELEMENTS // product.b.shape[0])
+    for rows, out in zip(product.a.split(step), product.out.split(step), strict=True):
+        out.copy_(rows.double() @ wide)
