@@ -8,12 +8,14 @@ from tqdm import tqdm
 from lsq.commands.options import one_line_errors
 from lsq.commands.tune import trials
 from lsq.gemm import configuration_file, device, lookup
-from lsq.gemm.configuration import Entry
+from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.device import Validators, difference
 from lsq.tune.trial import entry_fault
 
 KINDS = ("cpu", "cuda")
+OTHER = {TileConfiguration: "cuBLASLt and a kernel", CublasConfiguration: "the best tile"}
+"""What an entry's other way is."""
 
 
 def parser() -> ArgumentParser:
@@ -111,7 +113,11 @@ def _row(entry: Entry) -> tuple[str, ...]:
     types = f"{key.dtype} {key.out}" + ("" if key.alpha == "one" else f" {key.alpha}")
     numbers = [f"{time:.1f}" for time in (times.chosen, times.default, times.float)]
     measured = (*numbers, f"{entry.gain:.2f}", f"{entry.spread:.1%}", entry.date[:10])
-    return (key.op, str(key.m), str(key.n), str(key.k), key.layout, types, *measured, str(entry.configuration))
+    run_as = str(entry.configuration)
+    if times.other is not None:
+        other = OTHER.get(type(entry.configuration), "others")
+        run_as += f"; {times.other / times.chosen:.2f} times as fast as {other}"
+    return (key.op, str(key.m), str(key.n), str(key.k), key.layout, types, *measured, run_as)
 
 
 def verify(path: Path, *, quiet: bool) -> int:

@@ -17,6 +17,7 @@ from lsq.commands.options import HelpFormatter, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device
+from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.cublaslt import first_candidate
 from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
 from lsq.tune import product_list
@@ -189,6 +190,12 @@ def report(summary: Summary) -> str:
         lines.append(f"faster     {changed} of them")
         lines.append(f"           {average:.3f} times as fast as untuned on average, {max(gains):.2f} at best")
         lines.append(f"           {floats:.1f} times as fast as floats on average")
+    compared = [entry for entry in entries if entry.times.other is not None]
+    if compared:
+        tiled = sum(isinstance(entry.configuration, TileConfiguration) for entry in compared)
+        average = statistics.geometric_mean(entry.times.other / entry.times.chosen for entry in compared)
+        lines.append(f"in one     {tiled} of {len(compared)}: one kernel multiplies and ends; the others by cuBLASLt")
+        lines.append(f"           {average:.3f} times as fast as the other way on average")
     counts = [
         (summary.skipped, "had an entry already; --again tunes them, too"),
         (summary.left, "were not reached; the same command goes on with them"),

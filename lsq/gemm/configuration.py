@@ -222,9 +222,13 @@ class Times:
     """Of what runs where nothing was tuned."""
     float: float
     """Of the same product of floats."""
+    other: float | None = None
+    """Of the best way of another kind, a tile where cuBLASLt is chosen and the reverse; None where none was near."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name == "other" and value is None:
+                continue
             check_number(name, value, LARGEST_TIME)
             if value == 0:
                 raise ValueError(f"{name} is 0; a product takes time: measure it again")

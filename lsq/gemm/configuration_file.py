@@ -138,7 +138,8 @@ def _fields(entry: Entry) -> dict[str, Any]:
     configuration = dict(vars(entry.configuration))
     if "algorithm" in configuration:
         configuration["algorithm"] = configuration["algorithm"].hex()
-    nested = {"key": entry.key.fields(), "configuration": configuration, "times": vars(entry.times)}
+    times = {name: time for name, time in vars(entry.times).items() if time is not None}
+    nested = {"key": entry.key.fields(), "configuration": configuration, "times": times}
     return {**nested, "spread": entry.spread, "date": entry.date}
 
 

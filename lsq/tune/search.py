@@ -122,12 +122,15 @@ def _tune_one(trials, key, settings, deadline, clock) -> Outcome:
         with contextlib.closing(trials(key)) as trial:
             again = compare(trial, [candidates[0], outcome.configuration], settings)
         counts = {name: getattr(outcome, name) for name in ("refused", "complete")}
+        if again.other is None and outcome.other is not None:  # both are of one kind; what they beat is known
+            counts["other"] = outcome.other / outcome.chosen * again.chosen
         outcome = dataclasses.replace(again, **counts)
     return outcome
 
 
 def _entry(key: ProductKey, outcome: Outcome) -> Entry:
-    microseconds = {name: round(1e6 * getattr(outcome, name), 3) for name in ("chosen", "default", "float")}
+    times = {name: getattr(outcome, name) for name in ("chosen", "default", "float", "other")}
+    microseconds = {name: None if time is None else round(1e6 * time, 3) for name, time in times.items()}
     return Entry(
         key=key, configuration=outcome.configuration, times=Times(**microseconds), spread=round(outcome.spread, 4),
         date=now(),

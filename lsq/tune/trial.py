@@ -82,6 +82,8 @@ class Outcome:
     """Candidates with wrong results, or that do not run, and why."""
     complete: bool
     """Whether there was time for every candidate."""
+    other: float | None = None
+    """Of the best candidate of another kind than the chosen one's, its class; None where there is none so fast."""
 
 
 def compare(
@@ -110,7 +112,7 @@ def compare(
     for _ in range(settings.rounds):
         race.run_round()
         race.prune()
-    final = _Race(trial, {place: screened[place] for place in {0, race.best()}}, settings)
+    final = _Race(trial, {place: screened[place] for place in {0, race.best(), *race.best_of_kinds()}}, settings)
     floats = []
     for number in range(settings.final_rounds):  # again: the best of many medians is low by chance, too
         final.run_round()
@@ -127,6 +129,7 @@ def compare(
         spread=final.spread(best),
         refused=tuple(refused),
         complete=complete,
+        other=final.other(best),
     )
 
 
@@ -180,6 +183,20 @@ class _Race:
 
     def best(self) -> int:
         return max(self.running, key=self.gain)
+
+    def best_of_kinds(self) -> list[int]:
+        """The best of each class of candidates, dropped or not."""
+        kinds = {type(candidate) for candidate, _ in self.runners.values()}
+        return [max(self._of_kind(kind), key=self.gain) for kind in kinds]
+
+    def other(self, place: int) -> float | None:
+        """Median time of the best one of another class than this."""
+        own = type(self.runners[place][0])
+        others = [self.median(each) for each in self.runners if each not in self._of_kind(own)]
+        return min(others, default=None)
+
+    def _of_kind(self, kind: type) -> list[int]:
+        return [place for place, (candidate, _) in self.runners.items() if type(candidate) is kind]
 
     def gain(self, place: int) -> float:
         """How many times as fast as the default: the median over the rounds, each of which compares neighbours."""

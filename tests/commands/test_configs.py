@@ -8,7 +8,7 @@ import pytest
 from lsq import cli
 from lsq.commands import configs
 from lsq.gemm import configuration_file, device
-from tests.gemm.tuned import CPU, GPU, Machine, cublas_entry, entry, file
+from tests.gemm.tuned import CPU, GPU, TIMES, Machine, cublas, cublas_entry, entry, file, tile
 
 ITS_DEVICE = "the device that it was made on"
 
@@ -60,6 +60,10 @@ def test_show(machine, capsys):
 def test_show_files_of_gpus_and_empty_ones(machine):
     shown = configs.show(file(cublas_entry(), validators=GPU))
     assert "sm 90, multiprocessors 132" in shown and "id 66, tile 20" in shown
+    times = dataclasses.replace(TIMES, other=88.0)
+    for way, than in ((tile(), "cuBLASLt and a kernel"), (cublas(), "the best tile")):
+        shown = configs.show(file(entry(configuration=way, times=times), validators=GPU))
+        assert f"{way}; 1.10 times as fast as {than}" in shown
     assert configs.show(file()).splitlines()[1:] == ["0 entries; times in microseconds"]
 
 

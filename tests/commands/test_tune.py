@@ -16,7 +16,7 @@ from lsq.lock import locked_file
 from lsq.tune.search import Summary
 from lsq.tune.trial import Settings
 from tests.gemm.operands import asked
-from tests.gemm.tuned import CPU, entry, file, key
+from tests.gemm.tuned import CPU, TIMES, cublas, entry, file, key, tile
 from tests.tune.fakes import FakeBackend
 
 KEYS = [asked("project", 20, 48, 64), asked("project_weight_gradient", 48, 32, 41)]
@@ -214,6 +214,14 @@ def test_long_lists_of_failures_are_cut(tmp_path):
     text = tune.report(Summary(path=tmp_path, left=0, failed=failed, refused=2, incomplete=1))
     assert text.count("failed ") == 5 and "and 3 more" in text
     assert "2 candidates were refused" in text and "1 had no time" in text
+
+
+def test_it_is_said_how_much_faster_the_chosen_way_of_a_gpu_is(tmp_path):
+    times = dataclasses.replace(TIMES, other=160.0)
+    entries = [entry(configuration=way, times=times) for way in (tile(), cublas(), tile(stages=4))]
+    lines = tune.report(Summary(path=tmp_path, left=0, entries=[*entries, entry()])).splitlines()
+    place = lines.index("in one     2 of 3: one kernel multiplies and ends; the others by cuBLASLt")
+    assert lines[place + 1].split() == "2.000 times as fast as the other way on average".split()
 
 
 def test_the_number_of_threads_is_chosen(shapes, tmp_path):

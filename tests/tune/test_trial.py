@@ -2,6 +2,7 @@
 
 import pytest
 
+from lsq.gemm.configuration import CpuConfiguration
 from lsq.tune.trial import Settings, compare, entry_fault
 from tests.gemm.tuned import entry
 from tests.tune.fakes import FakeBackend, FakeTrial, way
@@ -19,6 +20,26 @@ def test_the_fastest_is_chosen():
     assert found.configuration == way(2)
     assert (found.chosen, found.default, found.float, found.spread) == (0.8, 1.0, 10.0, 0.0)
     assert all(trial.measured.values()) and not found.refused and found.complete
+
+
+class Other(CpuConfiguration):
+    """Another kind of way."""
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen", "other"),
+    [
+        ({0: 1.0, 1: 0.9, -2: 0.7, -3: 0.8}, 2, 0.9),
+        ({0: 1.0, 1: 0.6, -2: 0.9, -3: 0.8}, 1, 0.8),
+        ({-4: 1.0, 1: 0.3, -2: 5.0}, 1, 1.0),
+        ({0: 1.0, 1: 0.9}, 1, None),
+        ({0: 1.0, 1: 0.3, -2: 5.0}, 1, None),
+    ],
+)
+def test_the_best_of_the_other_kind_is_measured_beside_the_chosen(times, chosen, other):
+    ways = [Other(rows=-number) if number < 0 else way(number) for number in times]
+    found = compare(FakeTrial({abs(number): time for number, time in times.items()}), ways, SETTINGS)
+    assert (found.configuration.rows, found.other) == (chosen, other)
 
 
 def test_wrong_results_are_refused_before_they_are_timed():
