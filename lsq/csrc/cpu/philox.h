@@ -18,19 +18,39 @@ constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch mak
 #if defined(__AVX512F__)
 
 // Counters group .. group + 15. The 32-bit words stand in 64-bit lanes, whose upper halves may hold anything:
-// the multiplication reads the lower ones alone.
+// the multiplication reads the lower ones alone. What all counters have alike in the first two rounds is scalar.
 inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint32_t* out) {
+    if (static_cast<uint32_t>(group) > 0xFFFFFFF0u) {  // the upper words differ
+        for (uint64_t i = 0; i < kPhiloxWords / 4; ++i) {
+            const uint64_t key = static_cast<uint64_t>(key1) << 32 | key0;
+            std::memcpy(out + 4 * i, philox_group(key, subsequence, group + i).word, 16);
+        }
+        return;
+    }
     const __m512i multiplier0 = _mm512_set1_epi64(kPhiloxMultiplier0);
     const __m512i multiplier1 = _mm512_set1_epi64(kPhiloxMultiplier1);
     const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+    const uint64_t same1 = static_cast<uint64_t>(subsequence) * kPhiloxMultiplier1;
+    const uint32_t same = static_cast<uint32_t>(same1 >> 32) ^ static_cast<uint32_t>(group >> 32) ^ key0;
+    const uint64_t same0 = static_cast<uint64_t>(same) * kPhiloxMultiplier0;
+    const __m512i first_key = _mm512_set1_epi64(key1);
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
+    const __m512i second_key0 = _mm512_set1_epi64(key0 ^ static_cast<uint32_t>(same1));
+    const __m512i second_key1 = _mm512_set1_epi64(key1 ^ static_cast<uint32_t>(same0 >> 32));
     __m512i c0[2], c1[2], c2[2], c3[2];
     for (int half = 0; half < 2; ++half) {
-        c0[half] = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(group + 8 * half)), lanes);
-        c1[half] = _mm512_srli_epi64(c0[half], 32);
-        c2[half] = _mm512_set1_epi64(subsequence);
-        c3[half] = _mm512_setzero_si512();
+        const __m512i counters = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(group + 8 * half)), lanes);
+        const __m512i p0 = _mm512_mul_epu32(counters, multiplier0);
+        const __m512i p1 = _mm512_mul_epu32(_mm512_xor_si512(_mm512_srli_epi64(p0, 32), first_key), multiplier1);
+        c0[half] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), second_key0);
+        c1[half] = p1;
+        c2[half] = _mm512_xor_si512(p0, second_key1);
+        c3[half] = _mm512_set1_epi64(static_cast<int64_t>(same0));
     }
-    for (int round = 0; round < kPhiloxRounds; ++round) {
+    for (int round = 2; round < kPhiloxRounds; ++round) {
+        key0 += kPhiloxWeyl0;
+        key1 += kPhiloxWeyl1;
         const __m512i k0 = _mm512_set1_epi64(key0), k1 = _mm512_set1_epi64(key1);
         for (int half = 0; half < 2; ++half) {
             const __m512i p0 = _mm512_mul_epu32(c0[half], multiplier0), p1 = _mm512_mul_epu32(c2[half], multiplier1);
@@ -39,8 +59,6 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
             c1[half] = p1;
             c3[half] = p0;
         }
-        key0 += kPhiloxWeyl0;
-        key1 += kPhiloxWeyl1;
     }
     const __m512i first = _mm512_set_epi64(11, 3, 10, 2, 9, 1, 8, 0), second = _mm512_set_epi64(15, 7, 14, 6, 13, 5, 12, 4);
     for (int half = 0; half < 2; ++half) {
