@@ -43,6 +43,21 @@ def test_codes_are_exact_at_every_length(bits, numel):
     assert torch.equal(found.error, expected)
 
 
+@pytest.mark.parametrize("clip", [2.0**-40, 0.01, 0.9, math.pi, 126.9999, 3e38])
+@pytest.mark.parametrize("rows, columns", [(1, 2053), (24, 40)])
+def test_codes_are_those_of_a_division(clip, rows, columns):
+    """Next to the borders between codes and to the clip, where a quotient that is off by a bit rounds otherwise."""
+    clip = torch.tensor([clip])
+    border = (torch.randint(-127, 128, (rows, columns)) - 0.5) * (clip / 127)
+    near = (border.view(torch.int32) + torch.randint(-2, 3, (rows, columns), dtype=torch.int32)).view(torch.float32)
+    ends = torch.tensor([0.0, -0.0, 1e-45, math.inf, -math.inf]).repeat(columns)[:columns]
+    x = torch.cat([near[:-1], torch.where(torch.rand(columns) < 0.3, ends, near[-1])[None]])
+    found = compare(round_of(x, clip.item())).rounded
+    wanted = quant.quantize(x, clip, 8)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.clipped, quant.pack_bits(wanted.clipped))
+
+
 def test_without_bits_for_a_backward_pass():
     found = compare(round_of(torch.randn(7, 5), clipped=False)).rounded
     assert found.clipped is None and found.error is None

@@ -15,6 +15,7 @@
 #include "bits.h"
 #include "philox.h"
 #include "structs.h"
+#include "wide.h"
 
 #define LSQ_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -48,6 +49,11 @@ inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, ui
 inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float* x, uint8_t* outside) {
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
+#if defined(LSQ_WIDE)
+    if (clip > 0.0f && clip < infinity() && !coded.error) {
+        return round_under_clip(x, n, clip, scale, out, coded.clipped ? coded.clipped + first / 8 : nullptr);
+    }
+#endif
     int missing = 0;
 #pragma omp simd reduction(| : missing)
     for (int64_t i = 0; i < n; ++i) {
@@ -81,6 +87,9 @@ inline float straight_through(const Coded& coded, int64_t first, int64_t n, floa
     if (coded.error) {
         for (int64_t i = 0; i < n; ++i) sum += gradient[i] * coded.error[first + i];
     }
+#if defined(LSQ_WIDE)
+    if (first % 8 == 0) return sum + cut_clipped(coded.clipped + first / 8, q, n, gradient);
+#endif
     each_bit(coded.clipped, first, n, [&](int64_t i) {
         sum += q[i] > 0 ? gradient[i] : -gradient[i];
         gradient[i] = 0.0f;
