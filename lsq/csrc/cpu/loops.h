@@ -3,6 +3,7 @@
 // Results do not depend on the number of threads: rows are summed in a fixed partition, partial sums in order.
 #pragma once
 
+#include "aligned.h"
 #include "rows.h"
 
 namespace lsq {
@@ -50,7 +51,7 @@ public:
 
 private:
     int64_t blocks_, n_;
-    std::vector<float> partial_;
+    Aligned<float> partial_;
 };
 
 // One number a block, added up in order in double precision.
@@ -67,9 +68,9 @@ inline bool any(const std::vector<uint8_t>& flags) {
 
 // Scratch of one thread for rows of n columns.
 struct Scratch {
-    std::vector<float> a, b;
-    std::vector<uint32_t> words;
-    std::vector<uint8_t> flags;
+    Aligned<float> a, b;
+    Aligned<uint32_t> words;
+    Aligned<uint8_t> flags;
 
     explicit Scratch(int64_t n) : a(n), b(n), words(n + 8), flags(n + 8) {}
 };

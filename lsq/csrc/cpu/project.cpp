@@ -89,8 +89,8 @@ private:
     const Project& op_;
     int64_t n_;
     Scratch scratch_;
-    std::vector<uint8_t> flags_;
-    std::vector<float> alpha_;
+    Aligned<uint8_t> flags_;
+    Aligned<float> alpha_;
 };
 
 // The scale is written with row 0 and poisoned by the others, because a product may come in blocks of rows.

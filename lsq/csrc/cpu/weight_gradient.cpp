@@ -12,7 +12,7 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
     const float* row_scale = op.gradient.scale;
     const int64_t n = op.columns;
     const Blocks blocks(op.rows);
-    std::vector<float> largest(blocks.count * n, 0.0f);
+    Aligned<float> largest(blocks.count * n, 0.0f);
     std::vector<uint8_t> missing(blocks.count, 0);
 #pragma omp parallel for schedule(static)
     for (int64_t block = 0; block < blocks.count; ++block) {
@@ -27,7 +27,7 @@ LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* round
             }
         }
     }
-    std::vector<float> reciprocal(n);
+    Aligned<float> reciprocal(n);
     const float q = op.gradient.largest;
     const bool poison = any(missing);
     for (int64_t i = 0; i < n; ++i) {
