@@ -12,7 +12,8 @@ namespace lsq {
 namespace {
 
 constexpr int64_t kGroup = 64;                // rows or columns that are packed together
-constexpr int64_t kDepth = 16;                // inner tiles of a pair of columns, which stay in the first cache
+constexpr int64_t kDepth = 8;                 // inner tiles of a pair of rows, which stay in the first cache
+constexpr int64_t kWidth = 512;               // columns whose tiles and sums stay in the second cache
 constexpr int64_t kCachedBytes = 1 << 20;     // of b, up to which every strip finds it in the second cache
 constexpr int64_t kFarBytes = 32 << 20;        // of a, from which on the rows of a transposed matrix are worth long visits
 constexpr int64_t kShortStrip = 64, kLongStrip = 256;
@@ -196,7 +197,8 @@ StripMultiplier::StripMultiplier(const TileProduct& product) : product_(product)
 #endif
 }
 
-int64_t StripMultiplier::stride() const { return rounded_up(product_.columns, kTilePair); }
+// A line more than there are sums: rows that lie a power of two apart share too few sets of a cache.
+int64_t StripMultiplier::stride() const { return rounded_up(product_.columns, kTilePair) + kTileSide; }
 
 void StripMultiplier::take(int64_t first, int64_t count) {
     const Codes& codes = product_.a;
@@ -219,19 +221,25 @@ void StripMultiplier::take(int64_t first, int64_t count) {
 void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const {
     const Kernel kernel = kernel_of(product_.instructions);
     const int64_t depth = inner_tiles(product_.inner);
-    for (int64_t k = 0; k < depth; k += kDepth) {
-        const TileRows a{a_.data + k * a_.step, a_.stride, a_.step, a_.block};
-        for (int64_t column = begin; column < end; column += kTilePair) {
-            const int8_t* b = product_.memory + (column / kTileSide * depth + k) * kTileBytes;
-            const int32_t* first = k ? nullptr : column_sums(product_) + column;
-            kernel(a, height_, {b, depth * kTileBytes, std::min(kDepth, depth - k), first}, sums + column - begin, stride);
+    for (int64_t first = begin; first < end; first += kWidth) {
+        const int64_t past = std::min(first + kWidth, end);
+        for (int64_t k = 0; k < depth; k += kDepth) {
+            TileRows a{a_.data + k * a_.step, a_.stride, a_.step, a_.block};
+            for (int64_t row = 0; row < height_; row += kTilePair, a.data += 2 * a.block) {
+                for (int64_t column = first; column < past; column += kTilePair) {
+                    const int8_t* b = product_.memory + (column / kTileSide * depth + k) * kTileBytes;
+                    const int32_t* start = k ? nullptr : column_sums(product_) + column;
+                    const PairOfColumns pair{b, depth * kTileBytes, std::min(kDepth, depth - k), start};
+                    kernel(a, pair, sums + row * stride + column - begin, stride);
+                }
+            }
         }
     }
 }
 
 const int32_t* StripMultiplier::sums() const {
     int32_t* sums = kept().sums.at_least(height_ * stride());
-    multiply(0, stride(), sums, stride());
+    multiply(0, rounded_up(product_.columns, kTilePair), sums, stride());
     return sums;
 }
 
