@@ -6,12 +6,12 @@ using namespace lsq;
 
 namespace {
 
-constexpr int64_t kFew = 2 * kUnit;  // keys whose probabilities stay in the first cache
+constexpr int64_t kFew = 4 * kUnit;  // keys whose probabilities stay in the first cache
 
 template <class Products>
 class ForwardWorker : Worker<Products> {
     using Base = Worker<Products>;
-    using Base::given_, Base::heads_, Base::stride_, Base::scores_, Base::v_;
+    using Base::given_, Base::heads_, Base::stride_, Base::scores_;
 
 public:
     ForwardWorker(const Attention& op, const Case& given, float* rows)
@@ -25,7 +25,7 @@ public:
         std::fill_n(sums_.get(), pair.queries * kLanes, 0.0f);
         const auto begin = [&](const Block& block) {
             this->read_keys(block);
-            values_.take(v_.get(), stride_, heads_.width, pair.keys_from(block.key));
+            this->keys(given_.v, block, [&](auto v) { values_.take(v, heads_.width, v.rows); });
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
         bool missing = false;
@@ -37,44 +37,55 @@ private:
     // Adds what the block's keys make of the context.
     void add(const Block& block) {
         this->multiply_keys(block);
-        for (int64_t i = 0; i < block.queries; ++i) softmax(block, i);
+        for (int64_t i = 0; i < block.queries; ++i) find_largest(block, i);
         for (int64_t first = 0; first == 0 || first < block.keys; first += kFew) {
             const int64_t keys = std::min(kFew, block.keys - first);
-            probabilities_.take(scores_.get() + first, given_.wide, block.queries, keys);
+            probabilities_.start(keys);
+            for (int64_t i = 0; i < block.queries; ++i) softmax(block, i, first, keys);
             Products::multiply(probabilities_, values_, block.queries, heads_.width, keys, block.key || first,
                                context_.get() + block.query * stride_, stride_, first);
         }
     }
 
-    // Products of the block's query `i` and its keys -> exp(score - largest) after dropout, 0 for keys that are not
-    // seen. Where the largest is a new one, what was summed before shrinks.
-    void softmax(const Block& block, int64_t i) {
-        float* x = scores_.get() + i * given_.wide;
-        const int64_t n = block.seen(i), query = block.query + i;
+    // The largest score of the block's query `i`. Where it is a new one, what was summed before shrinks.
+    void find_largest(const Block& block, int64_t i) {
+        const float* x = scores_.get() + i * given_.wide;
+        const int64_t query = block.query + i;
         const float before = largest_[query];
         Lanes most = all_lanes(-infinity());
-        for_lanes(n, [&](int64_t j, auto seen) {
+        for_lanes(block.seen(i), [&](int64_t j, auto seen) {
             most = larger_lanes(seen(lanes_at(x + j), -infinity()), most);
         });
         const float here = largest_lane(most) * given_.factor, largest = here > before ? here : before;
-        Lanes& sum = lanes_at(sums_.get() + query * kLanes);
         if (block.key && largest != before) {
             const float shrink = bounded_exponential(before - largest);
             scale_context(query, shrink);
-            sum *= shrink;
+            lanes_at(sums_.get() + query * kLanes) *= shrink;
         }
         largest_[query] = largest;
-        Lanes added = {};
-        const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest);
-        for_lanes(n, [&](int64_t j, auto seen) {
-            Lanes& at = lanes_at(x + j);
-            at = seen(bounded_exponential(at * factor - base), 0.0f);
-            added += at;
-        });
-        sum += added;
-        std::fill(x + n, x + whole_units(block.keys), 0.0f);
-        this->draw(block, i);
-        this->drop(n, x);
+    }
+
+    // Products of the block's query `i` and so many keys of the block -> exp(score - largest) after dropout, 0 for keys
+    // that are not seen.
+    void softmax(const Block& block, int64_t i, int64_t first, int64_t keys) {
+        const float* x = scores_.get() + i * given_.wide + first;
+        const int64_t n = std::clamp<int64_t>(block.seen(i) - first, 0, keys), query = block.query + i;
+        this->draw(block, i, first, n);
+        const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest_[query]);
+        Lanes& to = lanes_at(sums_.get() + query * kLanes);
+        Lanes sum = to;
+        const auto one = [&](int64_t j) {
+            if (j >= n) return Lanes{};
+            const Lanes all = bounded_exponential(lanes_at(x + j) * factor - base);
+            const Lanes p = j + kLanes <= n ? all : first_lanes(all, n - j, 0.0f);
+            sum += p;
+            return this->kept(j, p);
+        };
+        for (int64_t j = 0; j < whole_units(keys); j += 2 * kLanes) {
+            const Lanes low = one(j);
+            probabilities_.put(i, j, low, one(j + kLanes));
+        }
+        to = sum;
     }
 
     void scale_context(int64_t query, float factor) {
@@ -88,7 +99,7 @@ private:
         const bool blind = Block(pair, query, 0).seen(0) == 0;
         const float sum = sum_of_lanes(lanes_at(sums_.get() + query * kLanes));
         float* x = context_.get() + query * stride_;
-        scale_context(query, blind ? 0.0f : given_.v.scale() / sum);
+        scale_context(query, blind ? 0.0f : given_.v.scale() * this->keep() / sum);
         if (op_.log_sum) op_.log_sum[place] = blind ? -infinity() : largest_[query] + std::log(sum);
         if (rows_) std::memcpy(rows_ + place * width, x, width * sizeof(float));
         if (!op_.rounded.codes || width % 8) return false;

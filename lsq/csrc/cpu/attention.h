@@ -20,20 +20,15 @@ struct Operand : Projected {
     bool coded() const { return rows.coded.codes; }
     float scale() const { return coded() ? rows.coded.scale[0] : 1.0f; }
 
-    // Rows [first, first + count) of columns [at, at + width) to `out`, rows `stride` apart.
-    void read(int64_t first, int64_t count, int64_t at, int64_t width, float* out, int64_t stride) const {
-        for (int64_t row = 0; row < count; ++row, out += stride) {
-            const int64_t element = (first + row) * columns + column + at;
-            if (coded()) {
-                const int8_t* from = rows.coded.codes + element;
-#pragma omp simd
-                for (int64_t i = 0; i < width; ++i) out[i] = static_cast<float>(from[i]);
-            } else {
-                std::memcpy(out, rows.floats + element, width * sizeof(float));
-            }
-            std::fill(out + width, out + stride, 0.0f);
+    // Calls body(Window) on rows [first, first + count) of columns [at, at + width).
+    template <class Body>
+    void window(int64_t first, int64_t count, int64_t at, int64_t width, const Body& body) const {
+        const int64_t element = first * columns + column + at;
+        if (coded()) {
+            body(Window<int8_t>{rows.coded.codes + element, columns, count, width});
+        } else {
+            body(Window<float>{rows.floats + element, columns, count, width});
         }
-        std::fill(out, out + (whole_units(count) - count) * stride, 0.0f);
     }
 };
 
@@ -109,28 +104,34 @@ template <class Products>
 class Worker {
 public:
     explicit Worker(const Case& given)
-        : given_(given), heads_(given.heads), stride_(given.stride), k_(given.keys * stride_), v_(given.keys * stride_),
-          queries_(kQueryBlock * stride_), scores_(kQueryBlock * given.wide), words_(given.keys + 8),
-          query_rows_(kQueryBlock, stride_, given.q.coded()), key_columns_(given.keys, stride_, given.k.coded()) {}
+        : given_(given), heads_(given.heads), stride_(given.stride), scores_(kQueryBlock * given.wide),
+          words_(whole_units(given.keys)), query_rows_(kQueryBlock, stride_, given.q.coded()),
+          key_columns_(given.keys, stride_, given.k.coded()) {}
 
 protected:
-    // Of a head, rows [first, first + count) of an operand.
-    void read(const Operand& from, const Pair& pair, int64_t first, int64_t count, const AlignedFloats& to) const {
-        from.read(first, count, pair.head * heads_.width, heads_.width, to.get(), stride_);
+    // Of a head, rows [first, first + count) of an operand -> body(Window).
+    template <class Body>
+    void window(const Operand& from, const Pair& pair, int64_t first, int64_t count, const Body& body) const {
+        from.window(first, count, pair.head * heads_.width, heads_.width, body);
     }
 
-    // The block's keys and values, all that there are.
+    // The same of the block's queries, and of all keys or values that there are from the block's first on.
+    template <class Body>
+    void queries(const Operand& from, const Block& block, const Body& body) const {
+        window(from, block.pair, block.row(), block.queries, body);
+    }
+    template <class Body>
+    void keys(const Operand& from, const Block& block, const Body& body) const {
+        window(from, block.pair, block.pair.first_key + block.key, block.pair.keys_from(block.key), body);
+    }
+
     void read_keys(const Block& block) {
-        const int64_t first = block.pair.first_key + block.key, count = block.pair.keys_from(block.key);
-        read(given_.k, block.pair, first, count, k_);
-        read(given_.v, block.pair, first, count, v_);
-        key_columns_.take(k_.get(), stride_, count, heads_.width);
+        keys(given_.k, block, [&](auto k) { key_columns_.take(k, k.rows, heads_.width); });
     }
 
     // The block's queries times its keys.
     void multiply_keys(const Block& block) {
-        read(given_.q, block.pair, block.row(), block.queries, queries_);
-        query_rows_.take(queries_.get(), stride_, block.queries, heads_.width);
+        queries(given_.q, block, [&](auto q) { query_rows_.take(q, q.rows, heads_.width); });
         Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width, false, scores_.get(),
                            given_.wide);
     }
@@ -149,30 +150,27 @@ protected:
         }
     }
 
-    // Draws random words for the block's query `i` and as many keys as it sees.
-    void draw(const Block& block, int64_t i) {
+    // Draws random words for the block's query `i` and n keys of the block from `first` on.
+    void draw(const Block& block, int64_t i, int64_t first, int64_t n) {
         const Dropout& dropout = heads_.dropout;
         if (!dropout.threshold) return;
-        const int64_t first = probability_element(block.row() + i, heads_.count, block.pair.head) + block.key;
-        philox(dropout.key[0], dropout.subsequence, first, block.seen(i), words_.data());
+        const int64_t element = probability_element(block.row() + i, heads_.count, block.pair.head) + block.key + first;
+        philox(dropout.key[0], dropout.subsequence, element, n, reinterpret_cast<uint32_t*>(words_.get()));
     }
 
-    // Dropout by the words that were drawn last.
-    void drop(int64_t n, float* x) const {
-        if (!heads_.dropout.threshold) return;
+    // Dropout by the words from `j` on that were drawn last; what is kept is still to be multiplied by keep().
+    Lanes kept(int64_t j, Lanes x) const {
+        if (!heads_.dropout.threshold) return x;
         const uint32_t limit = static_cast<uint32_t>(heads_.dropout.threshold);
-        const uint32_t* words = words_.data();
-        const float keep = heads_.dropout.keep;
-#pragma omp simd
-        for (int64_t j = 0; j < n; ++j) x[j] = words[j] >= limit ? x[j] * keep : 0.0f;
+        return *reinterpret_cast<const LaneBits*>(words_.get() + j) >= limit ? x : Lanes{};
     }
+    float keep() const { return heads_.dropout.threshold ? heads_.dropout.keep : 1.0f; }
 
     typename Products::Session session_;
     const Case& given_;
     const Heads& heads_;
     int64_t stride_;
-    AlignedFloats k_, v_, queries_, scores_;
-    std::vector<uint32_t> words_;
+    AlignedFloats scores_, words_;
     typename Products::template Left<false> query_rows_;
     typename Products::template Right<true> key_columns_;
 };

@@ -8,14 +8,13 @@ namespace {
 template <class Products>
 class BackwardWorker : Worker<Products> {
     using Base = Worker<Products>;
-    using Base::given_, Base::heads_, Base::stride_, Base::scores_, Base::queries_, Base::k_, Base::v_;
+    using Base::given_, Base::heads_, Base::stride_, Base::scores_;
 
 public:
     BackwardWorker(const AttentionGradient& op, const Case& given, float* dq, float* dkv)
         : Base(given), op_(op), upstream_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}}, dq_to_(dq),
-          dkv_to_(dkv), slopes_(kQueryBlock * given.wide), rows_(kQueryBlock * stride_), dq_(kQueryBlock * stride_),
-          dk_(stride_ * given.wide), dv_(stride_ * given.wide), turned_(stride_ * given.wide),
-          shuffled_(2 * kPanel * given.wide), sums_(given.queries), upstream_rows_(kQueryBlock, stride_, false),
+          dkv_to_(dkv), slopes_(kQueryBlock * given.wide), dq_(kQueryBlock * stride_), dk_(stride_ * given.wide),
+          dv_(stride_ * given.wide), sums_(given.queries), upstream_rows_(kQueryBlock, stride_, false),
           dscores_(kQueryBlock, given.keys, false), query_columns_(stride_, kQueryBlock, given.q.coded()),
           upstream_columns_(stride_, kQueryBlock, false), value_columns_(given.keys, stride_, given.v.coded()),
           key_rows_(stride_, given.keys, given.k.coded()), pair_rows_(given.keys, kQueryBlock, false) {}
@@ -25,7 +24,7 @@ public:
         if (several) sum(pair);
         const auto begin = [&](const Block& block) {
             read_keys(block);
-            key_rows_.take(k_.get(), stride_, heads_.width, pair.keys_from(block.key));
+            this->keys(given_.k, block, [&](auto k) { key_rows_.take(k, heads_.width, k.rows); });
             wide_ = given_.wide_of(block);
             std::fill_n(dk_.get(), stride_ * wide_, 0.0f);
             std::fill_n(dv_.get(), stride_ * wide_, 0.0f);
@@ -34,7 +33,7 @@ public:
             const Operand& k = given_.k;
             const int64_t first = (pair.first_key + block.key) * k.columns + pair.head * heads_.width;
             write_turned(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key), dkv_to_ + first + k.column);
-            write_turned(dv_, 1.0f, pair.keys_from(block.key), dkv_to_ + first + given_.v.column);
+            write_turned(dv_, this->keep(), pair.keys_from(block.key), dkv_to_ + first + given_.v.column);
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block, several); }, end);
     }
@@ -42,14 +41,13 @@ public:
 private:
     void read_keys(const Block& block) {
         Base::read_keys(block);
-        value_columns_.take(v_.get(), stride_, block.pair.keys_from(block.key), heads_.width);
+        this->keys(given_.v, block, [&](auto v) { value_columns_.take(v, v.rows, heads_.width); });
     }
 
     // scores_: the block's queries times its keys; slopes_: their gradients times its values.
     void multiply(const Block& block) {
         this->multiply_keys(block);
-        this->read(upstream_, block.pair, block.row(), block.queries, rows_);
-        upstream_rows_.take(rows_.get(), stride_, block.queries, heads_.width);
+        this->queries(upstream_, block, [&](auto rows) { upstream_rows_.take(rows, rows.rows, heads_.width); });
         Products::multiply(upstream_rows_, value_columns_, block.queries, block.keys, heads_.width, false,
                            slopes_.get(), given_.wide);
     }
@@ -69,21 +67,25 @@ private:
     // Adds what the block makes of all gradients; `summed`: sums_ is known.
     void add(const Block& block, bool summed) {
         multiply(block);
+        dscores_.start(block.keys);
         for (int64_t i = 0; i < block.queries; ++i) softmax_gradient(block, i, summed);
         for (int64_t i = block.queries; i < whole_units(block.queries); ++i) {
             std::fill_n(scores_row(i), whole_units(block.keys), 0.0f);
             std::fill_n(slopes_row(i), whole_units(block.keys), 0.0f);
         }
-        const int64_t width = heads_.width, wide = given_.wide;
-        dscores_.take(slopes_.get(), wide, block.queries, block.keys);
-        Products::multiply(dscores_, key_rows_, block.queries, width, block.keys, false, dq_.get(), stride_);
+        Products::multiply(dscores_, key_rows_, block.queries, heads_.width, block.keys, false, dq_.get(), stride_);
         write_queries(block);
-        pair_rows_.take(slopes_.get(), wide, block.keys, block.queries);
-        query_columns_.take(queries_.get(), stride_, width, block.queries);
-        Products::multiply(query_columns_, pair_rows_, width, block.keys, block.queries, true, dk_.get(), wide_);
-        pair_rows_.take(scores_.get(), wide, block.keys, block.queries);
-        upstream_columns_.take(rows_.get(), stride_, width, block.queries);
-        Products::multiply(upstream_columns_, pair_rows_, width, block.keys, block.queries, true, dv_.get(), wide_);
+        add_keys(block, given_.q, query_columns_, slopes_, dk_);
+        add_keys(block, upstream_, upstream_columns_, scores_, dv_);
+    }
+
+    // to [D, keys] += the block's rows of `from`, turned, times `pairs`.
+    void add_keys(const Block& block, const Operand& from, typename Products::template Left<true>& columns,
+                  const AlignedFloats& pairs, const AlignedFloats& to) {
+        const int64_t width = heads_.width;
+        this->queries(from, block, [&](auto rows) { columns.take(rows, width, rows.rows); });
+        pair_rows_.take(Whole{pairs.get(), given_.wide}, block.keys, block.queries);
+        Products::multiply(columns, pair_rows_, width, block.keys, block.queries, true, to.get(), wide_);
     }
 
     float* scores_row(int64_t i) const { return scores_.get() + i * given_.wide; }
@@ -94,29 +96,36 @@ private:
     float probabilities(const Block& block, int64_t i, float* x, float* g) {
         const int64_t n = block.seen(i);
         const float log_sum = op_.log_sum[(block.row() + i) * heads_.count + block.pair.head];
-        this->draw(block, i);
-        this->drop(n, g);
-        const Lanes factor = all_lanes(given_.factor), base = all_lanes(log_sum), scale = all_lanes(given_.v.scale());
+        this->draw(block, i, 0, n);
+        const Lanes factor = all_lanes(given_.factor), base = all_lanes(log_sum);
+        const Lanes scale = all_lanes(given_.v.scale() * this->keep());
         Lanes sum = {};
         for_lanes(n, [&](int64_t j, auto seen) {
             Lanes &p = lanes_at(x + j), &slope = lanes_at(g + j);
             p = seen(bounded_exponential(p * factor - base), 0.0f);
-            slope = seen(slope * scale, 0.0f);
+            slope = seen(this->kept(j, slope) * scale, 0.0f);
             sum += p * slope;
         });
         return sum_of_lanes(sum);
     }
 
-    // scores_ -> probabilities after dropout, slopes_ -> the gradient of the scores; 0 for keys that are not seen.
+    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> the gradient of the scores; 0 for keys that are not
+    // seen.
     void softmax_gradient(const Block& block, int64_t i, bool summed) {
-        const int64_t n = block.seen(i), all = whole_units(block.keys);
+        const int64_t n = block.seen(i);
         float *x = scores_row(i), *g = slopes_row(i);
         const float here = probabilities(block, i, x, g);
         const Lanes sum = all_lanes(summed ? sums_[block.query + i] : here);
-        for_lanes(n, [&](int64_t j, auto) { lanes_at(g + j) = lanes_at(x + j) * (lanes_at(g + j) - sum); });
-        this->drop(n, x);
-        std::fill(x + n, x + all, 0.0f);
-        std::fill(g + n, g + all, 0.0f);
+        const auto one = [&](int64_t j) {
+            Lanes &p = lanes_at(x + j), &slope = lanes_at(g + j);
+            slope = j < n ? p * (slope - sum) : Lanes{};
+            p = j < n ? this->kept(j, p) : Lanes{};
+            return slope;
+        };
+        for (int64_t j = 0; j < whole_units(block.keys); j += 2 * kLanes) {
+            const Lanes low = one(j);
+            dscores_.put(i, j, low, one(j + kLanes));
+        }
     }
 
     void write_queries(const Block& block) const {
@@ -132,14 +141,14 @@ private:
 
     // from [D, keys] * factor -> [keys, D], rows of the tensor of keys.
     void write_turned(const AlignedFloats& from, float factor, int64_t keys, float* to) {
-        for (int64_t column = 0; column < heads_.width; column += kPanel) {
-            const int64_t width = std::min(kPanel, heads_.width - column);
-            transpose_panel(from.get() + column * wide_, wide_, turned_.get(), shuffled_.get());
-            for (int64_t row = 0; row < keys; ++row) {
-                const float* turned = turned_.get() + row * kPanel;
-                float* out = to + row * given_.k.columns + column;
-#pragma omp simd
-                for (int64_t i = 0; i < width; ++i) out[i] = turned[i] * factor;
+        for (int64_t column = 0; column < heads_.width; column += kLanes) {
+            for (int64_t key = 0; key < keys; key += kLanes) {
+                Lanes block[kLanes];
+                for (int64_t i = 0; i < kLanes; ++i) block[i] = lanes_at(from.get() + (column + i) * wide_ + key) * factor;
+                transpose(block);
+                for (int64_t i = 0; i < std::min(kLanes, keys - key); ++i) {
+                    store_lanes(to + (key + i) * given_.k.columns + column, block[i], heads_.width - column);
+                }
             }
         }
     }
@@ -147,7 +156,7 @@ private:
     const AttentionGradient& op_;
     Operand upstream_;
     float *dq_to_, *dkv_to_;
-    AlignedFloats slopes_, rows_, dq_, dk_, dv_, turned_, shuffled_;
+    AlignedFloats slopes_, dq_, dk_, dv_;
     int64_t wide_ = 0;         // of rows of dk_ and dv_, [D, keys]
     std::vector<float> sums_;  // see sum()
     typename Products::template Left<false> upstream_rows_, dscores_;

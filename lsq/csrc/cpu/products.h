@@ -8,7 +8,6 @@
 #include <memory>
 #include <new>
 #include <type_traits>
-#include <utility>
 
 #include "lanes.h"
 
@@ -39,63 +38,97 @@ private:
     std::unique_ptr<float, Free> data_;
 };
 
-// Transposes kPanel rows of n numbers into [n, kPanel]: each pass rotates the bits of an element's place by one.
-// Scratch: 2 * kPanel * n numbers.
-inline void transpose_panel(const float* rows, int64_t n, float* out, float* scratch) {
-    const int64_t half = kPanel / 2 * n;
-    float *next = scratch, *other = scratch + 2 * half;
-    for (int64_t left = kPanel; left > 1; left /= 2) {
-        float* to = left == 2 ? out : next;
-        for (int64_t i = 0; i < half; ++i) {
-            to[2 * i] = rows[i];
-            to[2 * i + 1] = rows[half + i];
-        }
-        rows = to;
-        std::swap(next, other);
+// Where a factor is read: rows of numbers `stride` apart, of which at(row, column) are the kLanes from there on. Scratch
+// is whole units, aligned, and read where it stands.
+struct Whole {
+    const float* first;
+    int64_t stride;
+
+    Lanes at(int64_t row, int64_t column) const {
+        return *reinterpret_cast<const Lanes*>(first + row * stride + column);
     }
-}
+};
+
+// Rows and columns of a larger matrix, codes or floats; 0 outside of them.
+template <class T>
+struct Window {
+    const T* first;
+    int64_t stride, rows, columns;
+
+    Lanes at(int64_t row, int64_t column) const {
+        return row < rows ? load_lanes(first + row * stride + column, columns - column) : Lanes{};
+    }
+};
 
 // Products by vectors, on any processor.
 struct FloatProducts {
     struct Session {};  // what a thread holds while it multiplies
 
-    // The left factor: element (m, k) stands at data[m * stride + k], or at data[k * stride + m] if TRANSPOSED.
-    // All factors are made for at most so many rows or columns, and inner indices.
+    // The left factor: element (m, k) stands at data[m * stride + k], or at data[k * stride + m] if TRANSPOSED, and in
+    // what is read likewise. All factors are made for at most so many rows or columns, and inner indices.
     template <bool TRANSPOSED>
-    struct Left {
+    class Left {
+    public:
         const float* data = nullptr;
         int64_t stride = 0;
 
-        Left(int64_t, int64_t, bool) {}
-        // Reads `x` where it stands, until the next call.
-        void take(const float* x, int64_t x_stride, int64_t, int64_t) { data = x, stride = x_stride; }
+        Left(int64_t outer, int64_t inner, bool) : copy_(whole_units(outer) * whole_units(inner)) {}
+
+        template <class Source>
+        void take(const Source& x, int64_t outer, int64_t inner) {
+            stride = whole_units(TRANSPOSED ? outer : inner);
+            data = in_place(x, TRANSPOSED ? inner : outer, stride, copy_.get());
+        }
+
+        // Element by element instead of take(): first how many inner indices, then row m from k on, two vectors a call.
+        void start(int64_t inner) { data = copy_.get(), stride = whole_units(inner); }
+        void put(int64_t m, int64_t k, Lanes low, Lanes high) {
+            lanes_at(copy_.get() + m * stride + k) = low;
+            lanes_at(copy_.get() + m * stride + k + kLanes) = high;
+        }
 
         int64_t place(int64_t m, int64_t k) const { return TRANSPOSED ? k * stride + m : m * stride + k; }
+
+    private:
+        AlignedFloats copy_;
     };
 
-    // The right factor: element (k, n) stands at data[n / kPanel * panel + k * stride + n % kPanel]. It is taken from
-    // x[k * stride + n], where it stands, or, TRANSPOSED, copied from x[n * stride + k].
+    // The right factor: element (k, n) stands at data[n / kPanel * panel + k * stride + n % kPanel]. It is read from
+    // row k, or, TRANSPOSED, from row n.
     template <bool TRANSPOSED>
     class Right {
     public:
         const float* data = nullptr;
         int64_t stride = 0, panel = 0;
 
-        Right(int64_t columns, int64_t inner, bool)
-            : copy_(TRANSPOSED ? whole_units(columns) * whole_units(inner) : 0),
-              scratch_(TRANSPOSED ? 2 * kPanel * whole_units(inner) : 0) {}
+        Right(int64_t columns, int64_t inner, bool) : copy_(whole_units(columns) * whole_units(inner)) {}
 
-        void take(const float* x, int64_t x_stride, int64_t columns, int64_t) {
-            data = x, stride = x_stride, panel = kPanel;
-            if (!TRANSPOSED) return;
-            data = copy_.get(), stride = kPanel, panel = kPanel * x_stride;
-            for (int64_t i = 0; i < panels(columns); ++i) {
-                transpose_panel(x + i * panel, x_stride, copy_.get() + i * panel, scratch_.get());
+        template <class Source>
+        void take(const Source& x, int64_t columns, int64_t inner) {
+            if constexpr (TRANSPOSED) {
+                data = copy_.get(), stride = kPanel, panel = kPanel * whole_units(inner);
+                turn(x, whole_units(columns), whole_units(inner));
+            } else {
+                stride = whole_units(columns), panel = kPanel;
+                data = in_place(x, inner, stride, copy_.get());
             }
         }
 
     private:
-        AlignedFloats copy_, scratch_;
+        template <class Source>
+        void turn(const Source& x, int64_t columns, int64_t inner) {
+            for (int64_t n = 0; n < columns; n += kLanes) {
+                for (int64_t k = 0; k < inner; k += kLanes) {
+                    Lanes block[kLanes];
+                    for (int64_t i = 0; i < kLanes; ++i) block[i] = x.at(n + i, k);
+                    transpose(block);
+                    float* to = copy_.get() + n / kPanel * panel + k * kPanel + n % kPanel;
+                    for (int64_t i = 0; i < kLanes; ++i) lanes_at(to + i * kPanel) = block[i];
+                }
+            }
+        }
+
+        AlignedFloats copy_;
     };
 
     // out [rows, columns], rows `stride` apart; added to what stands there if `add`. Of `b` inner indices from `first`
@@ -122,6 +155,18 @@ struct FloatProducts {
     }
 
 private:
+    // Scratch itself; changes the distance of rows.
+    static const float* in_place(const Whole& x, int64_t, int64_t& stride, float*) { return stride = x.stride, x.first; }
+
+    // A copy of whole units, rows `stride` apart.
+    template <class Source>
+    static const float* in_place(const Source& x, int64_t rows, int64_t& stride, float* copy) {
+        for (int64_t row = 0; row < whole_units(rows); ++row) {
+            for (int64_t i = 0; i < stride; i += kLanes) lanes_at(copy + row * stride + i) = x.at(row, i);
+        }
+        return copy;
+    }
+
     template <int ROWS, class A>
     static void multiply_tile(const A& a, int64_t first, int64_t first_inner, const float* b, int64_t b_stride,
                               int64_t depth, bool add, float* out, int64_t stride) {

@@ -18,22 +18,6 @@ constexpr int kParts = 3;  // of a float
 
 typedef uint32_t TileRow __attribute__((vector_size(4 * kTile), may_alias));
 
-// Transposes 16 rows of 16 words: each pass rotates the bits of an element's place by one.
-inline void transpose_tile(const TileRow* rows, TileRow* out) {
-    TileRow now[kTile], next[kTile];
-    for (int i = 0; i < kTile; ++i) now[i] = rows[i];
-    for (int pass = 0; pass < 4; ++pass) {
-        for (int i = 0; i < kTile / 2; ++i) {
-            const TileRow a = now[i], b = now[i + kTile / 2];
-            next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] =
-                __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-        }
-        for (int i = 0; i < kTile; ++i) now[i] = next[i];
-    }
-    for (int i = 0; i < kTile; ++i) out[i] = now[i];
-}
-
 // A factor as registers want it: tiles of 16 rows (of a left factor) or columns (of a right one) by 32 inner indices.
 // Word r of a row holds the inner indices r and 16 + r; in right factors it is word r of a column.
 class TileFactor {
@@ -46,45 +30,56 @@ public:
     // The tiles of 16 rows or columns from `outer` on: for each 32 inner indices, for each part.
     const float* tiles(int64_t outer) const { return words_.get() + outer * inner_ / 2 * parts_; }
 
+    // Element by element instead of take(): first how many inner indices, then row `o` from inner index i on, two
+    // vectors a call.
+    void start(int64_t inner) { inner_ = whole_units(inner); }
+    void put(int64_t o, int64_t i, Lanes low, Lanes high) {
+        const int64_t tile = (o / kTile * inner_ + i) / kUnit * kParts;
+        split<kParts>(low, high, reinterpret_cast<TileRow*>(words_.get()) + tile * kTile + o % kTile);
+    }
+
 protected:
-    // Element (outer o, inner i) stands at x[o * stride + i] if ALONG, else at x[i * stride + o].
-    template <bool ALONG, bool TRANSPOSED>
-    void take(const float* x, int64_t stride, int64_t outer, int64_t inner) {
+    // Element (outer o, inner i) stands in row o if ALONG, else in row i.
+    template <bool ALONG, bool TRANSPOSED, class Source>
+    void take(const Source& x, int64_t outer, int64_t inner) {
         if (parts_ == 1) {
-            take_parts<ALONG, TRANSPOSED, 1>(x, stride, outer, inner);
+            take_parts<ALONG, TRANSPOSED, 1>(x, outer, inner);
         } else {
-            take_parts<ALONG, TRANSPOSED, kParts>(x, stride, outer, inner);
+            take_parts<ALONG, TRANSPOSED, kParts>(x, outer, inner);
         }
     }
 
 private:
-    template <bool ALONG, bool TRANSPOSED, int PARTS>
-    void take_parts(const float* x, int64_t stride, int64_t outer, int64_t inner) {
+    template <bool ALONG, bool TRANSPOSED, int PARTS, class Source>
+    void take_parts(const Source& x, int64_t outer, int64_t inner) {
         inner_ = whole_units(inner);
         TileRow* to = reinterpret_cast<TileRow*>(words_.get());
-        const int64_t between = ALONG ? kTile : kTile * stride;  // both halves of a word
         for (int64_t o = 0; o < whole_units(outer); o += kTile) {
             for (int64_t i = 0; i < inner_; i += kUnit, to += PARTS * kTile) {
-                const float* from = ALONG ? x + o * stride + i : x + i * stride + o;
                 TileRow waiting[TRANSPOSED ? PARTS * kTile : 1];
                 TileRow* parts = TRANSPOSED ? waiting : to;
-                for (int r = 0; r < kTile; ++r, from += stride) split<PARTS>(from, from + between, parts + r);
+                for (int r = 0; r < kTile; ++r) {
+                    const Lanes low = ALONG ? x.at(o + r, i) : x.at(i + r, o);
+                    const Lanes high = ALONG ? x.at(o + r, i + kTile) : x.at(i + kTile + r, o);
+                    split<PARTS>(low, high, parts + r);
+                }
                 if (!TRANSPOSED) continue;
-                for (int part = 0; part < PARTS; ++part) transpose_tile(waiting + part * kTile, to + part * kTile);
+                for (int part = 0; part < PARTS; ++part) {
+                    transpose(reinterpret_cast<Lanes*>(waiting + part * kTile));
+                    for (int r = 0; r < kTile; ++r) to[part * kTile + r] = waiting[part * kTile + r];
+                }
             }
         }
     }
 
-    // Rows of 16 floats each -> their parts, as pairs.
+    // Two vectors -> their parts, as pairs, a tile apart.
     template <int PARTS>
-    static void split(const float* low, const float* high, TileRow* out) {
-        typedef float Row __attribute__((vector_size(4 * kTile), may_alias, aligned(4)));
-        Row a = *reinterpret_cast<const Row*>(low), b = *reinterpret_cast<const Row*>(high);
+    static void split(Lanes a, Lanes b, TileRow* out) {
         for (int part = 0; part < PARTS; ++part) {
             const TileRow upper_a = (TileRow)a & 0xFFFF0000u, upper_b = (TileRow)b & 0xFFFF0000u;
             out[part * kTile] = upper_b | upper_a >> 16;
-            a -= (Row)upper_a;
-            b -= (Row)upper_b;
+            a -= (Lanes)upper_a;
+            b -= (Lanes)upper_b;
         }
     }
 
@@ -99,16 +94,18 @@ struct TileProducts {
     template <bool TRANSPOSED>
     struct Left : TileFactor {
         using TileFactor::TileFactor;
-        void take(const float* x, int64_t stride, int64_t rows, int64_t inner) {
-            TileFactor::take<!TRANSPOSED, TRANSPOSED>(x, stride, rows, inner);
+        template <class Source>
+        void take(const Source& x, int64_t rows, int64_t inner) {
+            TileFactor::take<!TRANSPOSED, TRANSPOSED>(x, rows, inner);
         }
     };
 
     template <bool TRANSPOSED>
     struct Right : TileFactor {
         using TileFactor::TileFactor;
-        void take(const float* x, int64_t stride, int64_t columns, int64_t inner) {
-            TileFactor::take<TRANSPOSED, TRANSPOSED>(x, stride, columns, inner);
+        template <class Source>
+        void take(const Source& x, int64_t columns, int64_t inner) {
+            TileFactor::take<TRANSPOSED, TRANSPOSED>(x, columns, inner);
         }
     };
 
@@ -118,7 +115,8 @@ struct TileProducts {
             for (int64_t column = 0; column < columns; column += kUnit) {
                 for (int64_t row = 0; row < rows; row += kUnit) {
                     multiply_unit<a_parts.value, b_parts.value>(a, b, row, column, whole_units(inner) / kUnit, add,
-                                                                out + row * stride + column, stride, first);
+                                                                rows - row > kTile, out + row * stride + column,
+                                                                stride, first);
                 }
             }
         };
@@ -129,15 +127,15 @@ struct TileProducts {
     }
 
 private:
-    // 32 x 32 elements.
+    // 32 x 32 elements, or 16 rows of them.
     template <int A_PARTS, int B_PARTS>
     static void multiply_unit(const TileFactor& a, const TileFactor& b, int64_t row, int64_t column, int64_t inner,
-                              bool add, float* out, int64_t stride, int64_t first) {
+                              bool add, bool both, float* out, int64_t stride, int64_t first) {
         float* lower = out + kTile * stride;
         const int64_t bytes = 4 * stride;
         if (add) {
             load_tile<0>(out, bytes), load_tile<1>(out + kTile, bytes);
-            load_tile<2>(lower, bytes), load_tile<3>(lower + kTile, bytes);
+            if (both) load_tile<2>(lower, bytes), load_tile<3>(lower + kTile, bytes);
         } else {
             zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
         }
@@ -148,15 +146,17 @@ private:
             for (int q = 0; q < B_PARTS; ++q, left_b += kTileWords, right_b += kTileWords) {
                 load_tile<6>(left_b, 64), load_tile<7>(right_b, 64);
                 for (int p = 0; p < A_PARTS && p + q < kParts; ++p) {
-                    load_tile<4>(upper_a + p * kTileWords, 64), load_tile<5>(lower_a + p * kTileWords, 64);
+                    load_tile<4>(upper_a + p * kTileWords, 64);
                     multiply_bfloat16<0, 4, 6>(), multiply_bfloat16<1, 4, 7>();
+                    if (!both) continue;
+                    load_tile<5>(lower_a + p * kTileWords, 64);
                     multiply_bfloat16<2, 5, 6>(), multiply_bfloat16<3, 5, 7>();
                 }
             }
             upper_a += A_PARTS * kTileWords, lower_a += A_PARTS * kTileWords;
         }
         store_tile<0>(out, bytes), store_tile<1>(out + kTile, bytes);
-        store_tile<2>(lower, bytes), store_tile<3>(lower + kTile, bytes);
+        if (both) store_tile<2>(lower, bytes), store_tile<3>(lower + kTile, bytes);
     }
 };
 
