@@ -253,6 +253,13 @@ def test_results_do_not_depend_on_threads():
         assert all(torch.equal(a, b) for a, b in zip(one.outputs, other.outputs, strict=True))
 
 
+def test_more_sentences_than_partial_sums():
+    """Sums are added up group by group of sentences, whichever thread ends a group."""
+    lengths = (2, 0, 3) * 50
+    compare(gradient_of(attention(lengths, dropout=0.1)))
+    compare(gradient_of(attention(lengths, (1, 4, 0) * 50), to_rounded=True))
+
+
 class Asked:
     """A builder that hands out a new tensor for whatever is asked for."""
 

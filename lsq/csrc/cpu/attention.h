@@ -77,23 +77,31 @@ struct Case {
     int64_t queries;      // of the longest sentence
     int64_t keys;         // of the longest block of keys
     int64_t wide;         // of rows of scores
-    std::vector<int64_t> order;  // pairs, the longest first; those of rows behind all sentences are the last
+    Blocks groups;        // of sentences, with the rows behind all of them as the last sentence
+    std::vector<int64_t> order;  // pairs, group after group, those with the most work first
 
     explicit Case(const Heads& heads)
         : heads(heads), q{heads.q}, k{heads.k}, v{heads.v},
           share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
           factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
-          order((heads.sentences + 1) * heads.count) {
-        const auto work = [&](int64_t pair) { return Pair(heads, pair).keys; };
-        for (size_t number = 0; number < order.size(); ++number) {
-            const Pair pair(heads, number);
+          groups(heads.sentences + 1) {
+        std::vector<int64_t> work(groups.count, 0), sorted(groups.count);
+        for (int64_t sentence = 0; sentence <= heads.sentences; ++sentence) {
+            const Pair pair(heads, sentence * heads.count);
             queries = std::max(queries, whole_units(pair.queries));
             keys = std::max(keys, whole_units(pair.keys_from(0)));
+            work[sentence / groups.size] += pair.queries * pair.keys;
         }
         wide = keys + kSkew;
-        std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return work(a) > work(b); });
+        std::iota(sorted.begin(), sorted.end(), 0);
+        std::stable_sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
+        for (int64_t group : sorted) {
+            for (int64_t i = 0; i < pairs(group); ++i) order.push_back(groups.begin(group) * heads.count + i);
+        }
     }
+
+    int64_t pairs(int64_t group) const { return (groups.end(group) - groups.begin(group)) * heads.count; }
+    int64_t group_of(int64_t pair) const { return pair / heads.count / groups.size; }
 
     // The same for the keys from the block's first on.
     int64_t wide_of(const Block& block) const { return whole_units(block.pair.keys_from(block.key)) + kSkew; }
@@ -105,7 +113,7 @@ class Worker {
 public:
     explicit Worker(const Case& given)
         : given_(given), heads_(given.heads), stride_(given.stride), scores_(kQueryBlock * given.wide),
-          words_(whole_units(given.keys)), query_rows_(kQueryBlock, stride_, given.q.coded()),
+          words_(given.keys + kPhiloxWords), query_rows_(kQueryBlock, stride_, given.q.coded()),
           key_columns_(given.keys, stride_, given.k.coded()) {}
 
 protected:
@@ -150,19 +158,31 @@ protected:
         }
     }
 
-    // Draws random words for the block's query `i` and n keys of the block from `first` on.
+    // Draws random words for the block's query `i` and n keys of the block from `first` on. Of few keys the words of
+    // two queries are drawn together, for an even `i`; all queries are asked for, in order.
     void draw(const Block& block, int64_t i, int64_t first, int64_t n) {
+        constexpr int64_t kHalf = kPhiloxWords / 2;
         const Dropout& dropout = heads_.dropout;
         if (!dropout.threshold) return;
-        const int64_t element = probability_element(block.row() + i, heads_.count, block.pair.head) + block.key + first;
-        philox(dropout.key[0], dropout.subsequence, element, n, reinterpret_cast<uint32_t*>(words_.get()));
+        const auto element = [&](int64_t query) {
+            return probability_element(block.row() + query, heads_.count, block.pair.head) + block.key + first;
+        };
+        uint32_t* words = reinterpret_cast<uint32_t*>(words_.get());
+        if (block.keys - first > kHalf) {
+            drawn_ = words;
+            const int64_t whole = (n + kPhiloxWords - 1) / kPhiloxWords * kPhiloxWords;
+            philox(dropout.key[0], dropout.subsequence, element(i), whole, words);
+        } else {
+            drawn_ = words + i % 2 * kHalf;
+            if (i % 2 == 0) philox_pair(dropout.key[0], dropout.subsequence, element(i), element(i + 1), words);
+        }
     }
 
     // Dropout by the words from `j` on that were drawn last; what is kept is still to be multiplied by keep().
     Lanes kept(int64_t j, Lanes x) const {
         if (!heads_.dropout.threshold) return x;
         const uint32_t limit = static_cast<uint32_t>(heads_.dropout.threshold);
-        return *reinterpret_cast<const LaneBits*>(words_.get() + j) >= limit ? x : Lanes{};
+        return *reinterpret_cast<const LaneBits*>(drawn_ + j) >= limit ? x : Lanes{};
     }
     float keep() const { return heads_.dropout.threshold ? heads_.dropout.keep : 1.0f; }
 
@@ -171,6 +191,7 @@ protected:
     const Heads& heads_;
     int64_t stride_;
     AlignedFloats scores_, words_;
+    const uint32_t* drawn_ = nullptr;
     typename Products::template Left<false> query_rows_;
     typename Products::template Right<true> key_columns_;
 };

@@ -1,4 +1,6 @@
 // The gradient of attention over packed rows; lsq/ops/attention.py is the reference.
+#include <atomic>
+
 #include "attention.h"
 
 using namespace lsq;
@@ -109,8 +111,8 @@ private:
         return sum_of_lanes(sum);
     }
 
-    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> the gradient of the scores; 0 for keys that are not
-    // seen.
+    // scores_ -> probabilities after dropout, slopes_ and dscores_ -> the gradient of the scores; 0 for keys that are
+    // not seen.
     void softmax_gradient(const Block& block, int64_t i, bool summed) {
         const int64_t n = block.seen(i);
         float *x = scores_row(i), *g = slopes_row(i);
@@ -144,7 +146,8 @@ private:
         for (int64_t column = 0; column < heads_.width; column += kLanes) {
             for (int64_t key = 0; key < keys; key += kLanes) {
                 Lanes block[kLanes];
-                for (int64_t i = 0; i < kLanes; ++i) block[i] = lanes_at(from.get() + (column + i) * wide_ + key) * factor;
+                const float* at = from.get() + column * wide_ + key;
+                for (int64_t i = 0; i < kLanes; ++i) block[i] = lanes_at(at + i * wide_) * factor;
                 transpose(block);
                 for (int64_t i = 0; i < std::min(kLanes, keys - key); ++i) {
                     store_lanes(to + (key + i) * given_.k.columns + column, block[i], heads_.width - column);
@@ -166,43 +169,75 @@ private:
 };
 
 // What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to where it is wanted.
-struct Ending {
-    const Projected& heads;
-    const HeadsGradient& to;
+// Changes it. One group of rows after the other is run, by any thread; their sums are added up in order at the end.
+class Ending {
+public:
+    Ending(const Projected& heads, const HeadsGradient& to, const Blocks& groups, float* gradient)
+        : heads_(heads), to_(to), gradient_(gradient),
+          wanted_(to.floats || to.rounded.codes || to.sum || to.clip), clips_(groups.count, 0.0),
+          sink_(groups, heads.columns, to.floats == gradient ? nullptr : to.floats, to.rounded, to.sum) {}
 
-    void run(int64_t rows, const float* gradient) const {
-        if (!to.floats && !to.rounded.codes && !to.sum && !to.clip) return;
-        const int64_t n = heads.columns;
-        const Blocks blocks(rows);
-        std::vector<double> clips(blocks.count, 0.0);
-        GradientSink sink(blocks, n, to.floats, to.rounded, to.sum);
-        for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
-            float* g = scratch.a.data();
-            std::memcpy(g, gradient + row * n, n * sizeof(float));
-            clips[block] += straight_through(heads.rows.coded, row * n, n, g);
-            sink.add(block, row, g, scratch);
-        });
-        sink.finish();
-        write_sum(clips, heads.rows.coded.clip_factor, to.clip);
+    void run(int64_t group, int64_t first, int64_t last, Scratch& scratch) {
+        if (!wanted_) return;
+        const int64_t n = heads_.columns;
+        for (int64_t row = first; row < last; ++row) {
+            float* g = gradient_ + row * n;
+            clips_[group] += straight_through(heads_.rows.coded, row * n, n, g);
+            sink_.add(group, row, g, scratch);
+        }
     }
+
+    void finish() const {
+        if (!wanted_) return;
+        sink_.finish();
+        write_sum(clips_, heads_.rows.coded.clip_factor, to_.clip);
+    }
+
+private:
+    const Projected& heads_;
+    const HeadsGradient& to_;
+    float* gradient_;
+    bool wanted_;
+    std::vector<double> clips_;
+    GradientSink sink_;
 };
 
 }  // namespace
 
-// dq and dkv: float32, where gradients stand before their ends; dkv is null where dq holds all.
+// dq and dkv: float32, where gradients stand before their ends; dkv is null where dq holds all. The thread that makes
+// the last pair of a group of sentences takes the group's rows to their ends, while they are in its caches.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
-    const Case given(op.heads);
+    const Heads& heads = op.heads;
+    const Case given(heads);
+    const Blocks& groups = given.groups;
     float* keys = dkv ? dkv : dq;
-    const int64_t end = op.heads.key_starts[op.heads.sentences], columns = op.heads.k.columns;
-    std::fill(keys + end * columns, keys + op.heads.key_rows * columns, 0.0f);
+    const int64_t behind = heads.key_starts[heads.sentences], columns = heads.k.columns;
+    std::fill(keys + behind * columns, keys + heads.key_rows * columns, 0.0f);
+    Ending of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
+    std::vector<std::atomic<int64_t>> left(groups.count);
+    for (int64_t group = 0; group < groups.count; ++group) left[group] = given.pairs(group);
+    const auto end = [&](int64_t group, Scratch& scratch) {
+        const auto row = [&](const int32_t* starts, int64_t sentence, int64_t rows) -> int64_t {
+            return sentence > heads.sentences ? rows : starts[sentence];
+        };
+        const int64_t first = groups.begin(group), last = groups.end(group);
+        of_queries.run(group, row(heads.starts, first, heads.rows), row(heads.starts, last, heads.rows), scratch);
+        of_keys.run(group, row(heads.key_starts, first, heads.key_rows), row(heads.key_starts, last, heads.key_rows),
+                    scratch);
+    };
     with_products([&](auto products) {
 #pragma omp parallel
         {
             BackwardWorker<decltype(products)> worker(op, given, dq, keys);
+            Scratch scratch(std::max(heads.q.columns, columns));
 #pragma omp for schedule(dynamic)
-            for (size_t i = 0; i < given.order.size(); ++i) worker.run(Pair(op.heads, given.order[i]));
+            for (size_t i = 0; i < given.order.size(); ++i) {
+                worker.run(Pair(heads, given.order[i]));
+                const int64_t group = given.group_of(given.order[i]);
+                if (--left[group] == 0) end(group, scratch);
+            }
         }
     });
-    Ending{op.heads.q, op.dq}.run(op.heads.rows, dq);
-    Ending{op.heads.k, op.dkv}.run(op.heads.key_rows, dkv);
+    of_queries.finish();
+    of_keys.finish();
 }

@@ -17,35 +17,36 @@ constexpr int64_t kPhiloxWords = 64;  // words that one call of philox_batch mak
 
 #if defined(__AVX512F__)
 
-// Counters group .. group + 15. The 32-bit words stand in 64-bit lanes, whose upper halves may hold anything:
-// the multiplication reads the lower ones alone. What all counters have alike in the first two rounds is scalar.
-inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint32_t* out) {
-    if (static_cast<uint32_t>(group) > 0xFFFFFFF0u) {  // the upper words differ
+// Counters group .. group + 7 and other .. other + 7. The 32-bit words stand in 64-bit lanes, whose upper halves may hold
+// anything: the multiplication reads the lower ones alone. What eight counters have alike in the first two rounds is scalar.
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint64_t other,
+                         uint32_t* out) {
+    const uint64_t begins[2] = {group, other};
+    if (static_cast<uint32_t>(group) > 0xFFFFFFF8u || static_cast<uint32_t>(other) > 0xFFFFFFF8u) {  // upper words differ
+        const uint64_t key = static_cast<uint64_t>(key1) << 32 | key0;
         for (uint64_t i = 0; i < kPhiloxWords / 4; ++i) {
-            const uint64_t key = static_cast<uint64_t>(key1) << 32 | key0;
-            std::memcpy(out + 4 * i, philox_group(key, subsequence, group + i).word, 16);
+            std::memcpy(out + 4 * i, philox_group(key, subsequence, begins[i / 8] + i % 8).word, 16);
         }
         return;
     }
     const __m512i multiplier0 = _mm512_set1_epi64(kPhiloxMultiplier0);
     const __m512i multiplier1 = _mm512_set1_epi64(kPhiloxMultiplier1);
-    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i lanes = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), first_key = _mm512_set1_epi64(key1);
     const uint64_t same1 = static_cast<uint64_t>(subsequence) * kPhiloxMultiplier1;
-    const uint32_t same = static_cast<uint32_t>(same1 >> 32) ^ static_cast<uint32_t>(group >> 32) ^ key0;
-    const uint64_t same0 = static_cast<uint64_t>(same) * kPhiloxMultiplier0;
-    const __m512i first_key = _mm512_set1_epi64(key1);
+    const uint32_t upper_key = static_cast<uint32_t>(same1 >> 32) ^ key0;
     key0 += kPhiloxWeyl0;
     key1 += kPhiloxWeyl1;
     const __m512i second_key0 = _mm512_set1_epi64(key0 ^ static_cast<uint32_t>(same1));
-    const __m512i second_key1 = _mm512_set1_epi64(key1 ^ static_cast<uint32_t>(same0 >> 32));
     __m512i c0[2], c1[2], c2[2], c3[2];
     for (int half = 0; half < 2; ++half) {
-        const __m512i counters = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(group + 8 * half)), lanes);
+        const uint32_t same = upper_key ^ static_cast<uint32_t>(begins[half] >> 32);
+        const uint64_t same0 = static_cast<uint64_t>(same) * kPhiloxMultiplier0;
+        const __m512i counters = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(begins[half])), lanes);
         const __m512i p0 = _mm512_mul_epu32(counters, multiplier0);
         const __m512i p1 = _mm512_mul_epu32(_mm512_xor_si512(_mm512_srli_epi64(p0, 32), first_key), multiplier1);
         c0[half] = _mm512_xor_si512(_mm512_srli_epi64(p1, 32), second_key0);
         c1[half] = p1;
-        c2[half] = _mm512_xor_si512(p0, second_key1);
+        c2[half] = _mm512_xor_si512(p0, _mm512_set1_epi64(key1 ^ static_cast<uint32_t>(same0 >> 32)));
         c3[half] = _mm512_set1_epi64(static_cast<int64_t>(same0));
     }
     for (int round = 2; round < kPhiloxRounds; ++round) {
@@ -71,12 +72,14 @@ inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uin
 
 #else
 
-inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint32_t* out) {
+inline void philox_batch(uint32_t key0, uint32_t key1, uint32_t subsequence, uint64_t group, uint64_t other,
+                         uint32_t* out) {
     constexpr int kLanes = kPhiloxWords / 4;
     uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-        c0[i] = static_cast<uint32_t>(group + i);
-        c1[i] = static_cast<uint32_t>((group + i) >> 32);
+        const uint64_t counter = i < kLanes / 2 ? group + i : other + (i - kLanes / 2);
+        c0[i] = static_cast<uint32_t>(counter);
+        c1[i] = static_cast<uint32_t>(counter >> 32);
         c2[i] = subsequence;
         c3[i] = 0;
     }
@@ -109,13 +112,20 @@ inline void philox(int64_t key, int64_t subsequence, int64_t first, int64_t n, u
     for (; done < n; done += kPhiloxWords) {
         const uint64_t group = static_cast<uint64_t>(first + done) / 4;
         if (n - done >= kPhiloxWords) {
-            philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, out + done);
+            philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, group + 8, out + done);
             continue;
         }
         uint32_t words[kPhiloxWords];
-        philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, words);
+        philox_batch(key0, key1, static_cast<uint32_t>(subsequence), group, group + 8, words);
         std::memcpy(out + done, words, sizeof(uint32_t) * (n - done));
     }
+}
+
+// Half of kPhiloxWords from `first` on, then as many from `other` on; both must be multiples of 4.
+inline void philox_pair(int64_t key, int64_t subsequence, int64_t first, int64_t other, uint32_t* out) {
+    philox_batch(static_cast<uint32_t>(key), static_cast<uint32_t>(static_cast<uint64_t>(key) >> 32),
+                 static_cast<uint32_t>(subsequence), static_cast<uint64_t>(first) / 4,
+                 static_cast<uint64_t>(other) / 4, out);
 }
 
 }  // namespace lsq

@@ -38,8 +38,8 @@ private:
     std::unique_ptr<float, Free> data_;
 };
 
-// Where a factor is read: rows of numbers `stride` apart, of which at(row, column) are the kLanes from there on. Scratch
-// is whole units, aligned, and read where it stands.
+// Where a factor is read: rows of numbers `stride` apart, of which at(row, column) are the kLanes from there on.
+// Scratch is whole units, aligned, and read where it stands.
 struct Whole {
     const float* first;
     int64_t stride;
@@ -156,7 +156,10 @@ struct FloatProducts {
 
 private:
     // Scratch itself; changes the distance of rows.
-    static const float* in_place(const Whole& x, int64_t, int64_t& stride, float*) { return stride = x.stride, x.first; }
+    static const float* in_place(const Whole& x, int64_t, int64_t& stride, float*) {
+        stride = x.stride;
+        return x.first;
+    }
 
     // A copy of whole units, rows `stride` apart.
     template <class Source>
