@@ -42,7 +42,7 @@ def pytest_testnodedown(node) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many tests were left out, and why."""
     for reason, count in terminalreporter.config.stash.get(LEFT_OUT, {}).items():
-        terminalreporter.write_line(f"{count:,} {'test' if count == 1 else 'tests'} {reason}")
+        terminalreporter.write_line(f"left out: {count:,} {'test' if count == 1 else 'tests'} {reason}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

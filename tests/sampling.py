@@ -11,8 +11,9 @@ from itertools import combinations_with_replacement
 import pytest
 import torch
 
-NO_GPU = "for a CUDA GPU, and torch sees none here"
+NO_GPU = "for a CUDA GPU (torch sees none here)"
 THOROUGH = "for `make test-thorough`"
+SLOW = "marked slow (`pytest -m slow`, or by name)"
 
 
 def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
@@ -67,7 +68,7 @@ def leave_out(items: list[pytest.Item], config: pytest.Config) -> dict[str, int]
         if _marked(item, "gpu") and not torch.cuda.is_available():
             left_out[NO_GPU].append(item)
         elif _marked(item, "thorough", "slow") and not config.option.markexpr and not _named(item, config):
-            left_out[THOROUGH].append(item)
+            left_out[SLOW if _marked(item, "slow") else THOROUGH].append(item)
         else:
             kept.append(item)
     items[:] = kept
