@@ -22,7 +22,8 @@ from lsq.csrc.runtime import Driver
 
 WARP = 32
 CALLED = {
-    "emulator_float_to_bfloat16": "convert", "emulator_collective": "exchange", "emulator_barrier": "barrier",
+    "emulator_float_to_bfloat16": "convert", "emulator_bfloat16_pair": "convert",
+    "emulator_collective": "exchange", "emulator_barrier": "barrier",
     "emulator_load": "memory", "emulator_store": "memory",
     "emulator_load_matrices": "memory", "emulator_copy_async": "memory", "emulator_multiply": "mma",
     "nearbyintf": "convert", "rintf": "convert",

@@ -39,6 +39,34 @@ def test_sums_wrap_around():
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_multiplication_of_bfloat16(order):
+    draw = torch.Generator().manual_seed(4)
+    a, b = torch.randn(16, 16, generator=draw).bfloat16(), torch.randn(8, 16, generator=draw).bfloat16()
+    a[2, 3], b[5] = torch.nan, 1.0
+    sums = torch.randn(16, 8, generator=draw)
+    expected = (sums.double() + a.double() @ b.double().t()).float()
+    module(order).launch("one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
+    torch.testing.assert_close(sums, expected, rtol=0, atol=2e-6, equal_nan=True)
+    assert sums.isnan().sum() == 8
+
+
+def test_codes_are_exact_as_bfloat16():
+    """As are their sums below 2^24."""
+    a, b = codes(16, 16), codes(8, 16)
+    sums = torch.full((16, 8), 2.0**24 - 2**19)
+    expected = sums.int() + a.int() @ b.int().t()
+    a, b = a.bfloat16(), b.bfloat16()
+    module().launch("one_bfloat16_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
+    assert torch.equal(sums.int(), expected)
+
+
+def test_pairs_of_bfloat16():
+    x, out = torch.randn(64, generator=torch.Generator().manual_seed(5)), torch.zeros(64, dtype=torch.bfloat16)
+    module().launch("pairs", 1, 32, x.data_ptr(), out.data_ptr())
+    assert torch.equal(out, x.bfloat16())
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("transposed", [0, 1])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_matrices(order, count, transposed):
@@ -124,6 +152,11 @@ def counted(name, *arguments, block=32, **defines):
 def test_counts():
     found = counted("one_multiplication", codes(16, 32), codes(8, 32), torch.zeros(16, 8, dtype=torch.int32))
     assert found.instructions["mma"] == 1 and sum(found.instructions.values()) < 1000  # not the emulator's own
+    halves = torch.zeros(16, 16, dtype=torch.bfloat16)
+    found = counted("one_bfloat16_multiplication", halves, halves[:8], torch.zeros(16, 8))
+    assert found.instructions["mma"] == 1 and sum(found.instructions.values()) < 1000
+    found = counted("pairs", torch.zeros(64), torch.zeros(32))
+    assert found.instructions["convert"] == 1
     for stride, conflicted in ((16, 12), (128, 28 + 124), (144, 12)):  # the rows are stored by words
         x, out = torch.zeros(128), torch.zeros(128)
         found = counted("matrices", x, out, stride, 0, 0)

@@ -4,6 +4,7 @@
 // fragment: group = lane / 4, part = lane % 4.
 #pragma once
 
+#include "bfloat16.h"
 #include "services.h"
 
 namespace emulator {
@@ -12,9 +13,10 @@ namespace emulator {
 
 constexpr int WARP = 32;
 
+template <class Sum>
 struct Multiplication {
     uint32_t a[4], b[2];
-    int32_t sums[4];
+    Sum sums[4];
 };
 
 // Byte k of a fragment's row: word k / 16 of lane `4 * row + k / 4 % 4`.
@@ -22,8 +24,8 @@ inline int byte_of(const uint32_t* words, int stride, int k) {
     return static_cast<int8_t>(words[k / 16 * stride] >> 8 * (k % 4));
 }
 
-EMULATOR_TOGETHER inline void multiply(void* const* operands) {
-    const auto of = [operands](int lane) { return static_cast<Multiplication*>(operands[lane]); };
+EMULATOR_TOGETHER inline void multiply_bytes(void* const* operands) {
+    const auto of = [operands](int lane) { return static_cast<Multiplication<int32_t>*>(operands[lane]); };
     for (int row = 0; row < 16; ++row) {
         for (int column = 0; column < 8; ++column) {
             int64_t sum = 0;
@@ -34,6 +36,31 @@ EMULATOR_TOGETHER inline void multiply(void* const* operands) {
             // Sums wrap around.
             int32_t& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
             found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));
+        }
+    }
+}
+
+// Value k of a fragment's row: half of word k / 8 of lane `4 * row + k / 2 % 4`.
+inline double bfloat16_of(const uint32_t* words, int stride, int k) {
+    const uint32_t bits = words[k / 8 * stride] >> 16 * (k % 2) << 16;
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+// A sum is rounded once; a GPU cuts off what lies far below the largest product.
+EMULATOR_TOGETHER inline void multiply_bfloat16(void* const* operands) {
+    const auto of = [operands](int lane) { return static_cast<Multiplication<float>*>(operands[lane]); };
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < 8; ++column) {
+            float& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
+            double sum = found;
+            for (int k = 0; k < 16; ++k) {
+                const int part = k / 2 % 4;
+                sum += bfloat16_of(of(row % 8 * 4 + part)->a + row / 8, 2, k) *
+                       bfloat16_of(of(column * 4 + part)->b, 1, k);
+            }
+            found = static_cast<float>(sum);
         }
     }
 }
@@ -60,15 +87,33 @@ EMULATOR_TOGETHER void load_matrices(void* const* operands) {
     }
 }
 
+template <class Sum>
+EMULATOR_TOGETHER void together(void (*operation)(void* const*), Sum (&sums)[4], const uint32_t (&a)[4],
+                                const uint32_t (&b)[2], Site site) {
+    Multiplication<Sum> operands = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {sums[0], sums[1], sums[2], sums[3]}};
+    emulator_together("mma.sync", operation, &operands, site);
+    for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
+}
+
 }  // namespace emulator
 
 // mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 32] times b [8, 32] transposed.
 EMULATOR_TOGETHER inline void emulator_multiply(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
-    emulator::Multiplication operands = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {sums[0], sums[1], sums[2], sums[3]}};
-    emulator_together("mma.sync", emulator::multiply, &operands, site);
-    for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
+    emulator::together(emulator::multiply_bytes, sums, a, b, site);
+}
+
+// mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32: sums [16, 8] += a [16, 16] times b [8, 16] transposed.
+EMULATOR_TOGETHER inline void emulator_multiply(
+    float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+    emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+    emulator::together(emulator::multiply_bfloat16, sums, a, b, site);
+}
+
+// cvt.rn.bf16x2.f32
+__attribute__((noinline)) inline uint32_t emulator_bfloat16_pair(float low, float high) {
+    return emulator_float_to_bfloat16(low) | static_cast<uint32_t>(emulator_float_to_bfloat16(high)) << 16;
 }
 
 // ldmatrix.sync.aligned.m8n8.x1, .x2 or .x4, perhaps .trans, .shared.b16: lane i names row i % 8 of matrix i / 8.

@@ -1,16 +1,17 @@
-// Tensor cores, and what brings their operands from memory to registers, for int8: the only place with their PTX.
+// Tensor cores, and what brings their operands from memory to registers: the only place with their PTX.
 //
-// Fragments are those of mma.sync m16n8k32. Of lane = 4 * group + part: a [16, 32] has bytes [16 * i + 4 * part, + 4) of
-// row `group` in word 2 * i, and of row group + 8 in word 2 * i + 1; b [8, 32], of row `group`, in word i; sums [16, 8]
-// has columns 2 * part and 2 * part + 1 of row `group` in numbers 0 and 1, of row group + 8 in 2 and 3. All lanes of a
-// warp must call `multiply` and `load_matrices` together.
+// Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32 bytes alike. Of
+// lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row `group` in word 2 * i, and of row
+// group + 8 in word 2 * i + 1; b, 8 rows, of row `group`, in word i; sums [16, 8] has columns 2 * part and 2 * part + 1
+// of row `group` in numbers 0 and 1, of row group + 8 in 2 and 3. All lanes of a warp must call `multiply` and
+// `load_matrices` together.
 #pragma once
 
 #include "device.cuh"
 
 namespace lsq {
 
-// sums += a times b transposed, exact modulo 2^32.
+// sums += a times b transposed, of int8: exact modulo 2^32.
 __device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR
     emulator_multiply(sums, a, b);
@@ -18,6 +19,28 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// The same of bfloat16. Products are exact, and sums of whole numbers below 2^24 are.
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef LSQ_EMULATOR
+    emulator_multiply(sums, a, b);
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// Two floats as bfloat16, rounded to nearest even, `low` in the lower half.
+__device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
+#ifdef LSQ_EMULATOR
+    return emulator_bfloat16_pair(low, high);
+#else
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
 #endif
 }
 

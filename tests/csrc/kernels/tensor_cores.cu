@@ -25,6 +25,25 @@ LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) 
 }
 LSQ_EXPORT(one_multiplication)
 
+// out [16, 8] += a [16, 16] times b [8, 16] transposed, bfloat16 in pairs.
+LSQ_KERNEL one_bfloat16_multiplication(In<uint32_t> a, In<uint32_t> b, Out<float> out) {
+    const int group = threadIdx.x / 4, part = threadIdx.x % 4;
+    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part], a[8 * group + part + 4],
+                              a[8 * (group + 8) + part + 4]};
+    const uint32_t of_b[2] = {b[8 * group + part], b[8 * group + part + 4]};
+    float sums[4];
+    for (int i = 0; i < 4; ++i) sums[i] = out[8 * (group + i / 2 * 8) + 2 * part + i % 2];
+    multiply(sums, of_a, of_b);
+    for (int i = 0; i < 4; ++i) out[8 * (group + i / 2 * 8) + 2 * part + i % 2] = sums[i];
+}
+LSQ_EXPORT(one_bfloat16_multiplication)
+
+// out [32] of x [64]: neighbours as a pair.
+LSQ_KERNEL pairs(In<float> x, Out<uint32_t> out) {
+    out[threadIdx.x] = bfloat16_pair(x[2 * threadIdx.x], x[2 * threadIdx.x + 1]);
+}
+LSQ_EXPORT(pairs)
+
 // out [32, COUNT]: what each lane gets of x, rows of 16 bytes that lie `stride` bytes apart, `shift` bytes too far.
 LSQ_KERNEL matrices(In<uint32_t> x, Out<uint32_t> out, int64_t stride, int64_t shift, int64_t fault) {
     alignas(16) __shared__ unsigned char rows[32 * 144 + 16];
