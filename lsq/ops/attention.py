@@ -9,6 +9,7 @@ lsq.ops.heads.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,8 +26,8 @@ from lsq.program.values import Coded, RoundedGradient
 
 WIDEST = 128
 """Columns of a head on CUDA, at most."""
-THREADS = 128
-"""Of a block of the kernels that look at pairs of queries and keys."""
+TILE = 64
+"""Queries or keys that a block takes at a time on CUDA, at most."""
 
 
 class Attention(Operation):
@@ -53,10 +54,12 @@ class Attention(Operation):
         return context, *(self.rounded.encode(context) if self.rounded is not None else (None,) * 4), log_sum
 
     def cuda(self):
+        rows = tile_rows(self.heads)
         return [
             launch(
-                "attention.cu", "lsq_attention", self, TICKET, grid=_blocks(self.heads, self.heads.rows),
-                block=THREADS, **_defines(self.heads, self.out), **started(self.rounded),
+                "attention.cu", "lsq_attention", self, TICKET, grid=_blocks(self.heads, self.heads.rows, rows),
+                block=threads(rows), **_defines(self.heads, rows, self.out),
+                **started(self.rounded),
             )
         ]  # fmt: skip
 
@@ -187,14 +190,17 @@ class AttentionGradient(Operation):
         heads, sides = self.heads, len(self._sides)
         gradients, left = scratch[:sides], iter(scratch[sides:])
         dq, dkv = gradients[0], gradients[-1]
-        defines = _defines(heads, self.dcontext, *(end.floats for _, _, end in self._sides))
-        entries = [
-            launch(
-                "attention.cu", f"lsq_attention_{side}_gradient", self, sums, gradient, grid=_blocks(heads, rows),
-                block=THREADS, **defines,
+        rows = tile_rows(heads, self.dcontext)
+        shared = shared_bytes(heads, rows, self.dcontext.dtype)
+        defines = _defines(heads, rows, self.dcontext, *(end.floats for _, _, end in self._sides))
+        of_queries, of_keys = (
+            functools.partial(
+                launch, "attention_gradient.cu", f"lsq_attention_{side}_gradient", self, sums, dq,
+                grid=_blocks(heads, among, rows), block=threads(rows), shared=shared, SHARED=shared, **defines,
             )
-            for side, rows, gradient in (("query", heads.rows, dq), ("key", heads.key_rows, dkv))
-        ]
+            for side, among in (("query", heads.rows), ("key", heads.key_rows))
+        )
+        entries = [of_queries(), of_keys(dkv)]
         for keys, ((one, _, end), gradient) in enumerate(zip(self._sides, gradients, strict=True)):
             entries += self._finish(keys, one, end, gradient, next(left) if end.parts is None else end.parts)
         return entries
@@ -211,25 +217,55 @@ class AttentionGradient(Operation):
         ]  # fmt: skip
 
 
-def _blocks(heads: Heads, rows: int) -> tuple[int, int]:
+def _blocks(heads: Heads, rows: int, tile: int) -> tuple[int, int]:
     """Blocks of rows (see csrc/kernels/attention.cuh) and heads."""
-    return rows // tile_rows(heads.width) + heads.sentences + 1, heads.count
+    return rows // tile + heads.sentences + 1, heads.count
 
 
-def tile_rows(width: int) -> int:
-    """Queries or keys that a block on CUDA takes at a time.
+def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:
+    """Queries or keys that a block on CUDA takes at a time: as many as its shared memory has room for.
+
+    Args:
+        heads: as they are read.
+        floats: activations that are read beside them.
 
     Raises:
         ValueError: kernels have no such heads.
     """
     check(
-        width % VECTOR == 0 and 0 < width <= WIDEST,
-        f"heads of {width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up to {WIDEST}",
+        heads.width % VECTOR == 0 and 0 < heads.width <= WIDEST,
+        f"heads of {heads.width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up to {WIDEST}",
     )
-    return 32 if width <= 64 else 16
+    wide = any(one.dtype == torch.float32 for one in (*_floats(heads), *floats))
+    return TILE // ((1 + (heads.width > 64)) * (1 + wide))
 
 
-def _defines(heads: Heads, *floats: torch.Tensor | None) -> dict[str, int]:
-    """-D of a kernel on tiles."""
-    found = [one for one in (heads.q.rows.floats, heads.k.rows.floats, heads.v.rows.floats, *floats) if one is not None]
-    return {"WIDTH": heads.width, "TILE": tile_rows(heads.width), **(float_define(*found) if found else {})}
+def threads(rows: int) -> int:
+    """Of a block: a warp for 16 rows of its tile."""
+    return 2 * rows
+
+
+def shared_bytes(heads: Heads, rows: int, dtype: torch.dtype) -> int:
+    """Of a block that makes gradients: tiles of queries, keys, values and their context's gradient, in that dtype, and
+    two of pairs, as bfloat16 parts of which rows are 16 bytes apart (csrc/kernels/attention_gradient.cu)."""
+    single = dtype == torch.float32
+    of_float, of_pair = (3, 3) if single else (1, 2)
+    operands = 3 * (of_float if _floats(heads) else 1) + of_float
+    return rows * (operands * (-(-heads.width // 16) * 32 + 16) + 2 * of_pair * (2 * rows + 16))
+
+
+def _floats(heads: Heads) -> list[torch.Tensor]:
+    """Which of queries, keys and values are floats."""
+    return [one.rows.floats for one in (heads.q, heads.k, heads.v) if one.rows.floats is not None]
+
+
+def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str, int]:
+    """-D of a kernel on tiles.
+
+    Raises:
+        ValueError: some of queries, keys and values are codes, others floats.
+    """
+    among = _floats(heads)
+    check(len(among) in (0, 3), "queries, keys and values must all be codes, or all floats: round all three or none")
+    found = [one for one in (*among, *floats) if one is not None]
+    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **(float_define(*found) if found else {})}

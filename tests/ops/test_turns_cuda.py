@@ -133,9 +133,10 @@ def sums():
 
 
 def attentions():
-    """Tiles of one sentence in three turns, and sentences among which three steps of a search find a tile's."""
-    for width, others in ((8, None), (64, (40, 0, 9, 70, 2))):
-        lengths = (1, 0, 70, 2, 3)
+    """Tiles of one sentence in three turns, and sentences among which three steps of a search find a tile's; three
+    tiles of queries that all see one of keys, a few columns at a time."""
+    for width, others in ((8, None), (64, (40, 0, 9, 140, 2)), (48, (1, 0, 20, 2, 3)), (128, (4, 0, 140, 2, 3))):
+        lengths = (1, 0, 140, 2, 3)
         compare_both(lengths=lengths, others=others, width=width, heads=1, causal=True, dropout=0.1)
     for width in (16, 344):  # of rows whose gradients are finished
         compare_both(lengths=(40, 1), width=8, heads=width // 8, to_rounded=True)
@@ -187,7 +188,8 @@ def started_scales():
 
 
 CASES = {
-    "adam.cu": adam_steps, "attention.cu": attentions, "attention_rows.cu": attentions,
+    "adam.cu": adam_steps, "attention.cu": attentions, "attention_gradient.cu": attentions,
+    "attention_rows.cu": attentions,
     "calibration.cu": test_calibration_cuda.turns, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
     "operands.cu": float_operands, "project.cu": projects,
@@ -197,9 +199,6 @@ CASES = {
     "weight_gradient.cu": weight_gradients,
 }  # fmt: skip
 """What runs all kernels of a source."""
-WHOLE_TILES = "part += kThreads"
-"""How the heads of attention's loops over a tile end. 128 threads take 128 vectors of it a turn, and the largest tiles,
-32 rows of 64 columns or 16 of 128, have 256: there are two turns at most, and these are wanted."""
 
 
 @pytest.fixture(scope="module")
@@ -230,12 +229,12 @@ def test_three_turns(source, counted, few_blocks, monkeypatch):
 
 
 def assert_three_turns(source, found, loops):
-    """Every kernel ran, came to every loop, and took three turns of each, or both of WHOLE_TILES."""
+    """Every kernel ran, came to every loop, and took three turns of each."""
     assert found.keys() == set(EXPORT.findall(emulator.KERNELS.joinpath(source).read_text())), "kernels without a case"
     reached = {loop for of in found.values() for loop in of}
     assert {loop for loop in loops if loop.startswith(f"{source}:")} <= reached, "loops without a case"
     short = {
         f"{kernel}: {loop}": turns for kernel, of in found.items() for loop, turns in of.items()
-        if turns < (2 if loop.startswith("attention.") and WHOLE_TILES in loop else TURNS)
+        if turns < TURNS
     }  # fmt: skip
     assert not short, f"fewer than {TURNS} turns"

@@ -1,0 +1,232 @@
+// The gradients of attention over packed rows; lsq/ops/attention.py is the reference.
+//
+// Probabilities are made again from the log of their sum. A block has one head and one tile of queries, or of keys, and
+// goes over the sentence's other tiles; nothing is added by atomics. Where all keys of a sentence stand in one tile, the
+// block of that tile has all that its queries' gradients need, and makes them, too: short sentences are looked at once.
+#include "attention.cuh"
+
+namespace {
+
+// Threads of these kernels that a multiprocessor holds at once, at least, by the registers that they need.
+constexpr bool kLarge = WIDTH > 64 || kSingle;
+constexpr int kFewThreads = 256, kManyThreads = 384;
+
+struct Tiles {
+    FloatTile<kOperandParts> queries, keys, values;
+    FloatTile<kFloatParts> upstream;
+    PairTile dropped, slopes;  // what dv and dk are products with, which wait for all warps' queries
+};
+
+static_assert(sizeof(Tiles) == SHARED, "bytes of shared memory that launches ask for");
+
+// What both kernels read of their operation.
+struct Backward {
+    Operand q, k, v, upstream;
+    PairMask mask;
+    const float* log_sum;
+    float factor;
+
+    __device__ __forceinline__ explicit Backward(const AttentionGradient& op)
+        : q(op.heads.q), k(op.heads.k), v(op.heads.v),
+          upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), mask(op.heads), log_sum(op.log_sum),
+          factor(q.scale * k.scale * score_share()) {}
+
+    __device__ __forceinline__ bool one_tile(const Sentence& sentence) const {
+        return sentence.keys > 0 && sentence.keys <= TILE;
+    }
+
+    // A tile of queries, and one of keys. All threads of the block must call these, and have left the tiles.
+    __device__ __forceinline__ void load_queries(int64_t row, int count, int head, Tiles& tiles) const {
+        load_tile(q, row, count, head, tiles.queries);
+        load_tile(upstream, row, count, head, tiles.upstream);
+    }
+    __device__ __forceinline__ void load_keys(int64_t row, int count, int head, Tiles& tiles) const {
+        load_tile(k, row, count, head, tiles.keys);
+        load_tile(v, row, count, head, tiles.values);
+    }
+};
+
+// A tile of queries and one of keys that meet: which they are of their sentence.
+struct Meeting {
+    int64_t query, key;
+    int queries, keys, head;
+};
+
+// The warp's rows of p, probabilities, and g, the gradients of those; 0 where a key is not seen. dropped(eight, four):
+// gets what the forward pass multiplied values by.
+template <class Dropped>
+__device__ __forceinline__ void probabilities(const Backward& given, const Tiles& tiles, const Sentence& sentence,
+                                              const Meeting& at, Pairs& p, Pairs& g, const Dropped& dropped) {
+    multiply_rows(tiles.queries, tiles.keys, at.keys, p);
+    multiply_rows(tiles.upstream, tiles.values, at.keys, g);
+    const int64_t row = sentence.query + at.query;
+    int seen[2];
+    float log_sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const bool inside = lane_row(half) < at.queries;
+        seen[half] = inside ? sentence.seen(at.query + lane_row(half), at.key) : 0;
+        log_sum[half] = inside ? given.log_sum[(row + lane_row(half)) * given.mask.heads + at.head] : 0.0f;
+    }
+#pragma unroll
+    for (int eight = 0; eight < TILE / 8; ++eight) {
+        if (eight / 2 * kRows >= at.keys) continue;
+        float four[4];
+        given.mask.four(row, at.head, at.key + 8 * eight, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool sees = lane_column(eight) + i % 2 < seen[i / 2];
+            p[eight][i] = sees ? bounded_exponential(p[eight][i] * given.factor - log_sum[i / 2]) : 0.0f;
+            g[eight][i] = sees ? g[eight][i] * given.v.scale * four[i] : 0.0f;
+            four[i] = sees ? p[eight][i] * four[i] : 0.0f;
+        }
+        dropped(eight, four);
+    }
+}
+
+// The sum of p * g over a query's keys, of each half.
+__device__ __forceinline__ void add_up(const Pairs& p, const Pairs& g, float (&total)[2]) {
+#pragma unroll
+    for (int eight = 0; eight < TILE / 8; ++eight) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[i / 2] += p[eight][i] * g[eight][i];
+    }
+}
+
+// sums * factor to `count` rows of a float32 matrix; columns from 16 * first on of a head.
+template <int EIGHTS>
+__device__ __forceinline__ void store_sums(const float (&sums)[EIGHTS][4], float factor, int count, int first, float* out,
+                                           int64_t columns) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; ++eight) {
+            const int column = 16 * first + lane_column(eight);
+            if (lane_row(half) >= count || column >= WIDTH) continue;
+            const float* two = sums[eight] + 2 * half;
+            store_words(out + lane_row(half) * columns + column, make_float2(two[0] * factor, two[1] * factor));
+        }
+    }
+}
+
+}  // namespace
+
+// dq: float32 [M, q_columns], of sentences whose keys take several tiles, or that have none. sums [M, heads]: of each
+// query's probabilities times their gradients.
+LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
+    lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<float> dq) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
+    const Backward given(op);
+    const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
+    const Sentence sentence(op.heads, place.sentence);
+    if (place.count == 0 || given.one_tile(sentence)) return;
+    const int head = blockIdx.y;
+    const int64_t row = place.begin + place.first;
+    given.load_queries(row, place.count, head, tiles);
+    // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g and p add up to with
+    // the keys is kept apart until the total is known.
+    float total[2] = {};
+    Sums of_weighted = {}, of_plain = {};
+    const int64_t last = sentence.seen(place.first + place.count - 1);
+    for (int64_t begin = 0; begin < last; begin += TILE) {
+        const int count = static_cast<int>(min(last - begin, static_cast<int64_t>(TILE)));
+        __syncthreads();
+        given.load_keys(sentence.key + begin, count, head, tiles);
+        __syncthreads();
+        if (warp_row() >= place.count) continue;
+        Pairs p, g;
+        probabilities(given, tiles, sentence, {place.first, begin, place.count, count, head}, p, g,
+                      [](int, const float (&)[4]) {});
+        add_products(OfRows{p}, tiles.keys, count, 0, of_plain);
+        add_up(p, g, total);
+#pragma unroll
+        for (int eight = 0; eight < TILE / 8; ++eight) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) g[eight][i] *= p[eight][i];
+        }
+        add_products(OfRows{g}, tiles.keys, count, 0, of_weighted);
+    }
+    float* totals = sums;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        total[half] = warp_reduce<Sum, 4>(total[half]);
+        if (lane() % 4 == 0 && lane_row(half) < place.count) {
+            totals[(row + lane_row(half)) * op.heads.count + head] = total[half];
+        }
+    }
+#pragma unroll
+    for (int eight = 0; eight < kColumns / 8; ++eight) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_weighted[eight][i] -= total[i / 2] * of_plain[eight][i];
+    }
+    store_sums(of_weighted, given.k.scale * score_share(), place.count, 0,
+               dq + (row * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
+}
+LSQ_EXPORT(lsq_attention_query_gradient)
+
+// dkv: float32 [S, k_columns], gradients of keys and values; sums and dq as above, dq of the other sentences.
+LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / kThreads)
+    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq, Out<float> dkv) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
+    const Backward given(op);
+    const Place place(op.heads.key_starts, op.heads.sentences, op.heads.key_rows);
+    const Sentence sentence(op.heads, place.sentence);
+    if (place.count == 0) return;
+    const bool alone = given.one_tile(sentence);
+    const int head = blockIdx.y;
+    const int64_t row = place.begin + place.first;
+    given.load_keys(row, place.count, head, tiles);
+    Sums dk = {}, dv = {};
+    // Under a causal mask, queries before this one see none of the keys; without any, their own gradients are zeros.
+    const int64_t earliest =
+        sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, int64_t{0}) : 0;
+    for (int64_t begin = earliest / TILE * TILE; begin < sentence.queries; begin += TILE) {
+        const int count = static_cast<int>(min(sentence.queries - begin, static_cast<int64_t>(TILE)));
+        const int64_t query = sentence.query + begin;
+        __syncthreads();
+        given.load_queries(query, count, head, tiles);
+        __syncthreads();
+        if (warp_row() < count) {
+            Pairs p, g;
+            probabilities(given, tiles, sentence, {begin, place.first, count, place.count, head}, p, g,
+                          [&](int eight, const float (&four)[4]) { store_pairs(four, eight, tiles.dropped); });
+            float total[2] = {};
+            if (alone) add_up(p, g, total);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                total[half] = warp_reduce<Sum, 4>(total[half]);
+                if (!alone && lane_row(half) < count) {
+                    total[half] = sums[(query + lane_row(half)) * op.heads.count + head];
+                }
+            }
+#pragma unroll
+            for (int eight = 0; eight < TILE / 8; ++eight) {
+                if (eight / 2 * kRows >= place.count) continue;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) p[eight][i] *= g[eight][i] - total[i / 2];
+                store_pairs(p[eight], eight, tiles.slopes);
+            }
+            // A few columns at a time: registers hold the sums of keys and values, too.
+            constexpr int kSteps = kColumns % 64 ? 1 : kSingle ? 2 : 4;
+#pragma unroll 1
+            for (int first = 0; alone && first < kColumns / 16; first += kSteps) {
+                float mine[2 * kSteps][4] = {};
+                add_products(OfRows{p}, tiles.keys, place.count, first, mine);
+                store_sums(mine, given.k.scale * score_share(), count, first,
+                           dq + (query * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
+            }
+        }
+        __syncthreads();
+        if (warp_row() < place.count) {
+            add_products(OfColumns{tiles.dropped}, tiles.upstream, count, 0, dv);
+            add_products(OfColumns{tiles.slopes}, tiles.queries, count, 0, dk);
+        }
+    }
+    const int64_t columns = given.k.columns;
+    float* out = dkv + (row * columns + head * WIDTH);
+    store_sums(dk, given.q.scale * score_share(), place.count, 0, out + given.k.column, columns);
+    store_sums(dv, 1.0f, place.count, 0, out + given.v.column, columns);
+}
+LSQ_EXPORT(lsq_attention_key_gradient)
