@@ -40,14 +40,14 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     const int head = blockIdx.y;
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
-    const int64_t row = place.begin + place.first;  // of the first query
+    const int row = place.begin + place.first;  // of the first query
     load_tile(q, row, place.count, head, tiles.queries);
     commit_copies();
     float largest[2] = {-infinity(), -infinity()}, total[2] = {};
     Sums sums = {};
-    const int64_t last = place.count ? sentence.seen(place.first + place.count - 1) : 0;
-    for (int64_t begin = 0; begin < last; begin += TILE) {
-        const int count = static_cast<int>(min(last - begin, static_cast<int64_t>(TILE)));
+    const int last = place.count ? sentence.seen(place.first + place.count - 1) : 0;
+    for (int begin = 0; begin < last; begin += TILE) {
+        const int count = min(last - begin, TILE);
         __syncthreads();  // the tiles before have been read
         load_tile(k, sentence.key + begin, count, head, tiles.keys);
         commit_copies();

@@ -8,17 +8,17 @@ namespace lsq {
 // Which tile of rows a block has. Sentence b owns places starts[b] / TILE + b and those after it, which are enough for
 // its rows however they begin; some stay empty. Rows behind the last sentence are one sentence more.
 struct Place {
-    int64_t sentence;
-    int64_t first;  // row of the sentence with which the tile begins
-    int64_t begin;  // of the sentence among all rows
-    int count;      // rows of the tile, 0 for an empty place
+    int sentence;
+    int first;  // row of the sentence with which the tile begins
+    int begin;  // of the sentence among all rows
+    int count;  // rows of the tile, 0 for an empty place
 
     // `rows`: all that there are.
     __device__ __forceinline__ Place(const int32_t* starts, int64_t sentences, int64_t rows) : sentence(0) {
-        const int64_t place = blockIdx.x;
-        int64_t end = sentences + 1;  // the sentence lies in [sentence, end)
+        const int place = blockIdx.x, all = static_cast<int>(sentences);
+        int end = all + 1;  // the sentence lies in [sentence, end)
         while (end - sentence > 1) {
-            const int64_t middle = (sentence + end) / 2;
+            const int middle = (sentence + end) / 2;
             if (starts[middle] / TILE + middle <= place) {
                 sentence = middle;
             } else {
@@ -27,17 +27,17 @@ struct Place {
         }
         begin = starts[sentence];
         first = (place - begin / TILE - sentence) * TILE;
-        const int64_t left = (sentence < sentences ? starts[sentence + 1] : rows) - begin - first;
-        count = static_cast<int>(left < 0 ? 0 : left < TILE ? left : TILE);
+        const int left = (sentence < all ? starts[sentence + 1] : static_cast<int>(rows)) - begin - first;
+        count = max(0, min(left, TILE));
     }
 };
 
 // The queries and keys of a sentence. Rows behind all sentences have no keys, and no queries.
 struct Sentence {
-    int64_t query, queries, key, keys;  // first row of each, and how many there are
+    int query, queries, key, keys;  // first row of each, and how many there are
     bool causal;
 
-    __device__ __forceinline__ Sentence(const Heads& heads, int64_t number)
+    __device__ __forceinline__ Sentence(const Heads& heads, int number)
         : query(0), queries(0), key(0), keys(0), causal(heads.causal) {
         if (number == heads.sentences) return;
         const int32_t *starts = heads.starts, *key_starts = heads.key_starts;
@@ -46,15 +46,11 @@ struct Sentence {
     }
 
     // Keys that query `i` sees, from the first on.
-    __device__ __forceinline__ int64_t seen(int64_t i) const {
-        const int64_t limit = i + 1 + keys - queries;
-        return !causal || limit > keys ? keys : limit < 0 ? 0 : limit;
+    __device__ __forceinline__ int seen(int i) const {
+        return causal ? max(0, min(i + 1 + keys - queries, keys)) : keys;
     }
     // The same of a tile's keys, which begin with `first`.
-    __device__ __forceinline__ int seen(int64_t i, int64_t first) const {
-        const int64_t limit = seen(i) - first;
-        return static_cast<int>(limit < 0 ? 0 : limit < TILE ? limit : TILE);
-    }
+    __device__ __forceinline__ int seen(int i, int first) const { return max(0, min(seen(i) - first, TILE)); }
 };
 
 // What dropout multiplies probabilities by.

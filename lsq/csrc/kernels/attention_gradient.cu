@@ -48,8 +48,7 @@ struct Backward {
 
 // A tile of queries and one of keys that meet: which they are of their sentence.
 struct Meeting {
-    int64_t query, key;
-    int queries, keys, head;
+    int query, key, queries, keys, head;
 };
 
 // The warp's rows of p, probabilities, and g, the gradients of those; 0 where a key is not seen. dropped(eight, four):
@@ -59,7 +58,7 @@ __device__ __forceinline__ void probabilities(const Backward& given, const Tiles
                                               const Meeting& at, Pairs& p, Pairs& g, const Dropped& dropped) {
     multiply_rows(tiles.queries, tiles.keys, at.keys, p);
     multiply_rows(tiles.upstream, tiles.values, at.keys, g);
-    const int64_t row = sentence.query + at.query;
+    const int row = sentence.query + at.query;
     int seen[2];
     float log_sum[2];
 #pragma unroll
@@ -122,15 +121,15 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     const Sentence sentence(op.heads, place.sentence);
     if (place.count == 0 || given.one_tile(sentence)) return;
     const int head = blockIdx.y;
-    const int64_t row = place.begin + place.first;
+    const int row = place.begin + place.first;
     given.load_queries(row, place.count, head, tiles);
     // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g and p add up to with
     // the keys is kept apart until the total is known.
     float total[2] = {};
     Sums of_weighted = {}, of_plain = {};
-    const int64_t last = sentence.seen(place.first + place.count - 1);
-    for (int64_t begin = 0; begin < last; begin += TILE) {
-        const int count = static_cast<int>(min(last - begin, static_cast<int64_t>(TILE)));
+    const int last = sentence.seen(place.first + place.count - 1);
+    for (int begin = 0; begin < last; begin += TILE) {
+        const int count = min(last - begin, TILE);
         __syncthreads();
         given.load_keys(sentence.key + begin, count, head, tiles);
         __syncthreads();
@@ -176,15 +175,14 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     if (place.count == 0) return;
     const bool alone = given.one_tile(sentence);
     const int head = blockIdx.y;
-    const int64_t row = place.begin + place.first;
+    const int row = place.begin + place.first;
     given.load_keys(row, place.count, head, tiles);
     Sums dk = {}, dv = {};
     // Under a causal mask, queries before this one see none of the keys; without any, their own gradients are zeros.
-    const int64_t earliest =
-        sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, int64_t{0}) : 0;
-    for (int64_t begin = earliest / TILE * TILE; begin < sentence.queries; begin += TILE) {
-        const int count = static_cast<int>(min(sentence.queries - begin, static_cast<int64_t>(TILE)));
-        const int64_t query = sentence.query + begin;
+    const int earliest = sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
+    for (int begin = earliest / TILE * TILE; begin < sentence.queries; begin += TILE) {
+        const int count = min(sentence.queries - begin, TILE);
+        const int query = sentence.query + begin;
         __syncthreads();
         given.load_queries(query, count, head, tiles);
         __syncthreads();

@@ -80,11 +80,11 @@ __device__ __forceinline__ void split(float low, float high, uint32_t (&pair)[PA
 // fragment; element: in the tensor, -1 where there is none.
 template <class Tile, class Work>
 __device__ __forceinline__ void for_vectors(const Operand& from, int64_t first, int count, int head, const Work& work) {
-    const int rows = (count + kRows - 1) / kRows * kRows;
+    const int rows = (count + kRows - 1) / kRows * kRows, columns = static_cast<int>(from.columns);
+    const int64_t begin = first * from.columns + from.column + head * WIDTH;
     for (int part = threadIdx.x; part < rows * Tile::kVectors; part += kThreads) {
         const int row = part / Tile::kVectors, column = part % Tile::kVectors * kVector;
-        const int64_t element = (first + row) * from.columns + from.column + head * WIDTH + column;
-        work(row, column, row < count && column < WIDTH ? element : -1);
+        work(row, column, row < count && column < WIDTH ? begin + (row * columns + column) : -1);
     }
 }
 
