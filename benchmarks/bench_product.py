@@ -27,7 +27,7 @@ from lsq.program.operation import Operation
 from lsq.program.samples import Sampler
 
 SIZE = Size(name="base", hidden=512, feed_forward=2048, heads=8, sentences=64)
-OPERATIONS = ("Project", "ProjectInputGradient", "ProjectWeightGradient", "VocabularyLoss")
+OPERATIONS = ("Project", "ProjectInputGradient", "ProjectWeightGradient", "VocabularyLoss", "VocabularyLossGradient")
 
 
 def product_of(operation) -> ProductKey | None:
@@ -39,9 +39,8 @@ def product_of(operation) -> ProductKey | None:
 
 def configurations(key: ProductKey) -> dict[str, CpuConfiguration]:
     """Each kernel as it runs untuned."""
-    rows = 0 if key.request.in_strips else key.request.rows
     found = {ONEDNN: CpuConfiguration(rows=key.request.rows)}
-    return found | {name: CpuConfiguration(kernel=name, rows=rows) for name in tiles.usable() if name != tiles.PLAIN}
+    return found | {name: CpuConfiguration(kernel=name) for name in tiles.usable() if name != tiles.PLAIN}
 
 
 def drawn(call: Call) -> Operation:

@@ -47,7 +47,8 @@ class _Codes(ctypes.Structure):
 class TileProduct(ctypes.Structure):
     """a int8 [M, K] times b int8 [N, K] transposed, as csrc/cpu/tiles.h declares it. Holds no memory alive.
 
-    Either operand may be a transposed view. `memory` holds packed_bytes(N, K) at a multiple of 64 bytes.
+    Either operand may be a transposed view. `memory` holds packed_bytes(N, K) at a multiple of 64 bytes; None for loops
+    that pack columns in memory of their own.
     """
 
     _fields_ = [
@@ -56,7 +57,9 @@ class TileProduct(ctypes.Structure):
     ]  # fmt: skip
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor, instructions: str, strip: int, memory: torch.Tensor) -> "TileProduct":
+    def of(
+        cls, a: torch.Tensor, b: torch.Tensor, instructions: str, strip: int, memory: torch.Tensor | None
+    ) -> "TileProduct":
         """Of tensors; `strip` rows at a time, or as the loops think best if 0.
 
         Raises:
@@ -65,8 +68,8 @@ class TileProduct(ctypes.Structure):
         if instructions not in usable():  # which also asks the system for them
             raise ValueError(f"{instructions!r} cannot run here; there are {', '.join(map(repr, usable()))}")
         (rows, inner), columns = a.shape, b.shape[0]
-        number = INSTRUCTIONS[instructions]
-        return cls(_Codes.of(a), _Codes.of(b), rows, columns, inner, number, strip, memory.data_ptr())
+        number, place = INSTRUCTIONS[instructions], None if memory is None else memory.data_ptr()
+        return cls(_Codes.of(a), _Codes.of(b), rows, columns, inner, number, strip, place)
 
     @property
     def packed(self):

@@ -77,7 +77,7 @@ class CpuConfiguration:
         fastest, *_ = (*tiles.usable(), tiles.PLAIN)
         if fastest == tiles.PLAIN:
             return cls(rows=key.request.rows)
-        return cls(kernel=fastest, rows=0 if key.request.in_strips else key.request.rows)
+        return cls(kernel=fastest)
 
     def check_key(self, key: ProductKey) -> None:
         """Refuse a product that this configuration cannot run.

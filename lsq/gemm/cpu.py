@@ -15,7 +15,7 @@ import torch
 from lsq.csrc import loader
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, scratch_bytes, tile_product
+from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, fresh_scratch, tile_product
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.requested import note
 
@@ -48,12 +48,10 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: K could overflow the sums.
     """
-    key = _key("vocabulary_loss", a.shape[0], b.shape[0], a.shape[1])
+    key = _key("project", a.shape[0], b.shape[0], a.shape[1])
     configuration = dataclasses.replace(CpuConfiguration.default(key), rows=0)
-    memory = torch.empty(scratch_bytes(key, configuration) + ALIGNMENT, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % ALIGNMENT :]
-    ((_, sums),) = configured_blocks(a, b, configuration, carve(memory, key, configuration))
-    return sums.clone()
+    ((_, sums),) = configured_blocks(a, b, configuration, fresh_scratch(key, configuration))
+    return sums
 
 
 def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments) -> None:
@@ -78,7 +76,7 @@ def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memor
             loader.call(f"lsq_end_{op}", operation, sums, first, len(sums), *arguments)
         return
     began = time.perf_counter()
-    product = tile_product(a, b, use.configuration, carve(memory, key, use.configuration))
+    product = tile_product(a, b, use.configuration, carve(memory, key, use.configuration).get("packed"))
     loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
     table.add_seconds(use, time.perf_counter() - began)
 

@@ -68,7 +68,7 @@ def configured_blocks(
     size = -(-total // -(-total // most))
     size = min(-(-size // UNIT) * UNIT, most)
     if configuration.tiled:
-        yield from _tiled_blocks(tile_product(a, b, configuration, scratch), scratch["sums"], size)
+        yield from _tiled_blocks(tile_product(a, b, configuration, scratch["packed"]), scratch["sums"], size)
         return
     if "b" in scratch:
         b = scratch["b"][:, :inner].copy_(b)
@@ -79,15 +79,18 @@ def configured_blocks(
 
 
 def tile_product(
-    a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, scratch: Mapping[str, torch.Tensor]
+    a: torch.Tensor, b: torch.Tensor, configuration: CpuConfiguration, packed: torch.Tensor | None
 ) -> tiles.TileProduct:
     """The same product for loops that multiply and read their sums in one pass. It holds no memory alive.
+
+    Args:
+        packed: the part of that name; None where there is none.
 
     Raises:
         ValueError: K could overflow the sums.
     """
     check_inner(a.shape[1])
-    return tiles.TileProduct.of(a, b, configuration.kernel, configuration.rows, scratch["packed"])
+    return tiles.TileProduct.of(a, b, configuration.kernel, configuration.rows, packed)
 
 
 def _tiled_blocks(product: tiles.TileProduct, sums: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -143,13 +146,11 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
 
     Returns:
         "sums" int32 [block rows, N], and perhaps "a" int8 [block rows, K] and "b" int8 [N, K]: copies. Or "packed", one
-        row of bytes: b as tiles; and "sums" where the request's blocks are read by all threads. Not to be changed: it
-        is kept.
+        row of bytes: b as tiles, unless each thread packs its columns. Not to be changed: it is kept.
     """
     rows = min(key.m, configuration.rows or key.m)
     if configuration.tiled:
-        packed = {"packed": Part((1, tiles.packed_bytes(key.n, key.k)), torch.uint8)}
-        return packed if key.request.in_strips else {**packed, "sums": Part((rows, key.n), torch.int32)}
+        return {} if key.request.by_columns else {"packed": Part((1, tiles.packed_bytes(key.n, key.k)), torch.uint8)}
     found = {}
     if configuration.a_layout != "as_is":
         found["a"] = Part((rows, key.k), torch.int8, key.layout[0] == "t" and configuration.a_layout != "mk")
@@ -181,3 +182,17 @@ def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration
         found[name] = part.view(memory[first:])
         first += part.bytes
     return found
+
+
+def fresh_scratch(key: ProductKey, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
+    """What `configured_blocks` takes, in fresh memory: of tiles, too, whose sums loops would read as they are made."""
+    found = carve(_aligned(scratch_bytes(key, configuration)), key, configuration)
+    if not configuration.tiled:
+        return found
+    return {"packed": _aligned(tiles.packed_bytes(key.n, key.k)), "sums": torch.empty(key.m, key.n, dtype=torch.int32)}
+
+
+def _aligned(count: int) -> torch.Tensor:
+    """At least `count` bytes at a multiple of ALIGNMENT."""
+    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % ALIGNMENT :]

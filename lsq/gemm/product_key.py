@@ -45,9 +45,9 @@ class Request:
     """How its operands lie on the CPU; on a GPU both lie contiguous along K, some of them transposed first."""
     rows: int
     """Rows of sums that the CPU makes at a time unless tuned; 0: all at once."""
-    in_strips: bool = True
-    """Whether each thread of the CPU reads the rows that it has multiplied; else all threads read a block of them. Rows
-    of a vocabulary are so long that few of them fit a cache."""
+    by_columns: bool = False
+    """Whether the CPU's tiles are read a block of columns at a time, which each thread packs for itself; else whole
+    rows. Rows of a vocabulary are so long that few of them fit a cache."""
     tokens: str = "m"
     """The dimension that differs from batch to batch."""
 
@@ -56,7 +56,8 @@ REQUESTS = {
     "project": Request(layout="nt", rows=512),
     "project_input_gradient": Request(layout="nn", rows=512),
     "project_weight_gradient": Request(layout="tn", rows=4096, tokens="k"),
-    "vocabulary_loss": Request(layout="nt", rows=256, in_strips=False),
+    "vocabulary_loss": Request(layout="nt", rows=256, by_columns=True),
+    "vocabulary_loss_gradient": Request(layout="nt", rows=256, by_columns=True),
 }
 """Who multiplies. How it is done best depends on what reads the sums: each has entries of its own."""
 TILED = ("project", "project_input_gradient", "project_weight_gradient")

@@ -269,11 +269,10 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
 def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    rounded = normaliser = None
-    if builder.backward and prediction.x.coded is not None and builder.quant.backward == "int8":
-        size = (prediction.rows, prediction.columns)
-        rounded = builder.rounded_gradient("d_logits", size, prediction.weight.scale)
-    elif builder.backward:
+    normaliser = bound = None
+    if builder.backward:
         normaliser = builder.tensor("log_normaliser", (prediction.rows,))
-    builder.add(VocabularyLoss(prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, rounded=rounded))
+        if prediction.x.coded is not None and builder.quant.backward == "int8":
+            bound = builder.tensor("d_logits.bound", (prediction.rows,))
+    builder.add(VocabularyLoss(prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound))
     return loss, nll

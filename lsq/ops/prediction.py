@@ -1,4 +1,4 @@
-"""What is predicted: logits of words, made from rows a block at a time, and the words that are right.
+"""What is predicted: logits of words, made from rows and read as they are made, and the words that are right.
 
 M rows, V words, P padded words, K inputs.
 """
@@ -6,24 +6,24 @@ M rows, V words, P padded words, K inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
 from lsq import gemm
+from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR
 from lsq.csrc.launch import Launch, Product, check
 from lsq.ops.products import converted, converted_scratch
-from lsq.program.declare import In, Indices, Value, extent, factor
-from lsq.program.operation import Spec
+from lsq.program.declare import In, Indices, Value, extent, factor, size
+from lsq.program.operation import Operation, Spec
 from lsq.program.values import Rows, Weight
 
 BLOCK_ROWS = 256
-"""Rows of float logits that exist at a time; those of codes are tuned."""
+"""Rows of float logits that exist at a time."""
+BLOCK_COLUMNS = 256
+"""Words whose logits the CPU adds up apart, whatever the blocks of the product."""
 CUDA_BLOCK_ROWS = 256
 """The same on CUDA, of codes as well: of 32,768 words 34 MB, which the L2 cache of an A100 or larger holds."""
-PRODUCT = "vocabulary_loss"
-"""What lsq.gemm calls the product of codes."""
 
 
 class Prediction(Value):
@@ -45,6 +45,10 @@ class Prediction(Value):
     """M."""
     columns = extent(0, "weight.matrix")
     """P."""
+
+    @size
+    def block_columns(self) -> int:
+        return BLOCK_COLUMNS
 
     @factor
     def each(self) -> float:
@@ -79,22 +83,42 @@ class Prediction(Value):
         gradient = torch.where((self.target == self.padding)[:, None], 0.0, gradient)
         return torch.nn.functional.pad(gradient, (0, self.columns - self.vocabulary))
 
-    def cpu_block(self) -> Spec:
-        """Memory for a block of logits on the CPU: what a product of codes wants, or floats."""
+    def bound(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight, [M]."""
+        scale, rows = self.weight.scale[: self.vocabulary], torch.arange(self.rows)
+        total = self.target_weight + self.each * self.vocabulary
+        probability = (logits - normaliser[:, None]).exp()
+        target = (probability[rows, self.target] * total - self.each - self.target_weight) * scale[self.target]
+        probability[rows, self.target] = 0.0
+        others = (probability * scale).amax(dim=1) * total
+        found = target.abs().maximum(others).maximum(self.each * scale.amax())
+        return torch.where(self.target == self.padding, 0.0, found)
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of columns whose logits the CPU adds up apart."""
+        return -(-self.columns // BLOCK_COLUMNS)
+
+    def cpu_memory(self, product: str) -> Spec:
+        """What `multiply` needs."""
         if self.x.coded is not None:
-            return gemm.scratch_for(PRODUCT, self.rows, *self.weight.matrix.shape)
+            return gemm.scratch_for(product, self.rows, *self.weight.matrix.shape)
         return (min(self.rows, BLOCK_ROWS), self.columns), torch.float32
 
-    def cpu_blocks(self, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, logits of a block in `memory`) as int32 sums or floats."""
+    def multiply(self, product: str, operation: Operation, memory: torch.Tensor, *arguments: torch.Tensor) -> None:
+        """Make the logits on the CPU, and let the loops of an operation read them; see lsq.gemm.multiply.
+
+        Of floats, `memory` holds a block of rows at a time, which `lsq_end_<product>` reads.
+        """
         if self.rows == 0:
             return
         if self.x.coded is not None:
-            yield from gemm.row_blocks(PRODUCT, self.x.tensor, self.weight.codes, memory)
+            gemm.multiply(product, operation, self.x.tensor, self.weight.codes, memory, *arguments)
             return
         for first in range(0, self.rows, memory.shape[0]):
             rows = self.x.floats[first : first + memory.shape[0]]
-            yield first, torch.mm(rows, self.weight.values.t(), out=memory[: rows.shape[0]])
+            logits = torch.mm(rows, self.weight.values.t(), out=memory[: rows.shape[0]])
+            loader.call(f"lsq_end_{product}", operation, logits, first, rows.shape[0], *arguments)
 
     def cuda_scratch(self) -> list[Spec]:
         """Memory for a block of logits, and for the weight in the dtype of floats, where it has another."""

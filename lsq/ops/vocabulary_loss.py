@@ -3,17 +3,21 @@
 With logits l[v], p = softmax(l), smoothing e spread over all V words but counted as fairseq does, e' = e / (V - 1):
 
     nll = -log p[target];  smooth = -sum_v log p[v];  loss = (1 - e - e') * nll + e' * smooth
-    dloss/dl[v] = (1 - e + (V - 1) * e') * p[v] - (1 - e - e') * 1[v = target] - e'
+    g[v] = dloss/dl[v] = (1 - e + (V - 1) * e') * p[v] - e' - (1 - e - e') * 1[v = target]
 
-Rows whose target is padding count for nothing. Logits are made a block of rows at a time. Under backward="int8" the
-forward pass already rounds their gradient and saves that, int8; otherwise only the normalisers are saved
-and the backward pass makes the logits again (integer sums are exact, so they are the same).
+Rows whose target is padding count for nothing. Nobody keeps logits: the end of the product adds them up as they are
+made, and the backward pass makes them again (integer sums are exact, so they are the same). Under backward="int8" their
+gradient, times the scales s[v] of the weight, is rounded where it is made. No product can end in the largest magnitude
+of a row, so the scale of a row is that of a bound, which the forward pass knows:
+
+    |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' * max of s[v])
+
+with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v].
 M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import torch
@@ -23,9 +27,12 @@ from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.prediction import Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
-from lsq.program.declare import Activations, Floats, In, Out, extent
+from lsq.program.declare import Activations, Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
+
+PRODUCT, GRADIENT_PRODUCT = "vocabulary_loss", "vocabulary_loss_gradient"
+"""What lsq.gemm calls the products of codes."""
 
 
 class VocabularyLoss(Operation):
@@ -38,8 +45,9 @@ class VocabularyLoss(Operation):
     """[1], without smoothing: for the log, it has no gradient."""
     normaliser: Out[Floats] | None
     """[M], log of the sum of exp of the logits."""
-    rounded: Out[RoundedGradient] | None
-    """[M, P], the gradient of the logits for a gradient of the loss of 1; its weight_scale is that of the weight."""
+    bound: Out[Floats] | None
+    """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a gradient of the loss
+    of 1; 0 where the target is padding."""
 
     def limits(self):
         return self.prediction.limits()
@@ -52,33 +60,30 @@ class VocabularyLoss(Operation):
         nll = torch.where(counted, normaliser - logits[torch.arange(given.rows), given.target], 0.0)
         smooth = torch.where(counted, given.vocabulary * normaliser - logits.sum(dim=1), 0.0)
         loss = (given.target_weight * nll + given.each * smooth).sum()
-        rounded = None, None
-        if self.rounded is not None:
-            rounded = self.rounded.encode(given.gradient(logits, normaliser))
-        return loss, nll.sum(), normaliser, *rounded
+        bound = None if self.bound is None else given.bound(logits, normaliser)
+        return loss, nll.sum(), normaliser, bound
 
     def cpu_scratch(self):
-        """Logits of a block, and both losses of each row."""
-        rows = (self.prediction.rows,), torch.float32
-        return [self.prediction.cpu_block(), rows, rows]
+        """Sums of blocks of columns, four numbers of each row; the logits of the targets; memory of the product."""
+        given = self.prediction
+        parts = (4, given.column_blocks, given.rows), torch.float32
+        return [parts, ((given.rows,), torch.float32), given.cpu_memory(PRODUCT)]
 
-    def cpu(self, block, *losses):
-        for first, logits in self.prediction.cpu_blocks(block):
-            loader.call("lsq_VocabularyLoss", self, logits, first, logits.shape[0], *losses)
-        for total, each_row in zip((self.loss, self.nll), losses, strict=True):
-            total.copy_(each_row.sum(dtype=torch.float64))
+    def cpu(self, parts, chosen, memory):
+        self.prediction.multiply(PRODUCT, self, memory, parts, chosen)
+        loader.call("lsq_finish_vocabulary_loss", self, parts, chosen)
 
     def cuda_scratch(self):
-        """The same, and the weight in the dtype of `floats`, where it has another."""
+        """Logits of a block, both losses of each row, and the weight in the dtype of `floats`, where it has another."""
         rows = (self.prediction.rows,), torch.float32
         block, *narrow = self.prediction.cuda_scratch()
         return [block, rows, rows, *narrow]
 
     def cuda(self, block, losses, nlls, *narrow):
-        defines = self.prediction.row_defines()
+        defines = self.prediction.row_defines() | {"ROUNDED": int(self.bound is not None)}
         threads = defines["ROW_THREADS"]
         codes = self.prediction.x.coded is not None
-        check(self.rounded is None or codes, "the gradient of float logits is not rounded: leave it out")
+        check(self.bound is None or codes, "the gradient of float logits is not rounded: leave its bound out")
 
         def kernel(first, rows):
             return launch(
@@ -92,52 +97,73 @@ class VocabularyLoss(Operation):
         return [*self.prediction.cuda_blocks(block, narrow, kernel), total]
 
     def gradient(self, builder) -> None:
-        dloss = builder.gradient_of(self.loss)
         given = dataclasses.replace(self.prediction, weight=unpacked(builder, self.prediction.weight))
-        dlogits = gradient = None
-        if self.rounded is None:
-            dlogits = builder.tensor("d_logits", (given.rows, given.columns))
-            bare, normaliser = given.bare(), self.normaliser
-            builder.add(VocabularyLossGradient(prediction=bare, normaliser=normaliser, dloss=dloss, dlogits=dlogits))
+        size = given.rows, given.columns
+        dlogits = rounded = None
+        if self.bound is None:
+            dlogits = builder.tensor("d_logits", size)
         else:
-            gradient = copy.copy(self.rounded)
-            gradient.scale = builder.like("d_logits.scale", self.rounded.scale)
-            builder.add(ScaleRows(scale=self.rounded.scale, factor=dloss, out=gradient.scale))
+            rounded = builder.rounded_gradient("d_logits", size, given.weight.scale)
+        builder.add(
+            VocabularyLossGradient(
+                prediction=given.bare(), normaliser=self.normaliser, bound=self.bound,
+                dloss=builder.gradient_of(self.loss), dlogits=dlogits, rounded=rounded,
+            )
+        )  # fmt: skip
         source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
-        append_gradients(builder, given, given.weight, (dlogits, gradient), dx=dx)
+        append_gradients(builder, given, given.weight, (dlogits, rounded), dx=dx)
         builder.accumulate(source, dx)
 
 
 class VocabularyLossGradient(Operation):
-    """The gradient of the logits, which are made again."""
+    """The gradient of the logits, which are made again: floats, or codes.
+
+    Raises:
+        ValueError: it shall go to both, or codes are to be made without their bound.
+    """
 
     prediction: In[Prediction]
     normaliser: In[Floats]
     """[M]"""
+    bound: In[Floats] | None
+    """[M], of VocabularyLoss."""
     dloss: In[Floats]
     """[1]"""
-    dlogits: Out[Activations]
+    dlogits: Out[Activations] | None
     """[M, P], 0 beyond V and where the target is padding."""
+    rounded: Out[RoundedGradient] | None
+    """[M, P], in place of it; its weight_scale is that of the weight."""
+
+    def __post_init__(self):
+        check(
+            (self.dlogits is None) == (self.rounded is not None) == (self.bound is not None),
+            "a VocabularyLossGradient has dlogits, or bound and rounded; give it one of these",
+        )
 
     def limits(self):
         return self.prediction.limits()
 
     def reference(self):
-        return (self.prediction.gradient(self.prediction.logits(), self.normaliser) * self.dloss,)
+        gradient = self.prediction.gradient(self.prediction.logits(), self.normaliser)
+        if self.rounded is None:
+            return gradient * self.dloss, None, None
+        codes, scale = self.rounded.encode(gradient, self.bound)
+        return None, codes, scale * self.dloss
 
     def cpu_scratch(self):
-        return [self.prediction.cpu_block()]
+        return [self.prediction.cpu_memory(GRADIENT_PRODUCT)]
 
-    def cpu(self, block):
-        for first, logits in self.prediction.cpu_blocks(block):
-            loader.call("lsq_VocabularyLossGradient", self, logits, first, logits.shape[0])
+    def cpu(self, memory):
+        self.prediction.multiply(GRADIENT_PRODUCT, self, memory)
 
     def cuda_scratch(self):
         return self.prediction.cuda_scratch()
 
     def cuda(self, block, *narrow):
-        defines = self.prediction.row_defines() | float_define(self.dlogits)
+        defines = self.prediction.row_defines() | {"ROUNDED": int(self.rounded is not None)}
+        if self.rounded is None:
+            defines |= float_define(self.dlogits)
 
         def kernel(first, rows):
             return launch(
@@ -146,22 +172,3 @@ class VocabularyLossGradient(Operation):
             )  # fmt: skip
 
         return self.prediction.cuda_blocks(block, narrow, kernel)
-
-
-class ScaleRows(Operation):
-    """out = scale * factor: a gradient that was rounded for a gradient of the loss of 1, for another one."""
-
-    scale: In[Floats]
-    """[M]"""
-    factor: In[Floats]
-    """[1]"""
-    out: Out[Floats]
-    """[M]"""
-
-    rows = extent(0, "scale")
-
-    def reference(self):
-        return (self.scale * self.factor,)
-
-    def cuda(self):
-        return [launch("vocabulary_loss.cu", "lsq_scale_rows", self, grid=max(1, -(-self.rows // 256)))]

@@ -181,10 +181,10 @@ class RoundedGradient(Value):
         """Q."""
         return float(self.format.largest)
 
-    def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reference: codes and scale of `gradient` [M, N]."""
+    def encode(self, gradient: torch.Tensor, bound: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: codes and scale of `gradient` [M, N]; `bound` [M] in place of the largest magnitudes."""
         return arithmetic.round_rows(
-            gradient, self.weight_scale, self.key, self.subsequence, self.format.largest
+            gradient, self.weight_scale, self.key, self.subsequence, self.format.largest, bound
         )
 
 

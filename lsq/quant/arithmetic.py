@@ -40,13 +40,14 @@ def lsq_factor(numel: int, bits: int) -> float:
     return 1.0 / math.sqrt(max(1, numel) * maximum_code(bits))
 
 
-def round_rows(gradient, factor, key, subsequence, largest: int = GRADIENT.largest):
+def round_rows(gradient, factor, key, subsequence, largest: int = GRADIENT.largest, bound=None):
     """Round each row of gradient [M, N] * factor [N] to (codes int8 [M, N], scale float32 [M]) at random, without bias.
 
-    `largest`: the largest code. The scale of a row that holds a NaN or an infinity is NaN: overflow stays visible.
+    `largest`: the largest code. `bound` [M]: what becomes this code, or the largest magnitude of each row. The scale of
+    a row for which that is NaN or an infinity is NaN: overflow stays visible.
     """
     scaled = gradient * factor
-    scale, reciprocal = gradient_scale(scaled.abs().amax(dim=1), largest)
+    scale, reciprocal = gradient_scale(scaled.abs().amax(dim=1) if bound is None else bound, largest)
     return _round_at_random(scaled * reciprocal[:, None], key, subsequence, largest), scale
 
 

@@ -15,14 +15,12 @@ from pathlib import Path
 
 import torch
 
-from lsq.config import QuantConfig
 from lsq.csrc import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes, tile_product
+from lsq.gemm.cpu_product import carve, configured_blocks, fresh_scratch, scratch_bytes, tile_product
 from lsq.gemm.product_key import ProductKey
-from lsq.ops.project import Project
-from lsq.program.values import Coded, Rows, Weight
 from lsq.tune.operands import LARGEST, RowChecksums, laid, whole_numbers
+from lsq.tune.readers import reader_of
 
 BLOCK_ROWS = (64, 128, 256, 512, 1024, 2048)
 """Rows of sums at a time that are tried."""
@@ -59,12 +57,11 @@ def candidates(key: ProductKey) -> list[CpuConfiguration]:
 
 def _tiled(key: ProductKey) -> list[CpuConfiguration]:
     """By each kind of instructions, with fewer and with more rows at a time."""
-    rows = (0, *STRIPS) if key.request.in_strips else (0, *BLOCK_ROWS)
     return [
         CpuConfiguration(kernel=kernel, rows=each)
         for kernel in tiles.usable()
         if kernel != tiles.PLAIN
-        for each in rows
+        for each in (0, *STRIPS)
         if each < key.m
     ]
 
@@ -86,7 +83,7 @@ class CpuTrial:
     """One product on the CPU, with what reads its sums.
 
     An operation reads its sums at once, block by block, so that the best number of rows depends on the caches that both
-    share. Here the end of Project stands for all readers.
+    share. Here the end of Project stands for all readers but those of a vocabulary.
 
     Args:
         key: the product, which runs on as many threads as torch has.
@@ -103,7 +100,7 @@ class CpuTrial:
         self._sets = _copies((a, b, result), cache)
         self._checksums = RowChecksums(a, b)
         self._memory = torch.zeros(0, dtype=torch.int8)
-        self._readers = [_reader(result) for _, _, result in self._sets]
+        self._readers = [reader_of(key, *each) for each in self._sets]
         self._floats: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
 
@@ -112,10 +109,7 @@ class CpuTrial:
 
     def fault(self, configuration: CpuConfiguration) -> str | None:
         a, b, _ = self._sets[0]
-        scratch = self._scratch(configuration)
-        if "sums" not in scratch:  # tiles are read where they are made; here by nobody
-            scratch["sums"] = torch.empty(self.key.m, self.key.n, dtype=torch.int32)
-        for first, sums in configured_blocks(a, b, configuration, scratch):
+        for first, sums in configured_blocks(a, b, configuration, fresh_scratch(self.key, configuration)):
             wrong = self._checksums.first_wrong_row(sums, first)
             if wrong is not None:
                 return f"row {wrong} of the result is wrong"
@@ -127,13 +121,13 @@ class CpuTrial:
         for _ in range(repeats):
             number, self._next = self._next, (self._next + 1) % len(self._sets)
             a, b, _ = self._sets[number]
-            if configuration.tiled and self.key.request.in_strips:
-                product = tile_product(a, b, configuration, memory)
-                loader.call("lsq_multiply_project", self._readers[number], product)
+            reader = self._readers[number]
+            if configuration.tiled:
+                reader.multiply(tile_product(a, b, configuration, memory.get("packed")))
                 continue
             for first, sums in configured_blocks(a, b, configuration, memory):
                 if reads:
-                    loader.call("lsq_end_project", self._readers[number], sums, first, sums.shape[0])
+                    reader.end(sums, first)
         return (time.perf_counter() - start) / repeats
 
     def float_seconds(self, repeats: int) -> float:
@@ -156,20 +150,6 @@ class CpuTrial:
         if len(self._memory) < needed:
             self._memory = torch.zeros(needed, dtype=torch.int8)
         return carve(self._memory, self.key, configuration)
-
-
-def _reader(result: torch.Tensor) -> Project:
-    """What rounds the sums of a product to `result` int8 [M, N]; of the operands it knows the numbers of rows alone."""
-    rows, columns = result.shape
-    config, one = QuantConfig(), torch.ones(1)
-    x = Coded(format=config.activations, codes=torch.empty(rows, 0, dtype=torch.int8), scale=one)
-    weight = Weight(
-        format=config.weights, codes=torch.empty(columns, 0, dtype=torch.int8),
-        scale=torch.full((columns,), 1e-3),
-    )  # fmt: skip
-    clipped = torch.empty(-(-result.numel() // 8), dtype=torch.uint8)
-    rounded = Coded(format=x.format, codes=result, scale=one.clone(), clipped=clipped, clip=one)
-    return Project(x=Rows(coded=x), weight=weight, rounded=rounded)
 
 
 def _copies(tensors: tuple[torch.Tensor, ...], cache: int) -> list[tuple[torch.Tensor, ...]]:

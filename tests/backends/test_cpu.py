@@ -9,7 +9,7 @@ from lsq.backends import backend
 from lsq.csrc import loader
 from tests.backends.chains import chain, results
 
-CALLED = ("lsq_run_sequence", "lsq_VocabularyLoss")
+CALLED = ("lsq_run_sequence", "lsq_finish_vocabulary_loss")
 """What the chain calls of the library when it runs."""
 
 
@@ -47,7 +47,7 @@ def test_consecutive_loops_are_one_foreign_call(calls):
 def test_loops_before_and_after_a_product_are_one_call_each(calls):
     embed, norm, loss = chain(torch.device("cpu"))
     prepared([embed, norm, loss, norm, embed])()
-    assert calls == ["lsq_run_sequence", "lsq_VocabularyLoss", "lsq_run_sequence"]
+    assert calls == ["lsq_run_sequence", "lsq_finish_vocabulary_loss", "lsq_run_sequence"]
     assert all(found.isfinite().all() for found in results((embed, norm, loss)))
 
 

@@ -112,8 +112,10 @@ def test_a_linear_layer():
     assert products_of(program, "cuda")[:2] == wanted
 
 
-def test_the_vocabulary_is_padded_and_made_again_in_the_backward_pass_once():
-    assert products_of(loss(21, backward="float")) == [asked("vocabulary_loss", 21, 96, 48)]
+def test_the_vocabulary_is_padded_and_multiplied_again_in_the_backward_pass():
+    products = [asked("vocabulary_loss", 21, 96, 48), asked("vocabulary_loss_gradient", 21, 96, 48)]
+    assert products_of(loss(21, backward="float")) == products
+    assert products_of(loss(21, backward="int8"))[:2] == products
 
 
 def test_on_cuda_the_vocabulary_is_multiplied_by_blocks_of_rows():

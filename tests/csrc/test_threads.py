@@ -7,7 +7,7 @@ from tests.ops.compare import on_cpu, written
 from tests.ops.test_calibration import measured
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_residual_norm import norm, norm_gradient
-from tests.ops.test_vocabulary_loss import gradient_of, of_codes
+from tests.ops.test_vocabulary_loss import gradient_of, of_codes, rounded_of
 
 
 @pytest.fixture
@@ -34,8 +34,9 @@ OPERATIONS = {
     "rounded gradient of a norm": lambda: norm_gradient(normed(), rounds=True),
     "embedding": lambda: embed(341, 200, 0.1),
     "gradient of an embedding": lambda: embed_gradient(torch.randn(341, 200), torch.randint(0, 11, (341,))),
-    "loss": lambda: of_codes(341, 91, 96),
-    "gradient of a loss": lambda: gradient_of(on_cpu(of_codes(341, 91, 96))),
+    "loss": lambda: of_codes(341, 1003, 1008),
+    "gradient of a loss": lambda: gradient_of(on_cpu(of_codes(341, 1003, 1008))),
+    "rounded gradient of a loss": lambda: rounded_of(on_cpu(of_codes(341, 1003, 1008))),
 }
 """One that exercises each loop."""
 

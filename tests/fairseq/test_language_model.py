@@ -277,7 +277,7 @@ def test_its_memory_and_products_follow_from_its_options():
     assert memory.describe_training(given, 40).plan.peak > 0
     products = products_of_training(given, 40, backward=["int8"], tokens=[96], rows=[10])
     assert {key.op for key in products} == {
-        "project", "vocabulary_loss", "project_input_gradient", "project_weight_gradient"
+        "project", "vocabulary_loss", "vocabulary_loss_gradient", "project_input_gradient", "project_weight_gradient"
     }
     assert isinstance(memory.build_training(given, 40)[1], LSQTransformerLanguageModel)
 

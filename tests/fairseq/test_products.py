@@ -67,12 +67,13 @@ def test_products_of_a_training(parse):
     for n, k in weights.values():
         assert asked("project", 96, n, k) in keys
     assert asked("vocabulary_loss", 96, PADDED, 32) in keys
-    assert len(keys) == len(set(keys)) == 6 + 2 * 6 + 6
+    assert asked("vocabulary_loss_gradient", 96, PADDED, 32) in keys
+    assert len(keys) == len(set(keys)) == 7 + 2 * 6 + 6
 
 
 def test_batches_and_modes_add_up(parse):
     few = keys_of(parse, backward=["float"])
-    assert {key.op for key in few} == {"project", "vocabulary_loss"}
+    assert {key.op for key in few} == {"project", "vocabulary_loss", "vocabulary_loss_gradient"}
     assert set(few) < set(keys_of(parse))
     both = keys_of(parse, backward=["float", "int8"], tokens=[96, 64], rows=[10, 5])
     assert set(both) == {

@@ -132,7 +132,7 @@ def test_gain_and_text():
         ((), "project", {"rows": 512}),
         (("plain",), "project", {"rows": 512}),
         (("amx", "avx512_vnni", "plain"), "project", {"kernel": "amx"}),
-        (("avx_vnni", "plain"), "vocabulary_loss", {"kernel": "avx_vnni", "rows": 256}),
+        (("avx_vnni", "plain"), "vocabulary_loss", {"kernel": "avx_vnni"}),
     ],
 )
 def test_the_default_is_what_runs_untuned(usable, op, wanted, monkeypatch):

@@ -9,7 +9,7 @@ from lsq import gemm
 from lsq.csrc import tiles
 from lsq.gemm import cpu_product
 from lsq.gemm.configuration import A_LAYOUTS, B_LAYOUTS, CpuConfiguration
-from lsq.gemm.cpu_product import carve, configured_blocks, scratch_bytes, tile_product
+from lsq.gemm.cpu_product import carve, configured_blocks, fresh_scratch, scratch_bytes, tile_product
 from lsq.gemm.product_key import REQUESTS
 from tests.gemm.operands import asked, codes
 
@@ -134,8 +134,7 @@ def test_tiles_are_exact(m, n, k, op, kernel):
     key, a_b = asked(op, m, n, k), operands(asked(op, m, n, k))
     for rows in (0, 32, 64):
         configuration = CpuConfiguration(kernel=kernel, rows=rows)
-        scratch = carved(key, configuration)
-        scratch.setdefault("sums", torch.empty(m, n, dtype=torch.int32))
+        scratch = fresh_scratch(key, configuration)
         blocks = [sums.clone() for _, sums in configured_blocks(*a_b, configuration, scratch)]
         assert torch.equal(torch.cat(blocks), gemm.reference(*a_b)), configuration
 
@@ -144,7 +143,7 @@ def test_instructions_that_are_not_here_are_refused(monkeypatch):
     monkeypatch.setattr(tiles, "usable", lambda: ("plain",))
     key, configuration = asked("project", 4, 16, 16), CpuConfiguration(kernel="amx")
     with pytest.raises(ValueError, match="'amx' cannot run here; there are 'plain'"):
-        tile_product(*operands(key), configuration, carved(key, configuration))
+        tile_product(*operands(key), configuration, carved(key, configuration)["packed"])
 
 
 def test_what_could_overflow_is_refused_however_configured():

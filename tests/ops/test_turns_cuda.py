@@ -16,7 +16,6 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import Round
 from lsq.ops.scales import TOGETHER
 from lsq.ops.sums import FinishSums, PartialSums
-from lsq.ops.vocabulary_loss import ScaleRows
 from tests.ops import (
     cuda,
     test_calibration_cuda,
@@ -40,7 +39,7 @@ from tests.ops.test_residual_norm_cuda import compare_gradients
 from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
-from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands
+from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands, rounded_of
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
 
@@ -104,7 +103,7 @@ def losses():
     for rows, vocabulary, padded in ((3, 8200, 8208), (300, 33, 48)):
         found = compare_cuda(of_codes(rows, vocabulary, padded))
         compare_cuda(gradient_of(found))
-    compare_cuda(ScaleRows(scale=torch.randn(300), factor=torch.tensor([0.5]), out=empty(300)))
+        compare_cuda(rounded_of(found))
 
 
 def float_operands():

@@ -7,14 +7,17 @@ import pytest
 import torch
 from fairseq.criterions.label_smoothed_cross_entropy import label_smoothed_nll_loss
 
+from lsq import gemm
+from lsq.csrc import tiles
+from lsq.gemm.configuration import CpuConfiguration
 from lsq.ops.prediction import BLOCK_ROWS, Prediction
 from lsq.ops.residual_norm import ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
-from lsq.ops.vocabulary_loss import ScaleRows, VocabularyLoss, VocabularyLossGradient
+from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.parameters import Kind
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 from lsq.quant import GRADIENT, Format, Grain, quantize
-from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu
+from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, format_of, on_cpu, written
 from tests.ops.programs import builder, run
 from tests.quant.fake import fake_quantize
 
@@ -38,7 +41,7 @@ def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
 
 
 def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) -> VocabularyLoss:
-    """Those of codes, whose gradient is rounded."""
+    """Those of codes, with the bound of their gradient."""
     x, weight, target = operands(rows, vocabulary)
     codes, x_scale, _ = quantize(x, torch.tensor([2.0]))
     weight_codes, scale, _ = quantize(weight, torch.full((vocabulary,), 0.5) + 0.1 * torch.rand(vocabulary))
@@ -51,12 +54,8 @@ def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) ->
         padding=PADDING, smoothing=smoothing,
     )  # fmt: skip
     return VocabularyLoss(
-        prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(rows),
-        rounded=RoundedGradient(
-            format=GRADIENT, codes=empty(rows, padded, dtype=torch.int8), scale=empty(rows), weight_scale=scale,
-            key=KEY, subsequence=3,
-        ),
-    )  # fmt: skip
+        prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(rows), bound=empty(rows)
+    )
 
 
 def gradient_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradient:
@@ -65,6 +64,18 @@ def gradient_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradi
     return VocabularyLossGradient(
         prediction=given, normaliser=loss.normaliser, dloss=torch.tensor([dloss]),
         dlogits=empty(given.rows, given.columns),
+    )  # fmt: skip
+
+
+def rounded_of(loss: VocabularyLoss, dloss: float = 2.0) -> VocabularyLossGradient:
+    """The rounded gradient of losses of codes that were computed."""
+    given = loss.prediction
+    return VocabularyLossGradient(
+        prediction=given, normaliser=loss.normaliser, bound=loss.bound, dloss=torch.tensor([dloss]),
+        rounded=RoundedGradient(
+            format=GRADIENT, codes=empty(given.rows, given.columns, dtype=torch.int8), scale=empty(given.rows),
+            weight_scale=given.weight.scale, key=KEY, subsequence=3,
+        ),
     )  # fmt: skip
 
 
@@ -101,18 +112,56 @@ def test_codes_with_padded_words(rows, vocabulary, padded, smoothing):
     torch.testing.assert_close(found.loss[0].double(), loss, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(found.nll[0].double(), nll, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(gradient[:, :vocabulary].double(), 2 * exact, rtol=1e-5, atol=1e-6)
-    codes = found.rounded.codes
+    rounded = compare(rounded_of(found)).rounded
+    codes = rounded.codes
     assert not gradient[:, vocabulary:].any() and not codes[:, vocabulary:].any()
     assert not codes[given.target == PADDING].any()
-    step = found.rounded.scale[:, None] / scale[:vocabulary]
-    assert ((codes[:, :vocabulary] * step - exact).abs() <= 1.001 * step + 1e-7).all()
+    step = rounded.scale[:, None] / scale[:vocabulary]
+    assert ((codes[:, :vocabulary] * step - 2 * exact).abs() <= 1.001 * step + 1e-7).all()
+
+
+@pytest.mark.parametrize("sharpness", [0.0, 0.01, 1.0, 30.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_the_bound_is_one_and_close(sharpness, smoothing):
+    """Where the largest gradient is the target's and where not: even and peaked, little and much smoothing."""
+    operation = of_codes(341, 300, 304, smoothing)
+    given = operation.prediction
+    given.weight.scale[:300] *= 10 ** torch.linspace(-3, 1, 300)[torch.randperm(300)]
+    given.x.coded.scale *= sharpness
+    found = on_cpu(operation)
+    gradient = on_cpu(gradient_of(found, 1.0)).dlogits * given.weight.scale
+    largest = gradient.abs().amax(dim=1)
+    error = 1 + 1e-5 + found.normaliser.abs() * 2**-22  # of exp(logit - normaliser)
+    assert (largest <= found.bound * error).all()
+    # Beyond the largest magnitude at most by what smoothing takes from every word.
+    assert (found.bound <= largest * error + given.each * given.weight.scale[:300].max()).all()
+    assert not found.bound[given.target == PADDING].any()
+
+
+def test_a_certain_target_does_not_coarsen_the_others():
+    """The gradient of a target that is all but certain is small; its probability must not be the bound."""
+    operation = of_codes(41, 33, 48, smoothing=0.0)
+    given = operation.prediction
+    given.x.coded.scale *= 4.0
+    given.target.copy_(given.logits().argmax(dim=1)).clamp_(min=2)
+    found = on_cpu(operation)
+    largest = (on_cpu(gradient_of(found, 1.0)).dlogits * given.weight.scale).abs().amax(dim=1)
+    torch.testing.assert_close(found.bound, largest, rtol=1e-4, atol=1e-7)
+
+
+def test_a_gradient_goes_one_way():
+    found = on_cpu(of_codes(7, 33, 48))
+    with pytest.raises(ValueError, match="give it one of these"):
+        dataclasses.replace(rounded_of(found), bound=None)
+    with pytest.raises(ValueError, match="give it one of these"):
+        dataclasses.replace(gradient_of(found), rounded=rounded_of(found).rounded)
 
 
 def test_only_what_is_wanted_is_written():
     operation = of_codes(41, 33, 48)
     whole = on_cpu(operation)
-    for unwanted in ("normaliser", "rounded"):
-        found = compare(dataclasses.replace(operation, **{unwanted: None}))
+    for unwanted in ({"bound": None}, {"bound": None, "normaliser": None}):
+        found = compare(dataclasses.replace(operation, **unwanted))
         assert torch.equal(found.loss, whole.loss) and torch.equal(found.nll, whole.nll)
 
 
@@ -147,7 +196,8 @@ def test_a_poisoned_scale_reaches_loss_and_row_scales(value):
     target[target == PADDING] = 5
     getattr(operation.prediction, value).scale[0] = math.nan
     found = compare(operation)
-    assert found.loss.isnan() and found.rounded.scale.isnan().all() and not found.rounded.codes.any()
+    rounded = compare(rounded_of(found)).rounded
+    assert found.loss.isnan() and rounded.scale.isnan().all() and not rounded.codes.any()
 
 
 def test_a_word_that_cannot_be():
@@ -175,12 +225,25 @@ def test_no_rows():
     for operation in (of_codes(0, 33, 48), of_floats(*operands(0, 33))):
         found = compare(operation)
         assert found.loss == 0 and found.nll == 0
-        compare(gradient_of(found))
+        compare(gradient_of(found) if found.bound is None else rounded_of(found))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 341])
-def test_scale_rows(rows):
-    compare(ScaleRows(scale=torch.randn(rows), factor=torch.tensor([-0.5]), out=empty(rows)))
+@pytest.mark.parametrize("kernel", [*tiles.INSTRUCTIONS, "onednn"])
+def test_every_kernel_finds_the_same_bits(kernel, monkeypatch):
+    """What is added up apart does not depend on the blocks of a product."""
+    if kernel != "onednn" and kernel not in tiles.usable():
+        pytest.skip(f"no {kernel} here")
+    operation = of_codes(341, 1003, 1008)
+    wanted = on_cpu(operation)
+    for rows in (0, 32, 96):
+        configuration = CpuConfiguration(kernel=kernel, rows=rows)
+        monkeypatch.setattr(CpuConfiguration, "default", lambda key, one=configuration: one)
+        gemm.set_files([])
+        found = on_cpu(operation)
+        for one, other in ((found, wanted), (on_cpu(rounded_of(found)), on_cpu(rounded_of(wanted)))):
+            other = written(other)
+            assert all(tensor is None or torch.equal(tensor, other[name]) for name, tensor in written(one).items())
+    gemm.set_files(None)
 
 
 def program_of(quant: dict, rows: int, words: int, padded: int):
@@ -200,10 +263,9 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
         norm.rounded = x.coded = made.coded("out", (rows, INNER), "clip")
     else:
         norm.out = x.floats = made.tensor("out", (rows, INNER))
+    loss.normaliser = made.tensor("normaliser", (rows,))
     if made.quant.quantized and made.quant.backward == "int8":
-        loss.rounded = made.rounded_gradient("d_logits", (rows, padded), weight.scale)
-    else:
-        loss.normaliser = made.tensor("normaliser", (rows,))
+        loss.bound = made.tensor("bound", (rows,))
     made.add(norm)
     made.add(loss)
     for output in (loss.loss, loss.nll):
@@ -251,4 +313,5 @@ def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):
 def test_limits_of_targets():
     """Padded words are no targets."""
     forward = on_cpu(of_codes(7, 33, 48))
-    assert forward.limits() == gradient_of(forward).limits() == {"prediction.target": 33}
+    for operation in (forward, gradient_of(forward), rounded_of(forward)):
+        assert operation.limits() == {"prediction.target": 33}

@@ -1,126 +1,273 @@
-// Log-softmax, label-smoothed cross-entropy and their gradient on a block of logits; see lsq/ops/vocabulary_loss.py.
-//
-// The logits [rows, P] of a block, from row `first` on, are int32 sums where the operation has codes, else float.
+// Log-softmax, label-smoothed cross-entropy and their gradient as ends of the product that makes the logits; see
+// lsq/ops/vocabulary_loss.py. Logits are int32 sums where the operation has codes, else float.
+#include "column_blocks.h"
+#include "lanes.h"
 #include "loops.h"
 
 using namespace lsq;
 
 namespace {
 
-// Reads row `row` of a block into x [P]. -> the largest of the vocabulary's logits
-float read_logits(const Prediction& given, const void* logits, int64_t row, float* x) {
-    const int64_t n = given.columns, vocabulary = given.vocabulary;
-    float largest = -infinity();
-    if (!given.x.coded.codes) {
-        const float* from = static_cast<const float*>(logits) + row * n;
-#pragma omp simd reduction(max : largest)
-        for (int64_t v = 0; v < vocabulary; ++v) {
-            x[v] = from[v];
-            largest = x[v] > largest ? x[v] : largest;
-        }
-        return largest;
-    }
-    const int32_t* sums = static_cast<const int32_t*>(logits) + row * n;
-    const float input = given.x.coded.scale[0], *scale = given.weight.scale;
-#pragma omp simd reduction(max : largest)
-    for (int64_t v = 0; v < vocabulary; ++v) {
-        x[v] = static_cast<float>(sums[v]) * (input * scale[v]);
-        largest = x[v] > largest ? x[v] : largest;
-    }
-    return largest;
-}
-
 // What the gradient of a row weighs in all.
 float factor_of(const Prediction& given) {
     return given.target_weight + given.each * static_cast<float>(given.vocabulary);
 }
 
-struct Row {
-    float sum, total;  // of exp(logit - max), of logits
+uint32_t magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }  // orders like |x|, and NaN is the largest
+
+// What a thread needs for a block of columns, a whole number of Lanes: what they are multiplied by, and a row of them.
+class Columns {
+public:
+    explicit Columns(const Prediction& given)
+        : given_(given), alpha_(memory_.at_least(3 * given.block_columns)), scale_(alpha_ + given.block_columns),
+          row_(scale_ + given.block_columns) {
+        std::fill(alpha_, row_, 1.0f);
+    }
+
+    // Takes the columns from `begin` on; -> how many of `count` are words of the vocabulary.
+    int64_t take(int64_t begin, int64_t count) {
+        const int64_t words = std::clamp<int64_t>(given_.vocabulary - begin, 0, count);
+        if (!given_.x.coded.codes) return words;
+        const float input = given_.x.coded.scale[0], *scale = given_.weight.scale + begin;
+        for (int64_t v = 0; v < words; ++v) {
+            alpha_[v] = input * scale[v];
+            scale_[v] = scale[v];
+        }
+        return words;
+    }
+
+    const float* alpha() const { return alpha_; }  // of sums; 1 for float logits
+    float* scale() const { return scale_; }        // of the weight; 1 for float logits
+    float* row() const { return row_; }
+
+private:
+    const Prediction& given_;
+    Kept<float> memory_;
+    float *alpha_, *scale_, *row_;
 };
 
-// Replaces logits x [V] by exp(logit - max).
-Row exponentials(float* x, int64_t vocabulary, float largest) {
-    float total = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(+ : total, sum)
-    for (int64_t v = 0; v < vocabulary; ++v) {
-        total += x[v];
-        x[v] = bounded_exponential(x[v] - largest);
-        sum += x[v];
-    }
-    return {sum, total};
-}
+// What is known of each row's logits in each block of columns, [blocks, M] each: the largest logit, and of exp(logit -
+// largest) the sum, and without the target's the largest multiple by the weight's scale; and the sum of the logits.
+struct Parts {
+    int64_t blocks, rows;
+    float *largest, *sum, *scaled, *total;
 
-// x [begin, end) of exponentials becomes that of the gradient times the scales of the weight. -> bits of its largest
-// magnitude, which order like magnitudes
-uint32_t scaled_gradient(float* x, const float* weight_scale, float share, float each, int64_t begin, int64_t end) {
-    uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
-    for (int64_t v = begin; v < end; ++v) {
-        x[v] = (x[v] * share - each) * weight_scale[v];
-        const uint32_t bits = bits_of(x[v]) & 0x7FFFFFFFu;
-        largest = bits > largest ? bits : largest;
+    Parts(const Prediction& given, float* memory)
+        : blocks((given.columns + given.block_columns - 1) / given.block_columns), rows(given.rows), largest(memory),
+          sum(largest + blocks * rows), scaled(sum + blocks * rows), total(scaled + blocks * rows) {}
+};
+
+// Nothing above minus infinity: any finite shift gives exp = 0.
+float shift_of(float largest) { return largest == -infinity() ? 0.0f : largest; }
+
+// Adds up blocks of logits on one thread; `chosen` [M]: the logits of the targets.
+class Adder {
+public:
+    Adder(const VocabularyLoss& op, float* memory, float* chosen)
+        : given_(op.prediction), parts_(given_, memory), chosen_(chosen), columns_(given_) {}
+
+    template <class T>
+    void operator()(const SumsBlock<T>& block) {
+        const int64_t words = columns_.take(block.column, block.columns);
+        const int64_t place = block.column / given_.block_columns * parts_.rows;
+        for (int64_t row = block.row; row < block.row + block.rows; ++row) {
+            const T* sums = block.sums + (row - block.row) * block.stride;
+            const float* alpha = columns_.alpha();
+            float largest = -infinity(), total = 0.0f, *x = columns_.row();
+#pragma omp simd reduction(max : largest) reduction(+ : total)
+            for (int64_t v = 0; v < words; ++v) {
+                x[v] = static_cast<float>(sums[v]) * alpha[v];
+                largest = x[v] > largest ? x[v] : largest;
+                total += x[v];
+            }
+            std::fill(x + words, x + rounded_up(words, kLanes), -infinity());
+            parts_.largest[place + row] = largest;
+            parts_.total[place + row] = total;
+            exponentials(row, given_.target[row] - block.column, words, shift_of(largest), place + row);
+        }
     }
-    return largest;
+
+private:
+    void exponentials(int64_t row, int64_t word, int64_t words, float shift, int64_t place) {
+        float target = 0.0f, *x = columns_.row(), *scale = columns_.scale();
+        if (word >= 0 && word < words && given_.target[row] != given_.padding) {
+            chosen_[row] = x[word];
+            target = lsq::bounded_exponential(x[word] - shift);
+            x[word] = -infinity();
+        }
+        Lanes sum = {}, scaled = {};  // no NaN in `scaled`: then there is one in `sum`
+        for (int64_t v = 0; v < words; v += kLanes) {
+            const Lanes exponential = bounded_exponential(lanes_at(x + v) - shift);
+            sum += exponential;
+            scaled = larger_lanes(exponential * lanes_at(scale + v), scaled);
+        }
+        parts_.sum[place] = sum_of_lanes(sum) + target;
+        parts_.scaled[place] = largest_lane(scaled);
+    }
+
+    const Prediction& given_;
+    Parts parts_;
+    float* chosen_;
+    Columns columns_;
+};
+
+constexpr int64_t kRows = 16;  // that are joined together
+
+struct Joined {
+    float largest[kRows], sum[kRows] = {}, scaled[kRows] = {}, total[kRows] = {};
+
+    // Of `count` rows from `first` on. Blocks come in order.
+    Joined(const Parts& parts, int64_t first, int64_t count) {
+        std::fill(largest, largest + kRows, -infinity());
+        for (int64_t block = 0; block < parts.blocks; ++block) {
+            const float* from = parts.largest + block * parts.rows + first;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) largest[i] = from[i] > largest[i] ? from[i] : largest[i];
+        }
+        for (int64_t block = 0; block < parts.blocks; ++block) {
+            const int64_t at = block * parts.rows + first;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) {
+                const float factor = bounded_exponential(parts.largest[at + i] - largest[i]);
+                const float most = parts.scaled[at + i] * factor;
+                sum[i] += parts.sum[at + i] * factor;
+                total[i] += parts.total[at + i];
+                scaled[i] = magnitude_of(most) > magnitude_of(scaled[i]) ? most : scaled[i];
+            }
+        }
+    }
+};
+
+// The gradient of blocks of logits on one thread.
+class Differentiator {
+public:
+    explicit Differentiator(const VocabularyLossGradient& op)
+        : op_(op), given_(op.prediction), columns_(given_), words_(given_.block_columns + 4) {}
+
+    template <class T>
+    void operator()(const SumsBlock<T>& block) {
+        const int64_t words = columns_.take(block.column, block.columns);
+        for (int64_t i = 0; i < block.rows; ++i) {
+            const int64_t row = block.row + i, first = row * given_.columns + block.column;
+            const bool counted = given_.target[row] != given_.padding;
+            if (counted) gradient(row, block.sums + i * block.stride, block.column, words);
+            float* x = columns_.row();
+            std::fill(x + (counted ? words : 0), x + block.columns, 0.0f);
+            if (op_.rounded.codes) {
+                round(row, block.column, first, words, block.columns);
+            } else {
+                std::memcpy(op_.dlogits + first, x, block.columns * sizeof(float));
+            }
+        }
+    }
+
+private:
+    template <class T>
+    void gradient(int64_t row, const T* sums, int64_t column, int64_t words) const {
+        const float *alpha = columns_.alpha(), factor = factor_of(given_), each = given_.each;
+        const float shift = op_.normaliser[row], upstream = op_.dlogits ? op_.dloss[0] : 1.0f;
+        float* x = columns_.row();
+#pragma omp simd
+        for (int64_t v = 0; v < words; ++v) x[v] = static_cast<float>(sums[v]) * alpha[v] - shift;
+        std::fill(x + words, x + rounded_up(words, kLanes), 0.0f);
+        for (int64_t v = 0; v < words; v += kLanes) {
+            lanes_at(x + v) = (bounded_exponential(lanes_at(x + v)) * factor - each) * upstream;
+        }
+        const int64_t word = given_.target[row] - column;
+        if (word >= 0 && word < words) x[word] -= given_.target_weight * upstream;
+    }
+
+    // Elements from `first` on, at random. The scale goes with the first column.
+    void round(int64_t row, int64_t column, int64_t first, int64_t words, int64_t columns) {
+        const float q = op_.rounded.largest, *x = columns_.row(), *scale = columns_.scale();
+        const GradientScale s = gradient_scale(op_.bound[row], q);
+        if (column == 0) op_.rounded.scale[row] = s.scale * op_.dloss[0];
+        int8_t* codes = op_.rounded.codes + first;
+        const int64_t wanted = s.reciprocal == 0.0f ? 0 : words;  // vanishing, or not finite
+        std::memset(codes + wanted, 0, columns - wanted);
+        if (wanted == 0) return;
+        const int64_t offset = first % 4;
+        philox(op_.rounded.key[0], op_.rounded.subsequence, first - offset, wanted + offset, words_.data());
+        const uint32_t* drawn = words_.data() + offset;
+#pragma omp simd
+        for (int64_t v = 0; v < wanted; ++v) {
+            codes[v] = round_finite_at_random(x[v] * scale[v] * s.reciprocal, drawn[v], q);
+        }
+    }
+
+    const VocabularyLossGradient& op_;
+    const Prediction& given_;
+    Columns columns_;
+    std::vector<uint32_t> words_;
+};
+
+// The readers of a block of rows [first, first + rows) of logits, sums int32 or floats.
+template <class Make>
+void read_logits(const Prediction& given, const void* logits, int64_t first, int64_t rows, const Make& make) {
+    const int64_t columns = given.columns, width = given.block_columns;
+    if (given.x.coded.codes) {
+        read_columns(static_cast<const int32_t*>(logits), first, rows, columns, width, make);
+    } else {
+        read_columns(static_cast<const float*>(logits), first, rows, columns, width, make);
+    }
 }
 
 }  // namespace
 
-// Writes both losses of each row, and what is wanted of normalisers and rounded gradient.
-LSQ_EXPORT void lsq_VocabularyLoss(
-    const VocabularyLoss& op, const void* logits, int64_t first, int64_t rows, float* losses, float* nlls) {
+LSQ_EXPORT void lsq_multiply_vocabulary_loss(
+    const VocabularyLoss& op, const TileProduct& product, float* parts, float* chosen) {
+    multiply_columns(product, op.prediction.block_columns, [&] { return Adder(op, parts, chosen); });
+}
+
+// Rows [first, first + rows) of logits [rows, P].
+LSQ_EXPORT void lsq_end_vocabulary_loss(
+    const VocabularyLoss& op, const void* logits, int64_t first, int64_t rows, float* parts, float* chosen) {
+    read_logits(op.prediction, logits, first, rows, [&] { return Adder(op, parts, chosen); });
+}
+
+// Joins what the blocks of columns have left: normalisers, bounds, and both losses.
+LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memory, const float* chosen) {
     const Prediction& given = op.prediction;
-    const int64_t n = given.columns, vocabulary = given.vocabulary;
+    const Parts parts(given, memory);
     const float factor = factor_of(given), each = given.each, target_weight = given.target_weight;
-    for_rows(rows, n, [&](int64_t row, Scratch& scratch) {
-        float* x = scratch.a.data();
-        const int64_t m = first + row, word = given.target[m];
-        const bool counted = word != given.padding;
-        const float largest = read_logits(given, logits, row, x), target = x[counted ? word : 0];
-        const Row sums = exponentials(x, vocabulary, largest);
-        const float normaliser = largest + std::log(sums.sum);
-        const float smooth = static_cast<float>(vocabulary) * normaliser - sums.total;
-        nlls[m] = counted ? normaliser - target : 0.0f;
-        losses[m] = counted ? target_weight * nlls[m] + each * smooth : 0.0f;
-        if (op.normaliser) op.normaliser[m] = normaliser;
-        if (!op.rounded.codes) return 0;
-        uint32_t most = 0;
-        if (counted) {
-            const float share = factor / sums.sum, *weight_scale = op.rounded.weight_scale;
-            const float chosen = (x[word] * share - each - target_weight) * weight_scale[word];
-            most = std::max(scaled_gradient(x, weight_scale, share, each, 0, word),
-                            scaled_gradient(x, weight_scale, share, each, word + 1, vocabulary));
-            most = std::max(most, bits_of(chosen) & 0x7FFFFFFFu);
-            x[word] = chosen;
-            std::fill(x + vocabulary, x + n, 0.0f);
-        }
-        round_scaled(op.rounded, m, n, x, float_of(most), scratch.words.data());
-        return 0;
-    });
-}
-
-LSQ_EXPORT void lsq_VocabularyLossGradient(
-    const VocabularyLossGradient& op, const void* logits, int64_t first, int64_t rows) {
-    const Prediction& given = op.prediction;
-    const int64_t n = given.columns, vocabulary = given.vocabulary;
-    const float factor = factor_of(given), each = given.each, upstream = op.dloss[0];
+    const float* scale = given.weight.scale;
+    const float most = op.bound ? float_of(magnitude_of(*std::max_element(scale, scale + given.vocabulary,
+        [](float one, float other) { return magnitude_of(one) < magnitude_of(other); }))) : 0.0f;
+    const int64_t groups = (given.rows + kRows - 1) / kRows;
+    std::vector<double> losses(groups), nlls(groups);
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t m = first + row, word = given.target[m];
-        float* x = op.dlogits + m * n;
-        if (word == given.padding) {
-            std::fill(x, x + n, 0.0f);
-            continue;
+    for (int64_t group = 0; group < groups; ++group) {
+        const int64_t first = group * kRows, count = std::min(kRows, given.rows - first);
+        const Joined joined(parts, first, count);
+        for (int64_t i = 0; i < count; ++i) {
+            const int64_t row = first + i, word = given.target[row];
+            const bool counted = word != given.padding;
+            const float normaliser = joined.largest[i] + std::log(joined.sum[i]);
+            const float nll = counted ? normaliser - chosen[row] : 0.0f;
+            const float smooth = static_cast<float>(given.vocabulary) * normaliser - joined.total[i];
+            nlls[group] += nll;
+            losses[group] += counted ? target_weight * nll + each * smooth : 0.0f;
+            if (op.normaliser) op.normaliser[row] = normaliser;
+            if (!op.bound) continue;
+            float bound = 0.0f;
+            if (counted) {
+                const float share = factor / joined.sum[i];
+                const float own = bounded_exponential(chosen[row] - normaliser) * factor - each - target_weight;
+                const uint32_t others = std::max(magnitude_of(joined.scaled[i] * share), magnitude_of(each * most));
+                bound = float_of(std::max(others, magnitude_of(own * scale[word])));
+            }
+            op.bound[row] = bound;
         }
-        read_logits(given, logits, row, x);
-        const float shift = op.normaliser[m];
-#pragma omp simd
-        for (int64_t v = 0; v < vocabulary; ++v) x[v] = (exponential(x[v] - shift) * factor - each) * upstream;
-        x[word] -= given.target_weight * upstream;
-        std::fill(x + vocabulary, x + n, 0.0f);
     }
+    write_sum(losses, 1.0f, op.loss);
+    write_sum(nlls, 1.0f, op.nll);
 }
 
-LSQ_OPERATION(ScaleRows, op) {
-    for (int64_t row = 0; row < op.rows; ++row) op.out[row] = op.scale[row] * op.factor[0];
+LSQ_EXPORT void lsq_multiply_vocabulary_loss_gradient(const VocabularyLossGradient& op, const TileProduct& product) {
+    multiply_columns(product, op.prediction.block_columns, [&] { return Differentiator(op); });
+}
+
+LSQ_EXPORT void lsq_end_vocabulary_loss_gradient(
+    const VocabularyLossGradient& op, const void* logits, int64_t first, int64_t rows) {
+    read_logits(op.prediction, logits, first, rows, [&] { return Differentiator(op); });
 }

@@ -2,14 +2,17 @@
 // is the reference.
 //
 // M rows, V words, P padded words. ROW_THREADS threads take one row of logits [P], int32 sums (KIND 1) or float32
-// (KIND 2), rows `stride` apart, a multiple of 8; a block of logits begins at row `first`. The first pass keeps a
-// running maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the two more that a rounded
-// gradient takes find the row in the cache. Losses of rows are summed in double precision, in a fixed order.
+// (KIND 2), rows `stride` apart, a multiple of 8; a block of logits begins at row `first`. The forward pass keeps
+// a running maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"); the backward pass, whose
+// rows have known scales, rounds in one go. Losses of rows are summed in double precision, in a fixed order.
 #include "random.cuh"
 #include "reduce.cuh"
 
 #ifndef ROW_THREADS
 #define ROW_THREADS 256
+#endif
+#ifndef ROUNDED
+#define ROUNDED 0
 #endif
 #ifndef KIND
 #define KIND 2
@@ -74,19 +77,20 @@ struct Logits {
     }
 };
 
-// Of a row: the largest logit, the sum of exp(logit - largest), the sum of the logits, the largest scale.
+// Of a row: the largest logit, of exp(logit - largest) the sum and, without the target, the largest multiple by the
+// weight's scale; the sum of the logits, and the largest scale. Magnitudes are kept as bits.
 struct RowSums {
     float largest = -infinity(), sum = 0.0f, total = 0.0f;
-    uint32_t scale = 0;  // a magnitude as bits
+    uint32_t scaled = 0, scale = 0;
 
-    __device__ __forceinline__ void add8(const Logits& logits, int column) {
+    __device__ __forceinline__ void add8(const Logits& logits, int column, int64_t word) {
         float x[kVector], scales[kVector];
         logits.read8(column, x, scales);
         float highest = largest;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             highest = Maximum::join(x[i], highest);
-            scale = Largest::join(scale, bits_of(scales[i]) & 0x7FFFFFFFu);
+            scale = Largest::join(scale, magnitude(scales[i]));
         }
         if (column + kVector <= logits.vocabulary) {
 #pragma unroll
@@ -98,43 +102,35 @@ struct RowSums {
         // Nothing above minus infinity so far: any finite shift gives exp = 0.
         const float shift = highest == -infinity() ? 0.0f : highest;
         if (highest > largest) {
-            sum *= bounded_exponential(largest - highest);
+            const float factor = bounded_exponential(largest - highest);
+            sum *= factor;
+            scaled = magnitude(float_of(scaled) * factor);
             largest = highest;
         }
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum += bounded_exponential(x[i] - shift);
+        for (int i = 0; i < kVector; ++i) {
+            const float exponential = bounded_exponential(x[i] - shift);
+            sum += exponential;
+            scaled = Largest::join(scaled, column + i == word ? 0u : magnitude(exponential * scales[i]));
+        }
     }
 
     // Of all threads of the block together.
     __device__ __forceinline__ void join() {
-        const float highest = block_reduce<Maximum>(largest);
-        sum = block_reduce<Sum>(sum * bounded_exponential(largest - highest));
+        const float highest = block_reduce<Maximum>(largest), factor = bounded_exponential(largest - highest);
+        sum = block_reduce<Sum>(sum * factor);
         total = block_reduce<Sum>(total);
+        scaled = block_reduce<Largest>(magnitude(float_of(scaled) * factor));
         scale = block_reduce<Largest>(scale);
         largest = highest;
     }
-};
 
-// d loss / d logit for a word that is not the target, and less for the target, times the scale of the weight's row.
-struct Gradient {
-    float largest, share, each, target_weight;
-
-    __device__ __forceinline__ float at(float logit, float scale, bool chosen) const {
-        float gradient = bounded_exponential(logit - largest) * share - each;
-        if (chosen) gradient -= target_weight;
-        return gradient * scale;
-    }
-
-    // Words with logit - largest up to this have no larger gradient than `known`: theirs lies between -each * scale and
-    // share * exp(logit - largest) * scale, whose rounding the margin covers. Never what a NaN can pass for.
-    __device__ __forceinline__ float harmless(float known, float scale) const {
-        return each * scale <= known ? logf(known / (share * scale)) - 1e-3f : -infinity();
-    }
+    static __device__ __forceinline__ uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 };
 
 }  // namespace
 
-// One row of logits a block. A target outside the vocabulary makes the losses and the row's scale NaN.
+// One row of logits a block. A target outside the vocabulary makes the losses and the row's bound NaN.
 LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_vocabulary_loss(
     const VocabularyLoss op, In<Logit> sums, int64_t stride, int64_t first, Out<float> losses, Out<float> nlls) {
     const Prediction& given = op.prediction;
@@ -144,64 +140,26 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS) lsq_vocabulary_los
     const Logits logits(given, sums + blockIdx.x * stride);
     RowSums row;
     if (counted || op.normaliser) {
-        each8(columns, [&](int column) { row.add8(logits, column); });
+        each8(columns, [&](int column) { row.add8(logits, column, word); });
         row.join();
     }
+    if (threadIdx.x != 0) return;
     const bool known_word = word >= 0 && word < vocabulary;
     const float chosen = known_word ? logits.read(word) : not_a_number();
-    if (threadIdx.x == 0) {
-        const float log_normaliser = row.largest + logf(row.sum);
-        const float missed = counted ? log_normaliser - chosen : 0.0f;
-        const float smooth = static_cast<float>(vocabulary) * log_normaliser - row.total;
-        nlls[m] = missed;
-        losses[m] = counted ? target_weight * missed + each * smooth : 0.0f;
-        if (op.normaliser) op.normaliser[m] = log_normaliser;
-    }
+    const float log_normaliser = row.largest + logf(row.sum);
+    const float missed = counted ? log_normaliser - chosen : 0.0f;
+    const float smooth = static_cast<float>(vocabulary) * log_normaliser - row.total;
+    nlls[m] = missed;
+    losses[m] = counted ? target_weight * missed + each * smooth : 0.0f;
+    if (op.normaliser) op.normaliser[m] = log_normaliser;
 #if KIND == 1
-    if (!op.rounded.codes) return;
-    int8_t* line = op.rounded.codes + m * columns;
-    float* row_scale = op.rounded.scale;
-    if (!counted) {
-        each8(columns, [&](int column) { store_words(line + column, make_uint2(0, 0)); });
-        if (threadIdx.x == 0) row_scale[m] = 0.0f;
-        return;
-    }
-    const float share = (target_weight + each * static_cast<float>(vocabulary)) / row.sum;
-    const Gradient gradient{row.largest, share, each, target_weight};
-    // The target's gradient is nearly always the largest: hardly any other word takes an exponential.
-    const float known = fabsf(gradient.at(chosen, known_word ? logits.weight_scale[word] : 0.0f, true));
-    const float harmless = gradient.harmless(known, float_of(row.scale));
-    uint32_t magnitude = bits_of(known);
-    each8(columns, [&](int column) {
-        float x[kVector], scale[kVector];
-        logits.read8(column, x, scale);
-        bool larger = false;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) larger |= !(x[i] - row.largest <= harmless);
-        if (!larger) return;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            const float found = gradient.at(x[i], scale[i], column + i == word);
-            magnitude = Largest::join(magnitude, bits_of(found) & 0x7FFFFFFFu);
-        }
-    });
-    const float q = op.rounded.largest;
-    const GradientScale s = gradient_scale(float_of(block_reduce<Largest>(magnitude)), q);
-    if (threadIdx.x == 0) row_scale[m] = s.scale;
-    const int64_t drawn_from = op.rounded.key[0];
-    each8(columns, [&](int column) {
-        float x[kVector], scale[kVector];
-        uint32_t words[kVector];
-        int8_t rounded[kVector];
-        logits.read8(column, x, scale);
-        random8(drawn_from, op.rounded.subsequence, m * columns + column, words);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            const float found = gradient.at(x[i], scale[i], column + i == word);
-            rounded[i] = round_at_random(found * s.reciprocal, words[i], q);
-        }
-        store8(line + column, rounded);
-    });
+    if (!op.bound) return;
+    const float factor = target_weight + each * static_cast<float>(vocabulary), share = factor / row.sum;
+    const float own = bounded_exponential(chosen - log_normaliser) * factor - each - target_weight;
+    const uint32_t others = Largest::join(
+        RowSums::magnitude(float_of(row.scaled) * share), RowSums::magnitude(each * float_of(row.scale)));
+    const uint32_t own_scaled = RowSums::magnitude(own * (known_word ? logits.weight_scale[word] : 0.0f));
+    op.bound[m] = counted ? float_of(Largest::join(others, own_scaled)) : 0.0f;
 #endif
 }
 LSQ_EXPORT(lsq_vocabulary_loss)
@@ -212,12 +170,20 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
     const int64_t columns = given.columns, m = first + blockIdx.x, word = given.target[m];
     const Logits logits(given, sums + blockIdx.x * stride);
     const float target_weight = given.target_weight, each = given.each;
-    const float factor = target_weight + each * static_cast<float>(given.vocabulary);
-    const float upstream = op.dloss[0], shift = op.normaliser[m];
-    const bool counted = word != given.padding, aligned = columns % kVector == 0;
+    const float factor = target_weight + each * static_cast<float>(given.vocabulary), shift = op.normaliser[m];
+    const bool counted = word != given.padding;
+#if ROUNDED
+    const float q = op.rounded.largest, upstream = 1.0f;
+    const GradientScale s = gradient_scale(op.bound[m], q);
+    const int64_t drawn_from = op.rounded.key[0];
+    if (threadIdx.x == 0) op.rounded.scale[m] = s.scale * op.dloss[0];
+#else
+    const float upstream = op.dloss[0];
+    const bool aligned = columns % kVector == 0;
     Float* line = op.dlogits + m * columns;
+#endif
     each8(columns, [&](int column) {
-        float x[kVector] = {}, scale[kVector];
+        float x[kVector] = {}, scale[kVector] = {};
         if (counted) {
             logits.read8(column, x, scale);
 #pragma unroll
@@ -227,6 +193,14 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
                 x[i] = column + i < logits.vocabulary ? x[i] : 0.0f;
             }
         }
+#if ROUNDED
+        uint32_t words[kVector];
+        int8_t rounded[kVector];
+        random8(drawn_from, op.rounded.subsequence, m * columns + column, words);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) rounded[i] = round_at_random(x[i] * scale[i] * s.reciprocal, words[i], q);
+        store8(op.rounded.codes + m * columns + column, rounded);
+#else
         if (aligned) {
             store8(line + column, x);
         } else {
@@ -235,6 +209,7 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS, 1024 / ROW_THREADS)
                 if (column + i < columns) line[column + i] = narrow<Float>(x[i]);
             }
         }
+#endif
     });
 }
 LSQ_EXPORT(lsq_vocabulary_loss_gradient)
@@ -255,9 +230,3 @@ LSQ_KERNEL __launch_bounds__(ROW_THREADS)
     if (threadIdx.x == 0) (blockIdx.x ? op.nll : op.loss)[0] = static_cast<float>(part[0]);
 }
 LSQ_EXPORT(lsq_sum_losses)
-
-LSQ_KERNEL __launch_bounds__(ROW_THREADS) lsq_scale_rows(const ScaleRows op) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * ROW_THREADS + threadIdx.x;
-    if (row < op.rows) op.out[row] = op.scale[row] * op.factor[0];
-}
-LSQ_EXPORT(lsq_scale_rows)
