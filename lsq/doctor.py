@@ -218,7 +218,7 @@ def text(found: Report) -> str:
         gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})"
     path = f"CPU: matrix products by {kernel_name()}, the loops between them by {loops}"
     if seen and not found.gpu_fault:
-        path = f"GPU: matrix products by cuBLASLt, kernels of lsq between them; {path}"
+        path = f"GPU: matrix products by cuBLASLt and kernels of lsq, which do all else; {path}"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
         ("CPU", f"{found.cpu}, {_count(found.cores, 'core')}, {_count(found.threads, 'torch thread')}"),
