@@ -29,7 +29,7 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     """
     if not min(m, n, k):
         return None
-    key = ProductKey(op=op, m=m, n=n, k=k)
+    key = _key(op, m, n, k)
     note(key)
     return _forced.tile if hasattr(_forced, "tile") else _tile(lookup.generation(), key)
 
@@ -44,6 +44,11 @@ def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
     finally:
         vars(_forced).clear()
         vars(_forced).update(before)
+
+
+@functools.lru_cache(maxsize=4096)
+def _key(op: str, m: int, n: int, k: int) -> ProductKey:
+    return ProductKey(op=op, m=m, n=n, k=k)
 
 
 @functools.lru_cache(maxsize=4096)
