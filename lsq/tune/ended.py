@@ -1,7 +1,7 @@
 """Products of a GPU's operations for the tuner, each with its end: by cuBLASLt and a kernel, or in one kernel's tiles.
 
 Both are lists of launches of the same operation. cuBLASLt's sums are checked by themselves; what tiles write is
-compared, bit by bit, with what a kernel makes of exact sums.
+compared with what a kernel makes of exact sums: integers bit by bit.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from lsq.gemm.cublaslt import ChosenProduct
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.ops.project import GEMM, Project
-from lsq.program.operation import Operation
+from lsq.program.operation import Operation, Spec
 from lsq.program.samples import Sampler
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows, Weight
@@ -29,6 +29,8 @@ STAGES = (2, 3, 4, 6)
 """Of tiles, that are tried; a GPU with less shared memory refuses the most of them."""
 REFERENCE_ELEMENTS = 2**24
 """Sums that are computed in float64 at a time."""
+TOLERANCE = 1e-3
+"""Of floats, beside the largest of a tensor; integers must be equal."""
 
 
 def projection(key: ProductKey) -> Project:
@@ -83,9 +85,7 @@ class EndedTrial:
         made = Sampler(device.place, torch.bfloat16).operation(OPERATIONS[key.op](key))
         others = by_itself.backend.copies(key) - 1
         self._operations = [made, *(made.bind(torch.Tensor.clone) for _ in range(others))]
-        with gemm.ended_by(None):
-            needed = made.cuda_scratch()
-        self._scratch = [torch.empty(shape, dtype=dtype, device=device.place) for shape, dtype in needed]
+        self._scratch: dict[tuple[int, Spec], torch.Tensor] = {}
         self._expected: list[torch.Tensor] | None = None
         self._lists: dict[tuple[Configuration, int], LaunchList] = {}
         self._chosen: dict[CublasConfiguration, ChosenProduct] = {}
@@ -107,7 +107,7 @@ class EndedTrial:
             self.device.synchronize()
         except RuntimeError as error:
             return str(error)
-        differing = sum(int((one != other).sum()) for one, other in zip(written, expected, strict=True))
+        differing = sum(int((~_equal(*pair)).sum()) for pair in zip(written, expected, strict=True))
         return f"{differing} of its results are wrong" if differing else None
 
     def seconds(self, configuration: Configuration, repeats: int) -> float:
@@ -139,7 +139,14 @@ class EndedTrial:
 
     def _entries(self, tile: TileConfiguration | None, operation: Operation) -> list[Launch | Product]:
         with gemm.ended_by(tile):
-            return operation.cuda(*(self._scratch if tile is None else ()))
+            return operation.cuda(*map(self._memory, enumerate(operation.cuda_scratch())))
+
+    def _memory(self, wanted: tuple[int, Spec]) -> torch.Tensor:
+        """Scratch is the same for all lists: it is warm, as planned memory is."""
+        if wanted not in self._scratch:
+            shape, dtype = wanted[1]
+            self._scratch[wanted] = torch.empty(shape, dtype=dtype, device=self.device.place)
+        return self._scratch[wanted]
 
     def _list(self, configuration: Configuration, number: int) -> LaunchList:
         found = self._lists.get((configuration, number))
@@ -160,6 +167,13 @@ class EndedTrial:
                 native.choose(configuration.algorithm)
             self._chosen[configuration] = ChosenProduct(key=self.key, native=native, algorithm=configuration)
         return self._chosen[configuration]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """bool, of each element; floats may have been added up in another order."""
+    if not one.is_floating_point():
+        return one == other
+    return one.isclose(other, rtol=0.0, atol=float(TOLERANCE * other.abs().max()), equal_nan=True)
 
 
 def _multiply(product: Product) -> None:
