@@ -71,8 +71,13 @@ def step(size: Size, quant: QuantConfig) -> list[Part]:
     return [*found, update(size, quant)]
 
 
-def training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
-    """(how often it runs in a step, program)"""
+def training(size: Size, quant: QuantConfig) -> list[tuple[int, Program]]:
+    """(how often it runs in a step, program), built for products apart from their ends."""
+    with gemm.ended_by(None):
+        return list(_training(size, quant))
+
+
+def _training(size: Size, quant: QuantConfig) -> Iterator[tuple[int, Program]]:
     config, mode = layer_config(size, quant, DROPOUT), Mode(training=True, backward=True, backend=AbsentGPU())
     sentences = Sentences(rows=size.tokens, count=size.sentences)
     yield 2, programs.embedding(quant, size.tokens, table(size, DROPOUT), mode)
@@ -176,7 +181,7 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
     for _, program in training(small, quant):
         if program.name != "embedding":
             yield from program.operations
-    yield from next(training(size, quant))[1].operations
+    yield from training(size, quant)[0][1].operations
     yield from (adam(FEW, size.hidden), adam(64, size.hidden, quant))
 
 
