@@ -21,8 +21,10 @@ from lsq.gemm.product_key import key_of as key_of_product
 
 QUANT = QuantConfig(backward="int8")
 LSQ = "lsq"
+ENDED = {op: f"lsq_{op.removeprefix('project_')}_product" for op in TILED}
+"""Kernels that end products, by their operations."""
 GROUPS = {
-    "products": ("product", *(f"lsq_{op}_product" for op in TILED)),
+    "products": ("product", *ENDED.values()),
     "attention": ("attention", "lsq_attention"),
     "ends and norms": (
         "lsq_end", "lsq_residual", "lsq_project", "lsq_finish", "norm", "dropout", "activation", "add", "sum of",
@@ -107,7 +109,7 @@ class Step:
                     yield "product", part.times, clock.product(multiplied(entry))
                 else:
                     end = self.work[id(next(entries))]
-                    yield f"lsq_{entry.op}_product", part.times, clock.ended_product(multiplied(entry), end, tile)
+                    yield ENDED[entry.op], part.times, clock.ended_product(multiplied(entry), end, tile)
         yield from opponent_times(self.between(), gpu)
 
 

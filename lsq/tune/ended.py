@@ -105,7 +105,7 @@ class EndedTrial:
         try:
             self._list(configuration, 0).run()
             self.device.synchronize()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return str(error)
         differing = sum(int((~_equal(*pair)).sum()) for pair in zip(written, expected, strict=True))
         return f"{differing} of its results are wrong" if differing else None

@@ -14,7 +14,6 @@ from operations import QUICK, sizes
 
 from lsq.csrc import profile
 from lsq.csrc.launch import Launch, Product
-from lsq.gemm.product_key import TILED
 
 SIZE = dataclasses.replace(QUICK, hidden=64, heads=2, length=8)
 needs_compiler = pytest.mark.skipif(
@@ -84,7 +83,7 @@ def test_one_kernel_is_modelled_where_it_ends_its_product(monkeypatch):
     ended = {name: counts["lsq_project_product"] for name, counts in found.items()}
     assert ended == {"A100 80 GB": 66, "RTX 4090": 66, "H100 SXM": 54}
     assert all(counts["lsq_end"] == 66 - ended[name] for name, counts in found.items())
-    of_all = {name: sum(counts[f"lsq_{op}_product"] for op in TILED) for name, counts in found.items()}
+    of_all = {name: sum(counts[kernel] for kernel in gpu_step.ENDED.values()) for name, counts in found.items()}
     assert all(counts["product"] == 232 - of_all[name] for name, counts in found.items())
 
 
