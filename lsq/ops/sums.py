@@ -1,6 +1,6 @@
 """Sums over rows that blocks of a GPU leave in parts, and the operation that finishes those of a whole pass at once.
 
-B blocks, each with a row of S sums over N columns side by side, then one number for the clip. Programs for the CPU have
+B blocks, each with a row of S sums over N columns side by side, then numbers for the clip. Programs for the CPU have
 none of this: its loops finish their sums themselves.
 """
 
@@ -29,7 +29,7 @@ class PartialSums(Value):
     """What the blocks of one kernel have summed, and where the totals go, which are taken in the order of blocks."""
 
     parts: In[Floats]
-    """[B, W], W at least S * N, and one more where there is a clip."""
+    """[B, W], W at least S * N, and `clip_parts` more where there is a clip."""
     first: Floats | None
     """[N]"""
     second: Floats | None
@@ -41,20 +41,22 @@ class PartialSums(Value):
     columns: int
     """N"""
     factor: float = 1.0
+    clip_parts: int = 1
+    """Numbers for the clip in each row: one of each block that has summed other columns of the same rows."""
 
     blocks = extent(0, "parts")
     width = extent(1, "parts")
 
     @classmethod
     def of(
-        cls, parts, columns: int, outs: Sequence, clip=None, coded: Coded | None = None
+        cls, parts, columns: int, outs: Sequence, clip=None, coded: Coded | None = None, clip_parts: int = 1
     ) -> PartialSums:
         """Those of `columns` columns that go to `outs`, None for nowhere; `coded` was rounded under the clip."""
         first, second, third = (*outs, None, None, None)[:3]
         factor = 1.0 if coded is None else coded.clip_factor
         return cls(
             parts=parts, first=first, second=second, third=third, clip=clip, sums=len(outs), columns=columns,
-            factor=factor,
+            factor=factor, clip_parts=clip_parts,
         )  # fmt: skip
 
     @property
@@ -78,7 +80,8 @@ class PartialSums(Value):
         found = [whole[first * width : (first + 1) * width] for first in range(self.sums)]
         clip = None
         if self.clip is not None:
-            clip = (self.parts[:, self.sums * width].double().sum() * self.factor).float()
+            first = self.sums * width
+            clip = (self.parts[:, first : first + self.clip_parts].double().sum() * self.factor).float()
         return *found, *(None,) * (3 - self.sums), clip
 
 
@@ -134,7 +137,7 @@ def finish(found: PartialSums, leaves: bool) -> list[Launch]:
     return [
         launch(
             "sums.cu", "lsq_finish_own_sums", found.parts, *found.outs, found.sums, found.columns, found.blocks,
-            found.width, found.factor, grid=found.strips,
+            found.width, found.clip_parts, found.factor, grid=found.strips,
         )
     ]  # fmt: skip
 

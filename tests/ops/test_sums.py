@@ -19,10 +19,15 @@ class Leaving(Reference):
     leaves_sums = True
 
 
-def parts(blocks: int, columns: int, sums: int, *, clip: bool = True, factor: float = 1.0) -> PartialSums:
+def parts(
+    blocks: int, columns: int, sums: int, *, clip: bool = True, factor: float = 1.0, clip_parts: int = 1
+) -> PartialSums:
     """Of which the second sum, if any, is not wanted."""
     outs = [empty(columns), None, empty(columns)][:sums]
-    found = PartialSums.of(torch.randn(blocks, sums * columns + 4), columns, outs, empty(1) if clip else None)
+    width = sums * columns + clip_parts + 3
+    found = PartialSums.of(
+        torch.randn(blocks, width), columns, outs, empty(1) if clip else None, clip_parts=clip_parts
+    )
     found.factor = factor
     return found
 
@@ -33,13 +38,13 @@ def virtual(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> VirtualTen
 
 
 def test_totals():
-    given = [parts(7, 24, 1, factor=0.5), parts(3, 16, 3, clip=False), parts(100, 0, 0)]
+    given = [parts(7, 24, 1, factor=0.5), parts(3, 16, 3, clip=False), parts(100, 0, 0, clip_parts=5)]
     one, three, alone = on_reference(FinishSums.of(given)).found
     assert torch.equal(one.first, given[0].parts[:, :24].sum(dim=0))
     torch.testing.assert_close(one.clip, 0.5 * given[0].parts[:, 24:25].sum(dim=0))
     assert torch.equal(three.first, given[1].parts[:, :16].sum(dim=0)) and three.second is None
     assert torch.equal(three.third, given[1].parts[:, 32:48].sum(dim=0)) and three.clip is None
-    torch.testing.assert_close(alone.clip, given[2].parts[:, 0].sum().view(1))
+    torch.testing.assert_close(alone.clip, given[2].parts[:, :5].sum().view(1))
 
 
 @pytest.mark.parametrize("options", [

@@ -128,7 +128,7 @@ def sums():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "strided", lambda turns, most: min(most, turns))
         compare_gradients(torch.float32, 341, 48, rounds=True)
-    compare_cuda(FinishSums.of([PartialSums.of(torch.randn(1000, 1), 0, (), empty(1))]))
+    compare_cuda(FinishSums.of([PartialSums.of(torch.randn(1000, 4), 0, (), empty(1), clip_parts=4)]))
 
 
 def attentions():

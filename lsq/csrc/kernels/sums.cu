@@ -1,7 +1,7 @@
 // Adds up what the blocks of other kernels have summed: partial rows of W sums, in order, one result a column.
 //
-// A row holds up to three sums of N columns side by side and, where a clip is wanted, one number more, whose sum is taken
-// in double precision, as on the CPU. lsq/ops/sums.py is the reference.
+// A row holds up to three sums of N columns side by side and, where a clip is wanted, one number more or several, whose
+// sum is taken in double precision, as on the CPU. lsq/ops/sums.py is the reference.
 #include "device.cuh"
 
 namespace {
@@ -36,11 +36,16 @@ __device__ __forceinline__ void finish(const PartialSums& one) {
         if (out) out[column % one.columns] = total;
     }
     if (one.clip && blockIdx.x == 0) {
-        // Many partial rows, one number of each: every thread takes some, so that their loads overlap.
+        // Many partial rows, mostly one number of each: every thread takes some, so that their loads overlap.
         __shared__ double totals[kColumns * kSlices];
         double total = 0.0;
 #pragma unroll 8
-        for (int64_t row = threadIdx.x; row < rows; row += kColumns * kSlices) total += partial[row * width + all];
+        for (int64_t row = threadIdx.x; row < rows; row += kColumns * kSlices) {
+            const float* numbers = partial + row * width + all;
+            total += numbers[0];
+#pragma unroll 4
+            for (int64_t i = 1; i < one.clip_parts; ++i) total += numbers[i];
+        }
         totals[threadIdx.x] = total;
         for (int distance = kColumns * kSlices / 2; distance; distance /= 2) {
             __syncthreads();
@@ -61,7 +66,7 @@ LSQ_EXPORT(lsq_finish_sums)
 // Those of one operation that runs by itself.
 LSQ_KERNEL __launch_bounds__(kColumns * kSlices, kLeastBlocks) lsq_finish_own_sums(
     In<float> parts, Out<float> first, Out<float> second, Out<float> third, Out<float> clip, int64_t sums,
-    int64_t columns, int64_t blocks, int64_t width, float factor) {
-    finish({parts, first, second, third, clip, sums, columns, factor, blocks, width});
+    int64_t columns, int64_t blocks, int64_t width, int64_t clip_parts, float factor) {
+    finish({parts, first, second, third, clip, sums, columns, factor, clip_parts, blocks, width});
 }
 LSQ_EXPORT(lsq_finish_own_sums)
