@@ -21,8 +21,8 @@ PADDING = 4
 """Columns beyond its sums that a row of parts has; the clip's stands in the first, and rows stay 16-byte aligned."""
 COLUMNS = 32
 """Columns that a block of lsq_finish_sums adds up."""
-TOGETHER = 16
-"""PartialSums of one FinishSums, at most; a layer of a decoder has 13."""
+TOGETHER = 20
+"""PartialSums of one FinishSums, at most; so many has a layer of a decoder."""
 
 
 class PartialSums(Value):
@@ -104,6 +104,10 @@ class FinishSums(Operation):
     sums13: Out[PartialSums] | None
     sums14: Out[PartialSums] | None
     sums15: Out[PartialSums] | None
+    sums16: Out[PartialSums] | None
+    sums17: Out[PartialSums] | None
+    sums18: Out[PartialSums] | None
+    sums19: Out[PartialSums] | None
 
     @classmethod
     def of(cls, found: Sequence[PartialSums]) -> FinishSums:
