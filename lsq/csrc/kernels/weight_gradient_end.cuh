@@ -1,0 +1,51 @@
+// The end of the product for the gradient of a weight, 8 neighbouring columns of a row at a time: the straight-through
+// mask and what belongs to the clip. lsq/ops/weight_gradient.py is the reference.
+#pragma once
+
+#include "vectors.cuh"
+
+namespace lsq {
+
+// What holds for a row of the weight.
+struct WeightRow {
+    float limit, step, inverse;  // its clip, its scale, and 1 / scale
+};
+
+struct WeightGradientEnd {
+    const float *weights, *limits, *scales;
+    const int8_t* codes;  // null: PACT
+    float* dweight;
+    bool limit_of_row;
+
+    __device__ __forceinline__ explicit WeightGradientEnd(const ProjectWeightGradient& op)
+        : weights(op.weight.values), limits(op.weight.clip), scales(op.weight.scale),
+          codes(op.lsq ? static_cast<const int8_t*>(op.weight.codes) : nullptr), dweight(op.dweight), limit_of_row(op.clips > 1) {}
+
+    __device__ __forceinline__ WeightRow row(int64_t row) const {
+        const float step = scales[row];
+        return {limits[limit_of_row ? row : 0], step, 1.0f / step};
+    }
+
+    // Writes what elements [element, element + 8) of the product with its scales, all in one row, become. -> what they
+    // add to the gradient of the row's clip
+    __device__ __forceinline__ float write8(const WeightRow& row, int64_t element, float (&gradient)[kVector]) const {
+        float w[kVector], sum = 0.0f;
+        int32_t code[kVector] = {};
+        load8(weights + element, w);
+        if (codes) load8(codes + element, code);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const bool outside = fabsf(w[i]) > row.limit;
+            if (codes) {
+                const float decoded = static_cast<float>(code[i]) * row.step;
+                sum += outside ? 0.0f : gradient[i] * (decoded - w[i]) / row.limit;
+            }
+            sum += outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
+            gradient[i] = outside ? 0.0f : gradient[i];
+        }
+        store8(dweight + element, gradient);
+        return sum;
+    }
+};
+
+}  // namespace lsq
