@@ -11,8 +11,10 @@ FLOATS = {torch.float32: 0, torch.bfloat16: 1}
 """-DFLOAT of each dtype that activations may have."""
 
 
+TICKETS = 4096
+"""Words behind TICKET."""
 TICKET = object()
-"""Stands for two uint32 of zeroed memory that the runner of a list brings along, which the kernel leaves at zero."""
+"""Stands for TICKETS uint32 of zeroed memory that the runner of a list brings along, which kernels leave at zero."""
 
 
 def check(condition: bool, message: str) -> None:

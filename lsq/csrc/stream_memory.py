@@ -4,11 +4,13 @@ import contextlib
 
 import torch
 
+from lsq.csrc.launch import TICKETS
+
 WORKSPACE_ALIGNMENT = 256
 
 
 class StreamMemory:
-    """Two words for tickets, which every kernel finds and leaves at zero, and the workspace of products.
+    """Words for tickets, which every kernel finds and leaves at zero, and the workspace of products.
 
     Args:
         place: where.
@@ -16,7 +18,7 @@ class StreamMemory:
     """
 
     def __init__(self, place: torch.device, workspace_bytes: int):
-        self.ticket = torch.zeros(2, dtype=torch.int32, device=place)
+        self.ticket = torch.zeros(TICKETS, dtype=torch.int32, device=place)
         self.workspace = aligned_workspace(workspace_bytes, place)
 
     def grow(self, workspace_bytes: int) -> None:

@@ -6,26 +6,15 @@ import shutil
 import pytest
 import torch
 
-from lsq import gemm
-from lsq.csrc import compiler, profile
-from lsq.csrc.profile import Limits, fitting_blocks
+from lsq.csrc import profile
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
-from lsq.ops.project_product import THREADS, project_product
+from lsq.ops.project_product import project_product
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import empty
-from tests.ops.cuda import DTYPES, compare_cuda
+from tests.ops.cuda import DTYPES
 from tests.ops.test_project import operands, rounded_project
-
-TILES = [gemm.TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
-    (128, 128, 4), (128, 128, 3), (128, 64, 4), (64, 128, 3), (64, 64, 2))]  # fmt: skip
-SMALL = gemm.TileConfiguration(rows=64, columns=64, stages=3)
-
-
-def in_one(operation, tile, dtype=torch.float32, exact=True):
-    """Compare an operation that runs in one launch."""
-    with gemm.ended_by(tile):
-        return compare_cuda(operation, dtype, exact)
+from tests.ops.tiles import SMALL, TARGETS, TILES, assert_two_blocks_fit, in_one, largest_tile
 
 
 def rounded(rows, inner, outputs, *end, **given):
@@ -102,14 +91,9 @@ def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile
     assert codes.bytes == rows * outputs and codes.sectors * 32 == codes.bytes
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_two_blocks_fit_and_nothing_spills(target):
-    kilobytes = {"sm_80": 164, "sm_90a": 228, "sm_100": 228}.get(target, 100)
-    limits = Limits(warps=48 if kilobytes == 100 else 64, blocks=16, shared=1024 * kilobytes)
-    for tile in (TILES[0] if kilobytes > 100 else TILES[1], SMALL):
+    for tile in (largest_tile(target), SMALL):
         operation = rounded(7, 48, 32, Activation.gelu, 0.1)
         operation.rounded.started = True
-        kernel = project_product(operation, tile).kernel
-        (taken,) = compiler.compile_kernels(kernel.source, kernel.defines, target).resources.values()
-        assert not taken.spill_bytes
-        assert fitting_blocks(THREADS, taken.registers, tile.shared_bytes + taken.shared_bytes, limits) >= 2
+        assert_two_blocks_fit(project_product(operation, tile), target)

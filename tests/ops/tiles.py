@@ -1,0 +1,67 @@
+"""Products that kernels of a GPU end themselves, for the tests of their operations."""
+
+import dataclasses
+
+import torch
+
+from lsq import gemm
+from lsq.csrc import compiler, profile
+from lsq.csrc.launch import Launch
+from lsq.csrc.profile import Limits, Operand, fitting_blocks
+from lsq.gemm import TileConfiguration
+from lsq.ops.tiled_product import THREADS
+from lsq.program.operation import Operation
+from lsq.program.tensor import VirtualTensor
+from tests.ops.cuda import compare_cuda
+
+TILES = [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
+    (128, 128, 4), (128, 128, 3), (128, 64, 4), (64, 128, 3), (64, 64, 2))]  # fmt: skip
+SMALL = TileConfiguration(rows=64, columns=64, stages=3)
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+
+def in_parts(tile: TileConfiguration, split: int) -> TileConfiguration:
+    """The same with so many blocks for each tile."""
+    return dataclasses.replace(tile, split=split)
+
+
+def in_one(
+    operation: Operation, tile: TileConfiguration | None, dtype: torch.dtype = torch.float32, exact: bool = True
+) -> Operation:
+    """`compare_cuda` of an operation whose product and end are one launch; of two for None."""
+    with gemm.ended_by(tile):
+        return compare_cuda(operation, dtype, exact)
+
+
+def launches(operation: Operation, tile: TileConfiguration | None) -> list:
+    """What an operation launches by a tile, or by cuBLASLt, with memory for what it writes."""
+    with gemm.ended_by(tile):
+        bound = operation.bind(
+            lambda one: torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, VirtualTensor) else one
+        )
+        return bound.cuda(*(torch.zeros(shape, dtype=dtype) for shape, dtype in bound.cuda_scratch()))
+
+
+def names(entries: list) -> list[str]:
+    """Of the kernels of a list."""
+    return [entry.kernel.name if isinstance(entry, Launch) else "product" for entry in entries]
+
+
+def traffic(entry: Launch) -> tuple[profile.Profile, dict[int, Operand]]:
+    """What the emulator counts of a launch, and of each of its operands by the tensor's id."""
+    (found,) = profile.profile([entry])
+    return found, dict(zip(map(id, profile.operands_of(entry)), found.operands, strict=True))
+
+
+def assert_two_blocks_fit(entry: Launch, target: str) -> None:
+    """A multiprocessor holds two blocks of the kernel, and nothing spills; compiled by NVRTC."""
+    kilobytes = {"sm_80": 164, "sm_90a": 228, "sm_100": 228}.get(target, 100)
+    limits = Limits(warps=48 if kilobytes == 100 else 64, blocks=16, shared=1024 * kilobytes)
+    (taken,) = compiler.compile_kernels(entry.kernel.source, entry.kernel.defines, target).resources.values()
+    assert not taken.spill_bytes
+    assert fitting_blocks(THREADS, taken.registers, entry.shared + taken.shared_bytes, limits) >= 2
+
+
+def largest_tile(target: str) -> TileConfiguration:
+    """The one of 128 x 128 of which a multiprocessor has shared memory for two."""
+    return TILES[0] if target in ("sm_80", "sm_90a", "sm_100") else TILES[1]
