@@ -46,6 +46,11 @@ def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
         vars(_forced).update(before)
 
 
+def choices() -> tuple:
+    """What decides how products are made, on all devices: another one whenever that may have changed."""
+    return lookup.generation(), hasattr(_forced, "tile"), getattr(_forced, "tile", None)
+
+
 @functools.lru_cache(maxsize=4096)
 def _key(op: str, m: int, n: int, k: int) -> ProductKey:
     return ProductKey(op=op, m=m, n=n, k=k)

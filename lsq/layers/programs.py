@@ -9,7 +9,7 @@ from functools import lru_cache, wraps
 import torch
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.gemm import lookup
+from lsq.gemm.cuda import choices
 from lsq.layers import blocks
 from lsq.layers.blocks import End, Memory, Residual, Sentences
 from lsq.ops.embedding import Embed
@@ -52,11 +52,11 @@ def cached(build):
 
     Those decide how much scratch memory operations take.
     """
-    kept = lru_cache(maxsize=PROGRAMS_KEPT)(lambda generation, *arguments, **named: build(*arguments, **named))
+    kept = lru_cache(maxsize=PROGRAMS_KEPT)(lambda made, *arguments, **named: build(*arguments, **named))
 
     @wraps(build)
     def program(*arguments, **named) -> Program:
-        return kept(lookup.generation(), *arguments, **named)
+        return kept(choices(), *arguments, **named)
 
     return program
 

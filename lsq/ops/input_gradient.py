@@ -15,6 +15,7 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import row_defines
 from lsq.csrc.launch import FLOATS, Product, check, float_define, launch
+from lsq.ops.input_gradient_product import clip_parts, input_gradient_product, tile_parts
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import (
     converted,
@@ -24,12 +25,14 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
-from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
+from lsq.ops.sums import PartialSums, as_parts, check_parts, finish, parts_of
 from lsq.ops.transpose import transpose_codes
 from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
-from lsq.program.operation import Operation
+from lsq.program.operation import Operation, Spec
 from lsq.program.values import Coded, RoundedGradient, Weight
 
+GEMM = "project_input_gradient"
+"""What lsq.gemm calls the product of codes."""
 PART_ROWS = 32
 """Rows that are summed apart on the CPU, whatever the blocks of the product."""
 PRODUCTS = {torch.int32: 0, torch.float32: 1}
@@ -104,7 +107,7 @@ class ProjectInputGradient(Operation):
             ((rows,), torch.float32),
         ]
         if self.gradient is not None:
-            return [*sums, gemm.scratch_for("project_input_gradient", rows, columns, self.weight.matrix.shape[0])]
+            return [*sums, gemm.scratch_for(GEMM, rows, columns, self.weight.matrix.shape[0])]
         product = [((rows, columns), torch.float32)] if self.dx is None else []
         if self.weight.codes is None:
             return [*sums, *product]
@@ -114,7 +117,7 @@ class ProjectInputGradient(Operation):
     def cpu(self, partial, clip_sums, *scratch):
         if self.gradient is not None and self.rows:
             operands = self.gradient.codes, self.weight.codes.t()
-            gemm.multiply("project_input_gradient", self, *operands, *scratch, partial, clip_sums)
+            gemm.multiply(GEMM, self, *operands, *scratch, partial, clip_sums)
         elif self.rows:
             loader.call("lsq_end_float_input_gradient", self, self._float_product(scratch), partial, clip_sums)
         loader.call("lsq_finish_input_gradient", self, partial, clip_sums)
@@ -129,19 +132,33 @@ class ProjectInputGradient(Operation):
         float_product_into(product, self.floats, weight, narrow)
         return product
 
+    @property
+    def _tile(self) -> gemm.TileConfiguration | None:
+        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another kernel ends it."""
+        if self.gradient is None or self.rounded is not None:  # to round a row takes all of its tiles
+            return None
+        return gemm.cuda_tile(GEMM, self.rows, self.columns, self.gradient.codes.shape[1])
+
+    @property
+    def _parts(self) -> Spec:
+        """(shape, dtype) of what a GPU leaves of the sums."""
+        tile = self._tile
+        return parts_of(self.rows, self.columns, 1) if tile is None else tile_parts(tile, self.rows, self.columns)
+
     def cuda_scratch(self):
-        partial = [] if self.parts is not None else [parts_of(self.rows, self.columns, 1)]
+        partial = [] if self.parts is not None else [self._parts]
         shape = self.rows, self.columns
         if self.gradient is not None:
+            sums = [(shape, torch.int32)] if self._tile is None else []
             transposed = tuple(reversed(self.weight.matrix.shape)), torch.int8
-            return [*partial, (shape, torch.int32), *([transposed] if self.weight.transposed is None else [])]
+            return [*partial, *([transposed] if self.weight.transposed is None else []), *sums]
         dtype = self._product_dtype
         product = [] if self._in_place else [(shape, torch.float32)]
         operands = [*converted_scratch(self.weight.matrix, dtype), *converted_scratch(self.floats, dtype)]
         return [*partial, *product, *operands]
 
     def leave_sums(self, tensor):
-        found = self._sums(tensor(self.outputs[0].name + ".parts", *parts_of(self.rows, self.columns, 1)))
+        found = self._sums(tensor(self.outputs[0].name + ".parts", *self._parts))
         if not found.wanted:
             return []
         self.parts, self.sum, self.dclip = found.parts, None, None
@@ -149,32 +166,44 @@ class ProjectInputGradient(Operation):
 
     def _sums(self, parts, *totals) -> PartialSums:
         total, clip = totals or (self.sum, self.dclip)
-        return PartialSums.of(parts, self.columns, (total,), clip, self.x)
+        tile = None if parts is None else self._tile
+        clips = 1 if tile is None else clip_parts(tile, self.columns)
+        return PartialSums.of(parts, self.columns, (total,), clip, self.x, clips)
 
     def cuda(self, *scratch):
         partial, *scratch = scratch if self.parts is None else (self.parts, *scratch)
-        entries, product = self._int8_entries(*scratch) if self.gradient is not None else self._float_entries(scratch)
-        before = self.nonlinearity and self.nonlinearity.before
-        given = [one for one in (self.floats, before, self.added, self.dx) if one is not None]
-        end = launch(
-            "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
-            PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
-            **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
-        )
-        return [*entries, end, *finish(self._sums(partial), leaves=self.parts is not None)]
+        check_parts(partial, self._parts)
+        entries_of = self._int8_entries if self.gradient is not None else self._float_entries
+        entries = entries_of(partial, scratch)
+        return [*entries, *finish(self._sums(partial), leaves=self.parts is not None)]
 
-    def _int8_entries(self, product, *transposed):
-        turned = [transpose_codes(self.weight.codes, one) for one in transposed]
-        weight, *_ = transposed or (self.weight.transposed,)
-        return [*turned, *int8_products(self.gradient.codes, weight, product)], product
+    def _int8_entries(self, partial, scratch):
+        tile, weight, turned = self._tile, self.weight.transposed, []
+        if weight is None:
+            weight, *scratch = scratch
+            turned = [transpose_codes(self.weight.codes, weight)]
+        if tile is not None:
+            return [*turned, input_gradient_product(self, tile, weight, partial)]
+        (product,) = scratch
+        op = GEMM if self.rounded is None else Product.op  # which no kernel ends
+        return [*turned, *int8_products(self.gradient.codes, weight, product, op=op), self._end(product, partial)]
 
-    def _float_entries(self, scratch):
+    def _float_entries(self, partial, scratch):
         scratch = iter(scratch)
         product = self.dx if self._in_place else next(scratch)
         weights, weight = converted(self.weight.matrix, self.weight.scale, self._product_dtype, scratch)
         gradients, gradient = converted(self.floats, None, self._product_dtype, scratch)
         products = [Product(a=gradient, b=weight, out=product, transpose_b=True)] if self.rows else []
-        return [*weights, *gradients, *products], product
+        return [*weights, *gradients, *products, self._end(product, partial)]
+
+    def _end(self, product, partial):
+        before = self.nonlinearity and self.nonlinearity.before
+        given = [one for one in (self.floats, before, self.added, self.dx) if one is not None]
+        return launch(
+            "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
+            PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
+            **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
+        )
 
     @property
     def _product_dtype(self) -> torch.dtype:

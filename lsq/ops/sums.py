@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from lsq.csrc.geometry import row_blocks
-from lsq.csrc.launch import Launch, launch
+from lsq.csrc.launch import Launch, check, launch
 from lsq.program.declare import Floats, In, Out, Value, extent
 from lsq.program.operation import Operation, Spec
 from lsq.program.tensor import VirtualTensor
@@ -132,6 +132,19 @@ class FinishSums(Operation):
 def parts_of(rows: int, columns: int, sums: int) -> Spec:
     """(shape, dtype) of what a kernel on M rows leaves of `sums` sums over them."""
     return (row_blocks(rows, columns), sums * columns + PADDING), torch.float32
+
+
+def check_parts(parts: torch.Tensor, wanted: Spec) -> None:
+    """Refuse parts that memory was planned for before other tuned files were named, which change who leaves them.
+
+    Raises:
+        ValueError: they have another shape than `wanted`.
+    """
+    check(
+        tuple(parts.shape) == wanted[0],
+        f"parts of sums are {list(parts.shape)}, and products as they are tuned now leave {list(wanted[0])}: name "
+        "tuned files before memory is planned",
+    )
 
 
 def finish(found: PartialSums, leaves: bool) -> list[Launch]:

@@ -80,6 +80,15 @@ def test_who_compares_decides_for_a_while(machine):
     assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
 
 
+def test_programs_are_made_again_where_products_are(machine):
+    found = [cuda.choices()]
+    for tile_of_all in (None, tile(stages=7)):
+        with gemm.ended_by(tile_of_all):
+            found.append(cuda.choices())
+    gemm.set_files([])
+    assert len({*found, cuda.choices()}) == 4
+
+
 def test_no_such_product():
     with pytest.raises(ValueError, match="op is 'conv'; allowed"):
         gemm.cuda_tile("conv", 1, 16, 16)

@@ -84,11 +84,11 @@ def end_of(kind, mask, y, mode):
 
 def case(
     rows, mode="int8", *, kind=Activation.none, dropout=0.0, lsq=False, added=False, rounded=False, clips=None,
-    columns=COLUMNS, dtype="float32", rest=True,
+    columns=COLUMNS, dtype="float32", rest=True, padded=PADDED,
 ):  # fmt: skip
-    """(operation, y before the activation); `rest`: sums are wanted as well."""
+    """(operation, y before the activation); `rest`: sums are wanted as well; of a weight [padded - 3, columns]."""
     bits = 4 if lsq else 8
-    weight = weight_of(columns=columns, clips=clips, bits=bits)
+    weight = weight_of(padded - 3, columns, clips=clips, bits=bits, padded=padded)
     y, mask = torch.randn(rows, columns), dropout_of(dropout)
     x = activated(kind, y)
     x = x if mask is None else mask.apply(x)

@@ -5,13 +5,24 @@ import math
 import pytest
 import torch
 
+from lsq import gemm
 from lsq.csrc import geometry
 from lsq.ops.nonlinearity import Activation
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.test_input_gradient import MODES, case
+from tests.ops.tiles import in_one
 
 HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def products_by_themselves():
+    """Kernels that make them as well: test_input_gradient_product_cuda.py."""
+    with gemm.ended_by(None):
+        yield
+
+
 ENDS = [
     {"kind": Activation.none, "lsq": True}, {"kind": Activation.relu, "dropout": 0.3, "added": True},
     {"kind": Activation.gelu, "dropout": 0.1, "clips": 1},
@@ -117,7 +128,7 @@ def test_three_turns(rows, columns, rounded, monkeypatch):
 
 def turns(rows, columns, rounded):
     operation, _ = case(rows, kind=Activation.relu, dropout=0.1, lsq=True, rounded=rounded, columns=columns)
-    compare_cuda(operation, exact=True)
+    in_one(operation, None)
 
 
 def test_widths_that_kernels_cannot_take():

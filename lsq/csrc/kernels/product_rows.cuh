@@ -6,7 +6,7 @@
 #pragma once
 
 #include "product.cuh"
-#include "vectors.cuh"
+#include "reduce.cuh"
 
 namespace lsq {
 
@@ -60,6 +60,15 @@ __device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages
             work(warp_first + 16 * i + row, sum);
         }
         __syncwarp();
+    }
+}
+
+// Sums over the rows of a warp of what each thread has for its eight columns, in place, for all lanes.
+__device__ __forceinline__ void add_up_rows(float (&sum)[kVector]) {
+#pragma unroll
+    for (int distance = kRowGroups; distance < kWarp; distance *= 2) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[i] += __shfl_xor_sync(kAllLanes, sum[i], distance);
     }
 }
 

@@ -1,0 +1,39 @@
+// The gradient of an input in one kernel, product and end: M rows, K columns, P values to multiply, K and P multiples of 16.
+//
+// product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, input_gradient_end.cuh is what is done to
+// them. The result is floats: to round a row takes its largest value, and a tile does not have the whole row.
+#include "input_gradient_end.cuh"
+#include "product_rows.cuh"
+
+// weight int8 [K, P]: its codes, transposed -> dx, and partial [2 * gridDim.y, width], a row of each row of warps: sums [K]
+// for the bias, then [2 * gridDim.x] parts of the gradient of x's clip, one of each warp.
+LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_input_gradient_product(
+    const ProjectInputGradient op, In<int8_t> weight, int64_t inner, Out<float> partial, int64_t width) {
+    extern __shared__ __align__(128) unsigned char stages[];
+    Sums sums = {};
+    accumulate({op.gradient.codes, block_row(), op.rows, inner}, {weight, block_column(), op.columns, inner}, stages, sums);
+    const InputGradientEnd end{op};
+    const float* row_scale = op.gradient.scale;
+    Float* dx = op.dx;
+    const int64_t column = sums_column();
+    float bias[kVector] = {}, clip = 0.0f;
+    for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
+        if (row >= op.rows || column >= op.columns) return;
+        const int64_t element = row * op.columns + column;
+        const float scale = row_scale[row];
+        float gradient[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) gradient[i] = static_cast<float>(sum[i]) * scale;
+        clip += end.apply8(element, gradient);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) bias[i] += gradient[i];
+        store8(dx + element, gradient);
+    });
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    float* sums_of_warp = partial + (2 * blockIdx.y + warp / 2) * width;
+    add_up_rows(bias);
+    if (lane < kRowGroups && column < op.columns) store8(sums_of_warp + column, bias);
+    clip = warp_reduce<Sum>(clip);
+    if (lane == 0) sums_of_warp[op.columns + 2 * blockIdx.x + warp % 2] = clip;
+}
+LSQ_EXPORT(lsq_input_gradient_product)
