@@ -13,7 +13,7 @@ import torch
 
 from lsq import gemm
 from lsq.csrc import loader
-from lsq.csrc.geometry import MANY_BLOCKS, TILE, row_blocks, row_defines, tiles
+from lsq.csrc.geometry import MANY_BLOCKS, TILE, padded, row_blocks, row_defines, tiles
 from lsq.csrc.launch import Product, launch
 from lsq.ops.kernels import check_columns, zero
 from lsq.ops.products import (
@@ -24,13 +24,16 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
-from lsq.ops.sums import PartialSums, as_parts, finish
+from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
+from lsq.ops.weight_gradient_product import split_scratch, sums_of_clips, tile_clip_sums, weight_gradient_product
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
-from lsq.program.operation import Operation
+from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
 
+GEMM = "project_weight_gradient"
+"""What lsq.gemm calls the product of codes."""
 PARTS = 16
 """Most runs of rows whose largest magnitudes per column are found apart."""
 
@@ -56,7 +59,7 @@ class ProjectWeightGradient(Operation):
     dclip: Out[Floats] | None
     """[N] or [1], like the clip."""
     parts: Out[Floats] | None
-    """[N, 1], of `dclip` [1], in its place; see lsq.ops.sums."""
+    """Of `dclip`, in its place; see lsq.ops.sums."""
     dtype: Host[str] = "float32"
     """Of the product of floats."""
 
@@ -92,7 +95,8 @@ class ProjectWeightGradient(Operation):
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * self.x.scale) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
-        return dweight, dclip, as_parts(self.parts, PartialSums.of(self.parts, 0, (), dclip))
+        found = None if self.parts is None else sums_of_clips(self.parts, self.clips, dclip)
+        return dweight, dclip, as_parts(self.parts, found)
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
@@ -112,7 +116,7 @@ class ProjectWeightGradient(Operation):
         (rows, inner), columns = self._upstream.shape, self.columns
         sums, x = ((self.weight_rows,), torch.float32), (rows, columns)
         if self.gradient is not None:
-            memory = gemm.scratch_for("project_weight_gradient", inner, columns, rows)
+            memory = gemm.scratch_for(GEMM, inner, columns, rows)
             return [sums, (x, torch.int8), ((columns,), torch.float32), memory]
         product = (inner, columns)
         floats = [(product, torch.float32), (x, getattr(torch, self.dtype))]
@@ -138,72 +142,96 @@ class ProjectWeightGradient(Operation):
             codes, column_scale, memory = scratch
             loader.call("lsq_round_columns", self, codes, column_scale)
             operands = self.gradient.codes.t(), codes.t()
-            gemm.multiply("project_weight_gradient", self, *operands, memory, column_scale, sums)
+            gemm.multiply(GEMM, self, *operands, memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
 
+    @property
+    def _tile(self) -> gemm.TileConfiguration | None:
+        """How one kernel of a GPU makes the product and ends it; None: a library makes it, another kernel ends it."""
+        if self.gradient is None:
+            return None
+        rows, inner = self.gradient.codes.shape
+        return gemm.cuda_tile(GEMM, inner, self.columns, padded(rows) if rows else 0)
+
+    @property
+    def _clip_sums(self) -> Spec:
+        """(shape, dtype) of what a GPU leaves of the gradients of the clips."""
+        tile = self._tile
+        if tile is None:
+            return (self.weight_rows, 1), torch.float32
+        return tile_clip_sums(tile, self.weight_rows, self.columns, self.clips)
+
     def leave_sums(self, tensor):
-        if self.dclip is None or self.clips > 1:
+        if self.dclip is None or (self.clips > 1 and self._tile is None):
             return []
-        found = PartialSums.of(tensor(self.dclip.name + ".parts", (self.weight_rows, 1)), 0, (), self.dclip)
+        found = sums_of_clips(tensor(self.dclip.name + ".parts", *self._clip_sums), self.clips, self.dclip)
         self.parts, self.dclip = found.parts, None
         return [found]
 
     def cuda_scratch(self):
         if self._float_mode:
             return []
-        (rows, inner), columns = self._upstream.shape, self.columns
-        sums, product = ((self.weight_rows, 1), torch.float32), (inner, columns)
+        (rows, inner), columns, tile = self._upstream.shape, self.columns, self._tile
+        sums, product = [] if self.parts is not None else [self._clip_sums], (inner, columns)
         if self.gradient is not None:
             parts = max(1, min(PARTS, -(-rows // TILE)))
+            made = [(product, torch.int32)] if tile is None else split_scratch(tile, self.weight_rows, columns)
             return [
-                sums, (product, torch.int32), transposed_scratch(rows, inner), transposed_scratch(rows, columns),
-                ((parts, columns), torch.float32), ((columns,), torch.float32),
+                *sums, transposed_scratch(rows, inner), transposed_scratch(rows, columns),
+                ((parts, columns), torch.float32), ((columns,), torch.float32), *made,
             ]  # fmt: skip
         dtype = getattr(torch, self.dtype)
         operands = [*converted_scratch(self.x.tensor, dtype), *converted_scratch(self.floats, dtype)]
-        return [sums, (product, torch.float32), *operands]
+        return [*sums, (product, torch.float32), *operands]
 
     def cuda(self, *scratch):
         if self._float_mode:
             product = Product(a=self.floats, b=self.x.floats, out=self.dweight, transpose_a=True, transpose_b=True)
             return [product] if self.rows else [zero(self.dweight)]
-        sums, product, *scratch = scratch
-        sums = sums if self.parts is None else self.parts
-        column_scale = None
+        sums, *scratch = scratch if self.parts is None else (self.parts, *scratch)
+        check_parts(sums, self._clip_sums)
         if self.gradient is not None:
-            entries, column_scale = self._int8_entries(product, *scratch), scratch[-1]
+            entries = self._int8_entries(sums, *scratch)
         else:
-            entries = self._float_entries(product, iter(scratch))
+            entries = self._float_entries(sums, iter(scratch))
+        if self.clips > 1 and self._tile is None:
+            return entries
+        return [*entries, *finish(sums_of_clips(sums, self.clips, self.dclip), leaves=self.parts is not None)]
+
+    def _int8_entries(self, sums, gradient, x, largest, scale, *made):
+        """Both operands transposed, x rounded once more with a scale for each column, their product and its end."""
+        inner, columns, tile = self._upstream.shape[1], self.columns, self._tile
+        check_columns(16, **{"the width of a weight": columns, "the width of its gradient's operand": inner})
+        parts, width = len(largest), x.shape[1]
+        (down, along), (_, strips) = tiles(width, inner), tiles(width, columns)
+        operands = [
+            launch(
+                "transpose.cu", "lsq_begin_weight_gradient", self, gradient, largest, parts, inner, width,
+                grid=parts * strips + down * along,
+            ),
+            launch(
+                "transpose.cu", "lsq_round_transposed", self, largest, scale, x, parts, width, grid=(down, strips)
+            ),
+        ]  # fmt: skip
+        if tile is not None:
+            parts = made[0] if made else None
+            return [*operands, weight_gradient_product(self, tile, (gradient, x, scale), sums, parts)]
+        (product,) = made
+        return [*operands, *int8_products(gradient, x, product, op=GEMM), self._end(product, scale, sums)]
+
+    def _end(self, product, column_scale, sums):
+        """The kernel on rows; the gradients of clips for rows are whole there."""
         per_channel = self.clips > 1 and self.dclip is not None
-        end = launch(
+        return launch(
             "weight_gradient.cu", "lsq_project_weight_gradient", self, product if self.rows else None, column_scale,
             self.dclip if per_channel else sums, grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
             SUMS=int(self.gradient is not None), FLOAT=0, **row_defines(self.columns),
         )
-        if per_channel:
-            return [*entries, end]
-        return [*entries, end, *finish(PartialSums.of(sums, 0, (), self.dclip), leaves=self.parts is not None)]
 
-    def _int8_entries(self, product, gradient, x, largest, scale):
-        """Both operands transposed, x rounded once more with a scale for each column, and their product."""
-        inner, columns = self._upstream.shape[1], self.columns
-        check_columns(16, **{"the width of a weight": columns, "the width of its gradient's operand": inner})
-        parts, padded = len(largest), x.shape[1]
-        (down, along), (_, strips) = tiles(padded, inner), tiles(padded, columns)
-        return [
-            launch(
-                "transpose.cu", "lsq_begin_weight_gradient", self, gradient, largest, parts, inner, padded,
-                grid=parts * strips + down * along,
-            ),
-            launch(
-                "transpose.cu", "lsq_round_transposed", self, largest, scale, x, parts, padded, grid=(down, strips)
-            ),
-            *int8_products(gradient, x, product),
-        ]  # fmt: skip
-
-    def _float_entries(self, product, scratch):
-        dtype = getattr(torch, self.dtype)
+    def _float_entries(self, sums, scratch):
+        product, dtype = next(scratch), getattr(torch, self.dtype)
         values, x = converted(self.x.tensor, self.x.scale, dtype, scratch)
         gradients, gradient = converted(self.floats, None, dtype, scratch)
         multiply = Product(a=gradient, b=x, out=product, transpose_a=True, transpose_b=True)
-        return [*values, *gradients, multiply] if self.rows else []
+        products = [*values, *gradients, multiply] if self.rows else []
+        return [*products, self._end(product, None, sums)]

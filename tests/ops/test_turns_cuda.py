@@ -25,6 +25,7 @@ from tests.ops import (
     test_rounding_cuda,
     test_weight_gradient,
     test_weight_gradient_cuda,
+    test_weight_gradient_product_cuda,
 )
 from tests.ops.adam_checks import codes_of, numbers, state, step
 from tests.ops.compare import empty, on_cpu, to_round
@@ -197,7 +198,7 @@ CASES = {
     "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
     "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
-    "weight_gradient.cu": weight_gradients,
+    "weight_gradient.cu": weight_gradients, "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
 }  # fmt: skip
 """What runs all kernels of a source."""
 

@@ -5,12 +5,21 @@ import math
 import pytest
 import torch
 
+from lsq import gemm
 from lsq.csrc.launch import Launch
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.test_input_gradient import MODES
 from tests.ops.test_input_gradient_cuda import HALF, few_blocks
 from tests.ops.test_weight_gradient import case
+from tests.ops.tiles import in_one
+
+
+@pytest.fixture(autouse=True)
+def products_by_themselves():
+    """Kernels that make them as well: test_weight_gradient_product_cuda.py."""
+    with gemm.ended_by(None):
+        yield
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -80,7 +89,7 @@ def test_three_turns(columns, outputs, monkeypatch):
 
 
 def turns(columns, outputs):
-    compare_cuda(case(41, lsq=True, columns=columns, outputs=outputs, padded=48))
+    in_one(case(41, lsq=True, columns=columns, outputs=outputs, padded=48), None)
 
 
 def test_widths_that_kernels_cannot_take():

@@ -1,7 +1,8 @@
 // The main loop of an int8 product: a [M, K] times b [N, K] transposed, int32 sums in registers. K is a multiple of 16.
 //
-// A block makes a tile of TILE_M x TILE_N sums (-D), 2 x 2 warps a quarter each. K comes in steps of 64, through STAGES
-// (-D) stages of shared memory: while one is multiplied, copies fill the others. Within a stage, a row of 64 bytes is four
+// A block makes a tile of TILE_M x TILE_N sums (-D), 2 x 2 warps a quarter each. K comes in steps of 64, which blocks along
+// the third dimension of the grid may share (product_split.cuh), through STAGES (-D) stages of shared memory: while one is
+// multiplied, copies fill the others. Within a stage, a row of 64 bytes is four
 // chunks; chunk c of row r lies at place c ^ r / 2 % 4 of it, so that neither copies nor ldmatrix, which take the same
 // chunk of eight rows, meet in a bank.
 #pragma once
@@ -83,20 +84,21 @@ __device__ __forceinline__ void multiply_stage(const unsigned char* stage, Sums&
     }
 }
 
-// The sums of this block's tile. `stages` has STAGES * kStageBytes bytes, at a multiple of 128.
+// The sums of this block's tile, over its part of K. `stages` has STAGES * kStageBytes bytes, at a multiple of 128.
 __device__ __forceinline__ void accumulate(const TileCopy<TILE_M>& a, const TileCopy<TILE_N>& b, unsigned char* stages,
                                            Sums& sums) {
-    const int64_t steps = (a.inner + kStep - 1) / kStep;
+    const auto steps = static_cast<uint32_t>((a.inner + kStep - 1) / kStep);
+    const int64_t first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
     const auto fill = [&](int stage, int64_t step) {
         unsigned char* tile = stages + stage * kStageBytes;
-        if (step < steps) a.begin(tile, step), b.begin(tile + TILE_M * kStep, step);
+        if (step < last) a.begin(tile, step), b.begin(tile + TILE_M * kStep, step);
         commit_copies();  // an empty group keeps the count
     };
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) fill(stage, stage);
+    for (int stage = 0; stage < STAGES - 1; ++stage) fill(stage, first + stage);
     int now = 0, next = STAGES - 1;
 #pragma unroll 1
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t step = first; step < last; ++step) {
         wait_copies<STAGES - 2>();
         __syncthreads();  // this step is there for all warps, and all have read the one before
         fill(next, step + STAGES - 1);
