@@ -102,6 +102,8 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
     found = set()
     for operation, dtype, tile in itertools.product(operations, dtypes, (*TILES, None)):
         on_meta = placed(operation, "meta", dtype)
+        if hasattr(on_meta, "parts"):
+            on_meta.parts = None  # planned for one of these ways
         with gemm.ended_by(tile):
             scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
             found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
