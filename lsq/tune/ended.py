@@ -5,64 +5,42 @@ compared with what a kernel makes of exact sums: integers bit by bit.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 
 from lsq import gemm
-from lsq.config import QuantConfig
 from lsq.csrc.device import Device
-from lsq.csrc.launch import Launch, Product
+from lsq.csrc.launch import TICKETS, Launch, Product
 from lsq.csrc.launch_list import LaunchList
 from lsq.gemm.configuration import TILE_SIDES, Configuration, CublasConfiguration, TileConfiguration
 from lsq.gemm.cublaslt import ChosenProduct
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
-from lsq.ops.project import GEMM, Project
 from lsq.program.operation import Operation, Spec
 from lsq.program.samples import Sampler
-from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, Rows, Weight
+from lsq.tune.operations import OPERATIONS
 
 STAGES = (2, 3, 4, 6)
 """Of tiles, that are tried; a GPU with less shared memory refuses the most of them."""
+SPLITS = (1, 2, 4, 8)
+"""Parts along K, of products whose K is tokens."""
 REFERENCE_ELEMENTS = 2**24
 """Sums that are computed in float64 at a time."""
 TOLERANCE = 1e-3
 """Of floats, beside the largest of a tensor; integers must be equal."""
 
 
-def projection(key: ProductKey) -> Project:
-    """Of virtual tensors: bias and rounding stand for all ends of a projection."""
-
-    def tensor(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> VirtualTensor:
-        return VirtualTensor(name=name, shape=shape, dtype=dtype)
-
-    def codes(name: str, *shape: int) -> VirtualTensor:
-        return tensor(name, *shape, dtype=torch.int8)
-
-    quant, one = QuantConfig(), tensor("scale", 1)
-    clipped = tensor("clipped", -(-key.m * key.n // 8), dtype=torch.uint8)
-    return Project(
-        x=Rows(coded=Coded(format=quant.activations, codes=codes("x", key.m, key.k), scale=one)),
-        weight=Weight(format=quant.weights, codes=codes("weight", key.n, key.k), scale=tensor("scales", key.n)),
-        bias=tensor("bias", key.n),
-        rounded=Coded(
-            format=quant.activations, codes=codes("out", key.m, key.n), scale=tensor("out_scale", 1), clipped=clipped,
-            clip=tensor("clip", 1),
-        ),
-    )  # fmt: skip
-
-
-OPERATIONS = {GEMM: projection}
-"""By `ProductKey.op`: makes the operation whose product it is."""
-
-
 def tiles(key: ProductKey) -> list[TileConfiguration]:
     """Every tile that is tried for a product."""
-    sides = itertools.product(TILE_SIDES, TILE_SIDES, STAGES)
-    return [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in sides]
+    splits = SPLITS if key.request.tokens == "k" else (1,)
+    found = [
+        TileConfiguration(rows=rows, columns=columns, stages=stages, split=split)
+        for rows, columns, stages, split in itertools.product(TILE_SIDES, TILE_SIDES, STAGES, splits)
+    ]
+    return [one for one in found if one.split == 1 or math.prod(one.blocks(key.m, key.n)) <= TICKETS]
 
 
 class EndedTrial:

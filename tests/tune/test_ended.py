@@ -45,12 +45,24 @@ def test_the_default_comes_first_then_algorithms_and_tiles(backend, trial, monke
     assert trial.candidates()[0] == backend.candidates(KEY)[0]
 
 
-def test_both_ways_are_right_and_take_time(trial):
+@pytest.mark.parametrize("op, splits", [
+    ("project", [1]), ("project_input_gradient", [1]), ("project_weight_gradient", [1, 3])
+])  # fmt: skip
+def test_both_ways_are_right_and_take_time(backend, op, splits):
+    trial = backend.trial(asked(op, 48, 48, 208))
     algorithm = next(each for each in trial.candidates() if isinstance(each, CublasConfiguration))
-    for each in (tile(), tile(rows=128, columns=128), algorithm):
+    tiles = [tile(split=split) for split in splits]
+    for each in (*tiles, tile(rows=128, columns=128), algorithm):
         assert trial.fault(each) is None
         assert trial.seconds(each, 2) > 0
     assert trial.float_seconds(1) > 0
+    trial.close()
+
+
+def test_products_over_tokens_are_tried_in_parts():
+    few, many = (asked("project_weight_gradient", size, size, 2048) for size in (512, 8192))
+    assert {each.split for each in ended.tiles(few)} == {1, 2, 4, 8}
+    assert {each.split for each in ended.tiles(many) if (each.rows, each.columns) == (64, 64)} == {1}
 
 
 def test_operands_are_used_in_turn(backend, monkeypatch):
