@@ -74,16 +74,18 @@ private:
         const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest_[query]);
         Lanes& to = lanes_at(sums_.get() + query * kLanes);
         Lanes sum = to;
+        const auto kept = this->kept();
+        const auto row = probabilities_.row(i);
         const auto one = [&](int64_t j) {
             if (j >= n) return Lanes{};
             const Lanes all = bounded_exponential(lanes_at(x + j) * factor - base);
             const Lanes p = j + kLanes <= n ? all : first_lanes(all, n - j, 0.0f);
             sum += p;
-            return this->kept(j, p);
+            return kept(j, p);
         };
         for (int64_t j = 0; j < whole_units(keys); j += 2 * kLanes) {
             const Lanes low = one(j);
-            probabilities_.put(i, j, low, one(j + kLanes));
+            row.put(j, low, one(j + kLanes));
         }
         to = sum;
     }

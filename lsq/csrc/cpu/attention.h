@@ -178,12 +178,16 @@ protected:
         }
     }
 
-    // Dropout by the words from `j` on that were drawn last; what is kept is still to be multiplied by keep().
-    Lanes kept(int64_t j, Lanes x) const {
-        if (!heads_.dropout.threshold) return x;
-        const uint32_t limit = static_cast<uint32_t>(heads_.dropout.threshold);
-        return *reinterpret_cast<const LaneBits*>(drawn_ + j) >= limit ? x : Lanes{};
-    }
+    // Dropout by the words that were drawn last, from `j` on; what is kept is still to be multiplied by keep().
+    struct Kept {
+        const uint32_t* drawn;
+        uint32_t threshold;
+        Lanes operator()(int64_t j, Lanes x) const {
+            if (!threshold) return x;
+            return *reinterpret_cast<const LaneBits*>(drawn + j) >= threshold ? x : Lanes{};
+        }
+    };
+    Kept kept() const { return {drawn_, static_cast<uint32_t>(heads_.dropout.threshold)}; }
     float keep() const { return heads_.dropout.threshold ? heads_.dropout.keep : 1.0f; }
 
     typename Products::Session session_;

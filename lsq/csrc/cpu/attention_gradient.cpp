@@ -102,10 +102,11 @@ private:
         const Lanes factor = all_lanes(given_.factor), base = all_lanes(log_sum);
         const Lanes scale = all_lanes(given_.v.scale() * this->keep());
         Lanes sum = {};
+        const auto kept = this->kept();
         for_lanes(n, [&](int64_t j, auto seen) {
             Lanes &p = lanes_at(x + j), &slope = lanes_at(g + j);
             p = seen(bounded_exponential(p * factor - base), 0.0f);
-            slope = seen(this->kept(j, slope) * scale, 0.0f);
+            slope = seen(kept(j, slope) * scale, 0.0f);
             sum += p * slope;
         });
         return sum_of_lanes(sum);
@@ -118,15 +119,17 @@ private:
         float *x = scores_row(i), *g = slopes_row(i);
         const float here = probabilities(block, i, x, g);
         const Lanes sum = all_lanes(summed ? sums_[block.query + i] : here);
+        const auto kept = this->kept();
+        const auto row = dscores_.row(i);
         const auto one = [&](int64_t j) {
             Lanes &p = lanes_at(x + j), &slope = lanes_at(g + j);
             slope = j < n ? p * (slope - sum) : Lanes{};
-            p = j < n ? this->kept(j, p) : Lanes{};
+            p = j < n ? kept(j, p) : Lanes{};
             return slope;
         };
         for (int64_t j = 0; j < whole_units(block.keys); j += 2 * kLanes) {
             const Lanes low = one(j);
-            dscores_.put(i, j, low, one(j + kLanes));
+            row.put(j, low, one(j + kLanes));
         }
     }
 

@@ -80,12 +80,17 @@ struct FloatProducts {
             data = in_place(x, TRANSPOSED ? inner : outer, stride, copy_.get());
         }
 
-        // Element by element instead of take(): first how many inner indices, then row m from k on, two vectors a call.
+        // Element by element instead of take(): first how many inner indices, then row m, from inner index k on, two
+        // vectors a call.
         void start(int64_t inner) { data = copy_.get(), stride = whole_units(inner); }
-        void put(int64_t m, int64_t k, Lanes low, Lanes high) {
-            lanes_at(copy_.get() + m * stride + k) = low;
-            lanes_at(copy_.get() + m * stride + k + kLanes) = high;
-        }
+        struct Row {
+            float* to;
+            void put(int64_t k, Lanes low, Lanes high) const {
+                lanes_at(to + k) = low;
+                lanes_at(to + k + kLanes) = high;
+            }
+        };
+        Row row(int64_t m) const { return {copy_.get() + m * stride}; }
 
         int64_t place(int64_t m, int64_t k) const { return TRANSPOSED ? k * stride + m : m * stride + k; }
 

@@ -30,12 +30,15 @@ public:
     // The tiles of 16 rows or columns from `outer` on: for each 32 inner indices, for each part.
     const float* tiles(int64_t outer) const { return words_.get() + outer * inner_ / 2 * parts_; }
 
-    // Element by element instead of take(): first how many inner indices, then row `o` from inner index i on, two
+    // Element by element instead of take(): first how many inner indices, then row `o`, from inner index i on, two
     // vectors a call.
     void start(int64_t inner) { inner_ = whole_units(inner); }
-    void put(int64_t o, int64_t i, Lanes low, Lanes high) {
-        const int64_t tile = (o / kTile * inner_ + i) / kUnit * kParts;
-        split<kParts>(low, high, reinterpret_cast<TileRow*>(words_.get()) + tile * kTile + o % kTile);
+    struct Row {
+        TileRow* to;
+        void put(int64_t i, Lanes low, Lanes high) const { split<kParts>(low, high, to + i / kUnit * kParts * kTile); }
+    };
+    Row row(int64_t o) const {
+        return {reinterpret_cast<TileRow*>(words_.get()) + o / kTile * kTile * inner_ / kUnit * kParts + o % kTile};
     }
 
 protected:
