@@ -1,10 +1,11 @@
 """Memory of a training step: what PyTorch's allocator peaks at, side by side with lsq's planned arena.
 
-Two tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and bfloat16 and of lsq
+Three tables. One is measured: a forward and backward pass of fairseq's transformer in float32 and bfloat16 and of lsq
 int8, with fresh memory for every tensor and with the planned arena, every event of the allocator traced; once with
 gradients that exist before, to which the pass adds, and once with gradients that are None before, as in every update of
 fairseq. The other is planned alone, on the CPU and on a GPU (which needs none, and has activations in bfloat16): what a
-step of larger models takes, how far from the lower bound, and how long planning took.
+step of larger models takes, how far from the lower bound, and how long planning took. The third is measured on one pair
+of long sentences and one layer on each side: what attention takes as they grow.
 """
 
 import dataclasses
@@ -36,6 +37,9 @@ GRADIENTS = "exist", "none"
 BASELINE, HALF = "fairseq float32", "fairseq bfloat16"
 BASE = transformer.Shape()
 BIG = transformer.Shape(hidden=1024, feed_forward=4096, heads=16)
+LONG = dataclasses.replace(BASE, layers=1, vocabulary=1024, sentences=1)
+"""For long sentences: attention's memory beside as little else as can be."""
+LENGTHS = 1024, 2048, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,24 @@ def measured_rows(shape: transformer.Shape) -> list[dict]:
     ]
 
 
+def long_rows(shape: transformer.Shape, lengths: tuple[int, ...]) -> list[dict]:
+    """Fresh memory of a step of lsq int8 on one pair of sentences a length; ratio: bytes a token, of the first's."""
+    steps = [
+        measure(dataclasses.replace(shape, length=length), arguments=INT8, planned=False)["exist"] for length in lengths
+    ]
+    each = [step["allocated"] / length for length, step in zip(lengths, steps, strict=True)]
+    return [
+        {
+            "tokens": length,
+            "peak_megabytes": 1e-6 * step["allocated"],
+            "kept_for_backward_megabytes": 1e-6 * step["kept_for_backward"],
+            "kilobytes_a_token": 1e-3 * bytes_a_token,
+            "ratio": bytes_a_token / each[0],
+        }
+        for length, step, bytes_a_token in zip(lengths, steps, each, strict=True)
+    ]
+
+
 def plan_of(size: Size, where: str = "cpu") -> StepPlan:
     """The plan of a step of lsq int8 on a batch of this size, on the CPU or on "cuda"."""
     side = transformer.Side(size.shape, arguments=INT8)
@@ -128,6 +150,10 @@ def main(arguments: list[str] | None = None) -> None:
     planned = [planned_row(size, where) for size in sizes(options.quick) for where in ("cpu", "cuda")]
     print("planned alone; ratio: bytes of all tensors side by side, against the plan's")
     print(common.table(planned), end="\n\n")
+    small = dataclasses.replace(shape, sentences=1)
+    long = long_rows(small, (8, 16)) if options.quick else long_rows(LONG, LENGTHS)
+    print("one pair of long sentences; ratio: bytes a token, of the shortest pair's")
+    print(common.table(long), end="\n\n")
     common.report(
         "memory",
         measured_rows(shape),
@@ -140,6 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
         ),
         options,
         planned=planned,
+        long=long,
     )
 
 

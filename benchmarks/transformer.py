@@ -119,6 +119,7 @@ def build(shape: Shape, chosen: Namespace) -> tuple[torch.nn.Module, torch.nn.Mo
 
 def parse(shape: Shape, arguments: list[str]) -> Namespace:
     """fairseq-train's options for a model of this shape."""
+    positions = str(max(1024, shape.length))
     given = [
         "unused-data-folder",
         *arguments,
@@ -127,7 +128,7 @@ def parse(shape: Shape, arguments: list[str]) -> Namespace:
         *("--encoder-layers", str(shape.layers), "--decoder-layers", str(shape.layers)),
         *("--encoder-attention-heads", str(shape.heads), "--decoder-attention-heads", str(shape.heads)),
         *("--dropout", str(shape.dropout), "--label-smoothing", str(shape.label_smoothing)),
-        *("--share-all-embeddings", "--max-source-positions", "1024", "--max-target-positions", "1024"),
+        *("--share-all-embeddings", "--max-source-positions", positions, "--max-target-positions", positions),
     ]
     return options.parse_args_and_arch(options.get_training_parser(), given)
 
