@@ -35,7 +35,7 @@ PARTS = {
     "products": ("Project", "ProjectInputGradient", "ProjectWeightGradient"),
     "attention": ("Attention", "AttentionGradient"),
     "norms": ("ResidualNorm", "ResidualNormGradient"),
-    "loss": ("VocabularyLoss", "VocabularyLossGradient", "ScaleRows"),
+    "loss": ("VocabularyLoss", "VocabularyLossGradient"),
 }
 """Part of a step -> its operations."""
 UPDATE, REST = "update", "rest"

@@ -19,7 +19,7 @@ ALLOWED = {
     "program": {"config", "csrc", "quant", "memory"},
     "gemm": {"csrc", "files"},
     "ops": {"csrc", "quant", "program", "gemm"},
-    "tune": {"config", "csrc", "program", "gemm", "ops", "lock"},
+    "tune": {"config", "csrc", "quant", "program", "gemm", "ops", "lock"},
     "backends": {"csrc", "program", "gemm"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
     "optim": {"csrc", "program", "ops", "backends"},

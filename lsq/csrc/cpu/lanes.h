@@ -154,7 +154,7 @@ inline void for_lanes(int64_t n, const Body& body) {
 }
 
 // exp(x) of each lane for x <= 88, with a relative error up to 2e-7 + 2e-8 |x| (6e-8 |x| without fused multiply-adds);
-// 1.6e-38 below -87, NaN for NaN. 2^k * 2^r with |r| <= 1/2.
+// 0 below -87, NaN for NaN. 2^k * 2^r with |r| <= 1/2.
 inline Lanes bounded_exponential(Lanes x) {
     constexpr float kOctaves = 1.4426950408889634f;
     const Lanes bounded = larger_lanes(all_lanes(-87.0f), x);
@@ -165,7 +165,8 @@ inline Lanes bounded_exponential(Lanes x) {
     for (float next : {1.339887502e-3f, 9.618436918e-3f, 5.550332367e-2f, 2.402264774e-1f, 6.931471825e-1f, 1.0f}) {
         p = multiply_add(p, r, all_lanes(next));
     }
-    return p * (Lanes)((LaneWords)shifted << 23);
+    const Lanes result = p * (Lanes)((LaneWords)shifted << 23);
+    return x < -87.0f ? Lanes{} : result;
 }
 
 }  // namespace lsq
