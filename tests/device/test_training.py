@@ -57,6 +57,9 @@ class Plugin(nn.Module):
 
 TORCHS = partial(torch.optim.Adam, fused=True)
 MODELS = {"translator": lambda: toy.Translator(**OPTIONS), "language model": LanguageModel, "plugin": Plugin}
+OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("translator", "language model")]
+FEW_BY_DEFAULT = ["plugin", *OTHERS]
+"""The plugin is a translator on paddings; the others take as long."""
 
 
 def train(model, place: torch.device, steps: int, by=TORCHS) -> tuple[list[float], Record]:
@@ -80,7 +83,7 @@ def train(model, place: torch.device, steps: int, by=TORCHS) -> tuple[list[float
     return losses, record
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW_BY_DEFAULT)
 def test_a_training_is_the_emulators_bit_by_bit(name):
     torch.manual_seed(1)
     there = MODELS[name]()
@@ -99,7 +102,7 @@ MOST = {"translator": (6, 127), "language model": (1, 63), "plugin": (0, 66)}
 """(waits, launches of PyTorch) in a step that does not calibrate. Each Packing of a mask on the device waits for it."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW_BY_DEFAULT)
 def test_waits_and_launches_of_a_step(name):
     torch.manual_seed(1)
     _, record = train(moved(MODELS[name]()), PLACE, 3)

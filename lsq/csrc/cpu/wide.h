@@ -27,6 +27,7 @@ inline bool round_under_clip(const float* x, int64_t n, float clip, float scale,
     const __m512 limit = _mm512_set1_ps(clip), least = _mm512_set1_ps(-clip), divisor = _mm512_set1_ps(scale);
     const __m512 reciprocal = _mm512_set1_ps(1.0f / scale);
     __mmask16 missing = 0;
+    uint64_t bits = 0;
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512 value = _mm512_maskz_loadu_ps(there, x + i);
         const __m512 bounded = _mm512_min_ps(limit, _mm512_max_ps(least, value));  // NaN stays NaN
@@ -34,9 +35,11 @@ inline bool round_under_clip(const float* x, int64_t n, float clip, float scale,
         const __m512 ratio = _mm512_fmadd_ps(_mm512_fnmadd_ps(near, divisor, bounded), reciprocal, near);
         _mm512_mask_cvtepi32_storeu_epi8(codes + i, there, _mm512_cvtps_epi32(ratio));  // NaN: -2^31, whose last byte is 0
         missing |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        if (!clipped) return;
-        const __mmask16 outside = _mm512_cmp_ps_mask(value, bounded, _CMP_NEQ_OQ);
-        std::memcpy(clipped + i / 8, &outside, there >> 8 ? 2 : 1);
+        bits |= static_cast<uint64_t>(_mm512_cmp_ps_mask(value, bounded, _CMP_NEQ_OQ)) << i % 64;
+        if (i % 64 < 48 && i + 16 < n) return;
+        // One store: what lies around is often written by other threads just then.
+        if (clipped) std::memcpy(clipped + i / 64 * 8, &bits, (std::min<int64_t>(64, n - i / 64 * 64) + 7) / 8);
+        bits = 0;
     });
     return missing != 0;
 }
