@@ -112,11 +112,12 @@ def run(toy, losses):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("activations, tolerance", [("float32", 3e-4), ("bfloat16", 1e-3)])
-def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activations, tolerance):
+@pytest.mark.parametrize("activations, each, tolerance", [("float32", 3e-3, 3e-4), ("bfloat16", 6e-3, 1e-3)])
+def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activations, each, tolerance):
     """With validations and a resume in between; and it goes on on the CPU.
 
-    A batch has about a hundred words: one code that differs changes its loss by a thousandth soon.
+    A batch has about a hundred words: one code that differs changes its loss by a thousandth soon, and bfloat16 changes
+    more of them.
     """
     wanted = run(tmp_path / "cpu", 5)
     emulated = f"{EMULATOR} --lsq-activations {activations}"
@@ -125,7 +126,7 @@ def test_a_training_in_the_emulator_is_that_of_the_cpu(run, tmp_path, activation
     found = torch.cat([begun, run(tmp_path / "emulated", 5, emulated)])
     moved = torch.cat([begun, run(tmp_path / "moved", 5)])
     for losses in (found, moved):
-        torch.testing.assert_close(losses, wanted, rtol=3e-3, atol=0)
+        torch.testing.assert_close(losses, wanted, rtol=each, atol=0)
         torch.testing.assert_close(losses.mean(), wanted.mean(), rtol=tolerance, atol=0)
 
 
