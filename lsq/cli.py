@@ -18,6 +18,14 @@ FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
 """In PyTorch's words."""
 
+PATHS = {
+    FileNotFoundError: "is not there; check the path",
+    IsADirectoryError: "is a folder; name a file",
+    NotADirectoryError: "leads through a file as if it were a folder; check the path",
+    PermissionError: "may not be read or written by this user; change its permissions, or name another",
+}
+"""What is wrong with the path that the system refused."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line up to the name of the subcommand; each subcommand parses the rest by itself."""
@@ -63,8 +71,9 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         return 128 + signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}"
     if isinstance(error, SystemExit):
         return error.code, getattr(error, "message", None)
-    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
-        return 2, f"error: {message}"
+    if isinstance(error, tuple(PATHS)):
+        refused = error.filename is not None and PATHS.get(type(error))
+        return 2, f"error: {shortened(str(error.filename))} {refused}" if refused else f"error: {message}"
     if isinstance(error, (OSError, FloatingPointError)):  # the machine's fault, or a training's
         return 1, f"error: {message}"
     if isinstance(error, ValueError) or type(error) is Exception:  # fairseq reports users' mistakes as Exception

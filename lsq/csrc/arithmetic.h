@@ -124,26 +124,21 @@ LSQ_INLINE float exponential(float x) {
     return x == x ? result : x;
 }
 
-// exponential(x) bit for bit for x <= 88 and NaN, in two thirds of the instructions on a GPU.
+// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87, in half of the instructions on a GPU: 2^k * 2^r with |r| <= 1/2 and
+// a polynomial for 2^r, as in csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far from 0.
 LSQ_INLINE float bounded_exponential(float x) {
-    const float bounded = x < -87.3f ? -87.3f : x;
-    const float shifted = bounded * 1.4426950408889634f + 12582912.0f;  // 1.5 * 2^23: rounds half to even
-    const float k = shifted - 12582912.0f;
-#ifdef __CUDACC_RTC__
-    const float rest = fmaf(-k, 0.693145751953125f, bounded);
-#else
-    const float rest = bounded - k * 0.693145751953125f;  // the same: this product is exact
-#endif
-    const float r = rest - k * 1.428606765330187e-6f;
-    float p = 1.9841270e-4f;
-    p = p * r + 1.3888889e-3f;
-    p = p * r + 8.3333333e-3f;
-    p = p * r + 4.1666667e-2f;
-    p = p * r + 1.6666667e-1f;
-    p = p * r + 0.5f;
-    p = (p * r * r + r) + 1.0f;
-    const float result = p * float_of((bits_of(shifted) << 23) + 0x3F800000u);  // the low bits of `shifted` are k
-    return x < -87.3f ? 0.0f : result;
+    const float bounded = x < -87.0f ? -87.0f : x, octaves = 1.4426950408889634f;
+    const float shifted = fmaf(bounded, octaves, 12582912.0f + 127.0f);  // 1.5 * 2^23: rounds half to even; the exponent's bias
+    const float r = fmaf(bounded, 1.925963033e-8f, fmaf(bounded, octaves, (12582912.0f + 127.0f) - shifted));
+    float p = 1.535336196e-4f;
+    p = fmaf(p, r, 1.339887502e-3f);
+    p = fmaf(p, r, 9.618436918e-3f);
+    p = fmaf(p, r, 5.550332367e-2f);
+    p = fmaf(p, r, 2.402264774e-1f);
+    p = fmaf(p, r, 6.931471825e-1f);
+    p = fmaf(p, r, 1.0f);
+    const float result = p * float_of(bits_of(shifted) << 23);
+    return x < -87.0f ? 0.0f : result;
 }
 
 // erf(x) with absolute error below 2e-7: W. H. Press et al.'s Chebyshev fit of erfc (Numerical Recipes, section 6.2).
@@ -203,6 +198,17 @@ LSQ_INLINE PhiloxWords philox_group(uint64_t key, uint32_t subsequence, uint64_t
     }
     return {{c0, c1, c2, c3}};
 }
+
+// Word `element` of a subsequence alone.
+LSQ_INLINE uint32_t philox_word(uint64_t key, uint32_t subsequence, uint64_t element) {
+    const PhiloxWords group = philox_group(key, subsequence, element / 4);
+    // An index that is known only at run time would send the words to a GPU's local memory.
+    const uint32_t low = element & 1 ? group.word[1] : group.word[0], high = element & 1 ? group.word[3] : group.word[2];
+    return element & 2 ? high : low;
+}
+
+// What a row is rounded at random with: the word of column n is the row's philox_word plus n times this.
+constexpr uint32_t kWordStep = 0x9E3779B9u;
 
 constexpr int64_t kKeys = int64_t{1} << 31;  // that a sentence may have, for the elements of probabilities
 

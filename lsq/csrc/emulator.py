@@ -26,8 +26,8 @@ SHARED = Path(__file__).parent
 MAGIC = b"lsq-emulated-module\n"
 DRIVER_SOURCES = (
     "driver.cpp", "results.cpp", "contexts.cpp", "streams.cpp", "captures.cpp", "memory.cpp", "order.cpp",
-    "scheduler.cpp", "fibers.cpp", "copies.cpp", "races.cpp", "counters.cpp", "counted.cpp", "crashes.cpp",
-    "report.cpp",
+    "scheduler.cpp", "fibers.cpp", "copies.cpp", "warpgroups.cpp", "races.cpp", "counters.cpp", "counted.cpp",
+    "crashes.cpp", "report.cpp",
 )  # fmt: skip
 PRODUCTS_SOURCES = ("products.cpp", "product_calls.cpp")
 

@@ -53,9 +53,9 @@ def rows_at_a_time(columns: int) -> int:
     return THREADS // lanes(columns)
 
 
-def row_blocks(rows: int, columns: int, most: int = BLOCKS) -> int:
-    """Blocks for `rows` rows, at most `most`; at least 1."""
-    return strided(-(-rows // rows_at_a_time(columns)), most)
+def row_blocks(rows: int, columns: int, most: int | None = None) -> int:
+    """Blocks for `rows` rows, at most `most`, or BLOCKS; at least 1."""
+    return strided(-(-rows // rows_at_a_time(columns)), BLOCKS if most is None else most)
 
 
 def warp_blocks(rows: int) -> int:

@@ -22,10 +22,13 @@ def check(path: str | None) -> None:
 
 
 def report(path: str | None) -> None:
-    """Log which products were tuned, and list the others in `path` for `lsq tune --shapes`; nothing if none ran."""
-    table = lookup.table()
-    if not table.uses():
-        return
-    logger.info(coverage.text(table))
-    if path:
-        files.write_text(Path(path), product_list.text(coverage.missed(table)))
+    """Log which products of each device were tuned, and list the others in `path` for `lsq tune --shapes`.
+
+    Nothing is written if none ran.
+    """
+    asked = [table for table in lookup.tables() if table.uses()]
+    for table in asked:
+        logger.info(coverage.text(table))
+    if path and asked:
+        missed = dict.fromkeys(key for table in asked for key in coverage.missed(table))
+        files.write_text(Path(path), product_list.text(list(missed)))

@@ -4,7 +4,7 @@ Every product is a [M, K] times b [N, K] transposed; either operand may be a tra
 """
 
 from lsq.gemm.configuration import TileConfiguration
-from lsq.gemm.cpu import multiply, row_blocks, scratch_for, untuned_product
+from lsq.gemm.cpu import multiply, scratch_for, tiled, untuned_product
 from lsq.gemm.cpu_product import int8_product, reference
 from lsq.gemm.cuda import cuda_tile, ended_by
 from lsq.gemm.lookup import set_files
@@ -20,8 +20,8 @@ __all__ = [
     "multiply",
     "reference",
     "requested",
-    "row_blocks",
     "scratch_for",
     "set_files",
+    "tiled",
     "untuned_product",
 ]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from lsq.csrc import tiles
 from lsq.gemm.json_file import check_choice, check_number, check_whole, shown
-from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TILED, TOKEN_STEP, ProductKey
+from lsq.gemm.product_key import EXACT_TOKENS, LARGEST_DIMENSION, MATMUL, TILED, TILED_ALONE, TOKEN_STEP, ProductKey
 
 A_LAYOUTS = ("as_is", "padded", "mk")
 B_LAYOUTS = ("as_is", "padded", "nk", "kn")
@@ -20,8 +20,13 @@ ONEDNN = "onednn"
 KERNELS = (ONEDNN, *tiles.INSTRUCTIONS)
 
 ALGORITHM_BYTES = 64
-TILE_SIDES = (64, 128)
-MOST_STAGES = 8
+TILE_ROWS = (64, 128)
+TILE_COLUMNS = {"mma": (64, 128), "wgmma": (64, 128, 256)}
+"""By the instruction that multiplies."""
+TILE_STAGES = {"mma": (2, 8), "wgmma": (3, 8)}
+"""The least and the most."""
+WGMMA_SM = 90
+"""Compute capability of the GPUs that have "wgmma", times 10."""
 MOST_SPLIT = 32
 TILE_STEP = 64
 """Values along K in a stage of csrc/kernels/product.cuh, which is so many bytes of each row."""
@@ -138,6 +143,8 @@ class CublasConfiguration:
         Raises:
             ValueError: it cannot.
         """
+        if key.op in TILED_ALONE:
+            raise ValueError(f"algorithm is of cuBLASLt, which has no part in {key.op}: tune again")
         if key.op == MATMUL and key.dtype == "int8" and key.layout != "nt":
             raise ValueError(f'algorithm is of cuBLASLt, which multiplies int8 as "nt", not {key.layout!r}: tune again')
 
@@ -162,19 +169,27 @@ class TileConfiguration:
     rows: int
     """Of sums that a block makes, 64 or 128."""
     columns: int
-    """64 or 128."""
+    """64 or 128; by "wgmma" also 256."""
     stages: int
-    """Steps along K that a block holds in shared memory, 2 to 8."""
+    """Steps along K that a block holds in shared memory, 2 to 8; by "wgmma" at least 3."""
     split: int = 1
     """Parts along K, each by blocks of its own: of gradients of weights, else 1."""
+    instruction: str = "mma"
+    """That multiplies: "mma" (mma.sync), or "wgmma", which GPUs of compute capability 9.0 alone have."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "columns"):
+        check_choice("instruction", self.instruction, tuple(TILE_COLUMNS))
+        for name, allowed in (("rows", TILE_ROWS), ("columns", TILE_COLUMNS[self.instruction])):
             value = getattr(self, name)
-            if not isinstance(value, int) or value not in TILE_SIDES:
-                raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(str, TILE_SIDES))}")
-        check_whole("stages", self.stages, 2, MOST_STAGES)
+            if not isinstance(value, int) or value not in allowed:
+                raise ValueError(f"{name} is {shown(value)}; allowed: {', '.join(map(str, allowed))}")
+        check_whole("stages", self.stages, *TILE_STAGES[self.instruction])
         check_whole("split", self.split, 1, MOST_SPLIT)
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Of a block, down and across its tile."""
+        return (self.rows // 16, 1) if self.instruction == "wgmma" else (2, 2)
 
     @property
     def shared_bytes(self) -> int:
@@ -203,7 +218,8 @@ class TileConfiguration:
 
     def __str__(self) -> str:
         split = f", K in {self.split} parts" if self.split > 1 else ""
-        return f"tiles of {self.rows} x {self.columns}, {self.stages} stages{split}"
+        by = " by wgmma" if self.instruction == "wgmma" else ""
+        return f"tiles of {self.rows} x {self.columns}{by}, {self.stages} stages{split}"
 
 
 Configuration = CpuConfiguration | CublasConfiguration | TileConfiguration

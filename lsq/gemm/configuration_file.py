@@ -15,6 +15,7 @@ from typing import Any
 from lsq.gemm import json_file
 from lsq.gemm.configuration import (
     ALGORITHM_BYTES,
+    WGMMA_SM,
     Configuration,
     CpuConfiguration,
     CublasConfiguration,
@@ -35,7 +36,7 @@ class ConfigurationFile:
     """The entries of one device, sorted by key.
 
     Raises:
-        ValueError: two entries have the same key, or one is of another kind of device.
+        ValueError: two entries have the same key, or one is of another kind of device or wants what it has not.
     """
 
     validators: Validators
@@ -48,6 +49,11 @@ class ConfigurationFile:
                 raise ValueError(
                     f"entries[{place}].configuration is of kind {entry.configuration.kind!r}; "
                     f"the file is of kind {self.validators.kind!r}"
+                )
+            if getattr(entry.configuration, "instruction", None) == "wgmma" and self.validators.sm != WGMMA_SM:
+                raise ValueError(
+                    f"entries[{place}].configuration.instruction is 'wgmma', which GPUs of sm {WGMMA_SM} alone have; "
+                    f"the file is for sm {self.validators.sm}: tune again"
                 )
             if places.setdefault(entry.key, place) != place:
                 raise ValueError(

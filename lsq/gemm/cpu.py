@@ -1,14 +1,14 @@
 """The int8 products of the CPU's operations, each run as it is tuned.
 
-An operation declares scratch memory with `scratch_for`. It multiplies with `multiply`, if its loops can read sums in
-the pass that makes them, or with `row_blocks`. Every call is counted and timed, of `multiply` with what its loops do.
-What is asked for is noted, so that what is to be tuned follows from the operations themselves.
+An operation declares scratch memory with `scratch_for` and multiplies with `multiply`, whose sums its loops read. Every
+call is counted and timed; by tiles with what the loops do, since those read sums in the pass that makes them. What is
+asked for is noted, so that what is to be tuned follows from the operations themselves.
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -54,6 +54,15 @@ def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+def tiled(op: str, m: int, n: int, k: int) -> bool:
+    """Whether `multiply` makes this product by tiles, and does not read b where an operation packs it for itself.
+
+    Raises:
+        ValueError: there is no such product.
+    """
+    return lookup.table().configuration(_key(op, m, n, k)).tiled
+
+
 def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments) -> None:
     """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation end the product.
 
@@ -63,6 +72,7 @@ def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memor
     Args:
         op: one of product_key.REQUESTS, whose layout the operands have.
         operation: what the functions take first.
+        a, b: int8; either may be a transposed view. Of weight gradients, b is written if the product is not `tiled`.
         memory: what `scratch_for` asks for.
         arguments: what they take last.
 
@@ -71,33 +81,23 @@ def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memor
     """
     key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
     use = table.use(key)
+    scratch = carve(memory, key, use.configuration)
     if not use.configuration.tiled:
-        for first, sums in row_blocks(op, a, b, memory):
+        blocks = configured_blocks(a, b, use.configuration, scratch)
+        for first, sums in _timed(blocks, lambda seconds: table.add_seconds(use, seconds)):
             loader.call(f"lsq_end_{op}", operation, sums, first, len(sums), *arguments)
         return
     began = time.perf_counter()
-    product = tile_product(a, b, use.configuration, carve(memory, key, use.configuration).get("packed"))
+    product = tile_product(a, b, use.configuration, scratch.get("packed"))
     loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
     table.add_seconds(use, time.perf_counter() - began)
 
 
-def row_blocks(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, int32 sums of some rows) until all of a [M, K] times b [N, K] transposed were there.
-
-    Args:
-        op: one of product_key.REQUESTS, whose layout the operands have.
-        memory: what `scratch_for` asks for; each block of sums overwrites the one before.
-
-    Raises:
-        ValueError: K could overflow the sums, or the memory is too small.
-    """
-    key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
-    use = table.use(key)
-    configuration = use.configuration
-    blocks = configured_blocks(a, b, configuration, carve(memory, key, configuration))
+def _timed(items: Iterator, note_seconds: Callable[[float], None]) -> Iterator:
+    """The same items; in the end it says how long they took to make."""
     seconds, began = 0.0, time.perf_counter()
-    for block in blocks:
+    for item in items:
         seconds += time.perf_counter() - began
-        yield block
+        yield item
         began = time.perf_counter()
-    table.add_seconds(use, seconds)
+    note_seconds(seconds)

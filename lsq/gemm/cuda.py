@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from lsq.gemm import lookup
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm.product_key import TILED_ALONE, ProductKey
 from lsq.gemm.requested import note
 
 _forced = threading.local()
@@ -21,7 +21,7 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     and the files of the GPU that is here alone; where there is none, on the shape.
 
     Args:
-        op: one of product_key.TILED.
+        op: one of product_key.TILED, or of TILED_ALONE, whose tiles are those of the rule.
         m, n, k: of a product whose launches are prepared; 0 where there is nothing to multiply.
 
     Raises:
@@ -29,14 +29,20 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     """
     if not min(m, n, k):
         return None
-    key = _key(op, m, n, k)
-    note(key)
-    return _forced.tile if hasattr(_forced, "tile") else _tile(lookup.generation(), key)
+    key, alone = _key(op, m, n, k), op in TILED_ALONE
+    if not alone:
+        note(key)
+    if hasattr(_forced, "tile") and (_forced.tile or not alone):
+        return _forced.tile
+    return _tile(lookup.generation(), key)
 
 
 @contextmanager
 def ended_by(tile: TileConfiguration | None) -> Iterator[None]:
-    """Within this context and thread, what `cuda_tile` answers: for who compares, counts or compiles all ways."""
+    """Within this context and thread, what `cuda_tile` answers: for who compares, counts or compiles all ways.
+
+    None leaves products to cuBLASLt, but those of TILED_ALONE.
+    """
     before = vars(_forced).copy()
     _forced.tile = tile
     try:
@@ -63,6 +69,8 @@ def _tile(generation: int, key: ProductKey) -> TileConfiguration | None:
         table = lookup.table("cuda")
     except RuntimeError:  # no GPU: programs are planned, or run in the emulator
         return default_tile(key)
+    if key.op in TILED_ALONE:
+        return default_tile(key, table.here.sm)
     found = table.configuration(key)
     if not isinstance(found, TileConfiguration):
         return None  # cuBLASLt's products are counted where their algorithms are looked up

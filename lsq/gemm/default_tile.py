@@ -1,46 +1,55 @@
-"""Which products a GPU's kernels end where nothing is tuned: a rule by shape, as a model of GPUs has it.
+"""Which products a GPU's kernels end where nothing is tuned, and how: a rule by shape, as a model of GPUs has it.
 
 Nothing of it is measured. benchmarks/model_gpu_step.py models both ways; docs/cuda.md has what it says.
 """
 
 import math
 
-from lsq.gemm.configuration import MOST_TILE_ROWS, TILE_STEP, TileConfiguration
-from lsq.gemm.product_key import TILED, ProductKey
+from lsq.gemm.configuration import MOST_TILE_ROWS, TILE_STEP, WGMMA_SM, TileConfiguration
+from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
 
 BLOCKS = 128
 """That fill a GPU: about its multiprocessors. Tiles become smaller until there are so many."""
-SIDES = ((128, 128), (128, 64), (64, 64))
+SIDES = {
+    "mma": ((128, 128), (128, 64), (64, 64)),
+    "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
+}  # fmt: skip
 """Rows and columns of tiles, the fastest first."""
-SHARED_BYTES = 48 * 1024
-"""Of a block: two of them fit a multiprocessor of every GPU."""
-STAGES = 4
-"""More are not worth their memory."""
+SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
+"""Of a block: two of them fit a multiprocessor of every GPU; of Hopper one, and two of small tiles."""
+STAGES = {"mma": 4, "wgmma": 8}
+"""More are not worth their memory, or not to be had."""
 INNER_OF_A_PART = 1024
 """Least values along K of a part."""
 MOST_PARTS = 8
-LONGEST_BESIDE_FASTER_PRODUCTS = 512
+LONGEST_BESIDE_FASTER_PRODUCTS = {"mma": 512, "wgmma": 8192}
 """Largest K where GPUs whose libraries multiply faster than mma.sync can; there the sums' way through memory costs less
-than slower multiplication, unless K is short."""
+than slower multiplication, unless K is short. By wgmma, than what tiles read through the L2 cache."""
 
 
 def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | None:
-    """The tile for a product where nothing is tuned; None: cuBLASLt multiplies.
+    """The tile for a product where nothing is tuned; None: cuBLASLt multiplies, but not for TILED_ALONE.
 
     Args:
         key: of an operation, or a product by itself, which has none.
         sm: compute capability of the GPU, e.g. 90; None: of any whose fastest int8 products are those of mma.sync.
     """
-    if key.op not in TILED or key.n % 16 or key.k % 16 or key.m > 64 * MOST_TILE_ROWS:
-        return None
-    has_faster = sm is not None and 90 <= sm < 120
-    if has_faster and key.k > LONGEST_BESIDE_FASTER_PRODUCTS:
+    instruction = "wgmma" if sm == WGMMA_SM else "mma"
+    if key.op not in TILED_ALONE and _is_left_to_cublaslt(key, sm, instruction):
         return None
     parts = MOST_PARTS if key.request.tokens == "k" else 1
     parts = max(1, min(parts, key.k // INNER_OF_A_PART))
-    for rows, columns in SIDES:
+    for rows, columns in SIDES[instruction]:
         tiles = -(-key.m // rows) * -(-key.n // columns)
         if tiles * parts >= BLOCKS:
             break
-    stages = min(STAGES, SHARED_BYTES // (TILE_STEP * (rows + columns)))
-    return TileConfiguration(rows=rows, columns=columns, stages=stages, split=min(parts, math.ceil(BLOCKS / tiles)))
+    stages = min(STAGES[instruction], SHARED_BYTES[instruction] // (TILE_STEP * (rows + columns)))
+    split = min(parts, math.ceil(BLOCKS / tiles))
+    return TileConfiguration(rows=rows, columns=columns, stages=stages, split=split, instruction=instruction)
+
+
+def _is_left_to_cublaslt(key: ProductKey, sm: int | None, instruction: str) -> bool:
+    """Whether no tile takes a product, or a library multiplies it faster."""
+    if key.op not in TILED or key.n % 16 or key.k % 16 or key.m > 64 * MOST_TILE_ROWS:
+        return True
+    return sm is not None and 90 <= sm < 120 and key.k > LONGEST_BESIDE_FASTER_PRODUCTS[instruction]

@@ -189,6 +189,12 @@ def table(kind: str = "cpu") -> Table:
     return found
 
 
+def tables() -> list[Table]:
+    """Those that were wanted so far, the CPU's first."""
+    with _lock:
+        return [_tables[kind] for kind in sorted(_tables)]
+
+
 def missing_kernel(file: ConfigurationFile) -> str | None:
     """The first kernel in a file of a CPU that cannot run here, in words."""
     for number, entry in enumerate(file.entries):

@@ -62,6 +62,8 @@ REQUESTS = {
 """Who multiplies. How it is done best depends on what reads the sums: each has entries of its own."""
 TILED = ("project", "project_input_gradient", "project_weight_gradient")
 """Those whose products kernels of a GPU can end."""
+TILED_ALONE = ("vocabulary_loss", "vocabulary_loss_gradient")
+"""Those that kernels of a GPU always end: their sums are logits, which shall not exist. They are not tuned there."""
 MATMUL = Product.op
 """Any product by itself: those of floats, and whichever a GPU's kernels do not end."""
 _BY_ITSELF = Request(layout="nt", rows=0)

@@ -12,7 +12,7 @@ import torch
 from lsq.csrc.launch import Launch, check, float_define
 from lsq.gemm import TileConfiguration
 from lsq.ops.sums import PADDING
-from lsq.ops.tiled_product import WARPS, tiled
+from lsq.ops.tiled_product import tiled
 from lsq.program.operation import Spec
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 def clip_parts(tile: TileConfiguration, columns: int) -> int:
     """Numbers for the clip in each row of parts: one of each warp across."""
-    return WARPS * tile.blocks(0, columns)[0]
+    return tile.warps[1] * tile.blocks(0, columns)[0]
 
 
 def tile_parts(tile: TileConfiguration, rows: int, columns: int) -> Spec:
     """(shape, dtype) of the parts that the kernel leaves (lsq.ops.sums): a row of each row of warps."""
     width = columns + -(-clip_parts(tile, columns) // PADDING) * PADDING
-    return (WARPS * tile.blocks(rows, columns)[1], width), torch.float32
+    return (tile.warps[0] * tile.blocks(rows, columns)[1], width), torch.float32
 
 
 def input_gradient_product(

@@ -6,13 +6,14 @@ M rows, V words, P padded words, K inputs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR
-from lsq.csrc.launch import Launch, Product, check
+from lsq.csrc.launch import Launch, Product, launch
 from lsq.ops.products import converted, converted_scratch
 from lsq.program.declare import In, Indices, Value, extent, factor, size
 from lsq.program.operation import Operation, Spec
@@ -23,7 +24,7 @@ BLOCK_ROWS = 256
 BLOCK_COLUMNS = 256
 """Words whose logits the CPU adds up apart, whatever the blocks of the product."""
 CUDA_BLOCK_ROWS = 256
-"""The same on CUDA, of codes as well: of 32,768 words 34 MB, which the L2 cache of an A100 or larger holds."""
+"""The same on CUDA: of 32,768 words 34 MB, which the L2 cache of an A100 or larger holds."""
 
 
 class Prediction(Value):
@@ -120,31 +121,39 @@ class Prediction(Value):
             logits = torch.mm(rows, self.weight.values.t(), out=memory[: rows.shape[0]])
             loader.call(f"lsq_end_{product}", operation, logits, first, rows.shape[0], *arguments)
 
+    def cuda_tile(self, product: str) -> gemm.TileConfiguration | None:
+        """Of codes, how a kernel of a GPU makes tiles of logits; None: there are no rows."""
+        return gemm.cuda_tile(product, self.rows, *self.weight.codes.shape)
+
     def cuda_scratch(self) -> list[Spec]:
-        """Memory for a block of logits, and for the weight in the dtype of floats, where it has another."""
+        """Of floats: memory for a block of logits, and for the weight in the dtype of floats, where it has another."""
         columns = -(-self.columns // VECTOR) * VECTOR  # rows begin at multiples of 16 bytes
-        block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32 if self.x.coded is None else torch.int32
+        block = (min(self.rows, CUDA_BLOCK_ROWS), columns), torch.float32
         return [block, *converted_scratch(self.weight.matrix, self.x.tensor.dtype)]
 
-    def cuda_blocks(self, memory: torch.Tensor, narrow: tuple, kernel) -> list[Launch | Product]:
-        """For each block the product that makes its logits in `memory`, and kernel(first row, rows) that reads them."""
+    def cuda_blocks(
+        self, scratch: Sequence[torch.Tensor], kernel: str, operation: Operation, *arguments, **defines: int
+    ) -> list[Launch | Product]:
+        """Of floats: for each block of rows the product that makes its logits, and a launch of `kernel` to read them.
+
+        Args:
+            scratch: as `cuda_scratch` says.
+            kernel: of vocabulary_loss.cu; takes operation, logits, their stride, the first row and `arguments`.
+        """
+        memory, *narrow = scratch
         entries, weight = converted(self.weight.matrix, None, self.x.tensor.dtype, iter(narrow))
+        threads = 128
+        while threads < 512 and threads * 2 * VECTOR < self.columns:
+            threads *= 2
         blocks = max(1, -(-self.rows // CUDA_BLOCK_ROWS))
         rows = -(-self.rows // blocks // VECTOR) * VECTOR or 1  # aligned from every block's first row on
         for first in range(0, self.rows, rows):
             block = self.x.tensor[first : first + rows]
-            product = Product(a=block, b=weight, out=memory[: block.shape[0], : self.columns])
-            entries += [product, kernel(first, block.shape[0])]
+            entries += [
+                Product(a=block, b=weight, out=memory[: len(block), : self.columns]),
+                launch(
+                    "vocabulary_loss.cu", kernel, operation, memory, memory.shape[1], first, *arguments,
+                    grid=len(block), block=threads, ROW_THREADS=threads, **defines,
+                ),
+            ]  # fmt: skip
         return entries
-
-    def row_defines(self) -> dict[str, int]:
-        """-D of kernels on rows of logits."""
-        columns = self.columns
-        check(
-            self.x.coded is None or columns % VECTOR == 0,
-            f"a vocabulary of {columns} codes a row cannot run on CUDA: pad it to a multiple of {VECTOR}",
-        )
-        threads = 128
-        while threads < 512 and threads * 2 * VECTOR < columns:
-            threads *= 2
-        return {"ROW_THREADS": threads, "KIND": 2 if self.x.coded is None else 1}

@@ -10,10 +10,8 @@ from lsq.gemm import TileConfiguration
 from lsq.gemm.configuration import MOST_TILE_ROWS
 from lsq.ops.kernels import check_columns
 
-THREADS = 128
-"""Of a block, 2 x 2 warps."""
-WARPS = 2
-"""Of a block, down and across its tile."""
+WARP = 32
+"""Threads."""
 
 
 def tiled(
@@ -33,7 +31,8 @@ def tiled(
         tile.split == 1 or math.prod(grid) <= TICKETS,
         f"{tile}: a product of {m} x {n} has more than {TICKETS} of them, which are not made in parts: tune again",
     )
+    by = {"WGMMA": 1} if tile.instruction == "wgmma" else {}
     return launch(
-        source, name, *arguments, grid=(*grid, tile.split), block=THREADS, shared=tile.shared_bytes,
-        TILE_M=tile.rows, TILE_N=tile.columns, STAGES=tile.stages, **defines,
+        source, name, *arguments, grid=(*grid, tile.split), block=WARP * math.prod(tile.warps),
+        shared=tile.shared_bytes, TILE_M=tile.rows, TILE_N=tile.columns, STAGES=tile.stages, **by, **defines,
     )  # fmt: skip

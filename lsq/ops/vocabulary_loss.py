@@ -22,11 +22,13 @@ import dataclasses
 
 import torch
 
+from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.prediction import Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
+from lsq.ops.vocabulary_loss_product import gradient_of_tiles, loss_of_tiles, tile_sums
 from lsq.program.declare import Activations, Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
@@ -73,28 +75,28 @@ class VocabularyLoss(Operation):
         self.prediction.multiply(PRODUCT, self, memory, parts, chosen)
         loader.call("lsq_finish_vocabulary_loss", self, parts, chosen)
 
+    @property
+    def _tile(self) -> gemm.TileConfiguration | None:
+        """Of codes, how a kernel of a GPU makes the logits; None: there are no rows."""
+        return self.prediction.cuda_tile(PRODUCT)
+
     def cuda_scratch(self):
-        """Logits of a block, both losses of each row, and the weight in the dtype of `floats`, where it has another."""
-        rows = (self.prediction.rows,), torch.float32
-        block, *narrow = self.prediction.cuda_scratch()
-        return [block, rows, rows, *narrow]
+        """Both losses of each row; of codes, what tiles leave of the rows and the logits of the targets; of floats,
+        what Prediction.cuda_scratch says."""
+        given = self.prediction
+        row = (given.rows,), torch.float32
+        if given.x.coded is None:
+            return [row, row, *given.cuda_scratch()]
+        return [row, row, tile_sums(self._tile, given), row]
 
-    def cuda(self, block, losses, nlls, *narrow):
-        defines = self.prediction.row_defines() | {"ROUNDED": int(self.bound is not None)}
-        threads = defines["ROW_THREADS"]
-        codes = self.prediction.x.coded is not None
-        check(self.bound is None or codes, "the gradient of float logits is not rounded: leave its bound out")
-
-        def kernel(first, rows):
-            return launch(
-                "vocabulary_loss.cu", "lsq_vocabulary_loss", self, block, block.shape[1], first, losses, nlls,
-                grid=rows, block=threads, **defines,
-            )  # fmt: skip
-
-        total = launch(
-            "vocabulary_loss.cu", "lsq_sum_losses", self, losses, nlls, grid=2, block=threads, **defines
-        )
-        return [*self.prediction.cuda_blocks(block, narrow, kernel), total]
+    def cuda(self, losses, nlls, *scratch):
+        given = self.prediction
+        if given.x.coded is None:
+            check(self.bound is None, "the gradient of float logits is not rounded: leave its bound out")
+            entries = given.cuda_blocks(scratch, "lsq_vocabulary_loss", self, losses, nlls)
+        else:
+            entries = loss_of_tiles(self, self._tile, *scratch, losses, nlls)
+        return [*entries, launch("vocabulary_sums.cu", "lsq_sum_losses", self, losses, nlls, grid=2)]
 
     def gradient(self, builder) -> None:
         given = dataclasses.replace(self.prediction, weight=unpacked(builder, self.prediction.weight))
@@ -158,17 +160,11 @@ class VocabularyLossGradient(Operation):
         self.prediction.multiply(GRADIENT_PRODUCT, self, memory)
 
     def cuda_scratch(self):
-        return self.prediction.cuda_scratch()
+        return self.prediction.cuda_scratch() if self.prediction.x.coded is None else []
 
-    def cuda(self, block, *narrow):
-        defines = self.prediction.row_defines() | {"ROUNDED": int(self.rounded is not None)}
-        if self.rounded is None:
-            defines |= float_define(self.dlogits)
-
-        def kernel(first, rows):
-            return launch(
-                "vocabulary_loss.cu", "lsq_vocabulary_loss_gradient", self, block, block.shape[1], first, grid=rows,
-                block=defines["ROW_THREADS"], **defines,
-            )  # fmt: skip
-
-        return self.prediction.cuda_blocks(block, narrow, kernel)
+    def cuda(self, *scratch):
+        if self.prediction.x.coded is not None:
+            return gradient_of_tiles(self, self.prediction.cuda_tile(GRADIENT_PRODUCT))
+        return self.prediction.cuda_blocks(
+            scratch, "lsq_vocabulary_loss_gradient", self, **float_define(self.dlogits)
+        )

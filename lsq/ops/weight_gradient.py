@@ -140,9 +140,10 @@ class ProjectWeightGradient(Operation):
             loader.call("lsq_end_float_weight_gradient", self, product, sums)
         else:
             codes, column_scale, memory = scratch
-            loader.call("lsq_round_columns", self, codes, column_scale)
-            operands = self.gradient.codes.t(), codes.t()
-            gemm.multiply(GEMM, self, *operands, memory, column_scale, sums)
+            gradient = self.gradient.codes.t()
+            if not gemm.tiled(GEMM, len(gradient), self.columns, self.rows):  # tiles are rounded as they are packed
+                loader.call("lsq_round_columns", self, codes, column_scale)
+            gemm.multiply(GEMM, self, gradient, codes.t(), memory, column_scale, sums)
         loader.call("lsq_finish_weight_gradient", self, sums)
 
     @property

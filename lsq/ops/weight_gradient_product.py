@@ -13,7 +13,7 @@ import torch
 from lsq.csrc.launch import TICKET, Launch
 from lsq.gemm import TileConfiguration
 from lsq.ops.sums import PartialSums
-from lsq.ops.tiled_product import WARPS, tiled
+from lsq.ops.tiled_product import tiled
 from lsq.program.operation import Spec
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ def tile_clip_sums(tile: TileConfiguration, rows: int, columns: int, clips: int)
 
     Of clips for rows, a row of each column of warps; of one clip, a number of each warp.
     """
-    across, down = tile.blocks(rows, columns)
-    return ((WARPS * across, rows) if clips > 1 else (WARPS * WARPS * across * down, 1)), torch.float32
+    blocks = tile.blocks(rows, columns)
+    shape = (tile.warps[1] * blocks[0], rows) if clips > 1 else (math.prod((*tile.warps, *blocks)), 1)
+    return shape, torch.float32
 
 
 def sums_of_clips(clip_sums: torch.Tensor, clips: int, dclip: torch.Tensor | None) -> PartialSums:

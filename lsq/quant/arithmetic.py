@@ -9,7 +9,7 @@ import math
 import torch
 
 from lsq.quant.formats import GRADIENT
-from lsq.quant.random import uniform
+from lsq.quant.random import uniform_rows
 from lsq.quant.rounding import maximum_code, pack_bits, quantize, scale_of, unpack_bits
 
 SMALLEST_GRADIENT = 1e-35
@@ -72,5 +72,5 @@ def gradient_scale(largest: torch.Tensor, code: int = GRADIENT.largest):
 
 
 def _round_at_random(scaled, key, subsequence, largest):
-    rounded = (scaled + uniform(key, subsequence, tuple(scaled.shape))).floor()
+    rounded = (scaled + uniform_rows(key, subsequence, *scaled.shape)).floor()
     return rounded.clamp(-largest, largest).nan_to_num(nan=0.0).to(GRADIENT.storage)

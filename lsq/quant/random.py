@@ -7,6 +7,11 @@ Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer,
 them and a restored generator repeats them. Counter: (element // 4 as 64 bits, subsequence, 0); lane: element % 4. A
 mask depends on nothing but key, subsequence and element, so every device and every order of execution draws the same
 one, and the backward pass draws it again instead of saving it.
+
+Where rows [M, N] of gradients are rounded at random, a row has one such word, and its columns follow a Weyl sequence:
+the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9) mod 2^32, a Cranley-Patterson rotation. The
+word of every element is uniform, so that its rounding has no bias; those of different rows are independent; and along a
+row they are spread as evenly as can be, since the step is 2^32 over the golden ratio.
 """
 
 import math
@@ -14,7 +19,8 @@ import math
 import torch
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_GOLDEN = 0x9E3779B9
+_WEYL = (_GOLDEN, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7
 
@@ -76,4 +82,14 @@ def keep_factor(probability: float) -> float:
 
 def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Float32 numbers in [0, 1) from the upper 24 bits of each word."""
-    return ((philox(int(key), subsequence, math.prod(shape)) >> 8).to(torch.float32) * 2.0**-24).view(shape)
+    return _fractions(philox(int(key), subsequence, math.prod(shape))).view(shape)
+
+
+def uniform_rows(key: torch.Tensor, subsequence: int, rows: int, columns: int) -> torch.Tensor:
+    """Float32 numbers in [0, 1), [rows, columns]: those of a row from one word, by a Weyl sequence."""
+    steps = torch.arange(columns) * _GOLDEN
+    return _fractions((philox(int(key), subsequence, rows)[:, None] + steps) & _MASK)
+
+
+def _fractions(words: torch.Tensor) -> torch.Tensor:
+    return (words >> 8).to(torch.float32) * 2.0**-24

@@ -15,7 +15,14 @@ from lsq import gemm
 from lsq.csrc.device import Device
 from lsq.csrc.launch import TICKETS, Launch, Product
 from lsq.csrc.launch_list import LaunchList
-from lsq.gemm.configuration import TILE_SIDES, Configuration, CublasConfiguration, TileConfiguration
+from lsq.gemm.configuration import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WGMMA_SM,
+    Configuration,
+    CublasConfiguration,
+    TileConfiguration,
+)
 from lsq.gemm.cublaslt import ChosenProduct
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
@@ -23,8 +30,8 @@ from lsq.program.operation import Operation, Spec
 from lsq.program.samples import Sampler
 from lsq.tune.operations import OPERATIONS
 
-STAGES = (2, 3, 4, 6)
-"""Of tiles, that are tried; a GPU with less shared memory refuses the most of them."""
+STAGES = {"mma": (2, 3, 4, 6), "wgmma": (3, 4, 6, 8)}
+"""Of tiles by each instruction, that are tried; a GPU with less shared memory refuses the most of them."""
 SPLITS = (1, 2, 4, 8)
 """Parts along K, of products whose K is tokens."""
 REFERENCE_ELEMENTS = 2**24
@@ -33,12 +40,15 @@ TOLERANCE = 1e-3
 """Of floats, beside the largest of a tensor; integers must be equal."""
 
 
-def tiles(key: ProductKey) -> list[TileConfiguration]:
-    """Every tile that is tried for a product."""
+def tiles(key: ProductKey, sm: int | None) -> list[TileConfiguration]:
+    """Every tile that is tried for a product on a GPU of that compute capability; None: in the emulator."""
     splits = SPLITS if key.request.tokens == "k" else (1,)
     found = [
-        TileConfiguration(rows=rows, columns=columns, stages=stages, split=split)
-        for rows, columns, stages, split in itertools.product(TILE_SIDES, TILE_SIDES, STAGES, splits)
+        TileConfiguration(rows=rows, columns=columns, stages=stages, split=split, instruction=instruction)
+        for instruction in (("mma", "wgmma") if sm == WGMMA_SM else ("mma",))
+        for rows, columns, stages, split in itertools.product(
+            TILE_ROWS, TILE_COLUMNS[instruction], STAGES[instruction], splits
+        )
     ]
     return [one for one in found if one.split == 1 or math.prod(one.blocks(key.m, key.n)) <= TICKETS]
 
@@ -52,13 +62,13 @@ class EndedTrial:
         by_itself: the trial of the product without its end (lsq.tune.cublaslt.CublasTrial).
 
     Raises:
-        ValueError: kernels do not end products of this operation.
+        ValueError: products of this operation have one way alone, which nobody tunes.
     """
 
     def __init__(self, key: ProductKey, device: Device, by_itself) -> None:
         if key.op not in OPERATIONS:
             by_itself.close()
-            raise ValueError(f"op is {key.op!r}; a GPU ends products of {', '.join(OPERATIONS)}: tune others as matmul")
+            raise ValueError(f"op is {key.op!r}, which a GPU makes by tiles of a rule alone: leave it out")
         self.key, self.device, self._by_itself = key, device, by_itself
         made = Sampler(device.place, torch.bfloat16).operation(OPERATIONS[key.op](key))
         others = by_itself.backend.copies(key) - 1
@@ -69,8 +79,9 @@ class EndedTrial:
         self._chosen: dict[CublasConfiguration, ChosenProduct] = {}
 
     def candidates(self) -> Sequence[Configuration]:
-        found = [*self._by_itself.candidates(), *tiles(self.key)]
-        default = default_tile(self.key, self._by_itself.backend.sm) or found[0]
+        sm = self._by_itself.backend.sm
+        found = [*self._by_itself.candidates(), *tiles(self.key, sm)]
+        default = default_tile(self.key, sm) or found[0]
         return [default, *(each for each in found if each != default)]
 
     def fault(self, configuration: Configuration) -> str | None:

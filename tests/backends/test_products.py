@@ -121,10 +121,16 @@ def test_the_vocabulary_is_padded_and_multiplied_again_in_the_backward_pass():
     assert products_of(loss(21, backward="int8"))[:2] == products
 
 
-def test_on_cuda_the_vocabulary_is_multiplied_by_blocks_of_rows():
-    keys = products_of(loss(1500, backward="int8"), "cuda")
-    forward = [key.m for key in keys if (key.n, key.k) == (96, 48)]
+def test_on_cuda_the_vocabulary_of_floats_is_multiplied_by_blocks_of_rows():
+    keys = products_of(loss(1500, mode="float"), "cuda")
+    forward = [key.m for key in keys if (key.n, key.k) == (WORDS.words, 48)]
     assert forward == [256, 1500 % 256]  # each product once
+
+
+def test_on_cuda_the_vocabulary_of_codes_is_not_tuned():
+    """Its kernels take the tile of the rule."""
+    keys = products_of(loss(1500, backward="int8"), "cuda")
+    assert {key.op for key in keys} == {"project_input_gradient", "project_weight_gradient"}
 
 
 def test_what_operations_share_is_one_tensor():

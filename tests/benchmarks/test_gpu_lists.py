@@ -7,13 +7,16 @@ from collections import Counter, defaultdict
 import gpu_lists
 import gpu_step
 import pytest
-from gpu_lists import Work, key_of
+from gpu_lists import key_of
 from gpu_model import GPUS
 from gpu_opponents import SIDES, Model
+from gpu_work import Work
 from operations import QUICK, sizes
 
-from lsq.csrc import profile
+from lsq.csrc import geometry, profile
 from lsq.csrc.launch import Launch, Product
+from tests.ops.test_vocabulary_loss import of_codes
+from tests.ops.tiles import launches
 
 SIZE = dataclasses.replace(QUICK, hidden=64, heads=2, length=8)
 needs_compiler = pytest.mark.skipif(
@@ -29,7 +32,7 @@ def test_counts_grow_as_they_are_scaled(name):
         programs = (program for _, program in gpu_lists.training(size, gpu_step.QUANT))
         return next(one for program in programs for one in program.operations if one.name == name)
 
-    few, many = (gpu_lists.launches(chosen(sentences), "cpu") for sentences in (16, 64))
+    few, many = (gpu_lists.launches(chosen(sentences), "cpu", None) for sentences in (16, 64))
     for small, large, counted, real in zip(few, many, profile.profile(few), profile.profile(many), strict=True):
         assert key_of(small) == key_of(large)
         scaled = Work.of(counted, large)
@@ -40,6 +43,28 @@ def test_counts_grow_as_they_are_scaled(name):
         total = sum(scaled.instructions.values())
         assert total == pytest.approx(sum(real.instructions.values()), rel=0.1)
         assert scaled.warps == real.warps
+
+
+def test_blocks_that_sum_over_rows_have_as_many_rows_where_they_are_counted():
+    size = dataclasses.replace(SIZE, sentences=16 * gpu_lists.FEW)
+    few, blocks = gpu_lists.few_sentences(size), geometry.BLOCKS
+    with gpu_lists.small_grids(size):
+        assert geometry.row_blocks(1 << 20, 64) == blocks * few.tokens // size.tokens == blocks // 16
+    assert geometry.row_blocks(1 << 20, 64) == blocks
+
+
+@needs_compiler
+def test_ends_of_tiles_are_told_from_their_main_loop():
+    """Whatever is multiplied, as much is counted of the end."""
+    few, many = (
+        Work.of(found, entry)
+        for inner in (64, 192)
+        for entry in launches(of_codes(128, 128, 128, inner=inner), gpu_lists.tile_of(sizes(8192)[0]))[:1]
+        for found in profile.profile([entry])
+    )
+    assert many.instructions["mma"] == 3 * few.instructions["mma"]
+    ends = [gpu_step.without_main_loop(work).instructions for work in (few, many)]
+    assert ends[0]["mma"] == 0 and ends[1] == pytest.approx(ends[0], rel=0.05)
 
 
 def test_a_step_has_every_launch():
@@ -73,7 +98,8 @@ def test_one_kernel_is_modelled_where_it_ends_its_product(monkeypatch):
     step = object.__new__(gpu_step.Step)  # whatever its kernels do
     step.size = next(size for size in sizes(8192) if size.name == "base")
     step.parts, step.parameters = gpu_lists.step(step.size, gpu_step.QUANT), 1
-    some = Work(reads={}, writes={}, sectors=1.0, shared_passes=0.0, instructions={}, warps=8, warps_of_block=8)
+    counted = {"sectors": 1.0, "shared_passes": 0.0, "instructions": {"mma": 0.0}}
+    some = Work(reads={}, writes={}, **counted, warps=8, warps_of_block=8)
     step.work = defaultdict(lambda: some)
     found = {}
     for gpu in GPUS:
@@ -81,10 +107,11 @@ def test_one_kernel_is_modelled_where_it_ends_its_product(monkeypatch):
         for name, times, _ in step.times(gpu):
             found[gpu.name][name] += times
     ended = {name: counts["lsq_project_product"] for name, counts in found.items()}
-    assert ended == {"A100 80 GB": 66, "RTX 4090": 66, "H100 SXM": 54}
+    assert ended == {"A100 80 GB": 66, "RTX 4090": 66, "H100 SXM": 66}
     assert all(counts["lsq_end"] == 66 - ended[name] for name, counts in found.items())
     of_all = {name: sum(counts[kernel] for kernel in gpu_step.ENDED.values()) for name, counts in found.items()}
-    assert all(counts["product"] == 264 - of_all[name] for name, counts in found.items())
+    assert all(counts["product"] == 200 - of_all[name] for name, counts in found.items())
+    assert all(counts[kernel] == 1 for kernel in gpu_step.ALONE for counts in found.values())
 
 
 def test_opponents_multiply_the_same():
@@ -107,5 +134,5 @@ def test_opponents_multiply_the_same():
         for one in part.entries
         if isinstance(one, Product)
     )
-    again = size.tokens * size.hidden * size.padded  # logits are made in both passes
-    assert own - again == pytest.approx(sum(found["eager"].values()), rel=0.01)
+    logits = size.tokens * size.hidden * size.padded  # which kernels of lsq make, in both passes
+    assert own + logits == pytest.approx(sum(found["eager"].values()), rel=0.01)

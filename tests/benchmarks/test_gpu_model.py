@@ -4,8 +4,8 @@ import dataclasses
 
 import gpu_model
 import pytest
-from gpu_lists import SECTOR, Work
 from gpu_model import GPUS, H100, Clock, Moved, Multiplied, tile_rate, variant
+from gpu_work import SECTOR, Work
 
 from lsq.gemm import TileConfiguration
 
@@ -103,6 +103,12 @@ def test_a_product_that_its_kernel_ends_takes_both_one_after_the_other_and_keeps
     assert found.seconds == pytest.approx(2 * 8448 * 8192 * 8192 / rate)
     more = ended(gpu, instructions={"float": 1e9}).seconds - found.seconds
     assert more == pytest.approx(1e9 / 4 / (132 * 1.7e9) / 0.6)
+
+
+def test_wgmma_reaches_what_a_library_does():
+    gpu = dataclasses.replace(GPU, l2=1e15)
+    wide = dataclasses.replace(TILE, columns=256, instruction="wgmma")
+    assert ended(gpu).seconds / ended(gpu, tile=wide).seconds == pytest.approx(1 / 0.62 / 0.93)
 
 
 def test_small_tiles_read_more_of_the_l2_cache_and_parts_fill_a_gpu():

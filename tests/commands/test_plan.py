@@ -83,7 +83,7 @@ def test_mistaken_options(file, capsys, options, message):
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (None, [], "No such file"),
+        (None, [], "wrong.csv is not there; check the path"),
         ("id,lower\n", [], "line 1: no column upper, size"),
         (ROWS, ["--cap", "3"], "'a' has 4 bytes, but the largest segment may have 3"),
         (ROWS, ["--align", "3"], "alignment is 3; it must be a power of two"),

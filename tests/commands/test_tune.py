@@ -170,7 +170,7 @@ def test_mistaken_options(capsys, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shapes", "missing.csv"], "No such file"),
+        (["--shapes", "missing.csv"], "missing.csv is not there; check the path"),
         ([*TINY, "--step", "100"], "step is 100"),
         (["--arch", "transformer"], "arch is 'transformer'; allowed: lsq_transformer,"),
         (["--plot", "a.doc", "--output", "FILE"], "doc"),

@@ -11,11 +11,13 @@ import pytest
 from tests.csrc.sanitizers import sanitizer_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+STEPS = "tests/ops/test_project_product_cuda.py::test_fewer_steps_than_stages_and_more"
 EVERY_KERNEL = (
     "tests/layers/test_programs_cuda.py",
     "tests/ops/test_rounding_cuda.py",
     "tests/ops/test_adam_cuda.py",
-    "tests/ops/test_project_product_cuda.py::test_fewer_steps_than_stages_and_more[emulator-4]",
+    f"{STEPS}[emulator-tiles of 64 x 64, 3 stages-4]",
+    f"{STEPS}[emulator-tiles of 64 x 64 by wgmma, 3 stages-4]",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-256-8-False]",
     "tests/ops/test_gradient_messages_cuda.py::test_blocks[emulator-1024-4-True]",
 )

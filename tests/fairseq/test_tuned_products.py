@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from lsq import gemm
+from lsq.fairseq import tuned_products
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CpuConfiguration, Entry, Times, now
 from lsq.gemm.configuration_file import ConfigurationFile
+from lsq.gemm.product_key import ProductKey
 from lsq.tune import coverage, product_list
 
 BACKWARD = "--lsq-backward int8 --max-update 3"
@@ -51,6 +53,20 @@ def test_training_is_the_same_to_the_bit_and_says_what_was_tuned(train, tmp_path
     assert product_list.read(listed) == [] and coverage.shares(lookup.table(), "calls") == (1.0, 0.0)
     assert [each.path for each in lookup.table().used] == [path]
     assert all(torch.equal(plain[name], tuned[name]) for name in plain)
+
+
+def test_products_of_every_device_that_ran_some_are_reported(monkeypatch, tmp_path, caplog):
+    here = device.here("cpu")
+    cpu, gpu, idle = (lookup.Table(dataclasses.replace(here, device=name)) for name in ("A CPU", "A GPU", "Another"))
+    keys = [ProductKey(op="project", m=48, n=32, k=16), ProductKey(op="project", m=48, n=64, k=16)]
+    for table, asked in ((cpu, keys[:1]), (gpu, keys)):
+        for key in asked:
+            table.use(key)
+    monkeypatch.setattr(lookup, "tables", lambda: [cpu, gpu, idle])
+    with caplog.at_level(logging.INFO):
+        tuned_products.report(str(tmp_path / "missed.csv"))
+    assert "products on A CPU" in caplog.text and "products on A GPU" in caplog.text and "Another" not in caplog.text
+    assert set(product_list.read(tmp_path / "missed.csv")) == set(keys)
 
 
 def test_a_file_of_another_machine_is_refused_with_the_reason(train, tmp_path):

@@ -22,7 +22,7 @@ def matmul(**changes):
 
 
 def asked(op, m, n, k):
-    """The key of what an operation of the CPU multiplies."""
+    """The key of what an operation multiplies."""
     return ProductKey(op=op, m=m, n=n, k=k)
 
 

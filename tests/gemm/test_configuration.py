@@ -7,6 +7,7 @@ import pytest
 
 from lsq.csrc import tiles
 from lsq.gemm.configuration import CpuConfiguration, now
+from lsq.gemm.product_key import TILED_ALONE
 from tests.gemm.tuned import TIMES, cublas, cublas_entry, entry, key, tile
 
 
@@ -57,6 +58,10 @@ def test_no_such_algorithm(changes, message):
         ({"columns": 64.0}, "columns is 64.0; allowed"),
         ({"stages": 1}, "stages is 1; it must be a whole number from 2 to 8"),
         ({"split": 0}, "split is 0; it must"),
+        ({"columns": 256}, "columns is 256; allowed: 64, 128$"),
+        ({"instruction": "dp4a"}, "instruction is 'dp4a'; allowed: 'mma', 'wgmma'"),
+        ({"instruction": "wgmma", "stages": 2}, "stages is 2; it must be a whole number from 3 to 8"),
+        ({"instruction": "wgmma", "rows": 256}, "rows is 256; allowed: 64, 128"),
     ],
 )
 def test_no_such_tile(changes, message):
@@ -83,12 +88,20 @@ def test_a_tile():
     assert tile(rows=128).shared_bytes == 3 * (128 + 64) * 64
     assert tile(rows=128).blocks(257, 80) == (2, 3) and tile().blocks(0, 64) == (1, 1)
     assert str(tile(split=4)) == "tiles of 64 x 64, 3 stages, K in 4 parts"
+    wide = tile(rows=128, columns=256, instruction="wgmma")
+    assert str(wide) == "tiles of 128 x 256 by wgmma, 3 stages" and (wide.warps, tile().warps) == ((8, 1), (2, 2))
     assert entry(op="project_weight_gradient", configuration=tile(split=4)).configuration.split == 4
 
 
 def test_cublaslt_multiplies_int8_in_one_layout():
     with pytest.raises(ValueError, match="^configuration.algorithm is of cuBLASLt, which multiplies int8 as \"nt\""):
         cublas_entry(layout="nn")
+
+
+@pytest.mark.parametrize("op", TILED_ALONE)
+def test_cublaslt_makes_no_logits_of_codes(op):
+    with pytest.raises(ValueError, match=f"^configuration.algorithm is of cuBLASLt, which has no part in {op}: tune"):
+        cublas_entry(op=op)
 
 
 @pytest.mark.parametrize(

@@ -260,3 +260,21 @@ def test_every_file_is_judged(machine):
     assert found["d"].refusal == "threads differs: the file says 64, here it is 2"
     assert found["e"].refusal.startswith("this is not JSON") and found["e"].file is None
     assert found["f"].refusal.startswith("this is not a regular file")
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_wgmma_is_hoppers_alone(sm):
+    tuned = entry(configuration=tile(instruction="wgmma"), times=dataclasses.replace(TIMES, other=90.0))
+    here = dataclasses.replace(GPU, sm=sm)
+    if sm == 90:
+        assert contents(file(tuned, validators=here))["entries"][0]["configuration"]["instruction"] == "wgmma"
+    else:
+        with pytest.raises(ValueError, match=r"entries\[0\].configuration.instruction is 'wgmma', .* sm 90 alone"):
+            file(tuned, validators=here)
+
+
+def test_files_of_tiles_without_an_instruction_are_read(tmp_path):
+    older = contents(file(entry(configuration=tile()), validators=GPU))
+    del older["entries"][0]["configuration"]["instruction"]
+    (tmp_path / "file.json").write_text(json.dumps(older))
+    assert read(tmp_path / "file.json").entries[0].configuration == tile()

@@ -6,7 +6,7 @@ from lsq import gemm
 from lsq.gemm import cuda, lookup
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.lookup import Table
-from tests.gemm.operands import asked
+from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import GPU, Machine, cublas, entry, key, tile
 
 SHAPE = "project", 64, 128, 256
@@ -34,7 +34,7 @@ def test_without_a_gpu_the_shape_decides(machine):
 
 def test_untuned_the_shape_and_the_gpu_decide(machine):
     assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
-    assert gemm.cuda_tile("project", 64, 128, 1024) is None is default_tile(key(k=1024), 90)
+    assert gemm.cuda_tile("project", 64, 128, 16384) is None is default_tile(key(k=16384), 90)
     assert uses() == {key(): (False, 1)}
 
 
@@ -80,6 +80,18 @@ def test_who_compares_decides_for_a_while(machine):
     assert gemm.cuda_tile(*SHAPE) == default_tile(key(), 90)
 
 
+def test_what_tiles_alone_make_is_left_to_nothing_else(machine):
+    """Logits of codes, whatever GPU it is and whatever is compared, but with another tile."""
+    wanted = default_tile(asked("vocabulary_loss", 64, 128, 1024), 90)
+    with gemm.requested() as found:
+        assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == wanted is not None
+        with gemm.ended_by(None):
+            assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == wanted
+        with gemm.ended_by(tile(stages=7)):
+            assert gemm.cuda_tile("vocabulary_loss", 64, 128, 1024) == tile(stages=7)
+    assert not found  # nothing to tune
+
+
 def test_programs_are_made_again_where_products_are(machine):
     found = [cuda.choices()]
     for tile_of_all in (None, tile(stages=7)):
@@ -97,4 +109,4 @@ def test_no_such_product():
 def test_a_table_of_a_gpu_has_defaults_of_it():
     made = Table(GPU)
     assert made.configuration(key()) == made.use(key()).configuration == default_tile(key(), GPU.sm)
-    assert made.configuration(asked("vocabulary_loss", 41, 48, 64)) is None
+    assert made.configuration(matmul()) is None

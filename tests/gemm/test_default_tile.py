@@ -4,7 +4,7 @@ import pytest
 
 from lsq.gemm.configuration import MOST_TILE_ROWS
 from lsq.gemm.default_tile import BLOCKS, default_tile
-from lsq.gemm.product_key import TILED
+from lsq.gemm.product_key import TILED, TILED_ALONE
 from tests.gemm.operands import asked, matmul
 from tests.gemm.tuned import tile
 
@@ -35,10 +35,27 @@ def test_gradients_of_weights_split_many_tokens(n, columns, k, split):
 
 
 @pytest.mark.parametrize("sm", [None, 80, 86, 89, 90, 100, 120])
-@pytest.mark.parametrize("k", [512, 528])
+@pytest.mark.parametrize("k", [512, 528, 8192, 8208])
 def test_a_gpu_with_faster_products_has_short_ones_ended_alone(sm, k):
     found = default_tile(asked("project", 4096, 512, k), sm)
-    assert (found is None) == (k > 512 and sm in (90, 100))
+    assert (found is None) == (k > {90: 8192, 100: 512}.get(sm, 2**30))
+    assert found is None or (found.instruction == "wgmma") == (sm == 90)
+
+
+@pytest.mark.parametrize(("m", "n", "rows", "columns"), [
+    (8192, 1024, 128, 256), (8192, 512, 128, 256), (4096, 512, 128, 128), (2048, 512, 128, 64), (1000, 512, 64, 64),
+])  # fmt: skip
+def test_hopper_has_wider_tiles_and_more_stages(m, n, rows, columns):
+    assert default_tile(asked("project", m, n, 1024), 90) == tile(
+        rows=rows, columns=columns, stages=8, instruction="wgmma"
+    )
+
+
+@pytest.mark.parametrize("sm", [None, 80, 90, 100])
+@pytest.mark.parametrize("op", TILED_ALONE)
+def test_logits_are_made_by_tiles_everywhere(op, sm):
+    found = default_tile(asked(op, 8192, 32768, 1024), sm)
+    assert found.rows == 128 and found.split == 1 and found.instruction == ("wgmma" if sm == 90 else "mma")
 
 
 @pytest.mark.parametrize("op", TILED)
@@ -51,7 +68,7 @@ def test_what_a_rule_gives_runs(op):
 @pytest.mark.parametrize(
     "key",
     [
-        matmul(), asked("vocabulary_loss", 41, 48, 64), asked("project", 41, 40, 64), asked("project", 41, 48, 40),
+        matmul(), asked("project", 41, 40, 64), asked("project", 41, 48, 40),
         asked("project", 64 * MOST_TILE_ROWS + 1, 16, 16),
     ],
 )  # fmt: skip

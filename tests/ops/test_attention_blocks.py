@@ -1,11 +1,12 @@
 """Attention on the CPU where a sentence has many blocks of queries and keys, and in every library that runs here."""
 
+import math
 import resource
 
 import pytest
 import torch
 
-from lsq.csrc import loader, shared_library
+from lsq.csrc import loader, shared_library, tiles
 from tests.ops.compare import compare, on_cpu
 from tests.ops.test_attention import attention, gradient_of
 
@@ -17,19 +18,24 @@ CASES = [
 ]  # fmt: skip
 
 
-def levels() -> list[str]:
-    """Those whose library is built and whose instructions the processor has."""
-    return [
+def ways() -> list[tuple[str, str]]:
+    """Levels whose library is built and whose instructions the processor has, with each kind that the first can use."""
+    levels = [
         level for level, needed in loader._REQUIRED.items()
         if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
     ]  # fmt: skip
+    return [(levels[0], kind) for kind in tiles.usable()] + [(level, tiles.PLAIN) for level in levels[1:]]
 
 
-@pytest.fixture(params=levels())
+@pytest.fixture(params=ways(), ids="-".join)
 def level(request, monkeypatch):
-    """Runs the loops of one library after the other."""
-    library = shared_library.load(loader._FOLDER / f"libcpu_{request.param}.so", "cpu")
+    """Runs the loops of one library after the other, by one kind of instructions after the other."""
+    name, kind = request.param
+    library = shared_library.load(loader._FOLDER / f"libcpu_{name}.so", "cpu")
     monkeypatch.setattr(loader, "library", lambda: library)
+    loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[kind])
+    yield
+    loader.call("lsq_limit_attention", max(tiles.INSTRUCTIONS.values()))
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -55,6 +61,28 @@ def test_products_of_codes_are_exact(level):
     heads.q.rows.tensor[:3, :512] = 127
     factor = heads.q.rows.scale * heads.k.rows.scale * torch.tensor(128**-0.5)
     assert torch.equal(on_cpu(forward).log_sum, (q * k).sum(dim=2).float() * factor)
+
+
+def test_many_small_probabilities_count(level):
+    """2,047 keys of 1 % of the probability, and values that make them 40 % of the context. Each probability is off by
+    up to 2^-24 of the largest, and here all by the same."""
+    forward = attention((2048,), width=16, heads=1)
+    heads = forward.heads
+    codes = heads.q.rows.coded.codes
+    codes[:, :32], codes[:, 32:] = 0, 127
+    codes[:, 0], codes[0, 16], codes[0, 32:] = 127, 127, 2
+    scale = (12.2 * 16**0.5) ** 0.5 / 127
+    heads.q.rows.coded.scale.fill_(scale)
+    share = 2047 * math.exp(-12.2)
+    wanted = torch.full((2048, 16), (2 + 127 * share) / (1 + share) * scale)
+    torch.testing.assert_close(on_cpu(forward).out, wanted, atol=2048 * 2**-24 * 127 * scale, rtol=0.0)
+
+
+def test_a_value_that_is_seen_alone_is_the_context(level):
+    forward = attention((1,) * 40, width=64)
+    values = forward.heads.v
+    wanted = values.rows.tensor[:, values.column : values.column + 128] * values.rows.scale
+    assert torch.equal(on_cpu(forward).out, wanted)
 
 
 def test_a_larger_score_in_a_later_block():

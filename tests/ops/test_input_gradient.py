@@ -161,7 +161,7 @@ def test_gradients_are_autograds(mode, kind, rows, dropout, lsq, added, clips):
 
 
 @pytest.mark.parametrize("kind", list(Activation))
-@pytest.mark.parametrize("rows, columns", [(41, COLUMNS), (BLOCK_ROWS + 3, 16)])
+@pytest.mark.parametrize("rows, columns", [(41, COLUMNS), (9, 24), (BLOCK_ROWS + 3, 16)])
 def test_rounded_rows_are_the_references(kind, rows, columns):
     operation, _ = case(rows, kind=kind, dropout=0.2, added=True, rounded=True, columns=columns)
     found, expected = compare(operation), on_reference(operation)

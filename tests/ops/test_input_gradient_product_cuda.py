@@ -19,10 +19,13 @@ from tests.ops.tiles import (
     SMALL,
     TARGETS,
     TILES,
+    WARPGROUPS,
+    assert_nothing_spills,
     assert_two_blocks_fit,
     in_one,
     largest_tile,
     launches,
+    multiplications,
     names,
     traffic,
 )
@@ -32,7 +35,7 @@ KERNEL = "lsq_input_gradient_product"
 
 def turns():
     """Three steps along K and more, and all rows of a tile's quarter."""
-    for tile in TILES:
+    for tile in (*TILES, *WARPGROUPS):
         compare(150, tile, kind=Activation.relu, dropout=0.1, lsq=True, columns=144, padded=272)
 
 
@@ -43,7 +46,7 @@ def compare(rows, tile, **given):
     return found
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
 @pytest.mark.parametrize("rows, columns, padded", [(1, 16, 16), (41, 80, 48), (130, 144, 336)])
 def test_gradients_are_exact(tile, rows, columns, padded):
     found = compare(rows, tile, kind=Activation.relu, added=True, columns=columns, padded=padded)
@@ -109,14 +112,14 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL], ids=str)
+@pytest.mark.parametrize("tile", [TILES[0], SMALL, WARPGROUPS[1], WARPGROUPS[-1]], ids=str)
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     operation, _ = case(128, rest=False, columns=128, padded=128)
     (entry,) = of_kernel(in_dtype(operation, torch.bfloat16), tile)
     found, of = traffic(entry)
     operation, weight, *_ = entry.arguments
     assert found.shared_passes == found.shared_least
-    assert found.instructions["mma"] == 128**3 // (16 * 32 * 8)
+    assert multiplications(found, tile) == 128**3
     gradient, weight = of[id(operation.gradient.codes)].reads, of[id(weight)].reads
     assert gradient.bytes == 128**3 // tile.columns and gradient.sectors * 32 == gradient.bytes
     assert weight.bytes == 128**3 // tile.rows and weight.sectors * 32 == weight.bytes
@@ -133,3 +136,7 @@ def test_two_blocks_fit_and_nothing_spills(target):
     for tile in (largest_tile(target), SMALL):
         (entry,) = of_kernel(case(7)[0], tile)
         assert_two_blocks_fit(entry, target)
+
+
+def test_wgmma_spills_nothing():
+    assert_nothing_spills(lambda tile: of_kernel(case(7)[0], tile)[0])

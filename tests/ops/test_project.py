@@ -58,10 +58,10 @@ def nonlinearity(activation, dropout, rows, columns, *, coded):
     return found if dropout or activation is not Activation.none else None
 
 
-def rounded_project(rows, outputs=32, activation=Activation.none, dropout=0.0, *, bits=8, **given):
+def rounded_project(rows, outputs=32, activation=Activation.none, dropout=0.0, *, bits=8, error=True, **given):
     """A product of codes whose result is rounded."""
     return Project(
-        **operands(rows, outputs=outputs) | given, rounded=to_round(rows, outputs, 0.7, bits=bits, error=True),
+        **operands(rows, outputs=outputs) | given, rounded=to_round(rows, outputs, 0.7, bits=bits, error=error),
         nonlinearity=nonlinearity(activation, dropout, rows, outputs, coded=True),
     )
 
@@ -94,11 +94,17 @@ def test_codes_are_exact(rows, bits):
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("bias", [True, False])
-def test_every_end_of_codes(activation, dropout, bias):
-    found = compare(rounded_project(41, 48, activation, dropout, **({} if bias else {"bias": None})))
+@pytest.mark.parametrize("bias, error", [(True, True), (False, True), (True, False), (False, False)])
+def test_every_end_of_codes(activation, dropout, bias, error):
+    given = {} if bias else {"bias": None}
+    found = compare(rounded_project(41, 88, activation, dropout, error=error, **given))
     y = values_of(found)
-    torch.testing.assert_close(found.unrounded(run), dropped(PLAIN[activation](y), dropout_of(dropout)))
+    result = dropped(PLAIN[activation](y), dropout_of(dropout))
+    torch.testing.assert_close(found.unrounded(run), result)
+    if activation is not Activation.gelu:
+        codes, scale, clipped, _ = arithmetic.round_activation(result, torch.tensor([0.7]), bits=8, error=False)
+        assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
+        assert torch.equal(found.rounded.clipped, clipped) and clipped.any()
     if activation is Activation.relu:
         assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
     if activation is Activation.gelu:
@@ -154,7 +160,7 @@ def test_gelu_far_out():
 @pytest.mark.parametrize("poisoned", ["input", "weight", "bias"])
 @pytest.mark.parametrize("activation", Activation)
 def test_nan_poisons_the_result(poisoned, activation):
-    operation = rounded_project(BLOCK_ROWS + 9, activation=activation)
+    operation = rounded_project(BLOCK_ROWS + 9, activation=activation, error=False)
     place = {"input": operation.x.scale, "weight": operation.weight.scale, "bias": operation.bias}[poisoned]
     place[0] = math.nan
     found = compare(operation)
@@ -162,10 +168,10 @@ def test_nan_poisons_the_result(poisoned, activation):
     assert activation is not Activation.gelu or not found.nonlinearity.slope[:, 0].any()
 
 
-@pytest.mark.parametrize("row", [0, BLOCK_ROWS + 8])
-def test_nan_in_any_block_of_rows_poisons_the_scale(row):
+@pytest.mark.parametrize("row, error", [(0, True), (BLOCK_ROWS + 8, True), (BLOCK_ROWS + 8, False)])
+def test_nan_in_any_block_of_rows_poisons_the_scale(row, error):
     """Of sums nothing is NaN by itself, so that the factor is infinite, which makes NaN of a sum of 0."""
-    operation = rounded_project(BLOCK_ROWS + 9, bias=None)
+    operation = rounded_project(BLOCK_ROWS + 9, bias=None, error=error)
     operation.x.tensor[:, 0] = operation.weight.codes[:, 0] = 1
     operation.x.tensor[:, 1:] = 0
     operation.x.tensor[row] = 0

@@ -14,7 +14,17 @@ from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import empty
 from tests.ops.cuda import DTYPES
 from tests.ops.test_project import operands, rounded_project
-from tests.ops.tiles import SMALL, TARGETS, TILES, assert_two_blocks_fit, in_one, largest_tile
+from tests.ops.tiles import (
+    SMALL,
+    TARGETS,
+    TILES,
+    WARPGROUPS,
+    assert_nothing_spills,
+    assert_two_blocks_fit,
+    in_one,
+    largest_tile,
+    multiplications,
+)
 
 
 def rounded(rows, inner, outputs, *end, **given):
@@ -23,11 +33,11 @@ def rounded(rows, inner, outputs, *end, **given):
 
 def turns():
     """Three steps along K and more, and all rows of a tile's quarter."""
-    for tile in TILES:
+    for tile in (*TILES, *WARPGROUPS):
         in_one(rounded(150, 272, 144, Activation.gelu, 0.1), tile)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
 @pytest.mark.parametrize("rows, inner, outputs", [(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)])
 def test_codes_are_exact(tile, rows, inner, outputs):
     found = in_one(rounded(rows, inner, outputs), tile)
@@ -36,8 +46,9 @@ def test_codes_are_exact(tile, rows, inner, outputs):
 
 
 @pytest.mark.parametrize("steps", range(7))
-def test_fewer_steps_than_stages_and_more(steps):
-    in_one(rounded(3, 64 * steps + 16, 16), SMALL)
+@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1], WARPGROUPS[-2]], ids=str)
+def test_fewer_steps_than_stages_and_more(tile, steps):
+    in_one(rounded(3, 64 * steps + 16, 16), tile)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -73,7 +84,7 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL], ids=str)
+@pytest.mark.parametrize("tile", [TILES[0], SMALL, WARPGROUPS[1], WARPGROUPS[-1]], ids=str)
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     rows, inner, outputs = 128, 128, 128
     operation = rounded(rows, inner, outputs).bind(
@@ -83,7 +94,7 @@ def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile
     (found,) = profile.profile([entry])
     traffic = dict(zip(map(id, profile.operands_of(entry)), found.operands, strict=True))
     assert found.shared_passes == found.shared_least
-    assert found.instructions["mma"] == rows * inner * outputs // (16 * 32 * 8)
+    assert multiplications(found, tile) == rows * inner * outputs
     x, weight = traffic[id(operation.x.tensor)].reads, traffic[id(operation.weight.codes)].reads
     assert x.bytes == rows * inner * outputs // tile.columns and x.sectors * 32 == x.bytes
     assert weight.bytes == outputs * inner * rows // tile.rows and weight.sectors * 32 == weight.bytes
@@ -97,3 +108,10 @@ def test_two_blocks_fit_and_nothing_spills(target):
         operation = rounded(7, 48, 32, Activation.gelu, 0.1)
         operation.rounded.started = True
         assert_two_blocks_fit(project_product(operation, tile), target)
+
+
+def test_wgmma_spills_nothing():
+    operation = rounded(7, 48, 32, Activation.gelu, 0.1)
+    for started in (False, True):
+        operation.rounded.started = started
+        assert_nothing_spills(lambda tile: project_product(operation, tile))

@@ -27,6 +27,18 @@ def test_ties_round_to_even_at_every_width(bits):
     compare_cuda(round_of(x, float(largest), bits=bits), exact=True)
 
 
+@pytest.mark.parametrize("clip", [1e-27, 1e-24, 0.1, 3.3, 1e36, math.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_those_of_quotients_beside_every_tie(clip, bits):
+    largest = 2 ** (bits - 1) - 1
+    steps = torch.arange(-2 * largest - 3, 2 * largest + 4, dtype=torch.float64) / 2
+    x = (steps * min(clip, 1e36) / largest).float()
+    infinity = torch.tensor(math.inf)
+    x = torch.cat([x, x.nextafter(infinity), x.nextafter(-infinity)])
+    x = x[: x.numel() // 8 * 8].reshape(1, -1).contiguous()
+    compare_cuda(round_of(x, clip, bits=bits), exact=True)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 400, 341 * 48 - 1])
 def test_nan_poisons_the_scale(value, place):
@@ -118,6 +130,13 @@ def turns(columns):
     gradient = torch.randn(41, columns)
     compare_cuda(RoundGradient(gradient=gradient, rounded=gradient_to_round(41, columns), sum=empty(columns)))
     compare_cuda(Add(a=torch.randn(7, 13), b=torch.randn(7, 13), out=empty(7, 13)))
+
+
+@pytest.mark.parametrize("columns, rows", [(48, 8), (1040, 2)])
+def test_more_rows_than_a_warp_draws_words_for_at_a_time(columns, rows, monkeypatch):
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: 1)
+    gradient = torch.randn(rows * 33 + 1, columns)
+    compare_cuda(RoundGradient(gradient=gradient, rounded=gradient_to_round(*gradient.shape)), exact=True)
 
 
 @pytest.mark.parametrize("columns", [48, 1040])

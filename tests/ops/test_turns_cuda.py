@@ -23,6 +23,7 @@ from tests.ops import (
     test_input_gradient_product_cuda,
     test_project_product_cuda,
     test_rounding_cuda,
+    test_vocabulary_loss_product_cuda,
     test_weight_gradient,
     test_weight_gradient_cuda,
     test_weight_gradient_product_cuda,
@@ -41,7 +42,7 @@ from tests.ops.test_residual_norm_cuda import compare_gradients
 from tests.ops.test_rms_norm import rms, rms_gradient
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
-from tests.ops.test_vocabulary_loss import gradient_of, of_codes, of_floats, operands, rounded_of
+from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
 
@@ -102,10 +103,9 @@ def norms():
 
 
 def losses():
-    for rows, vocabulary, padded in ((3, 8200, 8208), (300, 33, 48)):
-        found = compare_cuda(of_codes(rows, vocabulary, padded))
+    for rows, vocabulary in ((3, 8200), (3, 33)):
+        found = compare_cuda(of_floats(*operands(rows, vocabulary)))
         compare_cuda(gradient_of(found))
-        compare_cuda(rounded_of(found))
 
 
 def float_operands():
@@ -198,6 +198,10 @@ CASES = {
     "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
     "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
+    **dict.fromkeys(
+        ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
+        test_vocabulary_loss_product_cuda.turns,
+    ),
     "weight_gradient.cu": weight_gradients, "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
 }  # fmt: skip
 """What runs all kernels of a source."""

@@ -20,10 +20,10 @@ INNER, PADDING = 48, 1
 WEIGHT = Format(name="weight", bits=8, grain=Grain.ROW)
 
 
-def operands(rows: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(rows: int, vocabulary: int, inner: int = INNER) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weight and targets, of which some are padding."""
     target = torch.randint(0, vocabulary, (rows,)).masked_fill(torch.arange(rows) % 5 == 3, PADDING)
-    return torch.randn(rows, INNER), 0.3 * torch.randn(vocabulary, INNER), target
+    return torch.randn(rows, inner), 0.3 * torch.randn(vocabulary, inner), target
 
 
 def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
@@ -35,9 +35,9 @@ def of_floats(x, weight, target, smoothing: float = 0.1) -> VocabularyLoss:
     return VocabularyLoss(prediction=prediction, loss=empty(1), nll=empty(1), normaliser=empty(len(target)))
 
 
-def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1) -> VocabularyLoss:
+def of_codes(rows: int, vocabulary: int, padded: int, smoothing: float = 0.1, inner: int = INNER) -> VocabularyLoss:
     """Those of codes, with the bound of their gradient."""
-    x, weight, target = operands(rows, vocabulary)
+    x, weight, target = operands(rows, vocabulary, inner)
     codes, x_scale, _ = quantize(x, torch.tensor([2.0]))
     weight_codes, scale, _ = quantize(weight, torch.full((vocabulary,), 0.5) + 0.1 * torch.rand(vocabulary))
     beyond = padded - vocabulary

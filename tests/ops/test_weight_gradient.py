@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 
+from lsq.csrc import loader, tiles
+from lsq.gemm.configuration import ONEDNN
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
 from tests.ops.compare import KEY, compare, empty, on_cpu, on_reference, weight_format_of
-from tests.ops.products import WAYS, assert_same_bits
+from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
 from tests.quant.fake import fake_quantize
 
@@ -123,3 +125,36 @@ def test_rows_beyond_the_weight_do_not_count():
 @pytest.mark.parametrize("lsq", [False, True])
 def test_no_way_to_multiply_changes_a_bit(way, lsq):
     assert_same_bits(case(141, lsq=lsq, outputs=93, padded=96), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows, columns", [(1, 16), (64, 128), (67, 200)])
+def test_tiles_are_rounded_like_rows(rows, columns, way):
+    """Of rows and columns that fill tiles, and that do not."""
+    assert_same_bits(case(rows, columns=columns), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_scale_that_is_not_finite_leaves_no_gradient(value, way):
+    kernel, rows = way
+    if kernel != ONEDNN and kernel not in tiles.usable():
+        pytest.skip(f"this processor has no {kernel}")
+    operation = case(67)
+    operation.gradient.scale[66] = value
+    with multiplied(kernel, rows):
+        found = on_cpu(operation).dweight
+    assert torch.equal(found.isnan(), operation.weight.values.abs() <= operation.weight.clip[:, None])
+
+
+@pytest.mark.parametrize("kernel", tiles.INSTRUCTIONS)
+def test_tiles_do_not_pass_codes_of_rows(kernel, monkeypatch):
+    """They round into the tiles: rounded codes in rows are for oneDNN alone."""
+    if kernel not in tiles.usable():
+        pytest.skip(f"this processor has no {kernel}")
+    called, call = [], loader.call
+    monkeypatch.setattr(loader, "call", lambda name, *arguments: (called.append(name), call(name, *arguments)))
+    for each in (kernel, ONEDNN):
+        with multiplied(each):
+            on_cpu(case(41))
+    assert called.count("lsq_round_columns") == 1

@@ -16,11 +16,14 @@ from tests.ops.tiles import (
     SMALL,
     TARGETS,
     TILES,
+    WARPGROUPS,
+    assert_nothing_spills,
     assert_two_blocks_fit,
     in_one,
     in_parts,
     largest_tile,
     launches,
+    multiplications,
     names,
     traffic,
 )
@@ -30,7 +33,7 @@ KERNEL = "lsq_weight_gradient_product"
 
 def turns():
     """Three steps along K and more, all rows of a tile's quarter, and three blocks for a tile."""
-    for tile in TILES:
+    for tile in (*TILES, *WARPGROUPS):
         compare(272, tile, lsq=True, columns=144, outputs=139, padded=144)
         compare(272, in_parts(tile, 4), lsq=True, columns=144, outputs=139, padded=144)
 
@@ -42,7 +45,7 @@ def compare(rows, tile, **given):
     return found
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("rows, columns, outputs", [(1, 16, 13), (41, 48, 70), (341, 144, 139)])
 def test_gradients_are_exact(tile, split, rows, columns, outputs):
@@ -135,13 +138,13 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL, in_parts(SMALL, 2)], ids=str)
+@pytest.mark.parametrize("tile", [TILES[0], SMALL, in_parts(SMALL, 2), WARPGROUPS[1]], ids=str)
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     (entry,) = of_kernel(case(128, columns=128, outputs=128, padded=128), tile)
     found, of = traffic(entry)
     operation, gradient, x, *_, parts, _ = entry.arguments
     assert found.shared_passes == found.shared_least
-    assert found.instructions["mma"] == 128**3 // (16 * 32 * 8)
+    assert multiplications(found, tile) == 128**3
     gradient, x = of[id(gradient)].reads, of[id(x)].reads
     assert gradient.bytes == 128**3 // tile.columns and gradient.sectors * 32 == gradient.bytes
     assert x.bytes == 128**3 // tile.rows and x.sectors * 32 == x.bytes
@@ -161,3 +164,7 @@ def test_two_blocks_fit_and_nothing_spills(target):
     for tile in (largest_tile(target), SMALL):
         (entry,) = of_kernel(case(7), tile)
         assert_two_blocks_fit(entry, target)
+
+
+def test_wgmma_spills_nothing():
+    assert_nothing_spills(lambda tile: of_kernel(case(7), tile)[0])

@@ -1,6 +1,8 @@
 """Products that kernels of a GPU end themselves, for the tests of their operations."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import torch
 
@@ -9,7 +11,6 @@ from lsq.csrc import compiler, profile
 from lsq.csrc.launch import Launch
 from lsq.csrc.profile import Limits, Operand, fitting_blocks
 from lsq.gemm import TileConfiguration
-from lsq.ops.tiled_product import THREADS
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
 from tests.ops.cuda import compare_cuda
@@ -17,6 +18,10 @@ from tests.ops.cuda import compare_cuda
 TILES = [TileConfiguration(rows=rows, columns=columns, stages=stages) for rows, columns, stages in (
     (128, 128, 4), (128, 128, 3), (128, 64, 4), (64, 128, 3), (64, 64, 2))]  # fmt: skip
 SMALL = TileConfiguration(rows=64, columns=64, stages=3)
+WARPGROUPS = [
+    TileConfiguration(rows=rows, columns=columns, stages=stages, instruction="wgmma")
+    for rows, columns, stages in ((128, 256, 8), (128, 128, 4), (64, 256, 3), (128, 64, 5), (64, 64, 3))
+]  # fmt: skip
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 
@@ -59,7 +64,22 @@ def assert_two_blocks_fit(entry: Launch, target: str) -> None:
     limits = Limits(warps=48 if kilobytes == 100 else 64, blocks=16, shared=1024 * kilobytes)
     (taken,) = compiler.compile_kernels(entry.kernel.source, entry.kernel.defines, target).resources.values()
     assert not taken.spill_bytes
-    assert fitting_blocks(THREADS, taken.registers, entry.shared + taken.shared_bytes, limits) >= 2
+    assert fitting_blocks(math.prod(entry.block), taken.registers, entry.shared + taken.shared_bytes, limits) >= 2
+
+
+def assert_nothing_spills(launch: Callable[[TileConfiguration], Launch]) -> None:
+    """Of a kernel that multiplies by warpgroups, with each of their tiles; compiled by NVRTC."""
+    for tile in WARPGROUPS:
+        kernel = launch(tile).kernel
+        (taken,) = compiler.compile_kernels(kernel.source, kernel.defines, "sm_90a").resources.values()
+        assert not taken.spill_bytes, kernel
+
+
+def multiplications(found: profile.Profile, tile: TileConfiguration) -> int:
+    """Of two numbers, that tensor cores have done."""
+    if tile.instruction == "wgmma":
+        return found.instructions["wgmma"] * 16 * 32 * tile.columns
+    return found.instructions["mma"] * 16 * 32 * 8
 
 
 def largest_tile(target: str) -> TileConfiguration:

@@ -116,6 +116,18 @@ def test_a_factor_does_not_outlive_its_gradients():
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
+def test_the_norm_does_not_depend_on_threads():
+    module = torch.nn.Linear(3, 300001, bias=False)
+    module.weight.grad = torch.randn(module.weight.shape)
+    optimizer, found, threads = Adam(module.parameters()), [], torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(optimizer.clip_grad_norm(0.0))
+    torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
+    torch.testing.assert_close(found[0], module.weight.grad.double().norm().float(), rtol=2e-7, atol=0)
+
+
 def test_the_norm_of_nothing_is_zero():
     assert Adam(torch.nn.Linear(3, 3).parameters()).clip_grad_norm(1.0) == 0
 

@@ -127,6 +127,19 @@ def test_a_tensor_and_its_rounded_copy_share_a_gradient():
     ]  # fmt: skip
 
 
+def test_no_two_roundings_share_random_words():
+    """Errors of a gradient and of what it is multiplied by must not go together: the product would have a bias."""
+    b = builder(INT8)
+    x = b.input("x", (5, 16))
+    for name in ("first", "second", "third"):
+        x = project(b, rounded(b, x, name + "_x"), name, (16, 16))
+    b.output(x)
+    names = ("rounded.subsequence", "subsequence")  # where a gradient is made, and where one of a weight is
+    found = [operation.attributes().get(name) for operation in b.build().operations for name in names]
+    drawn = [number for number in found if number]
+    assert len(drawn) == len(set(drawn)) == 3 + 3
+
+
 def test_a_gradient_is_taken_once():
     b = builder()
     x, first, second = b.input("x", (5, 4)), b.tensor("first", (5, 4)), b.tensor("second", (5, 4))

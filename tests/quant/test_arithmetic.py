@@ -7,7 +7,7 @@ import torch
 
 from lsq import quant
 from lsq.quant import arithmetic
-from lsq.quant.random import uniform
+from lsq.quant.random import uniform_rows
 from tests.ops.compare import KEY
 
 INFINITIES = [math.nan, math.inf, -math.inf]
@@ -54,6 +54,28 @@ def test_one_value_goes_up_as_often_as_its_fraction():
     up = codes[0, 1:].float()
     assert set(up.tolist()) == {0.0, 1.0}
     assert abs(up.mean() - 0.3) < 5 * (0.21 / 100_000) ** 0.5
+
+
+def test_codes_of_many_rows_have_no_bias():
+    """One row after another has the same values, whose mean is off by what rounding is off by, and no more."""
+    row = torch.cat([torch.tensor([127.0]), 3 * torch.randn(40)])
+    codes, _ = arithmetic.round_rows(row.expand(200_000, 41), torch.ones(41), KEY, 1)
+    fraction = row - row.floor()
+    error = (fraction * (1 - fraction) / len(codes)).sqrt()
+    assert ((codes.double().mean(0) - row).abs() <= 4.5 * error).all()
+
+
+def test_the_product_of_two_rounded_matrices_has_no_bias():
+    """As the gradient of a weight is made: errors of one and the same element of both must not go together."""
+    gradient, x = torch.randn(16, 5), torch.randn(16, 5)
+    largest = 1  # rounded as coarsely as can be
+
+    def once(key):
+        codes, scale = arithmetic.round_rows(gradient, torch.ones(5), key, 1, largest)
+        others, steps = arithmetic.round_columns(x * scale[:, None], key, 2, largest)
+        return codes.float().t() @ others.float() * steps
+
+    assert_unbiased(*mean_of_many(once), gradient.t() @ x)
 
 
 def test_whole_codes_stay():
@@ -112,7 +134,7 @@ def test_activations_are_rounded_with_their_error():
 
 def test_random_rounding_uses_its_subsequence():
     gradient = torch.randn(3, 8)
-    codes, scale = arithmetic.round_rows(gradient, torch.ones(8), KEY, 7)
-    expected = (gradient * (127 / gradient.abs().amax(1))[:, None] + uniform(KEY, 7, (3, 8))).floor()
+    codes, _ = arithmetic.round_rows(gradient, torch.ones(8), KEY, 7)
+    expected = (gradient * (127 / gradient.abs().amax(1))[:, None] + uniform_rows(KEY, 7, 3, 8)).floor()
     assert torch.equal(codes, expected.clamp(-127, 127).to(torch.int8))
     assert not torch.equal(codes, arithmetic.round_rows(gradient, torch.ones(8), KEY, 8)[0])

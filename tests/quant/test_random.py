@@ -100,6 +100,27 @@ def test_uniform_numbers():
     assert (counts - drawn.numel() / 10).abs().max() < 6 * (drawn.numel() * 0.09) ** 0.5
 
 
+def test_the_words_of_rows():
+    drawn = philox_random.uniform_rows(torch.tensor([-7]), 3, 6, 70)
+    first = philox_random.philox(-7, 3, 6).tolist()
+    expected = [[((word + n * 0x9E3779B9) % 2**32 >> 8) / 2**24 for n in range(70)] for word in first]
+    assert drawn.dtype == torch.float32 and drawn.tolist() == expected
+
+
+def test_rows_are_uniform_and_independent():
+    drawn = philox_random.uniform_rows(torch.tensor([5]), 3, 4000, 9).double() - 0.5
+    assert (drawn.mean(0).abs() < 4 * (1 / 12 / 4000) ** 0.5).all()
+    for distance in (1, 2, 3, 4):
+        correlation = 12 * (drawn[:-distance] * drawn[distance:]).mean(0)
+        assert (correlation.abs() < 4 / 4000**0.5).all()
+
+
+def test_a_row_is_spread_evenly():
+    """Each tenth of [0, 1) holds a tenth of a row's numbers, but for a few."""
+    for row in philox_random.uniform_rows(torch.tensor([5]), 3, 8, 5000):
+        assert (torch.histc(row, 10, 0, 1) - 500).abs().max() <= 4
+
+
 def test_no_dropout_returns_x():
     x = torch.randn(5)
     assert philox_random.dropout(x, 0.0, torch.tensor([1]), 1) is x

@@ -10,6 +10,7 @@ from lsq.csrc.launch_list import LaunchList
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CublasConfiguration, TileConfiguration
 from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import TILED_ALONE
 from lsq.ops.project_product import project_product
 from lsq.tune import ended
 from lsq.tune.cublaslt import CublasBackend
@@ -39,7 +40,7 @@ def trial(backend):
 def test_the_default_comes_first_then_algorithms_and_tiles(backend, trial, monkeypatch):
     found = trial.candidates()
     assert found[0] == default_tile(KEY) and len(found) == len(set(found))
-    assert {each for each in found if isinstance(each, TileConfiguration)} == set(ended.tiles(KEY))
+    assert {each for each in found if isinstance(each, TileConfiguration)} == set(ended.tiles(KEY, None))
     assert [each for each in found if isinstance(each, CublasConfiguration)] == backend.candidates(KEY)
     monkeypatch.setattr(ended, "default_tile", lambda key, sm: None)
     assert trial.candidates()[0] == backend.candidates(KEY)[0]
@@ -52,7 +53,7 @@ def test_both_ways_are_right_and_take_time(backend, op, splits):
     trial = backend.trial(asked(op, 48, 48, 208))
     algorithm = next(each for each in trial.candidates() if isinstance(each, CublasConfiguration))
     tiles = [tile(split=split) for split in splits]
-    for each in (*tiles, tile(rows=128, columns=128), algorithm):
+    for each in (*tiles, tile(rows=128, columns=128), tile(instruction="wgmma"), algorithm):
         assert trial.fault(each) is None
         assert trial.seconds(each, 2) > 0
     assert trial.float_seconds(1) > 0
@@ -61,8 +62,15 @@ def test_both_ways_are_right_and_take_time(backend, op, splits):
 
 def test_products_over_tokens_are_tried_in_parts():
     few, many = (asked("project_weight_gradient", size, size, 2048) for size in (512, 8192))
-    assert {each.split for each in ended.tiles(few)} == {1, 2, 4, 8}
-    assert {each.split for each in ended.tiles(many) if (each.rows, each.columns) == (64, 64)} == {1}
+    assert {each.split for each in ended.tiles(few, None)} == {1, 2, 4, 8}
+    assert {each.split for each in ended.tiles(many, None) if (each.rows, each.columns) == (64, 64)} == {1}
+
+
+def test_hopper_tries_both_instructions():
+    wide = tile(rows=128, columns=256, stages=8, instruction="wgmma")
+    for sm in (None, 80, 90, 100):
+        found = ended.tiles(KEY, sm)
+        assert (wide in found) == ({each.instruction for each in found} == {"mma", "wgmma"}) == (sm == 90)
 
 
 def test_operands_are_used_in_turn(backend, monkeypatch):
@@ -98,9 +106,10 @@ def test_what_does_not_run_is_refused_with_the_reason(trial, monkeypatch):
     assert trial.fault(tile()) == "out of shared memory"
 
 
-def test_other_operations_are_refused(backend):
-    with pytest.raises(ValueError, match="op is 'vocabulary_loss'; a GPU ends products of project"):
-        backend.trial(asked("vocabulary_loss", 41, 48, 64))
+@pytest.mark.parametrize("op", TILED_ALONE)
+def test_operations_that_are_not_tuned_are_refused(backend, op):
+    with pytest.raises(ValueError, match=f"op is '{op}', which a GPU makes by tiles of a rule alone: leave it out"):
+        backend.trial(asked(op, 41, 48, 64))
 
 
 def test_the_best_of_both_is_written(backend, tmp_path, monkeypatch):

@@ -1,4 +1,6 @@
 // Adam on float32 master weights; the new weight leaves as int8 codes as well. lsq/ops/adam.py is the reference.
+#include <numeric>
+
 #include "loops.h"
 
 using namespace lsq;
@@ -95,4 +97,24 @@ LSQ_OPERATION(Adam, op) {
             op.rounded.transposed[column * op.rows + row] = op.rounded.codes[row * n + column];
         }
     }
+}
+
+// The sum of the squares of x [n], by as many sums side by side whatever the processor and the number of threads.
+LSQ_EXPORT void lsq_sum_of_squares(const float* x, int64_t n, double* sum) {
+    constexpr int64_t kSums = 64;
+    const int64_t runs = (n + kFewValues - 1) / kFewValues;
+    std::vector<double> found(runs);
+#pragma omp parallel for schedule(static) if (runs > 1)
+    for (int64_t run = 0; run < runs; ++run) {
+        const float* from = x + run * kFewValues;
+        const int64_t count = std::min(kFewValues, n - run * kFewValues), whole = count / kSums * kSums;
+        float sums[kSums] = {};
+        for (int64_t i = 0; i < whole; i += kSums) {
+#pragma omp simd
+            for (int64_t j = 0; j < kSums; ++j) sums[j] += from[i + j] * from[i + j];
+        }
+        for (int64_t i = whole; i < count; ++i) sums[i - whole] += from[i] * from[i];
+        found[run] = std::accumulate(sums, sums + kSums, 0.0);
+    }
+    *sum = std::accumulate(found.begin(), found.end(), 0.0);
 }

@@ -63,6 +63,12 @@ inline void multiply_int8() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
+// The same of an unsigned `a`.
+template <int SUM, int A, int B>
+inline void multiply_unsigned_int8() {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
 // sum [16, 16] float32 += a [16, 32] b [32, 16], bfloat16; b as 16 rows of pairs. Subnormal numbers count as zero.
 template <int SUM, int A, int B>
 inline void multiply_bfloat16() {

@@ -1,6 +1,6 @@
 // Attention over packed rows, with a running maximum and sum (FlashAttention-2, Dao 2023); lsq/ops/attention.py is the
 // reference.
-#include "attention.h"
+#include "attention_codes.h"
 
 using namespace lsq;
 
@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kFew = 4 * kUnit;  // keys whose probabilities stay in the first cache
 
+// By products of floats.
 template <class Products>
 class ForwardWorker : Worker<Products> {
     using Base = Worker<Products>;
@@ -15,21 +16,22 @@ class ForwardWorker : Worker<Products> {
 
 public:
     ForwardWorker(const Attention& op, const Case& given, float* rows)
-        : Base(given), op_(op), rows_(rows), context_(given.queries * stride_), sums_(given.queries * kLanes),
-          largest_(given.queries), flags_(heads_.width + 8),
+        : Base(given), contexts_(op, given, rows, 1.0f), largest_(given.queries),
           probabilities_(kQueryBlock, kFew, false), values_(stride_, given.keys, given.v.coded()) {}
 
     // -> whether a value that was rounded was NaN
     bool run(const Pair& pair) {
         std::fill_n(largest_.begin(), pair.queries, -infinity());
-        std::fill_n(sums_.get(), pair.queries * kLanes, 0.0f);
+        contexts_.start(pair);
         const auto begin = [&](const Block& block) {
             this->read_keys(block);
             this->keys(given_.v, block, [&](auto v) { values_.take(v, heads_.width, v.rows); });
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
         bool missing = false;
-        for (int64_t query = 0; query < pair.queries; ++query) missing |= write(pair, query);
+        for (int64_t query = 0; query < pair.queries; ++query) {
+            missing |= contexts_.write(pair, query, largest_[query]);
+        }
         return missing;
     }
 
@@ -43,7 +45,7 @@ private:
             probabilities_.start(keys);
             for (int64_t i = 0; i < block.queries; ++i) softmax(block, i, first, keys);
             Products::multiply(probabilities_, values_, block.queries, heads_.width, keys, block.key || first,
-                               context_.get() + block.query * stride_, stride_, first);
+                               contexts_.row(block.query), stride_, first);
         }
     }
 
@@ -57,11 +59,7 @@ private:
             most = larger_lanes(seen(lanes_at(x + j), -infinity()), most);
         });
         const float here = largest_lane(most) * given_.factor, largest = here > before ? here : before;
-        if (block.key && largest != before) {
-            const float shrink = bounded_exponential(before - largest);
-            scale_context(query, shrink);
-            lanes_at(sums_.get() + query * kLanes) *= shrink;
-        }
+        if (block.key && largest != before) contexts_.shrink(query, bounded_exponential(before - largest));
         largest_[query] = largest;
     }
 
@@ -72,7 +70,7 @@ private:
         const int64_t n = std::clamp<int64_t>(block.seen(i) - first, 0, keys), query = block.query + i;
         this->draw(block, i, first, n);
         const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest_[query]);
-        Lanes& to = lanes_at(sums_.get() + query * kLanes);
+        Lanes& to = contexts_.sum(query);
         Lanes sum = to;
         const auto kept = this->kept();
         const auto row = probabilities_.row(i);
@@ -90,29 +88,8 @@ private:
         to = sum;
     }
 
-    void scale_context(int64_t query, float factor) {
-        float* x = context_.get() + query * stride_;
-#pragma omp simd
-        for (int64_t i = 0; i < heads_.width; ++i) x[i] *= factor;
-    }
-
-    bool write(const Pair& pair, int64_t query) {
-        const int64_t width = heads_.width, row = pair.first + query, place = row * heads_.count + pair.head;
-        const bool blind = Block(pair, query, 0).seen(0) == 0;
-        const float sum = sum_of_lanes(lanes_at(sums_.get() + query * kLanes));
-        float* x = context_.get() + query * stride_;
-        scale_context(query, blind ? 0.0f : given_.v.scale() * this->keep() / sum);
-        if (op_.log_sum) op_.log_sum[place] = blind ? -infinity() : largest_[query] + std::log(sum);
-        if (rows_) std::memcpy(rows_ + place * width, x, width * sizeof(float));
-        if (!op_.rounded.codes || width % 8) return false;
-        return round_row(op_.rounded, place * width, width, x, flags_.data());
-    }
-
-    const Attention& op_;
-    float* rows_;  // where the context goes as floats, if anywhere
-    AlignedFloats context_, sums_;        // so far, times exp(largest score); sums: in so many lanes
+    Contexts contexts_;
     std::vector<float> largest_;  // scores so far
-    std::vector<uint8_t> flags_;
     typename Products::template Left<false> probabilities_;
     typename Products::template Right<false> values_;
 };
@@ -127,16 +104,28 @@ bool round_all(const Coded& coded, int64_t n, const float* x) {
 }
 
 // -> whether a value that was rounded was NaN
-template <class Products>
-bool attend(const Attention& op, float* rows) {
-    const Case given(op.heads);
+template <class Forward>
+bool attend(const Attention& op, const Case& given, float* rows) {
     int missing = 0;
 #pragma omp parallel reduction(| : missing)
     {
-        ForwardWorker<Products> worker(op, given, rows);
+        Forward worker(op, given, rows);
 #pragma omp for schedule(dynamic)
         for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op.heads, given.order[i]));
     }
+    return missing;
+}
+
+bool attend(const Attention& op, float* rows) {
+    const Case given(op.heads);
+#ifdef LSQ_BYTES
+    if (given.coded()) {
+        if (allowed(Instructions::amx)) return attend<CodedForward<AmxBytes>>(op, given, rows);
+        if (allowed(Instructions::avx512_vnni)) return attend<CodedForward<VnniBytes>>(op, given, rows);
+    }
+#endif
+    bool missing = false;
+    with_products([&](auto products) { missing = attend<ForwardWorker<decltype(products)>>(op, given, rows); });
     return missing;
 }
 
@@ -147,8 +136,12 @@ LSQ_OPERATION(Attention, op) {
     const bool afterwards = op.rounded.codes && width % 8;  // heads do not begin at bytes of the clipped bits
     std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
-    bool missing = false;
-    with_products([&](auto products) { missing = attend<decltype(products)>(op, rows); });
+    bool missing = attend(op, rows);
     if (afterwards) missing |= round_all(op.rounded, size, rows);
     finish(op.rounded, missing);
+}
+
+// Until the next call attention uses none that are faster than those, numbered as in tiles.h.
+LSQ_EXPORT void lsq_limit_attention(int64_t instructions) {
+    fastest_allowed = static_cast<Instructions>(instructions);
 }

@@ -5,10 +5,12 @@
 // units (see products.h).
 #pragma once
 
+#include <atomic>
 #include <numeric>
 
 #include "loops.h"
 #include "tile_products.h"
+#include "tiles.h"
 
 namespace lsq {
 
@@ -20,14 +22,18 @@ struct Operand : Projected {
     bool coded() const { return rows.coded.codes; }
     float scale() const { return coded() ? rows.coded.scale[0] : 1.0f; }
 
-    // Calls body(Window) on rows [first, first + count) of columns [at, at + width).
+    // Rows [first, first + count) of columns [at, at + width), of codes.
+    Window<int8_t> codes(int64_t first, int64_t count, int64_t at, int64_t width) const {
+        return {rows.coded.codes + first * columns + column + at, columns, count, width};
+    }
+
+    // The same -> body(Window), of either.
     template <class Body>
     void window(int64_t first, int64_t count, int64_t at, int64_t width, const Body& body) const {
-        const int64_t element = first * columns + column + at;
         if (coded()) {
-            body(Window<int8_t>{rows.coded.codes + element, columns, count, width});
+            body(codes(first, count, at, width));
         } else {
-            body(Window<float>{rows.floats + element, columns, count, width});
+            body(Window<float>{rows.floats + first * columns + column + at, columns, count, width});
         }
     }
 };
@@ -100,6 +106,7 @@ struct Case {
         }
     }
 
+    bool coded() const { return q.coded() && k.coded() && v.coded(); }
     int64_t pairs(int64_t group) const { return (groups.end(group) - groups.begin(group)) * heads.count; }
     int64_t group_of(int64_t pair) const { return pair / heads.count / groups.size; }
 
@@ -107,16 +114,12 @@ struct Case {
     int64_t wide_of(const Block& block) const { return whole_units(block.pair.keys_from(block.key)) + kSkew; }
 };
 
-// What one thread has. Products: FloatProducts or what has its interface.
-template <class Products>
-class Worker {
-public:
-    explicit Worker(const Case& given)
-        : given_(given), heads_(given.heads), stride_(given.stride), scores_(kQueryBlock * given.wide),
-          words_(given.keys + kPhiloxWords), query_rows_(kQueryBlock, stride_, given.q.coded()),
-          key_columns_(given.keys, stride_, given.k.coded()) {}
-
+// What one thread has, whatever it multiplies by.
+class PairWorker {
 protected:
+    explicit PairWorker(const Case& given)
+        : given_(given), heads_(given.heads), words_(given.keys + kPhiloxWords) {}
+
     // Of a head, rows [first, first + count) of an operand -> body(Window).
     template <class Body>
     void window(const Operand& from, const Pair& pair, int64_t first, int64_t count, const Body& body) const {
@@ -131,17 +134,6 @@ protected:
     template <class Body>
     void keys(const Operand& from, const Block& block, const Body& body) const {
         window(from, block.pair, block.pair.first_key + block.key, block.pair.keys_from(block.key), body);
-    }
-
-    void read_keys(const Block& block) {
-        keys(given_.k, block, [&](auto k) { key_columns_.take(k, k.rows, heads_.width); });
-    }
-
-    // The block's queries times its keys.
-    void multiply_keys(const Block& block) {
-        queries(given_.q, block, [&](auto q) { query_rows_.take(q, q.rows, heads_.width); });
-        Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width, false, scores_.get(),
-                           given_.wide);
     }
 
     // Calls body(block) for all that there are to see, keys after keys; the first keys meet all queries. Before,
@@ -190,21 +182,49 @@ protected:
     Kept kept() const { return {drawn_, static_cast<uint32_t>(heads_.dropout.threshold)}; }
     float keep() const { return heads_.dropout.threshold ? heads_.dropout.keep : 1.0f; }
 
-    typename Products::Session session_;
     const Case& given_;
     const Heads& heads_;
-    int64_t stride_;
-    AlignedFloats scores_, words_;
+    AlignedFloats words_;
     const uint32_t* drawn_ = nullptr;
+};
+
+// What one thread has that multiplies floats. Products: FloatProducts or what has its interface.
+template <class Products>
+class Worker : public PairWorker {
+public:
+    explicit Worker(const Case& given)
+        : PairWorker(given), stride_(given.stride), scores_(kQueryBlock * given.wide),
+          query_rows_(kQueryBlock, stride_, given.q.coded()), key_columns_(given.keys, stride_, given.k.coded()) {}
+
+protected:
+    void read_keys(const Block& block) {
+        keys(given_.k, block, [&](auto k) { key_columns_.take(k, k.rows, heads_.width); });
+    }
+
+    // The block's queries times its keys.
+    void multiply_keys(const Block& block) {
+        queries(given_.q, block, [&](auto q) { query_rows_.take(q, q.rows, heads_.width); });
+        Products::multiply(query_rows_, key_columns_, block.queries, block.keys, heads_.width, false, scores_.get(),
+                           given_.wide);
+    }
+
+    typename Products::Session session_;
+    int64_t stride_;
+    AlignedFloats scores_;
     typename Products::template Left<false> query_rows_;
     typename Products::template Right<true> key_columns_;
 };
 
-// Calls body with the products that this processor does best.
+// The fastest instructions that attention may use, for tests and benchmarks.
+inline std::atomic<Instructions> fastest_allowed{Instructions::amx};
+
+inline bool allowed(Instructions instructions) { return instructions <= fastest_allowed && usable(instructions); }
+
+// Calls body with the products of floats that this processor does best.
 template <class Body>
 void with_products(const Body& body) {
 #ifdef LSQ_AMX
-    if (amx_granted()) return body(TileProducts{});
+    if (allowed(Instructions::amx)) return body(TileProducts{});
 #endif
     body(FloatProducts{});
 }

@@ -180,13 +180,13 @@ public:
           wanted_(to.floats || to.rounded.codes || to.sum || to.clip), clips_(groups.count, 0.0),
           sink_(groups, heads.columns, to.floats == gradient ? nullptr : to.floats, to.rounded, to.sum) {}
 
-    void run(int64_t group, int64_t first, int64_t last, Scratch& scratch) {
+    void run(int64_t group, int64_t first, int64_t last) {
         if (!wanted_) return;
         const int64_t n = heads_.columns;
         for (int64_t row = first; row < last; ++row) {
             float* g = gradient_ + row * n;
             clips_[group] += straight_through(heads_.rows.coded, row * n, n, g);
-            sink_.add(group, row, g, scratch);
+            sink_.add(group, row, g);
         }
     }
 
@@ -219,25 +219,23 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
     Ending of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
     std::vector<std::atomic<int64_t>> left(groups.count);
     for (int64_t group = 0; group < groups.count; ++group) left[group] = given.pairs(group);
-    const auto end = [&](int64_t group, Scratch& scratch) {
+    const auto end = [&](int64_t group) {
         const auto row = [&](const int32_t* starts, int64_t sentence, int64_t rows) -> int64_t {
             return sentence > heads.sentences ? rows : starts[sentence];
         };
         const int64_t first = groups.begin(group), last = groups.end(group);
-        of_queries.run(group, row(heads.starts, first, heads.rows), row(heads.starts, last, heads.rows), scratch);
-        of_keys.run(group, row(heads.key_starts, first, heads.key_rows), row(heads.key_starts, last, heads.key_rows),
-                    scratch);
+        of_queries.run(group, row(heads.starts, first, heads.rows), row(heads.starts, last, heads.rows));
+        of_keys.run(group, row(heads.key_starts, first, heads.key_rows), row(heads.key_starts, last, heads.key_rows));
     };
     with_products([&](auto products) {
 #pragma omp parallel
         {
             BackwardWorker<decltype(products)> worker(op, given, dq, keys);
-            Scratch scratch(std::max(heads.q.columns, columns));
 #pragma omp for schedule(dynamic)
             for (size_t i = 0; i < given.order.size(); ++i) {
                 worker.run(Pair(heads, given.order[i]));
                 const int64_t group = given.group_of(given.order[i]);
-                if (--left[group] == 0) end(group, scratch);
+                if (--left[group] == 0) end(group);
             }
         }
     });

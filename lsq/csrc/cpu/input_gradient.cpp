@@ -33,6 +33,12 @@ public:
 
     // Of codes: sums int32.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+#if defined(LSQ_WIDE)
+        if (straight()) {
+            for (int64_t row = 0; row < rows; ++row) end_sums(first + row, sums + row * stride);
+            return 0;
+        }
+#endif
         return end(first, rows, [&](int64_t row, float* g) {
             const float scale = op_.gradient.scale[first + row];
             const int32_t* line = sums + row * stride;
@@ -50,6 +56,51 @@ public:
     }
 
 private:
+#if defined(LSQ_WIDE)
+    // Whether everything but the rounding of a row can be done in one pass.
+    bool straight() const {
+        return n_ % 8 == 0 && !op_.x.error && op_.nonlinearity.activation != Activation::gelu;
+    }
+
+    void end_sums(int64_t row, const int32_t* sums) {
+        const Dropout& dropout = op_.nonlinearity.dropout;
+        const int64_t at = row * n_;
+        const bool is_relu = op_.nonlinearity.activation == Activation::relu, begins = row % op_.part_rows == 0;
+        const uint8_t *clipped = op_.x.clipped, *positive = op_.nonlinearity.positive;
+        const float *added = op_.added, *weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
+        float *g = op_.dx ? op_.dx + at : scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
+        uint32_t* words = scratch_.words.data();
+        if (dropout.threshold) philox(dropout.key[0], dropout.subsequence, at, n_, words);
+        const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
+        const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+        const __m512 scale = _mm512_set1_ps(op_.gradient.scale[row]), keep = _mm512_set1_ps(dropout.keep);
+        __m512 clip_sum = _mm512_setzero_ps();
+        __m512i largest = _mm512_setzero_si512();  // magnitudes order like their bits, and NaN is larger than infinity
+        each_sixteen(n_, [&](int64_t i, __mmask16 there) {
+            const auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + i); };
+            __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i)), scale);
+            if (clipped) {
+                const __m128i codes = _mm_maskz_loadu_epi8(there, op_.x.codes + at + i);
+                x = cut_clipped(x, bits_at(clipped, at + i, there), codes, clip_sum);
+            }
+            if (dropout.threshold) {
+                const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
+                x = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), x, keep);
+            }
+            if (is_relu) x = _mm512_maskz_mov_ps(bits_at(positive, at + i, there), x);
+            if (added) x = _mm512_add_ps(x, load(added + at));
+            if (op_.sum) _mm512_mask_storeu_ps(part + i, there, begins ? x : _mm512_add_ps(load(part), x));
+            if (weight_scale) {
+                x = _mm512_mul_ps(x, load(weight_scale));
+                largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
+            }
+            _mm512_mask_storeu_ps(g + i, there, x);
+        });
+        clip_sums_[row] = _mm512_reduce_add_ps(clip_sum);
+        if (weight_scale) round_scaled(op_.rounded, row, n_, g, float_of(_mm512_reduce_max_epu32(largest)));
+    }
+
+#endif
     // read(i, g) makes g of row first + i.
     template <class Read>
     int end(int64_t first, int64_t rows, const Read& read) {
@@ -60,7 +111,7 @@ private:
             clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
             undo(row, g);
             if (op_.sum) add_up(row, g);
-            if (op_.rounded.codes) round_row(op_.rounded, row, n_, g, scratch_.words.data());
+            if (op_.rounded.codes) round_row(op_.rounded, row, n_, g);
         }
         return 0;
     }

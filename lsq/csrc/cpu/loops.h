@@ -111,10 +111,10 @@ public:
     bool wanted() const { return floats_ || rounded_.codes || bias_; }
 
     // g [n] is row `row` of the gradient. Changes it.
-    void add(int64_t block, int64_t row, float* g, Scratch& scratch) {
+    void add(int64_t block, int64_t row, float* g) {
         bias_sums_.add(block, g);
         if (floats_) std::memcpy(floats_ + row * n_, g, n_ * sizeof(float));
-        if (rounded_.codes) round_row(rounded_, row, n_, g, scratch.words.data());
+        if (rounded_.codes) round_row(rounded_, row, n_, g);
     }
 
     void finish() const { bias_sums_.write(bias_); }

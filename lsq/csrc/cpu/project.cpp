@@ -40,6 +40,13 @@ public:
 
     // Of codes: sums int32. -> whether a value that was rounded was NaN
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+#if defined(LSQ_WIDE)
+        if (straight()) {
+            int missing = 0;
+            for (int64_t row = 0; row < rows; ++row) missing |= round_sums(first + row, sums + row * stride);
+            return missing;
+        }
+#endif
         const float *factor = alpha_.data(), *bias = op_.bias;
         return end(first, rows, [&](int64_t row, float* y) {
             const int32_t* sum = sums + row * stride;
@@ -63,6 +70,49 @@ public:
     }
 
 private:
+#if defined(LSQ_WIDE)
+    // Whether a row goes from sums to codes in registers.
+    bool straight() const {
+        const Coded& to = op_.rounded;
+        const Nonlinearity& end = op_.nonlinearity;
+        if (!to.codes || to.error || op_.out || end.before || end.activation == Activation::gelu || n_ % 8) return false;
+        return WideClip::fits(to.clip[0], to.clip[0] / to.largest);
+    }
+
+    // -> whether a value that was rounded was NaN
+    bool round_sums(int64_t row, const int32_t* sums) {
+        const Dropout& dropout = op_.nonlinearity.dropout;
+        const int64_t first = row * n_;
+        const uint32_t* words = scratch_.words.data();
+        const float *factor = alpha_.data(), *bias = op_.bias, clip = op_.rounded.clip[0];
+        const bool drops = dropout.threshold, is_relu = op_.nonlinearity.activation == Activation::relu;
+        if (drops) philox(dropout.key[0], dropout.subsequence, first, n_, scratch_.words.data());
+        const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
+        const __m512 keep = _mm512_set1_ps(dropout.keep), zero = _mm512_setzero_ps();
+        const WideClip wide(clip, clip / op_.rounded.largest);
+        __m512 missing = zero;
+        WideBits outside, positive;
+        each_sixty_four(n_, [&](int64_t i, int64_t place, __mmask16 there) {
+            const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
+            __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, factor + i));
+            if (bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i));
+            if (is_relu) {
+                positive.add(place, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
+                y = _mm512_max_ps(zero, y);  // NaN stays NaN
+            }
+            if (drops) {
+                const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
+                y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
+            }
+            outside.add(place, wide.round(y, there, op_.rounded.codes + first + i, missing));
+        }, [&](int64_t column, int64_t count) {
+            outside.store(op_.rounded.clipped, first + column, count);
+            positive.store(op_.nonlinearity.positive, first + column, count);
+        });
+        return any_missing(missing);
+    }
+
+#endif
     int64_t unit() const { return n_ % 8 ? 8 : 1; }  // of rows that begin at a byte of `positive`
 
     // read(i, y) makes y of row first + i.

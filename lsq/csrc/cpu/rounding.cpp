@@ -36,7 +36,7 @@ LSQ_OPERATION(RoundGradient, op) {
     GradientSink sink(blocks, n, nullptr, op.rounded, op.sum);
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         std::memcpy(scratch.a.data(), op.gradient + row * n, n * sizeof(float));
-        sink.add(block, row, scratch.a.data(), scratch);
+        sink.add(block, row, scratch.a.data());
     });
     sink.finish();
 }

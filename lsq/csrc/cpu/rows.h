@@ -14,6 +14,7 @@
 
 #include "bits.h"
 #include "philox.h"
+#include "random_rounding.h"
 #include "structs.h"
 #include "wide.h"
 
@@ -50,7 +51,7 @@ inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float*
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
 #if defined(LSQ_WIDE)
-    if (clip > 0.0f && clip < infinity() && !coded.error) {
+    if (WideClip::fits(clip, scale) && !coded.error) {
         return round_under_clip(x, n, clip, scale, out, coded.clipped ? coded.clipped + first / 8 : nullptr);
     }
 #endif
@@ -98,32 +99,22 @@ inline float straight_through(const Coded& coded, int64_t first, int64_t n, floa
 }
 
 // Rounds row `row` of the gradient of a product at random, scaled [n]: the gradient times the scales of its weight, of
-// which the largest magnitude is given, NaN if one is NaN. Scratch: n + 4 words, or kChunk + 4.
-inline void round_scaled(
-    const RoundedGradient& rounded, int64_t row, int64_t n, const float* scaled, float largest, uint32_t* words) {
-    constexpr int64_t kChunk = 2048;  // whose words stay in the first cache
+// which the largest magnitude is given, NaN if one is NaN.
+inline void round_scaled(const RoundedGradient& rounded, int64_t row, int64_t n, const float* scaled, float largest) {
     const GradientScale s = gradient_scale(largest, rounded.largest);
-    const float q = rounded.largest, reciprocal = s.reciprocal;
     rounded.scale[row] = s.scale;
     int8_t* codes = rounded.codes + row * n;
-    if (reciprocal == 0.0f) {  // vanishing, or not finite
+    if (s.reciprocal == 0.0f) {  // vanishing, or not finite
         std::memset(codes, 0, n);
         return;
     }
-    for (int64_t first = 0; first < n; first += kChunk) {
-        const int64_t element = row * n + first, offset = element % 4, count = std::min(kChunk, n - first);
-        philox(rounded.key[0], rounded.subsequence, element - offset, count + offset, words);
-        const uint32_t* drawn = words + offset;
-        const float* from = scaled + first;
-        int8_t* to = codes + first;
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) to[i] = round_finite_at_random(from[i] * reciprocal, drawn[i], q);
-    }
+    const uint32_t word = philox_word(rounded.key[0], rounded.subsequence, row);
+    round_at_random(scaled, n, s.reciprocal, word, rounded.largest, codes);
 }
 
-// Rounds row `row` of the gradient of a product at random, after multiplying by the scales of its weight. Scratch: n + 4
-// words. Changes `gradient`.
-inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, float* gradient, uint32_t* words) {
+// Rounds row `row` of the gradient of a product at random, after multiplying by the scales of its weight. Changes
+// `gradient`.
+inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, float* gradient) {
     const float* weight_scale = rounded.weight_scale;
     uint32_t largest = 0;  // magnitudes order like their bits, and NaN is larger than infinity
 #pragma omp simd reduction(max : largest)
@@ -133,7 +124,7 @@ inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, fl
         largest = bits > largest ? bits : largest;
         gradient[i] = scaled;
     }
-    round_scaled(rounded, row, n, gradient, float_of(largest), words);
+    round_scaled(rounded, row, n, gradient, float_of(largest));
 }
 
 }  // namespace lsq

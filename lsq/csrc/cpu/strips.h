@@ -10,16 +10,13 @@
 
 namespace lsq {
 
-// Multiplies, and reads each strip while it is in the cache of the core that made it.
+// Multiplies by b as it is packed, and reads each strip while it is in the cache of the core that made it.
 template <class Make>
-int multiply_rows(const TileProduct& product, const Make& make) {
-    const int64_t groups = groups_of_columns(product);
+int multiply_packed(const TileProduct& product, const Make& make) {
     const int64_t strip = strip_rows(product, omp_get_max_threads());
     int found = 0;
 #pragma omp parallel reduction(| : found)
     {
-#pragma omp for schedule(static)
-        for (int64_t group = 0; group < groups; ++group) pack_columns(product, group);
         auto reader = make();
         StripMultiplier multiplier(product);
 #pragma omp for schedule(dynamic)
@@ -30,6 +27,14 @@ int multiply_rows(const TileProduct& product, const Make& make) {
         }
     }
     return found;
+}
+
+// The same, after packing b.
+template <class Make>
+int multiply_rows(const TileProduct& product, const Make& make) {
+#pragma omp parallel for schedule(static)
+    for (int64_t group = 0; group < groups_of_columns(product); ++group) pack_columns(product, group);
+    return multiply_packed(product, make);
 }
 
 // Reads rows [first, first + rows) of a product that somebody else has made, `stride` elements apart.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "lanes.h"
 #include "rows.h"
 #include "tile_kernels.h"
 
@@ -13,6 +14,7 @@ namespace {
 
 constexpr int64_t kGroup = 64;                // rows or columns that are packed together
 constexpr int64_t kDepth = 8;                 // inner tiles of a pair of rows, which stay in the first cache
+constexpr int64_t kLong = 64;                 // inner tiles from which on rows of a and b come from far away
 constexpr int64_t kWidth = 512;               // columns whose tiles and sums stay in the second cache
 constexpr int64_t kCachedBytes = 1 << 20;     // of b, up to which every strip finds it in the second cache
 constexpr int64_t kFarBytes = 32 << 20;        // of a, from which on the rows of a transposed matrix are worth long visits
@@ -23,20 +25,22 @@ constexpr int64_t kColumns = 256;             // of a block of sums that a threa
 // A block of a matrix: 64 rows of 64 inner elements, as units of four, in one order or the other.
 struct alignas(64) Block {
     uint32_t units[kGroup * kUnits];
+
+    int8_t* bytes() { return reinterpret_cast<int8_t*>(units); }
 };
 
-// Units [U][V] become [V][U], where U is 16: each pass rotates the bits of a unit's place by one. -> the one that holds them
-template <int64_t N>
-uint32_t* transpose_units(uint32_t* units, uint32_t* other) {
-    for (int pass = 0; pass < 4; ++pass) {
-#pragma omp simd
-        for (int64_t i = 0; i < N / 2; ++i) {
-            other[2 * i] = units[i];
-            other[2 * i + 1] = units[N / 2 + i];
+// Units [16][16], rows `stride` bytes apart, become a tile, transposed.
+void transpose_units(const int8_t* from, int64_t stride, int8_t* tile) {
+    for (int64_t row = 0; row < kTileSide; row += kLanes) {
+        for (int64_t column = 0; column < kUnits; column += kLanes) {
+            Lanes lines[kLanes];
+            const int8_t* read = from + row * stride + 4 * column;
+            int8_t* to = tile + column * kTileInner + 4 * row;
+            for (int64_t i = 0; i < kLanes; ++i) std::memcpy(&lines[i], read + i * stride, sizeof(Lanes));
+            transpose(lines);
+            for (int64_t i = 0; i < kLanes; ++i) std::memcpy(to + i * kTileInner, &lines[i], sizeof(Lanes));
         }
-        std::swap(units, other);
     }
-    return units;
 }
 
 // Reads 64 columns of a transposed matrix for 64 inner elements, fewer at its edges, as units [16][64].
@@ -73,12 +77,9 @@ public:
     // Tiles of 16 rows of 64 bytes.
     template <class Done>
     void rows(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
-        const auto begin = [&](const Place& at) {
-            if (codes_.transposed) transpose_units<kGroup * kUnits>(read_block(at), other_.units);
-        };
-        each(first, rows, to, distance, done, begin, [&](const Place& at, int64_t number, int8_t* tile) {
+        each(first, rows, to, distance, done, [&](const Place& at, int64_t number, int8_t* tile) {
             if (codes_.transposed) {
-                std::memcpy(tile, block_.units + number * kTileBytes / 4, kTileBytes);
+                transpose_units(block_.bytes() + number * kTileInner, 4 * kGroup, tile);
             } else {
                 read_rows(at, number, tile);
             }
@@ -88,18 +89,17 @@ public:
     // Tiles of units [16][16].
     template <class Done>
     void units(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
-        const auto begin = [&](const Place& at) {
-            if (codes_.transposed) read_block(at);
-        };
-        each(first, rows, to, distance, done, begin, [&](const Place& at, int64_t number, int8_t* tile) {
+        each(first, rows, to, distance, done, [&](const Place& at, int64_t number, int8_t* tile) {
             if (codes_.transposed) {
                 for (int64_t unit = 0; unit < kUnits; ++unit) {
                     const uint32_t* from = block_.units + unit * kGroup + number * kTileSide;
                     std::memcpy(tile + unit * kTileInner, from, kTileInner);
                 }
+            } else if (number * kTileSide + kTileSide <= at.rows && at.count == kTileInner) {
+                transpose_units(line(at, number * kTileSide), codes_.stride, tile);
             } else {
-                read_rows(at, number, reinterpret_cast<int8_t*>(block_.units));
-                std::memcpy(tile, transpose_units<kTileBytes / 4>(block_.units, other_.units), kTileBytes);
+                read_rows(at, number, block_.bytes());
+                transpose_units(block_.bytes(), kTileInner, tile);
             }
         });
     }
@@ -109,16 +109,15 @@ private:
         int64_t first, rows, inner, count;  // of a block that may be cut at the edges
     };
 
-    // begin(place) for each block of 64 rows, make(place, number, tile) for each of its tiles.
-    template <class Done, class Begin, class Make>
-    void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done, const Begin& begin,
-              const Make& make) {
+    // make(place, number, tile) for each tile of blocks of 64 rows; of a transposed matrix, `block_` holds their units.
+    template <class Done, class Make>
+    void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done, const Make& make) {
         const int64_t height = rounded_up(rows, kTilePair);
         for (int64_t inner = 0; inner < inner_; inner += kTileInner, to += kTileBytes) {
             const int64_t count = std::min(kTileInner, inner_ - inner);
             for (int64_t row = 0; row < height; row += kGroup) {
                 const Place at{first + row, std::min(kGroup, rows - row), inner, count};
-                begin(at);
+                if (codes_.transposed) read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
                 for (int64_t i = 0; i < std::min(kGroup, height - row) / kTileSide; ++i) {
                     const int64_t number = row / kTileSide + i;
                     int8_t* tile = to + number * distance;
@@ -129,39 +128,43 @@ private:
         }
     }
 
-    uint32_t* read_block(const Place& at) {
-        read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
-        return block_.units;
+    const int8_t* line(const Place& at, int64_t row) const {
+        return codes_.data + (at.first + row) * codes_.stride + at.inner;
     }
 
     void read_rows(const Place& at, int64_t number, int8_t* tile) const {
         const int64_t first = number * kTileSide, rows = std::clamp<int64_t>(at.rows - first, 0, kTileSide);
         if (rows < kTileSide || at.count < kTileInner) std::memset(tile, 0, kTileBytes);
         for (int64_t row = 0; row < rows; ++row) {
-            const int8_t* from = codes_.data + (at.first + first + row) * codes_.stride + at.inner;
-            std::memcpy(tile + row * kTileInner, from, at.count);
+            std::memcpy(tile + row * kTileInner, line(at, first + row), at.count);
         }
     }
 
     const Codes& codes_;
     int64_t inner_;
-    Block block_, other_;
+    Block block_;
 };
 
-// 128 times the sum of each column of a packed tile is added.
-void add_column_sums(const int8_t* tile, int32_t* sums) {
-    for (int64_t unit = 0; unit < kUnits; ++unit) {
-        const int8_t* from = tile + unit * kTileInner;
+// A pair of rows for `depth` tiles along K, packed; bits of `flipped` change.
+TileRows packed_pair(const TileRows& from, int64_t depth, int8_t flipped, int8_t* to) {
+    for (int64_t row = 0; row < kTilePair; ++row) {
+        const int8_t* line = from.data + row / kTileSide * from.block + row % kTileSide * from.stride;
+        int8_t* first = to + (row / kTileSide * depth * kTileSide + row % kTileSide) * kTileInner;
+        for (int64_t k = 0; k < depth; ++k) {
 #pragma omp simd
-        for (int64_t i = 0; i < kTileSide; ++i) {
-            sums[i] += 128 * (from[4 * i] + from[4 * i + 1] + from[4 * i + 2] + from[4 * i + 3]);
+            for (int64_t i = 0; i < kTileInner; ++i) first[k * kTileBytes + i] = line[k * kTileInner + i] ^ flipped;
         }
     }
+    return {to, kTileInner, kTileBytes, depth * kTileBytes};
 }
 
-int32_t* column_sums(const TileProduct& product) {
-    const int64_t columns = rounded_up(product.columns, kTilePair);
-    return reinterpret_cast<int32_t*>(product.memory + columns * inner_tiles(product.inner) * kTileInner);
+// Part `part` of `parts` of the tiles of a pair of columns that follow along K, into the second cache.
+void prefetch_next(const int8_t* b, int64_t depth, int64_t part, int64_t parts) {
+    const int64_t lines = 2 * kDepth * kTileSide;
+    for (int64_t line = part * lines / parts; line < (part + 1) * lines / parts; ++line) {
+        const int64_t tile = line / kTileSide, place = tile / kDepth * depth + kDepth + tile % kDepth;
+        __builtin_prefetch(b + place * kTileBytes + line % kTileSide * kTileInner, 0, 2);
+    }
 }
 
 // A thread's strip of a as it is packed, and its sums.
@@ -178,6 +181,21 @@ Strip& kept() {
 }  // namespace
 
 int64_t groups_of_columns(const TileProduct& product) { return (product.columns + kGroup - 1) / kGroup; }
+
+int32_t* column_sums(const TileProduct& product) {
+    const int64_t columns = rounded_up(product.columns, kTilePair);
+    return reinterpret_cast<int32_t*>(product.memory + columns * inner_tiles(product.inner) * kTileInner);
+}
+
+void add_column_sums(const int8_t* tile, int32_t* sums) {
+    for (int64_t unit = 0; unit < kUnits; ++unit) {
+        const int8_t* from = tile + unit * kTileInner;
+#pragma omp simd
+        for (int64_t i = 0; i < kTileSide; ++i) {
+            sums[i] += 128 * (from[4 * i] + from[4 * i + 1] + from[4 * i + 2] + from[4 * i + 3]);
+        }
+    }
+}
 
 void pack_columns(const TileProduct& product, int64_t group) {
     const int64_t first = group * kGroup, rows = std::min(kGroup, product.columns - first);
@@ -205,7 +223,8 @@ void StripMultiplier::take(int64_t first, int64_t count) {
     const int64_t depth = inner_tiles(product_.inner);
     const bool is_biased = biased(product_.instructions);
     height_ = rounded_up(count, kTilePair);
-    if (!codes.transposed && !is_biased && count == height_ && product_.inner % kTileInner == 0) {
+    const bool whole = !codes.transposed && count == height_ && product_.inner % kTileInner == 0;
+    if (whole && (!is_biased || depth > kLong)) {
         a_ = {codes.data + first * codes.stride, codes.stride, kTileInner, kTileSide * codes.stride};
         return;
     }
@@ -221,15 +240,21 @@ void StripMultiplier::take(int64_t first, int64_t count) {
 void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const {
     const Kernel kernel = kernel_of(product_.instructions);
     const int64_t depth = inner_tiles(product_.inner);
+    const bool is_long = depth > kLong;
+    const int8_t flipped = biased(product_.instructions) ? -128 : 0;
+    alignas(64) int8_t pair_of_rows[2 * kDepth * kTileBytes];
     for (int64_t first = begin; first < end; first += kWidth) {
         const int64_t past = std::min(first + kWidth, end);
         for (int64_t k = 0; k < depth; k += kDepth) {
-            TileRows a{a_.data + k * a_.step, a_.stride, a_.step, a_.block};
-            for (int64_t row = 0; row < height_; row += kTilePair, a.data += 2 * a.block) {
+            const int64_t deep = std::min(kDepth, depth - k);
+            for (int64_t row = 0; row < height_; row += kTilePair) {
+                TileRows a{a_.data + k * a_.step + row / kTileSide * a_.block, a_.stride, a_.step, a_.block};
+                if (is_long && a.step == kTileInner) a = packed_pair(a, deep, flipped, pair_of_rows);
                 for (int64_t column = first; column < past; column += kTilePair) {
                     const int8_t* b = product_.memory + (column / kTileSide * depth + k) * kTileBytes;
                     const int32_t* start = k ? nullptr : column_sums(product_) + column;
-                    const PairOfColumns pair{b, depth * kTileBytes, std::min(kDepth, depth - k), start};
+                    if (k + kDepth < depth && is_long) prefetch_next(b, depth, row / kTilePair, height_ / kTilePair);
+                    const PairOfColumns pair{b, depth * kTileBytes, deep, start};
                     kernel(a, pair, sums + row * stride + column - begin, stride);
                 }
             }

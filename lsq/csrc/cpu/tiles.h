@@ -56,6 +56,10 @@ struct TileRows {
 int64_t groups_of_columns(const TileProduct& product);
 void pack_columns(const TileProduct& product, int64_t group);
 
+// 128 times the sum of each column, behind all tiles of b; those of one tile are added.
+int32_t* column_sums(const TileProduct& product);
+void add_column_sums(const int8_t* tile, int32_t* sums);
+
 // Memory that is aligned to 64 bytes, grows, and is not cleared; a thread keeps its own from product to product, because
 // fresh memory costs the system's clearing of its pages.
 template <class T>

@@ -142,7 +142,7 @@ struct Joined {
 class Differentiator {
 public:
     explicit Differentiator(const VocabularyLossGradient& op)
-        : op_(op), given_(op.prediction), columns_(given_), words_(given_.block_columns + 4) {}
+        : op_(op), given_(op.prediction), columns_(given_) {}
 
     template <class T>
     void operator()(const SumsBlock<T>& block) {
@@ -154,7 +154,7 @@ public:
             float* x = columns_.row();
             std::fill(x + (counted ? words : 0), x + block.columns, 0.0f);
             if (op_.rounded.codes) {
-                round(row, block.column, first, words, block.columns);
+                round(row, block.column, words, block.columns);
             } else {
                 std::memcpy(op_.dlogits + first, x, block.columns * sizeof(float));
             }
@@ -177,28 +177,26 @@ private:
         if (word >= 0 && word < words) x[word] -= given_.target_weight * upstream;
     }
 
-    // Elements from `first` on, at random. The scale goes with the first column.
-    void round(int64_t row, int64_t column, int64_t first, int64_t words, int64_t columns) {
-        const float q = op_.rounded.largest, *x = columns_.row(), *scale = columns_.scale();
-        const GradientScale s = gradient_scale(op_.bound[row], q);
-        if (column == 0) op_.rounded.scale[row] = s.scale * op_.dloss[0];
-        int8_t* codes = op_.rounded.codes + first;
+    // Columns from `column` on, at random. The scale goes with the first column.
+    void round(int64_t row, int64_t column, int64_t words, int64_t columns) {
+        const RoundedGradient& rounded = op_.rounded;
+        const GradientScale s = gradient_scale(op_.bound[row], rounded.largest);
+        if (column == 0) rounded.scale[row] = s.scale * op_.dloss[0];
+        int8_t* codes = rounded.codes + row * given_.columns + column;
         const int64_t wanted = s.reciprocal == 0.0f ? 0 : words;  // vanishing, or not finite
         std::memset(codes + wanted, 0, columns - wanted);
         if (wanted == 0) return;
-        const int64_t offset = first % 4;
-        philox(op_.rounded.key[0], op_.rounded.subsequence, first - offset, wanted + offset, words_.data());
-        const uint32_t* drawn = words_.data() + offset;
+        float* x = columns_.row();
+        const float* scale = columns_.scale();
 #pragma omp simd
-        for (int64_t v = 0; v < wanted; ++v) {
-            codes[v] = round_finite_at_random(x[v] * scale[v] * s.reciprocal, drawn[v], q);
-        }
+        for (int64_t v = 0; v < wanted; ++v) x[v] *= scale[v];
+        const uint32_t word = philox_word(rounded.key[0], rounded.subsequence, row);
+        round_at_random(x, wanted, s.reciprocal, word + static_cast<uint32_t>(column) * kWordStep, rounded.largest, codes);
     }
 
     const VocabularyLossGradient& op_;
     const Prediction& given_;
     Columns columns_;
-    std::vector<uint32_t> words_;
 };
 
 // The readers of a block of rows [first, first + rows) of logits, sums int32 or floats.

@@ -1,59 +1,14 @@
 // What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the formulas.
+#include "column_rounding.h"
 #include "loops.h"
 #include "stream.h"
 #include "strips.h"
 
 using namespace lsq;
 
-// The codes of x [M, K] times the row scales of the gradient -> codes [M, K], rounded per column at random, and
-// column_scale [K], with the scale of x in it.
+// For products that are not made by tiles: codes [M, K] and column_scale [K].
 LSQ_EXPORT void lsq_round_columns(const ProjectWeightGradient& op, int8_t* rounded, float* column_scale) {
-    const int8_t* codes = op.x.coded.codes;
-    const float* row_scale = op.gradient.scale;
-    const int64_t n = op.columns;
-    const Blocks blocks(op.rows);
-    Aligned<float> largest(blocks.count * n, 0.0f);
-    std::vector<uint8_t> missing(blocks.count, 0);
-#pragma omp parallel for schedule(static)
-    for (int64_t block = 0; block < blocks.count; ++block) {
-        float* column = largest.data() + block * n;
-        for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-            const float scale = row_scale[row];
-            missing[block] |= !(std::fabs(scale) < std::numeric_limits<float>::infinity());
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) {
-                const float magnitude = std::fabs(static_cast<float>(codes[row * n + i]) * scale);
-                column[i] = magnitude > column[i] ? magnitude : column[i];
-            }
-        }
-    }
-    Aligned<float> reciprocal(n);
-    const float q = op.gradient.largest;
-    const bool poison = any(missing);
-    for (int64_t i = 0; i < n; ++i) {
-        float overall = 0.0f;
-        for (int64_t block = 0; block < blocks.count; ++block) overall = std::max(overall, largest[block * n + i]);
-        const GradientScale s = gradient_scale(poison ? not_a_number() : overall, q);
-        column_scale[i] = s.scale * op.x.coded.scale[0];
-        reciprocal[i] = s.reciprocal;
-    }
-    if (poison) {
-        std::memset(rounded, 0, op.rows * n);
-        return;
-    }
-    for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
-        const int64_t offset = row * n % 4;
-        philox(op.key[0], op.subsequence, row * n - offset, n + offset, scratch.words.data());
-        const uint32_t* drawn = scratch.words.data() + offset;
-        const float scale = row_scale[row], most = q, *factor = reciprocal.data();
-        const int8_t* line = codes + row * n;
-        int8_t* out = rounded + row * n;
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) {
-            out[i] = round_finite_at_random(static_cast<float>(line[i]) * scale * factor[i], drawn[i], most);
-        }
-        return 0;
-    });
+    ColumnRounding(op, column_scale).to_rows(rounded);
 }
 
 namespace {
@@ -137,9 +92,11 @@ private:
 
 }  // namespace
 
+// Rounds x itself: of b the product says the shape alone. Leaves column_scale [K].
 LSQ_EXPORT void lsq_multiply_project_weight_gradient(
-    const ProjectWeightGradient& op, const TileProduct& product, const float* column_scale, float* clip_sums) {
-    multiply_rows(product, [&] { return End(op, column_scale, clip_sums); });
+    const ProjectWeightGradient& op, const TileProduct& product, float* column_scale, float* clip_sums) {
+    ColumnRounding(op, column_scale).to_tiles(product);
+    multiply_packed(product, [&] { return End(op, column_scale, clip_sums); });
 }
 
 // Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K].

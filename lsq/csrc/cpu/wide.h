@@ -6,57 +6,113 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 namespace lsq {
+
+constexpr __mmask16 kAllLanes = 0xFFFF;
 
 // Calls use(i, mask of the lanes that are there) for each 16 of n values.
 template <class Use>
 void each_sixteen(int64_t n, const Use& use) {
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) use(i, static_cast<__mmask16>(0xFFFF));
+    for (; i + 16 <= n; i += 16) use(i, kAllLanes);
     if (i < n) use(i, static_cast<__mmask16>((1u << (n - i)) - 1));
 }
 
-// Codes of x [n] and, if wanted, bits of those outside, for a clip above 0 of which `scale` is the q-th part -> whether a
-// value was NaN, whose code is 0. Instead of x / scale, which takes ten times as long, x times the reciprocal is set right
-// by what it leaves (Markstein 1990): the same number, unless it is so small that its code is 0 in any case.
-inline bool round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
-    const __m512 limit = _mm512_set1_ps(clip), least = _mm512_set1_ps(-clip), divisor = _mm512_set1_ps(scale);
-    const __m512 reciprocal = _mm512_set1_ps(1.0f / scale);
-    __mmask16 missing = 0;
-    uint64_t bits = 0;
-    each_sixteen(n, [&](int64_t i, __mmask16 there) {
-        const __m512 value = _mm512_maskz_loadu_ps(there, x + i);
-        const __m512 bounded = _mm512_min_ps(limit, _mm512_max_ps(least, value));  // NaN stays NaN
-        const __m512 near = _mm512_mul_ps(bounded, reciprocal);
-        const __m512 ratio = _mm512_fmadd_ps(_mm512_fnmadd_ps(near, divisor, bounded), reciprocal, near);
-        _mm512_mask_cvtepi32_storeu_epi8(codes + i, there, _mm512_cvtps_epi32(ratio));  // NaN: -2^31, whose last byte is 0
-        missing |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        bits |= static_cast<uint64_t>(_mm512_cmp_ps_mask(value, bounded, _CMP_NEQ_OQ)) << i % 64;
-        if (i % 64 < 48 && i + 16 < n) return;
-        // One store: what lies around is often written by other threads just then.
-        if (clipped) std::memcpy(clipped + i / 64 * 8, &bits, (std::min<int64_t>(64, n - i / 64 * 64) + 7) / 8);
-        bits = 0;
-    });
-    return missing != 0;
+// Packed bits of up to 64 values, 16 at a time.
+class WideBits {
+public:
+    void add(int64_t place, __mmask16 mask) { bits_ |= static_cast<uint64_t>(mask) << place; }
+
+    // In one store, because what lies around is often written by other threads just then; nowhere if `out` is null.
+    void store(uint8_t* out, int64_t first, int64_t count) {
+        if (out && count == 64) std::memcpy(out + first / 8, &bits_, 8);
+        if (out && count < 64) std::memcpy(out + first / 8, &bits_, (count + 7) / 8);
+        bits_ = 0;
+    }
+
+private:
+    uint64_t bits_ = 0;
+};
+
+// Calls use(i, i % 64, mask of the lanes that are there) for each 16 of n values, store(first, count) after each 64.
+template <class Use, class Store>
+void each_sixty_four(int64_t n, const Use& use, const Store& store) {
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < 64; j += 16) use(i + j, j, kAllLanes);
+        store(i, 64);
+    }
+    if (i == n) return;
+    each_sixteen(n - i, [&](int64_t j, __mmask16 there) { use(i + j, j, there); });
+    store(i, n - i);
 }
 
-// Zeroes those of gradient [n] whose bits are set -> the sum of these, negative where the code is.
+inline bool any_missing(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+
+// A clip above 0, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x times the
+// reciprocal is set right by what it leaves (Markstein 1990): the same number, unless it is so small that its code is 0
+// in any case.
+struct WideClip {
+    __m512 limit, least, divisor, reciprocal;
+
+    static bool fits(float clip, float scale) {
+        constexpr float kLargest = std::numeric_limits<float>::max();
+        return clip > 0.0f && clip <= kLargest && 1.0f / scale <= kLargest;
+    }
+
+    WideClip(float clip, float scale)
+        : limit(_mm512_set1_ps(clip)), least(_mm512_set1_ps(-clip)), divisor(_mm512_set1_ps(scale)),
+          reciprocal(_mm512_set1_ps(1.0f / scale)) {}
+
+    // Codes of x where a lane is there -> those that lie outside. NaN, whose code is 0, stays in `missing`.
+    __mmask16 round(__m512 x, __mmask16 there, int8_t* codes, __m512& missing) const {
+        const __m512 bounded = _mm512_min_ps(limit, _mm512_max_ps(least, x));  // NaN stays NaN
+        const __m512 near = _mm512_mul_ps(bounded, reciprocal);
+        const __m512 ratio = _mm512_fmadd_ps(_mm512_fnmadd_ps(near, divisor, bounded), reciprocal, near);
+        _mm512_mask_cvtepi32_storeu_epi8(codes, there, _mm512_cvtps_epi32(ratio));  // NaN: -2^31, whose last byte is 0
+        missing = _mm512_fmadd_ps(bounded, _mm512_setzero_ps(), missing);
+        return _mm512_cmp_ps_mask(x, bounded, _CMP_NEQ_OQ);
+    }
+};
+
+// Codes of x [n] and, if wanted, bits of those outside -> whether a value was NaN.
+inline bool round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
+    const WideClip wide(clip, scale);
+    __m512 missing = _mm512_setzero_ps();
+    WideBits outside;
+    each_sixty_four(n, [&](int64_t i, int64_t place, __mmask16 there) {
+        outside.add(place, wide.round(_mm512_maskz_loadu_ps(there, x + i), there, codes + i, missing));
+    }, [&](int64_t first, int64_t count) { outside.store(clipped, first, count); });
+    return any_missing(missing);
+}
+
+// Bits [i, i + 16) of a row, i a multiple of 8, of lanes that are there.
+inline __mmask16 bits_at(const uint8_t* bits, int64_t i, __mmask16 there) {
+    uint16_t sixteen = 0;
+    std::memcpy(&sixteen, bits + i / 8, there >> 8 ? 2 : 1);
+    return there & sixteen;
+}
+
+// Gradients of which those outside become 0 and are added to `sum`, negative where the code is.
+inline __m512 cut_clipped(__m512 gradient, __mmask16 outside, __m128i codes, __m512& sum) {
+    const __mmask16 above = _mm_cmpgt_epi8_mask(codes, _mm_setzero_si128());
+    const __m512 given = _mm512_mask_xor_ps(gradient, static_cast<__mmask16>(~above), gradient, _mm512_set1_ps(-0.0f));
+    sum = _mm512_mask_add_ps(sum, outside, sum, given);
+    return _mm512_mask_mov_ps(gradient, outside, _mm512_setzero_ps());
+}
+
+// The same in place, of gradient [n] and packed bits -> the sum.
 inline float cut_clipped(const uint8_t* clipped, const int8_t* codes, int64_t n, float* gradient) {
-    const __m512 sign = _mm512_set1_ps(-0.0f);
     __m512 sum = _mm512_setzero_ps();
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
-        uint16_t bits = 0;
-        std::memcpy(&bits, clipped + i / 8, there >> 8 ? 2 : 1);
-        const __mmask16 outside = there & bits;
         const __m512 value = _mm512_maskz_loadu_ps(there, gradient + i);
-        const __mmask16 above = _mm_cmpgt_epi8_mask(_mm_maskz_loadu_epi8(there, codes + i), _mm_setzero_si128());
-        const __m512 given = _mm512_mask_xor_ps(value, static_cast<__mmask16>(~above), value, sign);
-        sum = _mm512_mask_add_ps(sum, outside, sum, given);
-        _mm512_mask_storeu_ps(gradient + i, outside, _mm512_setzero_ps());
+        const __m128i sixteen = _mm_maskz_loadu_epi8(there, codes + i);
+        _mm512_mask_storeu_ps(gradient + i, there, cut_clipped(value, bits_at(clipped, i, there), sixteen, sum));
     });
     return _mm512_reduce_add_ps(sum);
 }

@@ -8,6 +8,7 @@
 #include "bfloat16.h"
 #include "services.h"
 #include "tensor_core.h"
+#include "warpgroup.h"
 
 #define __global__
 #define __device__
@@ -36,9 +37,11 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+// One instruction of a GPU: called, so that counts see it as one (lsq/csrc/profile.py).
+#define EMULATOR_INSTRUCTION inline __attribute__((noinline))
+
 // Constant as long as one thread runs.
 extern "C" EMULATOR_VISIBLE const uint3 threadIdx, blockIdx, blockDim, gridDim;
-constexpr int warpSize = 32;
 
 // Declared as glibc declares them; <cmath> would take longer to read than most kernels.
 extern "C" {
@@ -52,6 +55,7 @@ float fminf(float, float) noexcept;
 float fmaf(float, float, float) noexcept;
 float sqrtf(float) noexcept;
 float logf(float) noexcept;
+float nextafterf(float, float) noexcept;
 double sqrt(double) noexcept;
 }
 
@@ -88,9 +92,30 @@ inline T shuffle(const char* name, unsigned mask, T value, unsigned source, Site
 
 inline unsigned __float_as_uint(float x) { return emulator::reinterpret<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::reinterpret<float>(x); }
-inline int __float_as_int(float x) { return emulator::reinterpret<int>(x); }
-inline float __int_as_float(int x) { return emulator::reinterpret<float>(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
+
+// The sum, rounded down.
+EMULATOR_INSTRUCTION float __fadd_rd(float a, float b) {
+    const float sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);  // exact: Knuth's two-sum
+    return lost < 0.0f ? nextafterf(sum, -__builtin_inff()) : sum;
+}
+
+// Four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest digit of `choice` being the lowest byte.
+EMULATOR_INSTRUCTION unsigned __byte_perm(unsigned a, unsigned b, unsigned choice) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    unsigned chosen = 0;
+    for (int i = 0; i < 4; ++i) {
+        chosen |= static_cast<unsigned>(bytes >> (8 * (choice >> (4 * i) & 7)) & 0xFF) << (8 * i);
+    }
+    return chosen;
+}
+
+// The larger of two magnitudes, NaN if one is.
+EMULATOR_INSTRUCTION float emulator_larger_magnitude(float a, float b) {
+    const float first = __builtin_fabsf(a), second = __builtin_fabsf(b);
+    if (a != a || b != b) return __uint_as_float(0x7FFFFFFFu);
+    return first > second ? first : second;
+}
 
 inline void __threadfence() {}
 

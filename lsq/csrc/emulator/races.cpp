@@ -5,6 +5,8 @@
 // those of ThreadSanitizer's library. Within a warp nothing is reported: the order of its lanes shows there.
 #include "races.h"
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -51,13 +53,18 @@ namespace {
 constexpr uint64_t WARPS = 64, SEVERAL = WARPS - 1;  // of a block there are at most 32
 constexpr uint64_t COPYING = uint64_t{1} << 63;      // and the thread whose copy will write this byte
 
-// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING.
+// Of one byte: WARPS * epoch + the warp that did it last, or SEVERAL; or COPYING. THREADS * fences + the thread that wrote.
 struct Accesses {
-    uint64_t write, read;
+    uint64_t write, read, writer;
 };
+constexpr uint64_t THREADS = 1024;
 
 uint64_t epoch = 1;  // barriers and blocks so far, in all launches
 std::vector<Accesses> shadows[2];
+uint64_t fences[THREADS];  // of each thread so far, in all launches
+uint32_t readers[LARGEST_SHARED / 16];  // multiplications that read a chunk of dynamic shared memory
+uint64_t all_readers = 0;
+uint64_t first_epoch = 1;  // of the block that runs
 
 bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && access % WARPS != warp; }
 
@@ -72,6 +79,8 @@ bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && 
                 " still fills, which has not waited for it" + waited());
 }
 
+uint64_t writer() { return THREADS * fences[running_thread()] + running_thread(); }
+
 void record(Accesses& byte, uint64_t warp, bool writes) {
     if (byte.write & COPYING) report_copy(writes ? "writes" : "reads", byte.write & ~COPYING);
     if (others(byte.write, warp)) report(writes ? "writes" : "reads", " wrote", byte.write);
@@ -79,9 +88,20 @@ void record(Accesses& byte, uint64_t warp, bool writes) {
     if (writes) {
         if (others(byte.read, warp)) report("writes", " read", byte.read);
         byte.write = now;
+        byte.writer = writer();
     } else {
         byte.read = others(byte.read, warp) ? WARPS * epoch + SEVERAL : now;
     }
+}
+
+uint32_t& readers_of(const void* address) {
+    return readers[(static_cast<const unsigned char*>(address) - emulator_dynamic_shared) / 16];
+}
+
+void check_readers(const void* address, size_t size) {
+    const auto* byte = static_cast<const unsigned char*>(address);
+    if (reinterpret_cast<uintptr_t>(byte) - begins[1] >= sizes[1] || !(readers_of(byte) || readers_of(byte + size - 1))) return;
+    fail_thread("writes shared memory that wgmma still reads, which has not been waited for" + waited());
 }
 
 // The accesses to each byte of shared memory in [address, address + size).
@@ -105,6 +125,7 @@ inline void touch(const void* address, size_t size, bool writes, const void* sit
     if (counting) count_access(address, size, writes ? Access::write : Access::read, site);
     if (in_shared(address)) {
         const uint64_t warp = running_warp();
+        if (writes && all_readers) check_readers(address, size);
         for_shared(address, size, [warp, writes](Accesses& byte) { record(byte, warp, writes); });
     } else if (watching) {
         touch_global(address, size, writes);
@@ -122,8 +143,30 @@ void begin_copy(const void* to, size_t size, const void* site) {
 }
 
 void end_copy(const void* to, size_t size) {
-    const uint64_t now = WARPS * epoch + running_warp();
-    for_shared(to, size, [now](Accesses& byte) { byte.write = now; });
+    const Accesses now = {WARPS * epoch + running_warp(), 0, writer()};
+    for_shared(to, size, [&now](Accesses& byte) { byte.write = now.write, byte.writer = now.writer; });
+}
+
+void begin_reading(const void* from, size_t size) {
+    for_shared(from, size, [](Accesses& byte) {
+        record(byte, running_warp(), false);
+        const uint64_t thread = byte.writer % THREADS;
+        if (byte.write / WARPS < first_epoch || byte.writer / THREADS != fences[thread]) return;
+        fail_thread("begins wgmma of shared memory that thread " + std::to_string(thread) +
+                    " wrote with no fence.proxy.async behind it" + waited());
+    });
+    ++readers_of(from), ++all_readers;
+}
+
+void end_reading(const void* from, size_t size) {
+    --readers_of(from), --all_readers;
+    for_shared(from, size, [](Accesses& byte) { record(byte, running_warp(), false); });
+}
+
+void end_readers() {
+    if (all_readers) std::fill(std::begin(readers), std::end(readers), 0);
+    all_readers = 0;
+    first_epoch = epoch + 1;
 }
 
 }  // namespace emulator
@@ -139,6 +182,8 @@ HOOK emulator_atomic(const void* address, size_t size) {
     if (emulator::counting) emulator::count_access(address, size, emulator::Access::atomic, SITE);
     if (emulator::watching && !emulator::in_shared(address)) emulator::touch_global(address, size, true);
 }
+
+HOOK emulator_fence_shared() { ++emulator::fences[emulator::running_thread()]; }
 
 HOOK __tsan_init() {}
 HOOK __tsan_read_range(const void* address, size_t size) { touch(address, size, false, SITE); }
@@ -172,12 +217,16 @@ namespace emulator {
 void order_accesses() {}
 void begin_copy(const void*, size_t, const void*) {}
 void end_copy(const void*, size_t) {}
+void begin_reading(const void*, size_t) {}
+void end_reading(const void*, size_t) {}
+void end_readers() {}
 
 }  // namespace emulator
 
 extern "C" {
 
 void emulator_atomic(const void*, size_t) {}
+void emulator_fence_shared() {}
 void emulator_read(const void*, size_t, const void*) {}
 void emulator_write(const void*, size_t, const void*) {}
 

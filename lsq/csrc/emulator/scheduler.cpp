@@ -13,6 +13,7 @@
 #include "races.h"
 #include "report.h"
 #include "threads.h"
+#include "warpgroups.h"
 
 #ifdef LSQ_SANITIZE
 #include <sanitizer/asan_interface.h>
@@ -165,6 +166,7 @@ void clear_shared() {
 bool run_block(Order& order) {
     static std::vector<unsigned> warps, lanes;
     const BlockCopies copies;
+    const BlockMultiplications multiplications;
     clear_shared();
     order_accesses();
     if (counting) begin_counted_block();
@@ -181,6 +183,8 @@ bool run_block(Order& order) {
         for (unsigned warp : warps) {
             if (!run_warp(warp, order, lanes)) return false;
         }
+        fault = different_multiplications(threads.size());
+        if (!fault.empty()) return false;
         const auto finished = [](const Thread& thread) { return thread.state == State::finished; };
         if (std::all_of(threads.begin(), threads.end(), finished)) return true;
         if (!pass_barrier()) return false;

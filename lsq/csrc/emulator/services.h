@@ -72,6 +72,26 @@ EMULATOR_VISIBLE void emulator_commit_copies();
 // Returns when all but the newest `groups` groups of the thread have arrived.
 EMULATOR_VISIBLE void emulator_wait_copies(size_t groups);
 
+// What the thread has written to shared memory is there for multiplications that begin after a barrier.
+EMULATOR_VISIBLE void emulator_fence_shared();
+
+// What a descriptor of a matrix names an address in dynamic shared memory by.
+EMULATOR_VISIBLE uint32_t emulator_shared_address(const void* address);
+
+// The thread may begin multiplications of sums that it has touched before. All lanes of the warp call this and the next three.
+EMULATOR_VISIBLE void emulator_fence_warpgroup(emulator::Site site);
+
+// Begins sums += a [64, 32] times b [columns, 32] transposed, int8 in shared memory, of which `place` int32 [columns / 8, 4]
+// are the thread's: they are rubbish until it has waited.
+EMULATOR_VISIBLE void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a, uint64_t b,
+                                                    emulator::Site site);
+
+// The multiplications that the thread has begun since the last call are a group.
+EMULATOR_VISIBLE void emulator_commit_multiplications(emulator::Site site);
+
+// Returns when all but the newest `groups` groups of multiplications are done.
+EMULATOR_VISIBLE void emulator_wait_multiplications(size_t groups, emulator::Site site);
+
 // Ends the launch: `address` is no multiple of `alignment`.
 [[noreturn]] EMULATOR_VISIBLE void emulator_misaligned(const void* address, size_t alignment, emulator::Site site);
 

@@ -12,6 +12,25 @@
 
 namespace lsq {
 
+// The words that a thread's rows are rounded with, one row after the other as for_rows takes them. Each lane of a warp,
+// whose threads have one row, draws that of another turn.
+class RowWords {
+public:
+    // All threads of the warp must call this.
+    __device__ __forceinline__ uint32_t next(int64_t key, int64_t subsequence, int64_t row) {
+        const int lane = threadIdx.x % kWarp;
+        if (turn_ == 0) drawn_ = philox_word(key, subsequence, row + static_cast<int64_t>(lane) * kRows * gridDim.x);
+        const uint32_t word = __shfl_sync(kAllLanes, drawn_, turn_);
+        turn_ = (turn_ + 1) % kWarp;
+        return word;
+    }
+
+private:
+    static_assert(LANES % kWarp == 0, "a row has whole warps");
+    int turn_ = 0;
+    uint32_t drawn_ = 0;
+};
+
 // Where the gradient of a product [M, COLUMNS] goes: `floats`, or `rounded` if -DROUNDED.
 struct GradientSink {
     Float* floats;
@@ -22,6 +41,7 @@ struct GradientSink {
     int64_t subsequence;
     float q;
     ColumnSums bias_sums = {};
+    RowWords words;
 
     __device__ __forceinline__ GradientSink(Float* to, const RoundedGradient& rounded)
         : floats(to), codes(rounded.codes), row_scale(rounded.scale), weight_scale(rounded.weight_scale),
@@ -39,7 +59,7 @@ struct GradientSink {
     }
 
     // The same without sums.
-    __device__ __forceinline__ void write(int64_t row, bool inside, Values& gradient) const {
+    __device__ __forceinline__ void write(int64_t row, bool inside, Values& gradient) {
 #if ROUNDED
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -50,9 +70,8 @@ struct GradientSink {
             for (int i = 0; i < kVector; ++i) gradient[v][i] *= scale[i];
         }
         const GradientScale s = gradient_scale(row_largest(gradient), q);
-        if (!inside) return;
-        if (threadIdx.x % LANES == 0) row_scale[row] = s.scale;
-        const int64_t drawn_from = key[0];
+        const uint32_t word = words.next(key[0], subsequence, row);
+        if (inside && threadIdx.x % LANES == 0) row_scale[row] = s.scale;
 #endif
         if (!inside) return;
 #pragma unroll
@@ -60,12 +79,8 @@ struct GradientSink {
             if (!has(v)) continue;
             const int64_t element = row * COLUMNS + column_of(v);
 #if ROUNDED
-            uint32_t words[kVector];
-            random8(drawn_from, subsequence, element, words);
-            int8_t rounded[kVector];
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) rounded[i] = round_at_random(gradient[v][i] * s.reciprocal, words[i], q);
-            store8(codes + element, rounded);
+            const uint32_t first = word + column_of(v) * kWordStep;
+            store_words(codes + element, round8_at_random(gradient[v], s.reciprocal, first, q));
 #else
             store8(floats + element, gradient[v]);
 #endif

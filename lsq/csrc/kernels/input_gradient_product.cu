@@ -5,11 +5,11 @@
 #include "input_gradient_end.cuh"
 #include "product_rows.cuh"
 
-// weight int8 [K, P]: its codes, transposed -> dx, and partial [2 * gridDim.y, width], a row of each row of warps: sums [K]
-// for the bias, then [2 * gridDim.x] parts of the gradient of x's clip, one of each warp.
-LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_input_gradient_product(
+// weight int8 [K, P]: its codes, transposed -> dx, and partial [kWarpsDown * gridDim.y, width], a row of each row of warps:
+// sums [K] for the bias, then [kWarpsAcross * gridDim.x] parts of the gradient of x's clip, one of each warp.
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_input_gradient_product(
     const ProjectInputGradient op, In<int8_t> weight, int64_t inner, Out<float> partial, int64_t width) {
-    extern __shared__ __align__(128) unsigned char stages[];
+    extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     accumulate({op.gradient.codes, block_row(), op.rows, inner}, {weight, block_column(), op.columns, inner}, stages, sums);
     const InputGradientEnd end{op};
@@ -30,10 +30,10 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_input_gradient_product(
         store8(dx + element, gradient);
     });
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    float* sums_of_warp = partial + (2 * blockIdx.y + warp / 2) * width;
+    float* sums_of_warp = partial + (kWarpsDown * blockIdx.y + warp / kWarpsAcross) * width;
     add_up_rows(bias);
     if (lane < kRowGroups && column < op.columns) store8(sums_of_warp + column, bias);
     clip = warp_reduce<Sum>(clip);
-    if (lane == 0) sums_of_warp[op.columns + 2 * blockIdx.x + warp % 2] = clip;
+    if (lane == 0) sums_of_warp[op.columns + kWarpsAcross * blockIdx.x + warp % kWarpsAcross] = clip;
 }
 LSQ_EXPORT(lsq_input_gradient_product)

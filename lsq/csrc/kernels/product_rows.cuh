@@ -1,8 +1,8 @@
-// From the main loop of a product to its end: sums leave a warp's registers through shared memory, 16 rows at a time, so that
+// From the main loop of a product to its end: sums leave a warp's registers through shared memory, 8 rows at a time, so that
 // a lane gets eight neighbours of a row and stores fill whole sectors; and so that the end stands in the code once.
 //
 // A row's quads of sums lie at a stride that keeps the stores of a quarter of a warp in different banks; quads of odd rows
-// and of columns 32 to 63 change places within pairs, which does the same for loads.
+// and of every other 32 columns change places within pairs, which does the same for loads.
 #pragma once
 
 #include "product.cuh"
@@ -12,9 +12,10 @@ namespace lsq {
 
 constexpr int kRowGroups = kWarpColumns / kVector, kRowsAtOnce = kWarp / kRowGroups;  // lanes of a row, rows of a warp
 constexpr int kRowQuads = kWarpColumns / 4 + 2;
+constexpr int kRowsBytes = kProductThreads / kWarp * 8 * kRowQuads * 16;  // that for_sums takes of the stages
 
-static_assert(kWarpColumns == 32 || kWarpColumns == 64, "as the places of quads are chosen");
-static_assert(kProductThreads / kWarp * 16 * kRowQuads * 16 <= STAGES * kStageBytes, "fits where the stages were");
+static_assert(kWarpColumns % 32 == 0 && kWarpColumns <= 256, "as the places of quads are chosen");
+static_assert(kRowsBytes <= STAGES * kStageBytes, "fits where the stages were");
 
 __device__ __forceinline__ int4* quad_of(int4* rows, int row, int quad) {
     return rows + row * kRowQuads + (quad ^ ((quad / 8 ^ row) & 1));
@@ -30,34 +31,31 @@ __device__ __forceinline__ int64_t sums_column() {
 template <class Work>
 __device__ __forceinline__ void for_sums(const Sums& sums, unsigned char* stages, const Work& work) {
     const int lane = threadIdx.x % kWarp, first = lane / kRowGroups;
-    int4* rows = reinterpret_cast<int4*>(stages) + threadIdx.x / kWarp * 16 * kRowQuads;
+    int4* rows = reinterpret_cast<int4*>(stages) + threadIdx.x / kWarp * 8 * kRowQuads;
     const int64_t warp_first = block_row() + warp_row();
     __syncthreads();  // all have read the last stage
 #pragma unroll 1
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
 #pragma unroll
-        for (int at = 0; at < kRowTiles; ++at) {  // registers have no index
+        for (int at = 0; at < 2 * kRowTiles; ++at) {  // registers have no index
             if (at != i) continue;
 #pragma unroll
             for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int32_t* pair = sums.of[at][j] + 2 * half;
-                    int4* quad = quad_of(rows, lane / 4 + 8 * half, 2 * j + lane % 4 / 2);
-                    store_words(reinterpret_cast<int2*>(quad) + lane % 2, make_int2(pair[0], pair[1]));
-                }
+                const int32_t* pair = sums.of[at / 2][j] + 2 * (at % 2);
+                int4* quad = quad_of(rows, lane / 4, 2 * j + lane % 4 / 2);
+                store_words(reinterpret_cast<int2*>(quad) + lane % 2, make_int2(pair[0], pair[1]));
             }
         }
         __syncwarp();
 #pragma unroll 1
-        for (int row = first; row < 16; row += kRowsAtOnce) {
+        for (int row = first; row < 8; row += kRowsAtOnce) {
             int32_t sum[kVector];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int4 four = load_words<int4>(quad_of(rows, row, 2 * (lane % kRowGroups) + half));
                 sum[4 * half] = four.x, sum[4 * half + 1] = four.y, sum[4 * half + 2] = four.z, sum[4 * half + 3] = four.w;
             }
-            work(warp_first + 16 * i + row, sum);
+            work(warp_first + 8 * i + row, sum);
         }
         __syncwarp();
     }

@@ -18,7 +18,7 @@ using Given = Float;
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kPatchThreads) lsq_end(const Project op, In<int32_t> sums, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<int32_t> sums, Out<uint32_t> ticket) {
     const int64_t row = patch_row(), column = patch_column(), columns = op.columns;
     const ProjectEnd end{op};
 #if SUMS

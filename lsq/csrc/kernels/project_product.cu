@@ -4,9 +4,9 @@
 #include "product_rows.cuh"
 #include "project_end.cuh"
 
-LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_project_product(
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_project_product(
     const Project op, int64_t inner, Out<uint32_t> ticket) {
-    extern __shared__ __align__(128) unsigned char stages[];
+    extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     accumulate({op.x.coded.codes, block_row(), op.rows, inner}, {op.weight.codes, block_column(), op.columns, inner},
                stages, sums);

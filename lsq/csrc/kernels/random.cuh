@@ -15,22 +15,22 @@ __device__ __forceinline__ void random8(int64_t key, int64_t subsequence, int64_
     }
 }
 
-// The same for any element.
-__device__ __forceinline__ void random8_unaligned(
-    int64_t key, int64_t subsequence, int64_t element, uint32_t (&words)[kVector]) {
-    const int offset = element % 4;
-    uint32_t drawn[12];
+// What round_finite_at_random (arithmetic.h) makes of a number, in the lowest byte; any code for NaN.
+__device__ __forceinline__ uint32_t code_at_random(float scaled, uint32_t word, float q) {
+    // A fused multiply-add rounds as an addition does: the product with 2^-24 is exact. Bounds are whole: before rounding
+    // they are as good as after it.
+    const float sum = fmaf(static_cast<float>(static_cast<int32_t>(word >> 8)), 5.9604644775390625e-8f, scaled);
+    return bits_of(__fadd_rd(fminf(fmaxf(sum, -q), q), kWhole));
+}
+
+// The codes of x times a factor, rounded at random: eight columns of a row, the first of which has this word. Zeros under
+// a factor of 0, as it is where something is not finite.
+__device__ __forceinline__ uint2 round8_at_random(const float (&x)[kVector], float factor, uint32_t word, float q) {
+    uint32_t code[kVector];
 #pragma unroll
-    for (int part = 0; part < 3; ++part) {
-        const PhiloxWords group = philox_group(key, subsequence, element / 4 + part);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) drawn[4 * part + i] = group.word[i];
-    }
-    // An index that is known only at run time would send `drawn` to local memory.
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        words[i] = offset == 0 ? drawn[i] : offset == 1 ? drawn[i + 1] : offset == 2 ? drawn[i + 2] : drawn[i + 3];
-    }
+    for (int i = 0; i < kVector; ++i) code[i] = code_at_random(x[i] * factor, word + i * kWordStep, q);
+    const uint32_t mask = factor == 0.0f ? 0 : ~0u, low = low_bytes(code[0], code[1], code[2], code[3]);
+    return make_uint2(low & mask, low_bytes(code[4], code[5], code[6], code[7]) & mask);
 }
 
 // A Dropout with its key at hand.

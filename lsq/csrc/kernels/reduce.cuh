@@ -16,6 +16,18 @@ struct Sum {
 struct Largest {
     __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a > b ? a : b; }
 };
+// Of magnitudes of floats: NaN if one is.
+struct LargestMagnitude {
+    __device__ __forceinline__ static float join(float a, float b) {
+#ifdef LSQ_EMULATOR
+        return emulator_larger_magnitude(a, b);
+#else
+        float larger;
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+        return larger;
+#endif
+    }
+};
 struct Maximum {
     __device__ __forceinline__ static float join(float a, float b) { return a > b ? a : b; }
 };

@@ -1,6 +1,7 @@
 // Rounding to codes and its straight-through gradient; lsq/quant/arithmetic.py is the reference.
 //
-// -DSTARTED=1: scales stand there, and only a NaN changes them; 0: the last block writes them. Codes are int8, packed masks hold element i in bit i % 8 of byte i / 8. M rows, N columns.
+// -DSTARTED=1: scales stand there, and only a NaN changes them; 0: the last block writes them. Codes are int8, packed masks
+// hold element i in bit i % 8 of byte i / 8.
 #pragma once
 
 #include "random.cuh"
@@ -12,23 +13,50 @@
 
 namespace lsq {
 
+constexpr float kSmallestClip = 1e-25f;  // below, what a quotient leaves may vanish
+
 // Where rounded values go: a Coded with its pointers at hand; nowhere if it has no codes.
 struct CodeSink {
     int8_t* codes;
     uint8_t* clipped;  // may be null
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
-    const float* clip;
     float* scale;
-    float q;
+    float q, limit, step;
+    float reciprocal;  // of the step; 0: values must be divided by the step
 
     __device__ __forceinline__ explicit CodeSink(const Coded& coded)
-        : codes(coded.codes), clipped(coded.clipped), error(coded.error), clip(coded.clip), scale(coded.scale),
-          q(coded.largest) {}
+        : codes(coded.codes), clipped(coded.clipped), error(coded.error), scale(coded.scale), q(coded.largest),
+          limit(coded.clip ? *coded.clip : 0.0f), step(limit / q),
+          reciprocal(limit > kSmallestClip && limit < infinity() && !error ? 1.0f / step : 0.0f) {}
 
     // Rounds x, elements [element, element + 8). -> whether one was NaN
     __device__ __forceinline__ bool write8(int64_t element, const float (&x)[kVector]) const {
         if (!codes) return false;
-        const float limit = clip[0], step = limit / q;
+        return reciprocal != 0.0f ? multiply8(element, x) : divide8(element, x);
+    }
+
+    // Instead of the quotient, x times the reciprocal is set right by what it leaves (Markstein 1990): the same number,
+    // unless it is so small that its code is 0 in any case.
+    __device__ __forceinline__ bool multiply8(int64_t element, const float (&x)[kVector]) const {
+        uint32_t code[kVector], outside = 0;
+        bool missing = false;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const float bounded = fminf(fmaxf(x[i], -limit), limit), near = bounded * reciprocal;
+            code[i] = bits_of(fmaf(fmaf(-near, step, bounded), reciprocal, near) + kWhole);
+            outside |= static_cast<uint32_t>(fabsf(x[i]) > limit) << i;
+            missing |= x[i] != x[i];
+        }
+        if (missing) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) code[i] = x[i] == x[i] ? code[i] : 0;
+        }
+        store8(codes + element, code);
+        if (clipped) clipped[element / kVector] = static_cast<uint8_t>(outside);
+        return missing;
+    }
+
+    __device__ __forceinline__ bool divide8(int64_t element, const float (&x)[kVector]) const {
         float scaled[kVector];
         int8_t rounded[kVector];
         uint32_t outside = 0;
@@ -59,7 +87,7 @@ struct CodeSink {
 #if STARTED
         if (missing) scale[0] = not_a_number();
 #else
-        if (scale) finish_scale<THREADS>(ticket, missing, clip[0], q, scale);
+        if (scale) finish_scale<THREADS>(ticket, missing, limit, q, scale);
 #endif
     }
 };
@@ -84,12 +112,12 @@ struct StraightThrough {
         }
         const uint32_t outside = clipped[element / kVector];
         if (outside) {
-            int32_t q[kVector];
-            load8(codes + element, q);
+            const Packed<int8_t> packed = load_packed(codes + element);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
+                const uint32_t sign = packed.word[i / 4] << (24 - 8 * (i % 4)) & 0x80000000u;  // no clipped code is 0
                 const bool masked = outside >> i & 1;
-                sum += masked ? (q[i] > 0 ? gradient[i] : -gradient[i]) : 0.0f;
+                sum += masked ? float_of(bits_of(gradient[i]) ^ sign) : 0.0f;
                 gradient[i] = masked ? 0.0f : gradient[i];
             }
         }

@@ -38,9 +38,8 @@ constexpr bool kEager = true;
 #else
 constexpr bool kEager = false;
 #endif
-// Blocks that a multiprocessor holds at once, at least: of kernels that keep nothing but a row, of those that keep more
-// pointers as well, and of those that keep sums over rows.
-constexpr int kLight = kVectors > 2 ? 1 : 4;
+// Blocks that a multiprocessor holds at once, at least: of kernels that keep a row and pointers, and of those that keep
+// sums over rows.
 constexpr int kMedium = kVectors > 2 ? 1 : kEager ? 2 : 3;
 constexpr int kSumming = kVectors > 2 || (kEager && sizeof(Float) == 4) ? 1 : 2;
 
@@ -68,16 +67,16 @@ __device__ __forceinline__ void for_rows(int64_t rows, const Load& load, const W
 
 __device__ __forceinline__ float row_sum(float x) { return group_reduce<Sum, LANES, kThreads>(x); }
 
-// Largest magnitude of a row; NaN is larger than infinity.
+// Largest magnitude of a row; NaN if one is.
 __device__ __forceinline__ float row_largest(const Values& x) {
-    uint32_t largest = 0;
+    float largest = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
         if (!has(v)) continue;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, bits_of(x[v][i]) & 0x7FFFFFFFu);
+        for (int i = 0; i < kVector; ++i) largest = LargestMagnitude::join(largest, x[v][i]);
     }
-    return float_of(group_reduce<Largest, LANES, kThreads>(largest));
+    return group_reduce<LargestMagnitude, LANES, kThreads>(largest);
 }
 
 // Sums of two numbers over a row.
@@ -114,7 +113,7 @@ struct ColumnSums {
             }
             return;
         }
-        __shared__ float total[COLUMNS];
+        __shared__ float4 total[2][COLUMNS / kVector];  // halves apart: lanes meet in no bank
         for (int row = 0; row < kRows; ++row) {
             __syncthreads();
             if (row_in_block() != row) continue;
@@ -122,14 +121,20 @@ struct ColumnSums {
             for (int v = 0; v < kVectors; ++v) {
                 if (!has(v)) continue;
 #pragma unroll
-                for (int i = 0; i < kVector; ++i) {
-                    float& here = total[column_of(v) + i];
-                    here = row ? here + sum[v][i] : sum[v][i];
+                for (int half = 0; half < 2; ++half) {
+                    float4* here = total[half] + column_of(v) / kVector;
+                    const float* add = sum[v] + 4 * half;
+                    const float4 old = row ? load_words<float4>(here) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    store_words(here, make_float4(old.x + add[0], old.y + add[1], old.z + add[2], old.w + add[3]));
                 }
             }
         }
         __syncthreads();
-        for (int column = threadIdx.x; column < COLUMNS; column += kThreads) out[column] = total[column];
+#pragma unroll
+        for (int first = 0; first < COLUMNS / 4; first += kThreads) {
+            const int four = first + threadIdx.x;
+            if (four < COLUMNS / 4) store_words(out + 4 * four, load_words<float4>(total[four % 2] + four / 2));
+        }
     }
 };
 

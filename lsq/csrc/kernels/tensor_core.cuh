@@ -1,4 +1,5 @@
-// Tensor cores, and what brings their operands from memory to registers: the only place with their PTX.
+// Tensor cores, and what brings their operands from memory to registers: the only place with their PTX beside
+// warpgroup.cuh.
 //
 // Fragments are those of mma.sync m16n8k32 of int8 and of m16n8k16 of bfloat16, whose rows are 32 bytes alike. Of
 // lane = 4 * group + part: a, 16 rows, has bytes [16 * i + 4 * part, + 4) of row `group` in word 2 * i, and of row
@@ -44,11 +45,13 @@ __device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
 #endif
 }
 
-#ifndef LSQ_EMULATOR
 __device__ __forceinline__ uint32_t shared_address(const void* address) {
+#ifdef LSQ_EMULATOR
+    return emulator_shared_address(address);
+#else
     return static_cast<uint32_t>(__cvta_generic_to_shared(address));
-}
 #endif
+}
 
 // Matrices of 8 rows of 16 bytes in shared memory; lane i says where row i % 8 of matrix i / 8 lies, a multiple of 16.
 // A lane gets bytes [4 * part, + 4) of row `group` of each; transposed, as a matrix of 8 x 8 two-byte values.

@@ -44,40 +44,50 @@ __device__ __forceinline__ void transpose_tile(
     store_transposed(tile, column_word, out, columns, padded);
 }
 
-// codes [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end); NaN is the largest. All
-// threads of the block must call this; it takes one tile of the columns.
+// Joins what lanes DISTANCE apart have of the same columns: either keeps HALF of them. -> the first of these
+template <int HALF, int DISTANCE>
+__device__ __forceinline__ int join_half(float (&largest)[16]) {
+    const bool upper = threadIdx.x & DISTANCE;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float kept = upper ? largest[i + HALF] : largest[i], given = upper ? largest[i] : largest[i + HALF];
+        largest[i] = LargestMagnitude::join(kept, __shfl_xor_sync(kAllLanes, given, DISTANCE));
+    }
+    return upper ? HALF : 0;
+}
+
+// codes [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end), NaN if one is. All threads of
+// the block must call this; it takes one tile of the columns.
 __device__ __forceinline__ void column_largest(
     int64_t tile, const int8_t* codes, const float* row_factor, float* partial, int64_t begin, int64_t end,
     int64_t columns) {
     const int64_t column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
-    uint32_t largest[16] = {};
+    float largest[16] = {};
     if (column < columns) {
 #pragma unroll 4
         for (int64_t row = begin + threadIdx.x / kColumnGroups; row < end; row += kRowGroups) {
             float x[16];
             load16(codes + row * columns + column, row_factor[row], x);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) largest[i] = Largest::join(largest[i], bits_of(x[i]) & 0x7FFFFFFFu);
+            for (int i = 0; i < 16; ++i) largest[i] = LargestMagnitude::join(largest[i], x[i]);
         }
     }
     constexpr int kWarps = kTileThreads / kWarp;
-    __shared__ uint32_t part[kWarps][kTile];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        // Lanes with the same column group lie 8 apart.
-        largest[i] = Largest::join(largest[i], __shfl_xor_sync(kAllLanes, largest[i], 8));
-        largest[i] = Largest::join(largest[i], __shfl_xor_sync(kAllLanes, largest[i], 16));
-        if (threadIdx.x % kWarp < kColumnGroups) {
-            part[threadIdx.x / kWarp][threadIdx.x % kColumnGroups * kGroupColumns + i] = largest[i];
-        }
-    }
+    __shared__ float4 part[kWarps][kTile / 4];
+    // Lanes with the same column group lie 8 apart.
+    int first = threadIdx.x % kColumnGroups * kGroupColumns;
+    first += join_half<8, 16>(largest);
+    first += join_half<4, 8>(largest);
+    store_words(
+        part[threadIdx.x / kWarp] + first / 4, make_float4(largest[0], largest[1], largest[2], largest[3]));
     __syncthreads();
     const int64_t mine = tile * kTile + threadIdx.x;
     if (threadIdx.x >= kTile || mine >= columns) return;
-    uint32_t overall = part[0][threadIdx.x];
+    const float* of_column = reinterpret_cast<const float*>(part) + threadIdx.x;
+    float overall = of_column[0];
 #pragma unroll
-    for (int warp = 1; warp < kWarps; ++warp) overall = Largest::join(overall, part[warp][threadIdx.x]);
-    partial[mine] = float_of(overall);
+    for (int warp = 1; warp < kWarps; ++warp) overall = LargestMagnitude::join(overall, of_column[warp * kTile]);
+    partial[mine] = overall;
 }
 
 // partial float32 [parts, N] -> the reciprocals of a tile's columns, for rounding to codes within q; and their scales,
@@ -85,22 +95,22 @@ __device__ __forceinline__ void column_largest(
 __device__ __forceinline__ void column_scales(
     int64_t tile, const float* partial, int64_t parts, int64_t columns, float q, float* scale,
     float (&reciprocal)[kTile]) {
-    __shared__ uint32_t slices[kSlices][kTile];
+    __shared__ float slices[kSlices][kTile];
     const int slice = threadIdx.x / kTile, here = threadIdx.x % kTile;
     const int64_t column = tile * kTile + here;
-    uint32_t largest = 0;
+    float largest = 0.0f;
     if (column < columns) {
 #pragma unroll 8
         for (int64_t part = slice; part < parts; part += kSlices) {
-            largest = Largest::join(largest, bits_of(partial[part * columns + column]));
+            largest = LargestMagnitude::join(largest, partial[part * columns + column]);
         }
     }
     slices[slice][here] = largest;
     __syncthreads();
     if (slice == 0) {
 #pragma unroll
-        for (int i = 1; i < kSlices; ++i) largest = Largest::join(largest, slices[i][here]);
-        const GradientScale s = gradient_scale(float_of(largest), q);
+        for (int i = 1; i < kSlices; ++i) largest = LargestMagnitude::join(largest, slices[i][here]);
+        const GradientScale s = gradient_scale(largest, q);
         reciprocal[here] = s.reciprocal;
         if (scale && column < columns) scale[column] = s.scale;
     }
@@ -144,7 +154,6 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
     const int64_t row = tile.row(), column = tile.column(), rows = op.rows, columns = op.columns;
     const int8_t* codes = op.x.coded.codes;
     const float *row_factor = op.gradient.scale, q = op.gradient.largest;
-    const int64_t drawn_from = op.key[0], subsequence = op.subsequence;
     __shared__ float reciprocal[kTile];
     column_scales(blockIdx.y, partial, parts, columns, q, blockIdx.x ? nullptr : static_cast<float*>(scale), reciprocal);
     uint32_t word[kGroupColumns] = {};
@@ -152,6 +161,8 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
         float inverse[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) inverse[i] = reciprocal[threadIdx.x % kColumnGroups * kGroupColumns + i];
+        PhiloxWords drawn = philox_group(op.key[0], op.subsequence, row / kGroupRows);  // a word for each row
+        const uint32_t offset = static_cast<uint32_t>(column) * kWordStep;
         // Each row's codes come in at the top of the columns' words; unrolling this would only cost registers.
 #pragma unroll 1
         for (int r = 0; r < kGroupRows; ++r) {
@@ -161,16 +172,17 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
                 continue;
             }
             float x[16];
-            PhiloxWords drawn;
             load16(codes + (row + r) * columns + column, row_factor[row + r], x);
-            const int64_t group = ((row + r) * columns + column) / 4;
+            const uint32_t first = drawn.word[0] + offset;
+            drawn = {{drawn.word[1], drawn.word[2], drawn.word[3], 0}};
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                if (i % 4 == 0) drawn = philox_group(drawn_from, subsequence, group + i / 4);
-                const int8_t code = round_at_random(x[i] * inverse[i], drawn.word[i % 4], q);
-                word[i] = word[i] >> 8 | static_cast<uint32_t>(static_cast<uint8_t>(code)) << 24;
+                const uint32_t code = code_at_random(x[i] * inverse[i], first + i * kWordStep, q);
+                word[i] = __byte_perm(word[i], code, 0x4321);
             }
         }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) word[i] = inverse[i] == 0.0f ? 0 : word[i];  // where something is not finite
     }
     store_transposed(tile, word, out, columns, padded);
 }

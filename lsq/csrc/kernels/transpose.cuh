@@ -13,28 +13,14 @@ namespace lsq {
 constexpr int kTile = 128, kTileThreads = 256;
 constexpr int kGroupRows = 4, kGroupColumns = 16;  // of one thread
 
-// Selects four of the eight bytes of a (0 to 3) and b (4 to 7), the lowest digit of `choice` being the lowest byte.
-__device__ __forceinline__ uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t choice) {
-#ifdef LSQ_EMULATOR
-    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
-    uint32_t chosen = 0;
-    for (int i = 0; i < 4; ++i) {
-        chosen |= static_cast<uint32_t>(bytes >> (8 * (choice >> (4 * i) & 7)) & 0xFF) << (8 * i);
-    }
-    return chosen;
-#else
-    return __byte_perm(a, b, choice);
-#endif
-}
-
 // Four rows of four bytes become four columns.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
-    const uint32_t low01 = choose_bytes(word[0], word[1], 0x5140), high01 = choose_bytes(word[0], word[1], 0x7362);
-    const uint32_t low23 = choose_bytes(word[2], word[3], 0x5140), high23 = choose_bytes(word[2], word[3], 0x7362);
-    word[0] = choose_bytes(low01, low23, 0x5410);
-    word[1] = choose_bytes(low01, low23, 0x7632);
-    word[2] = choose_bytes(high01, high23, 0x5410);
-    word[3] = choose_bytes(high01, high23, 0x7632);
+    const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
+    const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);
+    word[0] = __byte_perm(low01, low23, 0x5410);
+    word[1] = __byte_perm(low01, low23, 0x7632);
+    word[2] = __byte_perm(high01, high23, 0x5410);
+    word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
 // A tile by its numbers along the rows and the columns, and where the thread's 4 x 16 values begin.

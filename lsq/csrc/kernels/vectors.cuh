@@ -9,6 +9,13 @@
 namespace lsq {
 
 constexpr int kVector = 8;  // values that a thread reads or writes at a time
+// A number of less than 2^22 plus this, 1.5 * 2^23, stands in the last bits, whole as the sum was rounded.
+constexpr float kWhole = 12582912.0f;
+
+// The lowest bytes of four words, that of the first one lowest.
+__device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
 
 template <class Word>
 __device__ __forceinline__ Word load_words(const void* from) {
@@ -134,13 +141,17 @@ __device__ __forceinline__ void store8(T* to, const float (&x)[kVector]) {
     store_packed(to, packed);
 }
 
-__device__ __forceinline__ void store8(int8_t* to, const int8_t (&codes)[kVector]) {
-    uint32_t words[2] = {0, 0};
+// Eight codes, in the lowest bytes of words.
+__device__ __forceinline__ void store8(int8_t* to, const uint32_t (&code)[kVector]) {
+    const uint32_t low = low_bytes(code[0], code[1], code[2], code[3]);
+    store_words(to, make_uint2(low, low_bytes(code[4], code[5], code[6], code[7])));
+}
+
+__device__ __forceinline__ void store8(int8_t* to, const int8_t (&code)[kVector]) {
+    uint32_t words[kVector];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        words[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(codes[i])) << (8 * (i % 4));
-    }
-    store_words(to, make_uint2(words[0], words[1]));
+    for (int i = 0; i < kVector; ++i) words[i] = static_cast<uint32_t>(code[i]);
+    store8(to, words);
 }
 
 }  // namespace lsq

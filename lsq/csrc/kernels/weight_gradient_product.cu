@@ -8,11 +8,11 @@
 #include "weight_gradient_end.cuh"
 
 // gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums: what is added to the gradients
-// of the clips. Of clips for rows, [2 * gridDim.x, N], a row of each column of warps; of one clip [tiles, 4], one of each warp.
-LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_weight_gradient_product(
+// of the clips. Of clips for rows, [kWarpsAcross * gridDim.x, N], a row of each column of warps; of one clip [tiles, warps].
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_weight_gradient_product(
     const ProjectWeightGradient op, In<int8_t> gradient, In<int8_t> x, In<float> column_scale, int64_t inner,
     Out<float> clip_sums, Out<int32_t> parts, Out<uint32_t> tickets) {
-    extern __shared__ __align__(128) unsigned char stages[];
+    extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
     accumulate({gradient, block_row(), op.weight_rows, inner}, {x, block_column(), op.columns, inner}, stages, sums);
     if (!add_up_parts(sums, parts, tickets)) return;
@@ -27,7 +27,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_weight_gradient_product(
         for (int i = 0; i < kVector; ++i) scale[i] *= input;
     }
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    float* sums_of_rows = clip_sums + (2 * blockIdx.x + warp % 2) * op.weight_rows;
+    float* sums_of_rows = clip_sums + (kWarpsAcross * blockIdx.x + warp % kWarpsAcross) * op.weight_rows;
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
         float clip = 0.0f;
         if (row < op.weight_rows && has_column) {
@@ -47,6 +47,6 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, 2) lsq_weight_gradient_product(
     if (op.clips > 1) return;
     sum_of_warp = warp_reduce<Sum>(sum_of_warp);
     const int64_t tile = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
-    if (lane == 0) clip_sums[4 * tile + warp] = sum_of_warp * op.clip_factor;
+    if (lane == 0) clip_sums[kWarpsDown * kWarpsAcross * tile + warp] = sum_of_warp * op.clip_factor;
 }
 LSQ_EXPORT(lsq_weight_gradient_product)

@@ -1,0 +1,200 @@
+// Products of bytes that lie in a core's caches, and how their factors are packed: what attention multiplies where
+// queries, keys and values are codes. Sums are exact.
+//
+// A left factor has blocks of 32 rows by 64 inner bytes, one behind the other. A right factor has tiles of 16 columns
+// by 64 inner bytes, four of which lie together: [64 / 4][16][4].
+#pragma once
+
+#include "amx.h"
+#include "products.h"
+#include "wide.h"
+
+#if defined(LSQ_AMX) && defined(LSQ_WIDE)
+#define LSQ_BYTES
+
+namespace lsq {
+
+constexpr int64_t kByteDepth = 64;                     // inner bytes of a block or a tile
+constexpr int64_t kByteBlock = kUnit * kByteDepth;     // bytes of a block of rows
+constexpr int64_t kByteColumns = 16;                   // columns of a tile
+constexpr int64_t kByteTile = kByteColumns * kByteDepth;
+
+inline int64_t byte_depths(int64_t inner) { return (inner + kByteDepth - 1) / kByteDepth; }
+
+// Two tiles of columns, `distance` bytes apart, and behind them those along the inner dimension; `sums`: what each of
+// the 32 columns begins with, negated, or null.
+struct ByteColumns {
+    const int8_t* tiles;
+    int64_t distance;
+    const int32_t* sums;
+};
+
+// By AMX, which takes signed codes as they are.
+struct AmxBytes {
+    using Session = WholeTiles;
+    static constexpr bool kBiased = false;
+
+    // out [rows, 32], rows `stride` apart, of blocks `step` bytes apart times tiles. UNSIGNED: the left factor is.
+    template <bool UNSIGNED>
+    static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b, int64_t depth, int64_t rows,
+                         int32_t* out, int64_t stride) {
+        constexpr int64_t kRows = 16, kLower = kRows * kByteDepth;
+        const int64_t bytes = stride * 4;
+        const bool both = rows > kRows;
+        zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
+        const int8_t *left = b.tiles, *right = left + b.distance;
+        for (int64_t i = 0; i < depth; ++i, blocks += step, left += kByteTile, right += kByteTile) {
+            load_tile<4>(blocks, kByteDepth), load_tile<6>(left, 64), load_tile<7>(right, 64);
+            add<UNSIGNED, 0, 4, 6>(), add<UNSIGNED, 1, 4, 7>();
+            if (!both) continue;
+            load_tile<5>(blocks + kLower, kByteDepth);
+            add<UNSIGNED, 2, 5, 6>(), add<UNSIGNED, 3, 5, 7>();
+        }
+        store_tile<0>(out, bytes), store_tile<1>(out + kByteColumns, bytes);
+        if (!both) return;
+        store_tile<2>(out + kRows * stride, bytes), store_tile<3>(out + kRows * stride + kByteColumns, bytes);
+    }
+
+private:
+    template <bool UNSIGNED, int SUM, int A, int B>
+    static void add() {
+        if constexpr (UNSIGNED) {
+            multiply_unsigned_int8<SUM, A, B>();
+        } else {
+            multiply_int8<SUM, A, B>();
+        }
+    }
+};
+
+// By AVX-512 VNNI, whose left factors are unsigned: codes come with 128 added, and columns begin with -128 times their
+// sum.
+struct VnniBytes {
+    struct Session {};
+    static constexpr bool kBiased = true;
+
+    // A function of its own, whose sums stay in registers.
+    template <bool UNSIGNED>
+    __attribute__((noinline)) static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b,
+                                                   int64_t depth, int64_t rows, int32_t* out, int64_t stride) {
+        constexpr int kRows = 8;
+        for (int64_t row = 0; row < rows; row += kRows, blocks += kRows * kByteDepth, out += kRows * stride) {
+            __m512i low[kRows], high[kRows];
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i) {
+                low[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums)) : __m512i{};
+                high[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums + kByteColumns)) : __m512i{};
+            }
+            const int8_t *left = b.tiles, *right = left + b.distance;
+            for (int64_t k = 0; k < depth; ++k) {
+                const uint8_t* line = blocks + k * step;
+                for (int64_t four = 0; four < kByteDepth; four += 4, left += kByteDepth, right += kByteDepth) {
+                    const __m512i first = _mm512_load_si512(left), second = _mm512_load_si512(right);
+#pragma GCC unroll 8
+                    for (int i = 0; i < kRows; ++i) {
+                        int32_t bytes;
+                        std::memcpy(&bytes, line + i * kByteDepth + four, 4);
+                        const __m512i factor = _mm512_set1_epi32(bytes);
+                        add(low[i], factor, first);
+                        add(high[i], factor, second);
+                    }
+                }
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i) {
+                _mm512_storeu_si512(out + i * stride, low[i]);
+                _mm512_storeu_si512(out + i * stride + kByteColumns, high[i]);
+            }
+        }
+    }
+
+private:
+    // By hand: from its intrinsic the compiler (GCC 12) copies every sum before and after it.
+    static void add(__m512i& sum, __m512i bytes, __m512i codes) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(codes));
+    }
+};
+
+// 64 codes of a row from `column` on, 0 outside.
+inline __m512i bytes_at(const Window<int8_t>& x, int64_t row, int64_t column) {
+    const int64_t there = row < x.rows ? std::min(x.columns - column, kByteDepth) : 0;
+    return _mm512_maskz_loadu_epi8(there > 0 ? ~uint64_t{0} >> (64 - there) : 0, x.first + row * x.stride + column);
+}
+
+// Rows of codes -> a left factor, 128 added if BIASED.
+template <bool BIASED>
+void pack_rows(const Window<int8_t>& from, uint8_t* to) {
+    const __m512i bias = _mm512_set1_epi8(BIASED ? -128 : 0);
+    for (int64_t at = 0; at < from.columns; at += kByteDepth, to += kByteBlock) {
+        for (int64_t row = 0; row < from.rows; ++row) {
+            _mm512_store_si512(to + row * kByteDepth, _mm512_xor_si512(bytes_at(from, row, at), bias));
+        }
+    }
+}
+
+// Rows of codes -> a right factor whose columns they are, tile after tile along them; if BIASED, also 128 times the sum
+// of each.
+template <bool BIASED>
+__attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& from, int8_t* to, int32_t* sums) {
+    for (int64_t row = 0; row < whole_units(from.rows); row += kByteColumns) {
+        __m512i sum = {};
+        for (int64_t at = 0; at < from.columns; at += kByteDepth, to += kByteTile) {
+            Lanes words[kByteColumns];
+            for (int i = 0; i < kByteColumns; ++i) words[i] = _mm512_castsi512_ps(bytes_at(from, row + i, at));
+            transpose(words);
+            for (int i = 0; i < kByteColumns; ++i) {
+                const __m512i four = _mm512_castps_si512(words[i]);
+                if (BIASED) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), four);
+                _mm512_store_si512(to + i * kByteDepth, four);
+            }
+        }
+        if (BIASED) _mm512_storeu_si512(sums + row, sum);
+    }
+}
+
+// Rows of codes -> a right factor of as many inner indices; tiles of other columns are `distance` bytes apart. Of 64
+// rows 0, 32, 16 and 48 lie together, and so on: the order in which pack_integers writes.
+inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance) {
+    for (int64_t group = 0; group < from.rows; group += kByteDepth, to += kByteTile) {
+        for (int64_t i = 0; i < 16; ++i) {
+            for (int64_t at = 0; at < whole_units(from.columns); at += kByteDepth) {
+                const int64_t row = group + i;
+                const __m512i a = bytes_at(from, row, at), b = bytes_at(from, row + 32, at);
+                const __m512i c = bytes_at(from, row + 16, at), d = bytes_at(from, row + 48, at);
+                const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
+                const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
+                const __m512i u0 = _mm512_unpacklo_epi16(ab_low, cd_low), u1 = _mm512_unpackhi_epi16(ab_low, cd_low);
+                const __m512i u2 = _mm512_unpacklo_epi16(ab_high, cd_high);
+                const __m512i u3 = _mm512_unpackhi_epi16(ab_high, cd_high);
+                const __m512i even01 = _mm512_shuffle_i32x4(u0, u1, 0x88), odd01 = _mm512_shuffle_i32x4(u0, u1, 0xDD);
+                const __m512i even23 = _mm512_shuffle_i32x4(u2, u3, 0x88), odd23 = _mm512_shuffle_i32x4(u2, u3, 0xDD);
+                const __m512i columns[4] = {
+                    _mm512_shuffle_i32x4(even01, even23, 0x88), _mm512_shuffle_i32x4(odd01, odd23, 0x88),
+                    _mm512_shuffle_i32x4(even01, even23, 0xDD), _mm512_shuffle_i32x4(odd01, odd23, 0xDD)};
+                for (int64_t tile = 0; tile < 4 && at + tile * kByteColumns < whole_units(from.columns); ++tile) {
+                    const int64_t number = at / kByteColumns + tile;
+                    _mm512_store_si512(to + number * distance + i * kByteDepth, columns[tile]);
+                }
+            }
+        }
+    }
+}
+
+constexpr int kByteParts = 3;
+
+// 64 integers of 24 bits -> their three bytes, the lowest first, 64 of each in the order of pack_along, `step` bytes
+// apart.
+inline void pack_integers(__m512i a, __m512i b, __m512i c, __m512i d, uint8_t* to, int64_t step) {
+    const __m512i halves = _mm512_set1_epi32(0xFFFF), bytes = _mm512_set1_epi16(0xFF);
+    constexpr int kSelect = 0xCA;  // first operand ? second : third
+    const __m512i ab = _mm512_ternarylogic_epi32(halves, a, _mm512_slli_epi32(b, 16), kSelect);
+    const __m512i cd = _mm512_ternarylogic_epi32(halves, c, _mm512_slli_epi32(d, 16), kSelect);
+    const __m512i ab_top = _mm512_ternarylogic_epi32(halves, _mm512_srli_epi32(a, 16), b, kSelect);
+    const __m512i cd_top = _mm512_ternarylogic_epi32(halves, _mm512_srli_epi32(c, 16), d, kSelect);
+    _mm512_store_si512(to, _mm512_ternarylogic_epi32(bytes, ab, _mm512_slli_epi16(cd, 8), kSelect));
+    _mm512_store_si512(to + step, _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(ab, 8), cd, kSelect));
+    _mm512_store_si512(to + 2 * step, _mm512_or_si512(ab_top, _mm512_slli_epi16(cd_top, 8)));
+}
+
+}  // namespace lsq
+
+#endif

@@ -1,0 +1,31 @@
+// The second operand of the product for the gradient of a weight: x [M, K] times the row scales of the gradient, rounded
+// per column at random. lsq/ops/weight_gradient.py has the formulas.
+#pragma once
+
+#include "aligned.h"
+#include "structs.h"
+#include "tiles.h"
+
+namespace lsq {
+
+class ColumnRounding {
+public:
+    // Finds the scales of all columns: column_scale [K], with the scale of x in it.
+    ColumnRounding(const ProjectWeightGradient& op, float* column_scale);
+
+    // Codes [M, K].
+    void to_rows(int8_t* rounded) const;
+
+    // The same as b of this product, in the tiles that its kernels read.
+    void to_tiles(const TileProduct& product) const;
+
+private:
+    float row_scale(int64_t row) const { return poisoned_ ? 0.0f : op_.gradient.scale[row]; }
+    void round_tiles(int64_t first, int64_t column, const uint32_t* words, int8_t* to, int64_t distance) const;
+
+    const ProjectWeightGradient& op_;
+    Aligned<float> reciprocal_;  // [K] and zeros up to a multiple of 64
+    bool poisoned_;              // a row scale is not finite: every code is 0, every scale NaN
+};
+
+}  // namespace lsq

@@ -1,0 +1,67 @@
+// The main loop of an int8 product by mma.sync: while one stage is multiplied, copies fill the others. 2 x 2 warps make a
+// quarter of the tile each.
+#pragma once
+
+#include "product_copies.cuh"
+
+namespace lsq {
+
+constexpr int kProductThreads = 128, kProductBlocks = 2;  // blocks that a multiprocessor is to hold
+constexpr int kWarpsDown = 2, kWarpsAcross = 2;
+constexpr int kWarpRows = TILE_M / kWarpsDown, kWarpColumns = TILE_N / kWarpsAcross;
+constexpr int kRowTiles = kWarpRows / 16, kColumnTiles = kWarpColumns / 8;  // of mma, in a warp's quarter
+
+static_assert(TILE_M % 32 == 0 && TILE_N % 64 == 0, "ends take 32 columns of a warp at a time");
+static_assert(STAGES >= 2, "one is filled while another is read");
+
+// Of a thread: see tensor_core.cuh for a tile's four.
+struct Sums {
+    int32_t of[kRowTiles][kColumnTiles][4];
+};
+
+__device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp / kWarpsAcross * kWarpRows; }
+__device__ __forceinline__ int warp_column() { return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns; }
+
+// Adds what a stage holds, rows of a and then rows of b.
+__device__ __forceinline__ void multiply_stage(const unsigned char* stage, Sums& sums) {
+    const int lane = threadIdx.x % kWarp;
+    const int row = warp_row() + lane % 16, column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < kChunks; k += 2) {
+        uint32_t a[kRowTiles][4], b[kColumnTiles][2];
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) load_matrices(stage + place_of(row + 16 * i, k + lane / 16), a[i]);
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; j += 2) {
+            uint32_t words[4];
+            load_matrices(stage + place_of(column + 8 * j, k + lane / 8 % 2), words);
+            b[j][0] = words[0], b[j][1] = words[1], b[j + 1][0] = words[2], b[j + 1][1] = words[3];
+        }
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int j = 0; j < kColumnTiles; ++j) multiply(sums.of[i][j], a[i], b[j]);
+        }
+    }
+}
+
+// The sums of this block's tile, over its part of K. `stages` has STAGES * kStageBytes bytes, at a multiple of kPattern.
+__device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
+                                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
+                                           Sums& sums) {
+    const StepCopies<kProductThreads> copies(a, b, stages);
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) copies.begin(stage, copies.first + stage);
+    int now = 0, next = STAGES - 1;
+#pragma unroll 1
+    for (int64_t step = copies.first; step < copies.last; ++step) {
+        wait_copies<STAGES - 2>();
+        __syncthreads();  // this step is there for all warps, and all have read the one before
+        copies.begin(next, step + STAGES - 1);
+        multiply_stage(stages + now * kStageBytes, sums);
+        next = now;
+        now = now + 1 == STAGES ? 0 : now + 1;
+    }
+}
+
+}  // namespace lsq

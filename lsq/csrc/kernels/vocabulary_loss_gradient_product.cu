@@ -1,0 +1,87 @@
+// The gradient of logits of codes, which are made again, a tile a block: M rows, P words, a multiple of 16, K values,
+// likewise.
+//
+// -DROUNDED=1: rounded at random, by a bound that is known for each row; 0: as it is, Float.
+// lsq/ops/vocabulary_loss.py is the reference.
+#include "random.cuh"
+#include "vocabulary_loss_tile.cuh"
+
+#ifndef ROUNDED
+#define ROUNDED 0
+#endif
+
+namespace {
+
+// What holds for a row of the tile, which threads share.
+struct alignas(16) GradientRow {
+    float shift;       // log of the normaliser
+    float reciprocal;  // of its scale, 1 for floats; 0: the row's gradient is 0
+    int32_t place;     // of the target
+    uint32_t word;     // random, of column 0
+
+    __device__ __forceinline__ static GradientRow of(const VocabularyLossGradient& op, int64_t row) {
+        const int64_t word = op.prediction.target[row];
+        GradientRow made{op.normaliser[row], word != op.prediction.padding ? 1.0f : 0.0f, place_in_tile(word), 0};
+#if ROUNDED
+        const GradientScale scale = gradient_scale(op.bound[row], op.rounded.largest);
+        if (blockIdx.x == 0) op.rounded.scale[row] = scale.scale * op.dloss[0];
+        made.reciprocal = scale.reciprocal;
+        made.word = philox_word(op.rounded.key[0], op.rounded.subsequence, row);
+#endif
+        return made;
+    }
+};
+
+static_assert(TILE_M <= kProductThreads, "a thread prepares a row");
+static_assert(kRowsBytes + TILE_M * sizeof(GradientRow) <= STAGES * kStageBytes, "fits beside the rows");
+
+}  // namespace
+
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
+    lsq_vocabulary_loss_gradient_product(const VocabularyLossGradient op, int64_t inner) {
+    extern __shared__ __align__(kPattern) unsigned char stages[];
+    const Prediction& given = op.prediction;
+    Sums sums = {};
+    accumulate_logits(given, inner, stages, sums);
+    GradientRow* of_rows = reinterpret_cast<GradientRow*>(beside_rows(stages));
+    const int64_t own = block_row() + threadIdx.x;
+    __syncthreads();  // all have read the last stage
+    if (threadIdx.x < TILE_M && own < given.rows) store_words(of_rows + threadIdx.x, GradientRow::of(op, own));
+    const LogitColumns columns(given);
+    const int first = static_cast<int>(columns.first - block_column());
+    const float factor = gradient_factor(given), each = given.each, target_weight = given.target_weight;
+#if ROUNDED
+    const float q = op.rounded.largest;
+    const uint32_t offset = static_cast<uint32_t>(columns.first) * kWordStep;
+#else
+    const float upstream = op.dloss[0];
+#endif
+    for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
+        if (row >= given.rows || columns.first >= given.columns) return;
+        const GradientRow of_row = load_words<GradientRow>(of_rows + (row - block_row()));
+        const int64_t element = row * given.columns + columns.first;
+        float x[kVector] = {};
+        if (of_row.reciprocal != 0.0f) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                x[i] = bounded_exponential(static_cast<float>(sum[i]) * columns.alpha[i] - of_row.shift) * factor - each;
+            }
+            const int at = of_row.place - first;
+            if (at >= 0 && at < columns.words) {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) x[i] -= i == at ? target_weight : 0.0f;
+            }
+            fill_up(columns.words, 0.0f, x);
+        }
+#if ROUNDED
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) x[i] *= columns.scale[i];
+        store_words(op.rounded.codes + element, round8_at_random(x, of_row.reciprocal, of_row.word + offset, q));
+#else
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) x[i] *= upstream;
+        store8(op.dlogits + element, x);
+#endif
+    });
+}
+LSQ_EXPORT(lsq_vocabulary_loss_gradient_product)

@@ -1,0 +1,76 @@
+// Logits of codes, a tile a block, added up where they are made: M rows, P words, a multiple of 16, K values, likewise.
+//
+// lsq/ops/vocabulary_loss.py is the reference; vocabulary_sums.cu joins what the tiles of a row leave.
+#include "vocabulary_loss_tile.cuh"
+
+namespace {
+
+static_assert(TILE_M <= kProductThreads, "a thread joins a row");
+static_assert(kRowsBytes + TILE_M * (kWarpsAcross * sizeof(LogitSums) + 4) <= STAGES * kStageBytes, "fits beside the rows");
+
+}  // namespace
+
+// parts [gridDim.x, M] LogitSums, chosen [M]: the logits of the targets that are words.
+LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_loss_product(
+    const VocabularyLoss op, int64_t inner, Out<float> parts, Out<float> chosen) {
+    extern __shared__ __align__(kPattern) unsigned char stages[];
+    const Prediction& given = op.prediction;
+    const int64_t rows = given.rows;
+    Sums sums = {};
+    accumulate_logits(given, inner, stages, sums);
+    float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));            // [kWarpsAcross, TILE_M] LogitSums
+    int32_t* places = reinterpret_cast<int32_t*>(of_warps + kWarpsAcross * TILE_M);  // [TILE_M], of targets
+    const int thread = threadIdx.x;
+    const int64_t own = block_row() + thread;
+    const bool has_row = thread < TILE_M && own < rows;
+    __syncthreads();  // all have read the last stage
+    if (thread < TILE_M) places[thread] = has_row ? place_in_tile(given.target[own]) : -1;
+    const LogitColumns columns(given);
+    const int first = static_cast<int>(columns.first - block_column());
+    for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
+        const int line = static_cast<int>(row - block_row());
+        LogitSums part;
+        float x[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            x[i] = static_cast<float>(sum[i]) * columns.alpha[i];
+            part.total += x[i];
+        }
+        fill_up(columns.words, -infinity(), x);
+        const int at = places[line] - first;
+        const bool has_target = at >= 0 && at < columns.words;
+        if (has_target) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                if (i == at) chosen[row] = x[i];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) part.largest = Maximum::join(x[i], part.largest);
+        part.largest = warp_reduce<Maximum, kRowGroups>(part.largest);
+        const float shift = shift_of(part.largest);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            x[i] = bounded_exponential(x[i] - shift);
+            part.sum += x[i];
+        }
+        if (has_target) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) x[i] = i == at ? 0.0f : x[i];
+        }
+        uint32_t scaled = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) scaled = Largest::join(scaled, magnitude(x[i] * columns.scale[i]));
+        part.scaled = float_of(warp_reduce<Largest, kRowGroups>(scaled));
+        part.sum = warp_reduce<Sum, kRowGroups>(part.sum);
+        part.total = warp_reduce<Sum, kRowGroups>(part.total);
+        if (thread % kRowGroups == 0) store_words(of_warps + first / kWarpColumns * TILE_M + line, part);
+    });
+    __syncthreads();
+    if (!has_row) return;
+    LogitSums whole = load_words<LogitSums>(of_warps + thread);
+#pragma unroll
+    for (int warp = 1; warp < kWarpsAcross; ++warp) whole.add(load_words<LogitSums>(of_warps + warp * TILE_M + thread));
+    store_words(parts + 4 * (blockIdx.x * rows + own), whole);
+}
+LSQ_EXPORT(lsq_vocabulary_loss_product)
