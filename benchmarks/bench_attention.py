@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lsq.backends import backend
-from lsq.csrc import loader
+from lsq.csrc import loader, tiles
 from lsq.ops.attention import Attention, AttentionGradient, HeadsGradient
 from lsq.ops.heads import Heads, Projected
 from lsq.program.values import Coded, Dropout, Rows
@@ -98,7 +98,11 @@ def rows(length: int, sentences: int, causal: bool, options) -> Iterator[dict]:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--dropout", type=float, default=0.1, help="probability, of lsq's last side")
+    parser.add_argument(
+        "--instructions", choices=tiles.INSTRUCTIONS, default="amx", help="the fastest that lsq's sides may multiply by"
+    )
     options = common.parse(parser, arguments)
+    loader.call("lsq_limit_attention", tiles.INSTRUCTIONS[options.instructions])
     shapes = QUICK if options.quick else LENGTHS
     table = [
         row for length, sentences in shapes for causal in (False, True)
@@ -106,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]  # fmt: skip
     conditions = common.conditions(
         options, baseline="PyTorch's flash attention in bfloat16", heads=HEADS, width=WIDTH, dropout=options.dropout,
-        library=loader.description(), dtypes=["int8", "float32", "bfloat16"],
+        library=loader.description(), allowed=options.instructions, dtypes=["int8", "float32", "bfloat16"],
     )  # fmt: skip
     common.report("attention", table, conditions, options)
 

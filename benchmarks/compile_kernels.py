@@ -21,6 +21,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
 from lsq.csrc.launch import Kernel, Launch
+from lsq.gemm.configuration import WGMMA_SM
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
 from lsq.layers import decoding, programs
@@ -42,8 +43,12 @@ TOKENS = 4096
 """Nothing is specialised for it."""
 STEPS = "lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm"
 """Kernels of lsq.optim.Adam, which no shape specialises."""
-TILES = tuple(default_tile(ProductKey(op="project", m=rows, n=512, k=512)) for rows in (8192, 2047, 64))
-"""What the rule for products makes of many rows, fewer and few."""
+TILES = tuple(
+    default_tile(ProductKey(op="project", m=rows, n=512, k=512), sm)
+    for sm, many in ((None, (8192, 2047, 64)), (WGMMA_SM, (8192, 4096, 2048, 64)))
+    for rows in many
+)
+"""What the rule for products makes of many rows, fewer and few, on GPUs without wgmma and with it."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
@@ -126,13 +131,16 @@ def needed(dtypes=DTYPES) -> list[Kernel]:
 
 
 def report(wanted: list[Kernel], targets=TARGETS) -> dict[tuple[str, str], Resources]:
-    """(kernel, target) -> what it takes.
+    """(kernel, target) -> what it takes. Those that multiply by wgmma are for sm_90a alone.
 
     Raises:
         RuntimeError: a kernel does not compile.
     """
     found = {}
-    pairs = [(kernel, target) for kernel in wanted for target in targets]
+    pairs = [
+        (kernel, target) for kernel in wanted for target in targets
+        if target == "sm_90a" or "WGMMA" not in dict(kernel.defines)
+    ]  # fmt: skip
     for kernel, target in tqdm(pairs, desc="compiling", unit="kernel", disable=None):
         compiled = compiler.compile_kernels(kernel.source, kernel.defines, target)
         found[str(kernel), target] = compiled.resources[kernel.name]
@@ -156,8 +164,10 @@ def markdown(found: dict[tuple[str, str], Resources], version: str) -> str:
         f"| kernel | {' | '.join(targets)} |", "|---|" + "---|" * len(targets),
     ]  # fmt: skip
     for kernel in sorted({kernel for kernel, _ in found}):
-        cells = (found[kernel, target] for target in targets)
-        sizes = (f"{taken.registers}, {taken.shared_bytes}, {taken.spill_bytes}" for taken in cells)
+        cells = (found.get((kernel, target)) for target in targets)
+        sizes = (
+            f"{taken.registers}, {taken.shared_bytes}, {taken.spill_bytes}" if taken else "" for taken in cells
+        )
         lines.append(f"| {kernel.replace('-D', '')} | {' | '.join(sizes)} |")
     return "\n".join(lines) + "\n"
 

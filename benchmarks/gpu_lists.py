@@ -1,10 +1,10 @@
 """The launches of a training step, found without a GPU, and what their kernels do, counted in the emulator.
 
 Products and their ends are listed apart, as with cuBLASLt: gpu_step.py joins those that one kernel does. Kernels are
-counted at few tokens and true widths, where warps access memory as they do at many. What is counted of a tensor is
-scaled by its size: see `Work`.
+counted at few tokens and true widths, where warps access memory as they do at many; gpu_work.py scales what is counted.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,15 +13,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from gpu_work import bytes_of
 from operations import PADDING, Size, layer_config, table, words
 
 from lsq import gemm
 from lsq.backends.absent import AbsentGPU
 from lsq.backends.products import launched_by_operation
 from lsq.config import QuantConfig
-from lsq.csrc import profile
+from lsq.csrc import geometry, profile
 from lsq.csrc.launch import Launch, Product
-from lsq.csrc.profile import Profile, Traffic
+from lsq.csrc.profile import Profile
+from lsq.gemm.default_tile import default_tile
+from lsq.gemm.product_key import ProductKey
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
@@ -37,9 +40,8 @@ LAYERS = 6
 DROPOUT = 0.1
 FEW = 4
 """Sentences of the batch whose kernels are counted."""
-SECTOR = 32
-SPARSE = 0.5
-"""Of a tensor that does not grow with the batch; where less of it is touched, more is touched in a larger batch."""
+FEW_WORDS, FEW_INNER = 1024, 64
+"""Of the product with the vocabulary, where its kernels are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ def key_of(entry: Launch) -> str:
             missing = [leaf.name for leaf in argument.leaves() if leaf.of(argument) is None]
             attributes = {
                 name: value for name, value in sorted(argument.attributes().items())
-                if "subsequence" not in name and not dataclasses.is_dataclass(value)
+                if not name.endswith(("subsequence", "vocabulary")) and not dataclasses.is_dataclass(value)
             }  # fmt: skip
             found.append(f"{argument.name} without {', '.join(missing)}; {attributes}")
         elif argument is None:
@@ -153,22 +155,41 @@ def alike(entries: Iterable[Launch | Product]) -> dict[int, int]:
 
 def counted_alike(size: Size, quant: QuantConfig) -> dict[str, int]:
     """By key: how many launches of it there are in an operation with few sentences, where it is counted."""
-    operations = (launches(operation, "meta") for operation in small_operations(size, quant))
-    return {key_of(entry): count for one in operations for entry, count in zip(one, alike(one).values(), strict=True)}
+    with small_grids(size):
+        found = [launches(operation, "meta", tile_of(size)) for operation in small_operations(size, quant)]
+    return {key_of(entry): count for one in found for entry, count in zip(one, alike(one).values(), strict=True)}
+
+
+@contextlib.contextmanager
+def small_grids(size: Size) -> Iterator[None]:
+    """Blocks that sum over rows are fewer, so that with few sentences each has as many rows as with all of them."""
+    blocks, few = geometry.BLOCKS, few_sentences(size)
+    geometry.BLOCKS = max(1, blocks * few.tokens // size.tokens)
+    try:
+        yield
+    finally:
+        geometry.BLOCKS = blocks
+
+
+def few_sentences(size: Size) -> Size:
+    """The batch whose kernels are counted."""
+    return dataclasses.replace(size, sentences=min(FEW, size.sentences))
 
 
 def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profile]:
     """By key: what each kernel of the steps of these models does; the sizes are those of the batches to count at."""
-    best: dict[str, tuple[int, Operation]] = {}
+    best: dict[str, tuple[int, Operation, Size]] = {}
     for size in sizes:
-        for operation in small_operations(size, quant):
-            for entry in launches(operation, "meta"):
-                weight = sum(map(bytes_of, profile.operands_of(entry)))
-                if key_of(entry) not in best or weight < best[key_of(entry)][0]:
-                    best[key_of(entry)] = weight, operation
+        with small_grids(size):
+            for operation in small_operations(size, quant):
+                for entry in launches(operation, "meta", tile_of(size)):
+                    weight = sum(map(bytes_of, profile.operands_of(entry)))
+                    if key_of(entry) not in best or weight < best[key_of(entry)][0]:
+                        best[key_of(entry)] = weight, operation, size
     found = {}
-    for operation in {id(chosen): chosen for _, chosen in best.values()}.values():
-        entries = launches(operation, "cpu")
+    for operation, size in {id(chosen): (chosen, size) for _, chosen, size in best.values()}.values():
+        with small_grids(size):
+            entries = launches(operation, "cpu", tile_of(size))
         for entry, counted in zip(entries, profile.profile(entries), strict=True):
             if best[key_of(entry)][1] is operation:
                 found.setdefault(key_of(entry), counted)
@@ -177,18 +198,38 @@ def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profil
 
 def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
     """Of a step with few sentences; of embeddings, whose work does not grow evenly, with all of them."""
-    small = dataclasses.replace(size, sentences=min(FEW, size.sentences))
-    for _, program in training(small, quant):
+    for _, program in training(few_sentences(size), quant):
         if program.name != "embedding":
-            yield from program.operations
+            yield from map(of_few_words, program.operations)
     yield from training(size, quant)[0][1].operations
     yield from (adam(FEW, size.hidden), adam(64, size.hidden, quant))
 
 
-def launches(operation: Operation, place: str) -> list[Launch]:
+def of_few_words(operation: Operation) -> Operation:
+    """Of a product that only tiles end: with fewer words and values to multiply, which the emulator has time for."""
+    given = getattr(operation, "prediction", None)
+    if given is None:
+        return operation
+    inner = given.x.tensor.shape[1]
+    few_of = {given.columns: min(given.columns, FEW_WORDS), inner: min(inner, FEW_INNER)}
+
+    def fewer(tensor):
+        return dataclasses.replace(tensor, shape=tuple(few_of.get(size, size) for size in tensor.shape))
+
+    few = operation.bind(fewer)
+    few.prediction.vocabulary -= given.columns - few.prediction.columns
+    return few
+
+
+def tile_of(size: Size) -> gemm.TileConfiguration | None:
+    """Of logits, by the rule for the whole step, whatever is counted of it."""
+    return default_tile(ProductKey(op="vocabulary_loss", m=size.tokens, n=size.padded, k=size.hidden))
+
+
+def launches(operation: Operation, place: str, tile: gemm.TileConfiguration | None) -> list[Launch]:
     """What an operation launches beside products, on random tensors; products have left small sums."""
     real = Sampler(place).operation(operation) if place == "cpu" else on_meta(operation)
-    with gemm.ended_by(None):
+    with gemm.ended_by(tile if hasattr(operation, "prediction") else None):
         scratch = [
             torch.randint(-999, 999, shape, dtype=dtype) if place == "cpu" and dtype == torch.int32
             else torch.zeros(shape, dtype=dtype, device=place)
@@ -207,72 +248,3 @@ def on_meta(operation: Operation) -> Operation:
         return made[tensor]
 
     return operation.bind(make)
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Its size."""
-    return tensor.numel() * tensor.element_size()
-
-
-def place_of(tensor: torch.Tensor) -> tuple:
-    """Equal for the same memory."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a launch does: bytes by the place of their tensor, each counted once, and work by warps.
-
-    A tensor that grows with the batch is read and written as often as at few tokens; one that does not, is read by as
-    many more warps as there is more work, and once from memory. One that grows more than the work is touched in part.
-    """
-
-    reads: dict[object, float]
-    writes: dict[object, float]
-    sectors: float
-    """Of all requests."""
-    shared_passes: float
-    instructions: dict[str, float]
-    warps: int
-    warps_of_block: int
-
-    @staticmethod
-    def of(counted: Profile, entry: Launch, shared: float = 1.0) -> "Work":
-        """Of a launch on large tensors whose like was counted on small ones; `shared` launches share its work."""
-        tensors = profile.operands_of(entry)
-        work = growth(counted, tensors) / shared
-        reads: dict[object, float] = {}
-        writes: dict[object, float] = {}
-        sectors = 0.0
-        for real, one in zip(tensors, counted.operands, strict=True):
-            own = min(bytes_of(real) / one.bytes, work) if one.bytes else 0.0
-            for traffic, moved in ((one.reads, reads), (one.writes, writes), (one.atomics, writes)):
-                touched = scaled_bytes(traffic, one.bytes, bytes_of(real), work)
-                if touched:
-                    moved[place_of(real)] = moved.get(place_of(real), 0.0) + touched
-                sectors += traffic.sectors * (own if own > 1 else work)
-        block = entry.block[0] * entry.block[1] * entry.block[2]
-        return Work(
-            reads=reads, writes=writes, sectors=sectors, shared_passes=counted.shared_passes * work,
-            instructions={kind: number * work for kind, number in counted.instructions.items()},
-            warps=-(-block // profile.WARP) * entry.grid[0] * entry.grid[1] * entry.grid[2],
-            warps_of_block=-(-block // profile.WARP),
-        )
-
-
-def growth(counted: Profile, tensors: list[torch.Tensor]) -> float:
-    """How much larger these tensors are, by that which has grown most of those that are touched."""
-    pairs = zip(tensors, counted.operands, strict=True)
-    grown = (bytes_of(real) / one.bytes for real, one in pairs if one.reads.touched + one.writes.touched)
-    return max(grown, default=1.0)
-
-
-def scaled_bytes(traffic: Traffic, counted: int, real: int, work: float) -> float:
-    """Bytes of a tensor of `real` bytes that are touched, where one of `counted` bytes was touched so."""
-    touched = traffic.touched * SECTOR
-    if not touched:
-        return 0.0
-    grows = min(real / counted, work)
-    if grows <= 1 and touched < SPARSE * counted:
-        grows = work
-    return min(touched * grows, real)

@@ -2,9 +2,9 @@
 
 A kernel takes as long as the slowest of what it needs: memory, the L2 cache, the L1 cache and shared memory,
 instructions of each kind; and a gap before the next one. A product takes as long as its multiplications in tiles of
-the best size, or its operands in memory; one that a kernel ends, as its multiplications by mma.sync in its own tiles
-and then the instructions of its end, as if they never overlapped. What an earlier kernel has left in the L2 cache is
-not read from memory again.
+the best size, or its operands in memory; one that a kernel ends, as its multiplications by mma.sync or wgmma in its
+own tiles and then the instructions of its end, as if they never overlapped. What an earlier kernel has left in the L2
+cache is not read from memory again.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from gpu_lists import SECTOR, Work
+from gpu_work import SECTOR, Work
 
 from lsq.csrc.profile import WARP, Limits, fitting_blocks
 from lsq.gemm import TileConfiguration
@@ -29,8 +29,8 @@ IN_FLIGHT = 1024
 SLOTS = {
     "division": {"special": 1, "float": 8}, "root": {"special": 1, "float": 8}, "logarithm": {"float": 20},
     "convert": {"convert": 1}, "float": {"float": 1}, "integer": {"integer": 1}, "multiply": {"integer": 1},
-    "branch": {"issue": 1}, "memory": {"issue": 1}, "exchange": {"exchange": 1}, "barrier": {"issue": 8},
-    "mma": {"tensor": 1},
+    "permute": {"integer": 1}, "branch": {"issue": 1}, "memory": {"issue": 1}, "exchange": {"exchange": 1},
+    "barrier": {"issue": 8}, "mma": {"tensor": 1}, "wgmma": {"issue": 1},
 }  # fmt: skip
 """What each kind of instruction of lsq.csrc.profile takes of a multiprocessor's units."""
 
@@ -218,7 +218,8 @@ class Clock:
         reads = {**product.reads, **{place: size for place, size in end.reads.items() if place not in sums}}
         traffic, touched = self._traffic(Moved(reads=reads, writes=end.writes))
         work = 2.0 * product.m * product.n * product.k
-        multiplied = work / (gpu.int8 * gpu.int8_reached * gpu.mma) / one_tile_rate(product, tile, gpu.multiprocessors)
+        peak = gpu.int8 * gpu.int8_reached * (gpu.mma if tile.instruction == "mma" else 1.0)
+        multiplied = work / peak / one_tile_rate(product, tile, gpu.multiprocessors)
         cycles = gpu.multiprocessors * gpu.gigahertz * GIGA
         ended = instruction_cycles(end.instructions, gpu) / cycles / gpu.reached
         of_tiles = work / 2 * (1 / tile.rows + 1 / tile.columns)

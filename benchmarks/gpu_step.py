@@ -7,22 +7,27 @@ from dataclasses import dataclass
 
 import gpu_lists
 import operations
-from gpu_lists import Work, bytes_of, key_of, place_of
+from gpu_lists import key_of
 from gpu_model import Clock, Gpu, Multiplied, Time, total, variant
 from gpu_opponents import SIDES, SINGLE, Model, Pass
+from gpu_work import SECTOR, Work, bytes_of, place_of
 
 from lsq.config import QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.launch import Launch, Product
 from lsq.csrc.profile import WARP, Profile, fitting_blocks
 from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED
+from lsq.gemm.product_key import TILED, TILED_ALONE, ProductKey
 from lsq.gemm.product_key import key_of as key_of_product
 
 QUANT = QuantConfig(backward="int8")
 LSQ = "lsq"
 ENDED = {op: f"lsq_{op.removeprefix('project_')}_product" for op in TILED}
 """Kernels that end products, by their operations."""
+ALONE = {f"lsq_{op}_product": op for op in TILED_ALONE}
+"""Operations, by the kernels that nothing else ends their products: lists have these."""
+MAIN_LOOP = {"mma": 1, "integer": 13.67, "branch": 1.70, "memory": 0.375, "barrier": 1 / 64}
+"""Instructions that the emulator counts of a main loop for each mma of a tile of 128 x 128; the others are of ends."""
 GROUPS = {
     "products": ("product", *ENDED.values()),
     "attention": ("attention", "lsq_attention"),
@@ -100,6 +105,12 @@ class Step:
         for part in self.parts:
             clock, entries = Clock(gpu), iter(part.entries)
             for entry in entries:
+                if isinstance(entry, Launch) and entry.kernel.name in ALONE:
+                    product, end = logits(entry), without_main_loop(self.work[id(entry)])
+                    key = ProductKey(op=ALONE[entry.kernel.name], m=product.m, n=product.n, k=product.k)
+                    tile = default_tile(key, gpu.sm)
+                    yield entry.kernel.name, part.times, clock.ended_product(product, end, tile)
+                    continue
                 if isinstance(entry, Launch):
                     taken = resources(entry, gpu.target)
                     yield entry.kernel.name, part.times, clock.kernel(self.work[id(entry)], *taken)
@@ -129,6 +140,22 @@ def multiplied(entry: Product) -> Multiplied:
         m=m, n=entry.out.shape[1], k=k, int8=entry.a.element_size() == 1, reads=operands,
         writes={place_of(entry.out): float(bytes_of(entry.out))},
     )  # fmt: skip
+
+
+def logits(entry: Launch) -> Multiplied:
+    """The product with the vocabulary that a kernel makes and ends."""
+    given = entry.arguments[0].prediction
+    operands = {place_of(tensor): float(bytes_of(tensor)) for tensor in (given.x.tensor, given.weight.codes)}
+    return Multiplied(
+        m=given.rows, n=given.columns, k=given.x.tensor.shape[1], int8=True, reads=operands, writes={}
+    )  # fmt: skip
+
+
+def without_main_loop(work: Work) -> Work:
+    """What a kernel that makes a product does to end it."""
+    multiplied = work.instructions["mma"]
+    ended = {kind: number - MAIN_LOOP.get(kind, 0) * multiplied for kind, number in work.instructions.items()}
+    return dataclasses.replace(work, instructions=ended)
 
 
 def resources(entry: Launch, target: str) -> tuple[int, int]:
@@ -232,7 +259,7 @@ def counted_figures(profiles: list[tuple[int, Profile]]) -> dict:
     least = sum(times * one.shared_least for times, one in profiles)
     return {
         "sectors_per_request": of_tensors("sectors") / requests,
-        "full_sectors_per_request": of_tensors("bytes") / gpu_lists.SECTOR / requests,
+        "full_sectors_per_request": of_tensors("bytes") / SECTOR / requests,
         "bank_passes": sum(times * one.shared_passes for times, one in profiles) / least if least else None,
         "lanes": WARP * sum(one.activity for _, one in profiles) / len(profiles),
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lsq.quant import arithmetic
 from lsq.quant.formats import GRADIENT
+from lsq.quant.random import uniform_rows
 
 SMALLEST = 1e-30
 """What a row's magnitude is divided by at least."""
@@ -146,11 +147,12 @@ def folded(x: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def codes_of(scaled: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Whole numbers for values in units of their scale: at random and without bias, or the nearest (None)."""
+    """Whole numbers for values in units of their scale: at random as products do it, or the nearest (None)."""
     if generator is None:
         rounded = scaled.round()
     else:
-        rounded = (scaled + torch.rand(scaled.shape, generator=generator)).floor_()
+        key = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator)
+        rounded = (scaled + uniform_rows(key, 0, *scaled.shape)).floor_()
     return rounded.clamp_(-GRADIENT.largest, GRADIENT.largest)
 
 

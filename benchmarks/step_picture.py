@@ -7,7 +7,6 @@
 
 import argparse
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,8 +22,6 @@ COLOURS = {part: f"C{number}" for number, part in enumerate((*PARTS, UPDATE))} |
 ALLOWED = "at the peak of processor\nand memory"
 LEAST_LABELLED = 0.03
 """Of the longest bar: a shorter part has no figure in it."""
-
-logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq lets everything be said
 
 
 def draw(

@@ -1,6 +1,7 @@
 """What the benchmarks of training steps train: fairseq's translation models and batches, made without data files."""
 
 import contextlib
+import logging
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import lsq.fairseq  # noqa: F401  (registers lsq_transformer and its criterion)
 from lsq.fairseq.memory import made_up_dictionary
 from lsq.fairseq.model import LSQModel
 from lsq.optim import Adam
+
+logging.getLogger().setLevel(logging.WARNING)  # a task of fairseq's lets every library say everything
 
 
 @dataclass(frozen=True, kw_only=True)
