@@ -47,6 +47,9 @@ class Hooks:
         return self.before is not None or self.after is not None
 
 
+NO_HOOKS = Hooks()
+
+
 class Execution:
     """A program with the tensors of one call: `Execution(program, backend)(tensors by name) -> outputs`.
 
@@ -63,7 +66,7 @@ class Execution:
         owner: object = None,
     ):
         self.program, self.backend = program, backend
-        self.hooks = hooks or Hooks()
+        self.hooks = hooks or NO_HOOKS
         self.memory = memory
         self.owner = owner
 
@@ -87,19 +90,21 @@ class Execution:
 
     def run_pass(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:
         """Run the operations `indices` of a whole pass on `values`, which gains what crosses the program's borders."""
-        looked_at = _seconds is not None or (self.hooks and indices.start == 0)
+        hooks = NO_HOOKS if indices.start else self.hooks
+        looked_at = _seconds is not None or hooks
         if looked_at or not frame.run_prepared(self.program, indices, self.backend, values):
             if indices.start:
                 values.update({**frame.kept(self.program), **values})
-            self.run(indices, values, frame)
+            self.run(indices, values, frame, hooks)
 
     def _fresh(self) -> FreshFrame:
         return FreshFrame(self.backend.place)
 
-    def run(self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame) -> None:
+    def run(
+        self, indices: range, values: dict[VirtualTensor, torch.Tensor], frame: Frame, hooks: Hooks = NO_HOOKS
+    ) -> None:
         """Run `indices` one by one on `values`, which gains their outputs and loses what has no reader left."""
         program = self.program
-        hooks = self.hooks if indices.start == 0 else Hooks()
         for index in indices:
             operation = program.operations[index]
             written = frame.tensors_for(program, index)
