@@ -10,6 +10,9 @@ from tests.docs import commands
 from tests.docs.pages import KINDS, ROOT, blocks, pages
 from tests.docs.reader import Reader, page_left_behind
 
+LONG = ("docs/fairseq.md", "docs/tuning.md")
+"""Pages whose commands take half a minute."""
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -20,7 +23,9 @@ def reader(tmp_path) -> Reader:
     return Reader(tmp_path, commands.PROGRAMS, commands.follow)
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=str(page), marks=pytest.mark.thorough if str(page) in LONG else ()) for page in pages()
+])  # fmt: skip
 def test_page(page, reader):
     with page_left_behind():
         for block in blocks(ROOT / page):

@@ -28,6 +28,7 @@ from tests.ops.tiles import (
     multiplications,
     names,
     traffic,
+    with_tiles,
 )
 
 KERNEL = "lsq_input_gradient_product"
@@ -46,8 +47,7 @@ def compare(rows, tile, **given):
     return found
 
 
-@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
-@pytest.mark.parametrize("rows, columns, padded", [(1, 16, 16), (41, 80, 48), (130, 144, 336)])
+@pytest.mark.parametrize("tile, rows, columns, padded", with_tiles([(1, 16, 16), (41, 80, 48), (130, 144, 336)]))
 def test_gradients_are_exact(tile, rows, columns, padded):
     found = compare(rows, tile, kind=Activation.relu, added=True, columns=columns, padded=padded)
     assert rows == 1 or (found.sum.any() and found.dclip.any())

@@ -24,6 +24,7 @@ from tests.ops.tiles import (
     in_one,
     largest_tile,
     multiplications,
+    with_tiles,
 )
 
 
@@ -37,8 +38,9 @@ def turns():
         in_one(rounded(150, 272, 144, Activation.gelu, 0.1), tile)
 
 
-@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
-@pytest.mark.parametrize("rows, inner, outputs", [(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)])
+@pytest.mark.parametrize(
+    "tile, rows, inner, outputs", with_tiles([(0, 64, 32), (1, 16, 16), (41, 80, 48), (130, 336, 144)])
+)
 def test_codes_are_exact(tile, rows, inner, outputs):
     found = in_one(rounded(rows, inner, outputs), tile)
     assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)

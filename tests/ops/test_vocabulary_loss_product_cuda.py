@@ -20,6 +20,7 @@ from tests.ops.tiles import (
     launches,
     names,
     traffic,
+    with_tiles,
 )
 
 
@@ -40,8 +41,7 @@ def turns():
     loss_by(SMALL, of_codes(1030, 33, 48))
 
 
-@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
-@pytest.mark.parametrize("rows, vocabulary, padded", [(1, 2, 16), (41, 270, 272), (130, 129, 144)])
+@pytest.mark.parametrize("tile, rows, vocabulary, padded", with_tiles([(1, 2, 16), (41, 270, 272), (130, 129, 144)]))
 def test_every_tile(tile, rows, vocabulary, padded):
     """What the gradient is does not depend on the tile; sums of a row are added up in the order of its tiles."""
     operation = of_codes(rows, vocabulary, padded)

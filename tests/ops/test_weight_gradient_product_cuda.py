@@ -26,6 +26,7 @@ from tests.ops.tiles import (
     multiplications,
     names,
     traffic,
+    with_tiles,
 )
 
 KERNEL = "lsq_weight_gradient_product"
@@ -45,9 +46,8 @@ def compare(rows, tile, **given):
     return found
 
 
-@pytest.mark.parametrize("tile", [*TILES, *WARPGROUPS], ids=str)
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("rows, columns, outputs", [(1, 16, 13), (41, 48, 70), (341, 144, 139)])
+@pytest.mark.parametrize("tile, rows, columns, outputs", with_tiles([(1, 16, 13), (41, 48, 70), (341, 144, 139)]))
 def test_gradients_are_exact(tile, split, rows, columns, outputs):
     compare(rows, in_parts(tile, split), lsq=True, columns=columns, outputs=outputs, padded=-(-outputs // 16) * 16)
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from lsq import gemm
@@ -23,6 +24,16 @@ WARPGROUPS = [
     for rows, columns, stages in ((128, 256, 8), (128, 128, 4), (64, 256, 3), (128, 64, 5), (64, 64, 3))
 ]  # fmt: skip
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+
+def with_tiles(sizes: Sequence[tuple[int, ...]]) -> list:
+    """Parameters (tile, *size): every tile with one of the sizes in turn; with the others in the thorough tests."""
+    found = []
+    for turn, tile in enumerate((*TILES, *WARPGROUPS)):
+        for number, size in enumerate(sizes):
+            marks = () if turn % len(sizes) == number else pytest.mark.thorough
+            found.append(pytest.param(tile, *size, id=f"{tile}-{size}", marks=marks))
+    return found
 
 
 def in_parts(tile: TileConfiguration, split: int) -> TileConfiguration:

@@ -237,6 +237,7 @@ def _train(rank: int, args, runs: list[tuple[Path, dict]]) -> None:
         distributed_utils.call_main(convert_namespace_to_omegaconf(args), fairseq_train.main)
 
 
+@pytest.mark.thorough
 def test_two_processes_go_on_bit_by_bit(parse, tmp_path):
     """One of them is without a batch at the end of every epoch."""
     args = parse(f"{ONE_LAYER} --update-freq 1 --max-update 16")
