@@ -6,6 +6,7 @@ CPU can run. Where no compiler is found, or compiling fails, the installation go
 Everything else about the package stands in pyproject.toml.
 """
 
+import hashlib
 import os
 import platform
 import runpy
@@ -19,10 +20,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
-"""The source that is compiled anew with every library: it carries the checksum of all of them."""
+"""The source that is compiled with the checksum of all of a library, which it hands to lsq/csrc/shared_library.py."""
 
 _module = runpy.run_path("lsq/csrc/sources.py")
-checksum, sealed = _module["checksum"], _module["sealed"]
+checksum, sealed, unsealed = _module["checksum"], _module["sealed"], _module["unsealed"]
 HEADERS = [str(path) for folder in ("cpu", "runtime") for path in _module["headers"](folder)]
 
 
@@ -68,11 +69,17 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "g++")
 
 
-def is_current(target: Path, sources: list[str]) -> bool:
-    """Whether `target` exists and is newer than `sources`, every header and this file."""
-    if not target.exists():
-        return False
-    return target.stat().st_mtime > max(Path(path).stat().st_mtime for path in [*sources, *HEADERS, __file__])
+def made_from(command: list[str], paths: list[str]) -> bytes:
+    """SHA-256 of what a file is made from: the command line, and the name and content of each of `paths`."""
+    digest = hashlib.sha256(repr(command).encode())
+    for path in paths:
+        digest.update(repr((path, Path(path).read_bytes())).encode())
+    return digest.digest()
+
+
+def is_current(target: Path, digest: bytes) -> bool:
+    """Whether `target` is a whole library, made from what has this digest; wherever it was copied from, and when."""
+    return target.exists() and unsealed(target.read_bytes()).endswith(digest)
 
 
 def execute(command: list[str]) -> None:
@@ -89,32 +96,53 @@ def execute(command: list[str]) -> None:
         raise RuntimeError(f"`{shlex.join(command)}` failed:\n{result.stderr.strip()[-2000:]}")
 
 
-def build_library(target: Path, flags: list[str], objects: Path, sources: list[str]) -> None:
+def compiled(source: str, flags: list[str], objects: Path) -> Path:
+    """The object file of `source` in `objects`, which is compiled unless it is there; it replaces older ones.
+
+    Its name ends with the digest of what it was made from, so that no time of a file and no other checkout misleads.
+
+    Raises:
+        RuntimeError: the compiler is missing or fails.
+    """
+    command = [*compiler(), *COMPILE_FLAGS, *flags, "-c", source]
+    stem = Path(source).stem
+    made = objects / f"{stem}.{made_from(command, [source, *HEADERS]).hex()}.o"
+    if not made.exists():
+        staged = objects / f"{stem}.partial"
+        execute([*command, "-o", str(staged)])
+        for outdated in objects.glob(f"{stem}.*.o"):
+            outdated.unlink()
+        staged.replace(made)
+    return made
+
+
+def build_library(target: Path, flags: list[str], objects: Path, sources: list[str], checksum: int = 0) -> None:
     """Compile what changed and link `target`, replacing it in one step: a running process may have it mapped.
 
-    Its checksum is put behind it, by which lsq/csrc/shared_library.py knows a damaged one before it is loaded.
+    Behind it comes the digest of what it was made from, by which the next build knows whether it is current, and the
+    checksum of all that, by which lsq/csrc/shared_library.py knows a damaged one before it is loaded.
 
     Args:
         target: the shared library to make.
         flags: compiler flags of this instruction-set level.
         objects: folder for object files, kept between builds.
         sources: paths of the .cpp files.
+        checksum: of them all, which `STAMPED` is compiled with.
 
     Raises:
         RuntimeError: the compiler is missing or fails. `target` is removed then: nothing outdated may run.
     """
-    if is_current(target, sources):
+    stamp = f"-DLSQ_SOURCES={checksum}u"
+    digest = made_from([*compiler(), *COMPILE_FLAGS, *flags, stamp, *LINK_FLAGS], [*sources, *HEADERS])
+    if is_current(target, digest):
         return
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    compiled = {source: objects / Path(source).with_suffix(".o").name for source in sources}
     staged = target.with_suffix(".partial")
     try:
-        for source, made in compiled.items():
-            if source == STAMPED or not is_current(made, [source]):
-                execute([*compiler(), *COMPILE_FLAGS, *flags, "-c", source, "-o", str(made)])
-        execute([*compiler(), *map(str, compiled.values()), *LINK_FLAGS, "-o", str(staged)])
-        staged.write_bytes(sealed(staged.read_bytes()))
+        made = [compiled(source, [*flags, stamp] if source == STAMPED else flags, objects) for source in sources]
+        execute([*compiler(), *map(str, made), *LINK_FLAGS, "-o", str(staged)])
+        staged.write_bytes(sealed(staged.read_bytes() + digest))
     except RuntimeError:
         target.unlink(missing_ok=True)
         raise
@@ -140,7 +168,8 @@ class BuildLibraries(build_ext):
         target = root / self.get_ext_filename(extension.name)
         try:
             objects = Path(self.build_temp) / target.stem
-            build_library(target, extension.extra_compile_args, objects, extension.sources)
+            folder, flags = LIBRARIES[target.stem]
+            build_library(target, flags, objects, extension.sources, checksum(folder))
         except RuntimeError as error:
             return f"lsq: {target} was not built: {error}"
 
@@ -148,11 +177,7 @@ class BuildLibraries(build_ext):
 if __name__ == "__main__":
     setup(
         ext_modules=[
-            Extension(
-                f"lsq.csrc.{name}", sources(folder), depends=HEADERS,
-                extra_compile_args=[*flags, f"-DLSQ_SOURCES={checksum(folder)}u"],
-            )
-            for name, (folder, flags) in LIBRARIES.items()
+            Extension(f"lsq.csrc.{name}", sources(folder), depends=HEADERS) for name, (folder, _) in LIBRARIES.items()
         ],
         cmdclass={"build_ext": BuildLibraries},
     )

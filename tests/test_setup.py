@@ -36,60 +36,100 @@ def source(tmp_path):
     return path
 
 
-def make_older(*paths: Path) -> None:
-    """Date files a minute back, so that what is written next is newer whatever the clock's resolution."""
-    for path in paths:
-        then = path.stat().st_mtime - 60
-        os.utime(path, (then, then))
-
-
 @needs_compiler
 def test_library_is_loadable(build, source, tmp_path):
     target = tmp_path / "out" / "libanswer.so"
     build.build_library(target, [], tmp_path / "objects", [str(source)])
     assert ctypes.CDLL(str(target)).answer() == 42
     assert not target.with_suffix(".partial").exists()
-    assert sources.is_whole(target.read_bytes())
+    assert sources.unsealed(target.read_bytes())
+
+
+@pytest.fixture
+def checkout(build, tmp_path, monkeypatch):
+    """A folder of two sources and a header, from which build_library makes libanswer.so; returns that call."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(build, "HEADERS", ["answer.h"])
+    Path("answer.cpp").write_text(SOURCE % 42)
+    Path("other.cpp").write_text('extern "C" int other() { return 1; }\n')
+    Path("answer.h").write_text("")
+    return lambda *flags: build.build_library(
+        Path("libanswer.so"), list(flags), Path("objects"), ["answer.cpp", "other.cpp"]
+    )
+
+
+def made() -> tuple[int, int, int]:
+    """When the library and the only objects of answer.cpp and other.cpp in this folder were made."""
+    [answer], [other] = Path("objects").glob("answer.*"), Path("objects").glob("other.*")
+    return tuple(path.stat().st_mtime_ns for path in (Path("libanswer.so"), answer, other))
+
+
+def rebuilt(checkout, *flags: str) -> list[bool]:
+    """Which of the three a build makes anew."""
+    before = made()
+    checkout(*flags)
+    return [now != then for now, then in zip(made(), before, strict=True)]
 
 
 @needs_compiler
-def test_only_what_changed_is_rebuilt(build, source, tmp_path):
-    other = tmp_path / "other.cpp"
-    other.write_text('extern "C" int other() { return 1; }\n')
-    arguments = (tmp_path / "libanswer.so", [], tmp_path / "objects", [str(source), str(other)])
-    build.build_library(*arguments)
-    files = [arguments[0], arguments[2] / "answer.o", arguments[2] / "other.o"]
-    first = [path.stat().st_mtime_ns for path in files]
-
-    build.build_library(*arguments)
-    assert [path.stat().st_mtime_ns for path in files] == first
-
-    source.write_text(SOURCE % 43)
-    os.utime(source, (first[0] / 1e9 + 1, first[0] / 1e9 + 1))
-    build.build_library(*arguments)
-    second = [path.stat().st_mtime_ns for path in files]
-    assert [now != before for now, before in zip(second, first, strict=True)] == [True, True, False]
-    assert ctypes.CDLL(str(arguments[0])).answer() == 43
+def test_only_what_changed_is_rebuilt(checkout):
+    checkout()
+    for path in Path().iterdir():
+        path.touch()
+    assert rebuilt(checkout) == [False, False, False]
+    Path("answer.cpp").write_text(SOURCE % 43)
+    os.utime("answer.cpp", (0, 0))
+    assert rebuilt(checkout) == [True, True, False]
+    assert ctypes.CDLL(os.path.abspath("libanswer.so")).answer() == 43
 
 
 @needs_compiler
-def test_a_changed_header_rebuilds(build, source, tmp_path, monkeypatch):
-    target, header = tmp_path / "libanswer.so", tmp_path / "answer.h"
-    header.write_text("")
-    monkeypatch.setattr(build, "HEADERS", [str(header)])
-    make_older(source, header)
-    build.build_library(target, [], tmp_path / "objects", [str(source)])
-    assert build.is_current(target, [str(source)])
-    later = target.stat().st_mtime + 1
-    os.utime(header, (later, later))
-    assert not build.is_current(target, [str(source)])
+def test_a_changed_header_rebuilds(checkout):
+    checkout()
+    Path("answer.h").write_text("// more\n")
+    os.utime("answer.h", (0, 0))
+    assert rebuilt(checkout) == [True, True, True]
+
+
+@needs_compiler
+def test_other_flags_and_another_compiler_rebuild(checkout, monkeypatch):
+    checkout()
+    assert rebuilt(checkout, "-DANSWER") == [True, True, True]
+    assert rebuilt(checkout, "-DANSWER") == [False, False, False]
+    monkeypatch.setenv("CXX", "g++ -g0")
+    assert rebuilt(checkout, "-DANSWER") == [True, True, True]
+
+
+@needs_compiler
+def test_what_was_copied_is_taken_for_what_it_is(checkout, monkeypatch):
+    """Newer objects and a newer library of another checkout are made anew where its sources were others, else kept."""
+    checkout()
+    shutil.copytree(Path(), "../same")
+    shutil.copytree(Path(), "../copy")
+    monkeypatch.chdir("../same")
+    assert rebuilt(checkout) == [False, False, False]
+    monkeypatch.chdir("../copy")
+    Path("answer.cpp").write_text(SOURCE % 43)
+    os.utime("answer.cpp", (0, 0))
+    assert rebuilt(checkout) == [True, True, False]
+    assert ctypes.CDLL(os.path.abspath("libanswer.so")).answer() == 43
+
+
+@needs_compiler
+def test_a_damaged_library_is_linked_again(checkout):
+    checkout()
+    content = Path("libanswer.so").read_bytes()
+    Path("libanswer.so").write_bytes(content[:1000] + bytes([content[1000] ^ 1]) + content[1001:])
+    assert rebuilt(checkout) == [True, False, False]
+    assert Path("libanswer.so").read_bytes() == content
 
 
 @needs_compiler
 def test_a_failed_build_leaves_no_outdated_library(build, source, tmp_path):
     target = tmp_path / "libanswer.so"
     target.write_bytes(b"outdated")
-    make_older(target)
     source.write_text("this is not C++")
     with pytest.raises(RuntimeError, match=r"answer\.cpp.*error"):
         build.build_library(target, [], tmp_path / "objects", [str(source)])

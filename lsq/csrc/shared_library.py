@@ -21,7 +21,7 @@ def load(path: Path, folder: str) -> ctypes.CDLL:
             than those beside it: its functions may take other arguments.
         OSError: it cannot be read.
     """
-    if not sources.is_whole(path.read_bytes()):
+    if not sources.unsealed(path.read_bytes()):
         raise LibraryError(f"{path} is damaged, or was not built by this version of lsq; {REMEDY}")
     found = ctypes.CDLL(os.fspath(path))
     found.lsq_sources.restype = ctypes.c_uint32

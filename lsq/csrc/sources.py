@@ -37,7 +37,8 @@ def sealed(content: bytes) -> bytes:
     return content + hashlib.sha256(content).digest()
 
 
-def is_whole(content: bytes) -> bool:
-    """Whether this is what `sealed` returned, no byte less and none changed."""
+def unsealed(content: bytes) -> bytes:
+    """What `sealed` was given, or nothing where this is not what it returned: a byte less, or one changed."""
     size = hashlib.sha256().digest_size
-    return len(content) > size and hashlib.sha256(content[:-size]).digest() == content[-size:]
+    inner, seal = content[:-size], content[-size:]
+    return inner if hashlib.sha256(inner).digest() == seal else b""

@@ -16,11 +16,11 @@ def built() -> Path:
 
 def test_what_is_sealed_is_whole_until_it_changes():
     content = sources.sealed(b"machine code")
-    assert sources.is_whole(content)
-    assert not sources.is_whole(b"") and not sources.is_whole(sources.sealed(b"")) and not sources.is_whole(b"x" * 32)
+    assert sources.unsealed(content)
+    assert not sources.unsealed(b"") and not sources.unsealed(sources.sealed(b"")) and not sources.unsealed(b"x" * 32)
     for place in range(len(content)):
-        assert not sources.is_whole(content[:place])
-        assert not sources.is_whole(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert not sources.unsealed(content[:place])
+        assert not sources.unsealed(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
 
 
 @pytest.mark.parametrize(
