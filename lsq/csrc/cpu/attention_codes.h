@@ -54,10 +54,10 @@ class CodedForward : PairWorker {
 public:
     CodedForward(const Attention& op, const Case& given, float* rows)
         : PairWorker(given), exponential_(given.factor), contexts_(op, given, rows, IntegerExponential::kOne),
-          depths_(byte_depths(heads_.width)), groups_(byte_depths(given.keys)), wide_(given.keys + kByteDepth + kSkew),
+          depths_(inner_tiles(heads_.width)), groups_(inner_tiles(given.keys)), wide_(given.keys + kTileInner + kSkew),
           scores_(kQueryBlock * wide_), sums_(kByteParts * kUnit * kUnit), key_sums_(given.keys),
-          queries_(kByteBlock * depths_), keys_(given.keys * depths_ * kByteDepth),
-          values_(given.stride * groups_ * kByteDepth), probabilities_(kByteBlock * kByteParts * groups_),
+          queries_(kByteBlock * depths_), keys_(given.keys * depths_ * kTileInner),
+          values_(given.stride * groups_ * kTileInner), probabilities_(kByteBlock * kByteParts * groups_),
           largest_(given.queries), shrink_(kQueryBlock) {}
 
     // -> whether a value that was rounded was NaN
@@ -66,7 +66,7 @@ public:
         contexts_.start(pair);
         const auto begin = [&](const Block& block) {
             pack_turned<Bytes::kBiased>(codes(given_.k, block), keys_.data(), key_sums_.data());
-            pack_along(codes(given_.v, block), values_.data(), groups_ * kByteTile);
+            pack_along(codes(given_.v, block), values_.data(), groups_ * kTileBytes);
         };
         for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
         bool missing = false;
@@ -87,9 +87,9 @@ private:
         const Window<int8_t> queries =
             given_.q.codes(block.row(), block.queries, block.pair.head * heads_.width, heads_.width);
         pack_rows<Bytes::kBiased>(queries, queries_.data());
-        const int64_t distance = depths_ * kByteTile;
+        const int64_t distance = depths_ * kTileBytes;
         for (int64_t key = 0; key < block.keys; key += kUnit) {
-            const ByteColumns keys{keys_.data() + key / kByteColumns * distance, distance,
+            const ByteColumns keys{keys_.data() + key / kTileSide * distance, distance,
                                    Bytes::kBiased ? key_sums_.data() + key : nullptr};
             Bytes::template multiply<false>(queries_.data(), kByteBlock, keys, depths_, block.queries,
                                             scores_.data() + key, wide_);
@@ -114,8 +114,8 @@ private:
         largest_[query] = largest;
         most = _mm512_set1_epi32(largest);
         Lanes sum[4] = {contexts_.sum(query) * shrink_[i]};
-        uint8_t* to = probabilities_.data() + i * kByteDepth;
-        for (int64_t j = 0; j < block.keys; j += kByteDepth, to += kByteParts * kByteBlock) {
+        uint8_t* to = probabilities_.data() + i * kTileInner;
+        for (int64_t j = 0; j < block.keys; j += kTileInner, to += kByteParts * kByteBlock) {
             __m512i p[4] = {};
 #pragma GCC unroll 4
             for (int part = 0; part < 4; ++part) {
@@ -141,11 +141,11 @@ private:
 
     // 32 columns of the context, from `column` on: what was there shrinks, and the block's keys add theirs.
     void multiply_values(const Block& block, int64_t column) {
-        const int64_t distance = groups_ * kByteTile;
-        const ByteColumns values{values_.data() + column / kByteColumns * distance, distance, nullptr};
+        const int64_t distance = groups_ * kTileBytes;
+        const ByteColumns values{values_.data() + column / kTileSide * distance, distance, nullptr};
         for (int part = 0; part < kByteParts; ++part) {
             Bytes::template multiply<true>(probabilities_.data() + part * kByteBlock, kByteParts * kByteBlock, values,
-                                           byte_depths(block.keys), block.queries,
+                                           inner_tiles(block.keys), block.queries,
                                            sums_.data() + part * kUnit * kUnit, kUnit);
         }
         const auto sum = [&](int part, int64_t at) {

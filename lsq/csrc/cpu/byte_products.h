@@ -7,6 +7,7 @@
 
 #include "amx.h"
 #include "products.h"
+#include "tiles.h"
 #include "wide.h"
 
 #if defined(LSQ_AMX) && defined(LSQ_WIDE)
@@ -14,12 +15,7 @@
 
 namespace lsq {
 
-constexpr int64_t kByteDepth = 64;                     // inner bytes of a block or a tile
-constexpr int64_t kByteBlock = kUnit * kByteDepth;     // bytes of a block of rows
-constexpr int64_t kByteColumns = 16;                   // columns of a tile
-constexpr int64_t kByteTile = kByteColumns * kByteDepth;
-
-inline int64_t byte_depths(int64_t inner) { return (inner + kByteDepth - 1) / kByteDepth; }
+constexpr int64_t kByteBlock = kTilePair * kTileInner;  // bytes of a block of rows
 
 // Two tiles of columns, `distance` bytes apart, and behind them those along the inner dimension; `sums`: what each of
 // the 32 columns begins with, negated, or null.
@@ -38,21 +34,21 @@ struct AmxBytes {
     template <bool UNSIGNED>
     static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b, int64_t depth, int64_t rows,
                          int32_t* out, int64_t stride) {
-        constexpr int64_t kRows = 16, kLower = kRows * kByteDepth;
+        constexpr int64_t kRows = 16, kLower = kRows * kTileInner;
         const int64_t bytes = stride * 4;
         const bool both = rows > kRows;
         zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
         const int8_t *left = b.tiles, *right = left + b.distance;
-        for (int64_t i = 0; i < depth; ++i, blocks += step, left += kByteTile, right += kByteTile) {
-            load_tile<4>(blocks, kByteDepth), load_tile<6>(left, 64), load_tile<7>(right, 64);
+        for (int64_t i = 0; i < depth; ++i, blocks += step, left += kTileBytes, right += kTileBytes) {
+            load_tile<4>(blocks, kTileInner), load_tile<6>(left, 64), load_tile<7>(right, 64);
             add<UNSIGNED, 0, 4, 6>(), add<UNSIGNED, 1, 4, 7>();
             if (!both) continue;
-            load_tile<5>(blocks + kLower, kByteDepth);
+            load_tile<5>(blocks + kLower, kTileInner);
             add<UNSIGNED, 2, 5, 6>(), add<UNSIGNED, 3, 5, 7>();
         }
-        store_tile<0>(out, bytes), store_tile<1>(out + kByteColumns, bytes);
+        store_tile<0>(out, bytes), store_tile<1>(out + kTileSide, bytes);
         if (!both) return;
-        store_tile<2>(out + kRows * stride, bytes), store_tile<3>(out + kRows * stride + kByteColumns, bytes);
+        store_tile<2>(out + kRows * stride, bytes), store_tile<3>(out + kRows * stride + kTileSide, bytes);
     }
 
 private:
@@ -77,22 +73,22 @@ struct VnniBytes {
     __attribute__((noinline)) static void multiply(const uint8_t* blocks, int64_t step, const ByteColumns& b,
                                                    int64_t depth, int64_t rows, int32_t* out, int64_t stride) {
         constexpr int kRows = 8;
-        for (int64_t row = 0; row < rows; row += kRows, blocks += kRows * kByteDepth, out += kRows * stride) {
+        for (int64_t row = 0; row < rows; row += kRows, blocks += kRows * kTileInner, out += kRows * stride) {
             __m512i low[kRows], high[kRows];
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; ++i) {
                 low[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums)) : __m512i{};
-                high[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums + kByteColumns)) : __m512i{};
+                high[i] = b.sums ? _mm512_sub_epi32(__m512i{}, _mm512_loadu_si512(b.sums + kTileSide)) : __m512i{};
             }
             const int8_t *left = b.tiles, *right = left + b.distance;
             for (int64_t k = 0; k < depth; ++k) {
                 const uint8_t* line = blocks + k * step;
-                for (int64_t four = 0; four < kByteDepth; four += 4, left += kByteDepth, right += kByteDepth) {
+                for (int64_t four = 0; four < kTileInner; four += 4, left += kTileInner, right += kTileInner) {
                     const __m512i first = _mm512_load_si512(left), second = _mm512_load_si512(right);
 #pragma GCC unroll 8
                     for (int i = 0; i < kRows; ++i) {
                         int32_t bytes;
-                        std::memcpy(&bytes, line + i * kByteDepth + four, 4);
+                        std::memcpy(&bytes, line + i * kTileInner + four, 4);
                         const __m512i factor = _mm512_set1_epi32(bytes);
                         add(low[i], factor, first);
                         add(high[i], factor, second);
@@ -102,7 +98,7 @@ struct VnniBytes {
 #pragma GCC unroll 8
             for (int i = 0; i < kRows; ++i) {
                 _mm512_storeu_si512(out + i * stride, low[i]);
-                _mm512_storeu_si512(out + i * stride + kByteColumns, high[i]);
+                _mm512_storeu_si512(out + i * stride + kTileSide, high[i]);
             }
         }
     }
@@ -116,7 +112,7 @@ private:
 
 // 64 codes of a row from `column` on, 0 outside.
 inline __m512i bytes_at(const Window<int8_t>& x, int64_t row, int64_t column) {
-    const int64_t there = row < x.rows ? std::min(x.columns - column, kByteDepth) : 0;
+    const int64_t there = row < x.rows ? std::min(x.columns - column, kTileInner) : 0;
     return _mm512_maskz_loadu_epi8(there > 0 ? ~uint64_t{0} >> (64 - there) : 0, x.first + row * x.stride + column);
 }
 
@@ -124,9 +120,9 @@ inline __m512i bytes_at(const Window<int8_t>& x, int64_t row, int64_t column) {
 template <bool BIASED>
 void pack_rows(const Window<int8_t>& from, uint8_t* to) {
     const __m512i bias = _mm512_set1_epi8(BIASED ? -128 : 0);
-    for (int64_t at = 0; at < from.columns; at += kByteDepth, to += kByteBlock) {
+    for (int64_t at = 0; at < from.columns; at += kTileInner, to += kByteBlock) {
         for (int64_t row = 0; row < from.rows; ++row) {
-            _mm512_store_si512(to + row * kByteDepth, _mm512_xor_si512(bytes_at(from, row, at), bias));
+            _mm512_store_si512(to + row * kTileInner, _mm512_xor_si512(bytes_at(from, row, at), bias));
         }
     }
 }
@@ -135,16 +131,16 @@ void pack_rows(const Window<int8_t>& from, uint8_t* to) {
 // of each.
 template <bool BIASED>
 __attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& from, int8_t* to, int32_t* sums) {
-    for (int64_t row = 0; row < whole_units(from.rows); row += kByteColumns) {
+    for (int64_t row = 0; row < whole_units(from.rows); row += kTileSide) {
         __m512i sum = {};
-        for (int64_t at = 0; at < from.columns; at += kByteDepth, to += kByteTile) {
-            Lanes words[kByteColumns];
-            for (int i = 0; i < kByteColumns; ++i) words[i] = _mm512_castsi512_ps(bytes_at(from, row + i, at));
+        for (int64_t at = 0; at < from.columns; at += kTileInner, to += kTileBytes) {
+            Lanes words[kTileSide];
+            for (int i = 0; i < kTileSide; ++i) words[i] = _mm512_castsi512_ps(bytes_at(from, row + i, at));
             transpose(words);
-            for (int i = 0; i < kByteColumns; ++i) {
+            for (int i = 0; i < kTileSide; ++i) {
                 const __m512i four = _mm512_castps_si512(words[i]);
                 if (BIASED) sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), four);
-                _mm512_store_si512(to + i * kByteDepth, four);
+                _mm512_store_si512(to + i * kTileInner, four);
             }
         }
         if (BIASED) _mm512_storeu_si512(sums + row, sum);
@@ -154,9 +150,9 @@ __attribute__((target("avx512vnni"))) void pack_turned(const Window<int8_t>& fro
 // Rows of codes -> a right factor of as many inner indices; tiles of other columns are `distance` bytes apart. Of 64
 // rows 0, 32, 16 and 48 lie together, and so on: the order in which pack_integers writes.
 inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance) {
-    for (int64_t group = 0; group < from.rows; group += kByteDepth, to += kByteTile) {
+    for (int64_t group = 0; group < from.rows; group += kTileInner, to += kTileBytes) {
         for (int64_t i = 0; i < 16; ++i) {
-            for (int64_t at = 0; at < whole_units(from.columns); at += kByteDepth) {
+            for (int64_t at = 0; at < whole_units(from.columns); at += kTileInner) {
                 const int64_t row = group + i;
                 const __m512i a = bytes_at(from, row, at), b = bytes_at(from, row + 32, at);
                 const __m512i c = bytes_at(from, row + 16, at), d = bytes_at(from, row + 48, at);
@@ -170,9 +166,9 @@ inline void pack_along(const Window<int8_t>& from, int8_t* to, int64_t distance)
                 const __m512i columns[4] = {
                     _mm512_shuffle_i32x4(even01, even23, 0x88), _mm512_shuffle_i32x4(odd01, odd23, 0x88),
                     _mm512_shuffle_i32x4(even01, even23, 0xDD), _mm512_shuffle_i32x4(odd01, odd23, 0xDD)};
-                for (int64_t tile = 0; tile < 4 && at + tile * kByteColumns < whole_units(from.columns); ++tile) {
-                    const int64_t number = at / kByteColumns + tile;
-                    _mm512_store_si512(to + number * distance + i * kByteDepth, columns[tile]);
+                for (int64_t tile = 0; tile < 4 && at + tile * kTileSide < whole_units(from.columns); ++tile) {
+                    const int64_t number = at / kTileSide + tile;
+                    _mm512_store_si512(to + number * distance + i * kTileInner, columns[tile]);
                 }
             }
         }

@@ -15,8 +15,6 @@ namespace lsq {
 
 namespace {
 
-constexpr int64_t kUnits = kTileInner / 4;
-
 void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride) {
     for (int64_t row = 0; row < kTilePair; ++row) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
@@ -60,7 +58,7 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
         }
         for (int64_t k = 0; k < b.depth; ++k) {
             const int8_t *left = b.data + k * kTileBytes, *right = left + b.distance, *codes = line + k * a.step;
-            for (int64_t unit = 0; unit < kUnits; ++unit) {
+            for (int64_t unit = 0; unit < kTileUnits; ++unit) {
                 const __m512i first = _mm512_load_si512(left + unit * kTileInner);
                 const __m512i second = _mm512_load_si512(right + unit * kTileInner);
 #pragma GCC unroll 8
@@ -139,7 +137,7 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
             }
             for (int64_t k = 0; k < b.depth; ++k) {
                 const int8_t *columns = b.data + tile * b.distance + k * kTileBytes, *codes = line + k * a.step;
-                for (int64_t unit = 0; unit < kUnits; ++unit) {
+                for (int64_t unit = 0; unit < kTileUnits; ++unit) {
                     const auto* from = reinterpret_cast<const __m256i*>(columns + unit * kTileInner);
                     const __m256i first = _mm256_load_si256(from), second = _mm256_load_si256(from + 1);
 #pragma GCC unroll 4

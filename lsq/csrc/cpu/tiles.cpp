@@ -1,149 +1,24 @@
-// Packs the operands of int8 products and goes through their tiles; tile_kernels.cpp multiplies.
+// Goes through the tiles of int8 products, which tile_reader.h packs and tile_kernels.cpp multiplies.
 #include "tiles.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "lanes.h"
 #include "rows.h"
 #include "tile_kernels.h"
+#include "tile_reader.h"
 
 namespace lsq {
 
 namespace {
 
-constexpr int64_t kGroup = 64;                // rows or columns that are packed together
-constexpr int64_t kDepth = 8;                 // inner tiles of a pair of rows, which stay in the first cache
-constexpr int64_t kLong = 64;                 // inner tiles from which on rows of a and b come from far away
-constexpr int64_t kWidth = 512;               // columns whose tiles and sums stay in the second cache
-constexpr int64_t kCachedBytes = 1 << 20;     // of b, up to which every strip finds it in the second cache
-constexpr int64_t kFarBytes = 32 << 20;        // of a, from which on the rows of a transposed matrix are worth long visits
+constexpr int64_t kDepth = 8;              // inner tiles of a pair of rows, which stay in the first cache
+constexpr int64_t kLong = 64;              // inner tiles from which on rows of a and b come from far away
+constexpr int64_t kWidth = 512;            // columns whose tiles and sums stay in the second cache
+constexpr int64_t kCachedBytes = 1 << 20;  // of b, up to which every strip finds it in the second cache
+constexpr int64_t kFarBytes = 32 << 20;  // of a, from which on the rows of a transposed matrix are worth long visits
 constexpr int64_t kShortStrip = 64, kLongStrip = 256;
-constexpr int64_t kUnits = kTileInner / 4;    // of four inner elements, which lie together
-constexpr int64_t kColumns = 256;             // of a block of sums that a thread makes at a time
-
-// A block of a matrix: 64 rows of 64 inner elements, as units of four, in one order or the other.
-struct alignas(64) Block {
-    uint32_t units[kGroup * kUnits];
-
-    int8_t* bytes() { return reinterpret_cast<int8_t*>(units); }
-};
-
-// Units [16][16], rows `stride` bytes apart, become a tile, transposed.
-void transpose_units(const int8_t* from, int64_t stride, int8_t* tile) {
-    for (int64_t row = 0; row < kTileSide; row += kLanes) {
-        for (int64_t column = 0; column < kUnits; column += kLanes) {
-            Lanes lines[kLanes];
-            const int8_t* read = from + row * stride + 4 * column;
-            int8_t* to = tile + column * kTileInner + 4 * row;
-            for (int64_t i = 0; i < kLanes; ++i) std::memcpy(&lines[i], read + i * stride, sizeof(Lanes));
-            transpose(lines);
-            for (int64_t i = 0; i < kLanes; ++i) std::memcpy(to + i * kTileInner, &lines[i], sizeof(Lanes));
-        }
-    }
-}
-
-// Reads 64 columns of a transposed matrix for 64 inner elements, fewer at its edges, as units [16][64].
-void read_units(const Codes& codes, int64_t first, int64_t rows, int64_t inner, int64_t count, Block& block) {
-    alignas(64) int8_t lines[4][kGroup] = {};
-    for (int64_t unit = 0; unit < kUnits; ++unit) {
-        const int8_t* four[4];
-        for (int64_t i = 0; i < 4; ++i) {
-            four[i] = codes.data + (inner + 4 * unit + i) * codes.stride + first;
-            if (rows == kGroup && count == kTileInner) continue;
-            std::fill(lines[i], lines[i] + kGroup, 0);
-            if (4 * unit + i < count) std::copy(four[i], four[i] + rows, lines[i]);
-            four[i] = lines[i];
-        }
-        const int8_t *one = four[0], *two = four[1], *three = four[2], *last = four[3];
-        int8_t* to = reinterpret_cast<int8_t*>(block.units + unit * kGroup);
-#pragma omp simd
-        for (int64_t row = 0; row < kGroup; ++row) {
-            to[4 * row] = one[row];
-            to[4 * row + 1] = two[row];
-            to[4 * row + 2] = three[row];
-            to[4 * row + 3] = last[row];
-        }
-    }
-}
-
-// Tiles of rows [first, first + rows) of `codes` for all of K: `to` for the first 16, `distance` bytes for the next, and
-// done(number, tile) for each, to the end of the last pair. They are read 64 inner elements of all rows at a time, and
-// 64 rows together, because that is a cache line of a transposed matrix, and its rows may lie pages apart.
-class TileReader {
-public:
-    TileReader(const Codes& codes, int64_t inner) : codes_(codes), inner_(inner) {}
-
-    // Tiles of 16 rows of 64 bytes.
-    template <class Done>
-    void rows(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
-        each(first, rows, to, distance, done, [&](const Place& at, int64_t number, int8_t* tile) {
-            if (codes_.transposed) {
-                transpose_units(block_.bytes() + number * kTileInner, 4 * kGroup, tile);
-            } else {
-                read_rows(at, number, tile);
-            }
-        });
-    }
-
-    // Tiles of units [16][16].
-    template <class Done>
-    void units(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done) {
-        each(first, rows, to, distance, done, [&](const Place& at, int64_t number, int8_t* tile) {
-            if (codes_.transposed) {
-                for (int64_t unit = 0; unit < kUnits; ++unit) {
-                    const uint32_t* from = block_.units + unit * kGroup + number * kTileSide;
-                    std::memcpy(tile + unit * kTileInner, from, kTileInner);
-                }
-            } else if (number * kTileSide + kTileSide <= at.rows && at.count == kTileInner) {
-                transpose_units(line(at, number * kTileSide), codes_.stride, tile);
-            } else {
-                read_rows(at, number, block_.bytes());
-                transpose_units(block_.bytes(), kTileInner, tile);
-            }
-        });
-    }
-
-private:
-    struct Place {
-        int64_t first, rows, inner, count;  // of a block that may be cut at the edges
-    };
-
-    // make(place, number, tile) for each tile of blocks of 64 rows; of a transposed matrix, `block_` holds their units.
-    template <class Done, class Make>
-    void each(int64_t first, int64_t rows, int8_t* to, int64_t distance, const Done& done, const Make& make) {
-        const int64_t height = rounded_up(rows, kTilePair);
-        for (int64_t inner = 0; inner < inner_; inner += kTileInner, to += kTileBytes) {
-            const int64_t count = std::min(kTileInner, inner_ - inner);
-            for (int64_t row = 0; row < height; row += kGroup) {
-                const Place at{first + row, std::min(kGroup, rows - row), inner, count};
-                if (codes_.transposed) read_units(codes_, at.first, at.rows, at.inner, at.count, block_);
-                for (int64_t i = 0; i < std::min(kGroup, height - row) / kTileSide; ++i) {
-                    const int64_t number = row / kTileSide + i;
-                    int8_t* tile = to + number * distance;
-                    make(at, i, tile);
-                    done(number, tile);
-                }
-            }
-        }
-    }
-
-    const int8_t* line(const Place& at, int64_t row) const {
-        return codes_.data + (at.first + row) * codes_.stride + at.inner;
-    }
-
-    void read_rows(const Place& at, int64_t number, int8_t* tile) const {
-        const int64_t first = number * kTileSide, rows = std::clamp<int64_t>(at.rows - first, 0, kTileSide);
-        if (rows < kTileSide || at.count < kTileInner) std::memset(tile, 0, kTileBytes);
-        for (int64_t row = 0; row < rows; ++row) {
-            std::memcpy(tile + row * kTileInner, line(at, first + row), at.count);
-        }
-    }
-
-    const Codes& codes_;
-    int64_t inner_;
-    Block block_;
-};
+constexpr int64_t kColumns = 256;          // of a block of sums that a thread makes at a time
 
 // A pair of rows for `depth` tiles along K, packed; bits of `flipped` change.
 TileRows packed_pair(const TileRows& from, int64_t depth, int8_t flipped, int8_t* to) {
@@ -180,7 +55,7 @@ Strip& kept() {
 
 }  // namespace
 
-int64_t groups_of_columns(const TileProduct& product) { return (product.columns + kGroup - 1) / kGroup; }
+int64_t groups_of_columns(const TileProduct& product) { return (product.columns + kTileGroup - 1) / kTileGroup; }
 
 int32_t* column_sums(const TileProduct& product) {
     const int64_t columns = rounded_up(product.columns, kTilePair);
@@ -188,7 +63,7 @@ int32_t* column_sums(const TileProduct& product) {
 }
 
 void add_column_sums(const int8_t* tile, int32_t* sums) {
-    for (int64_t unit = 0; unit < kUnits; ++unit) {
+    for (int64_t unit = 0; unit < kTileUnits; ++unit) {
         const int8_t* from = tile + unit * kTileInner;
 #pragma omp simd
         for (int64_t i = 0; i < kTileSide; ++i) {
@@ -198,7 +73,7 @@ void add_column_sums(const int8_t* tile, int32_t* sums) {
 }
 
 void pack_columns(const TileProduct& product, int64_t group) {
-    const int64_t first = group * kGroup, rows = std::min(kGroup, product.columns - first);
+    const int64_t first = group * kTileGroup, rows = std::min(kTileGroup, product.columns - first);
     const int64_t blocks = rounded_up(rows, kTilePair) / kTileSide, block = inner_tiles(product.inner) * kTileBytes;
     int32_t* sums = column_sums(product) + first;
     std::fill(sums, sums + blocks * kTileSide, 0);

@@ -16,6 +16,7 @@ namespace lsq {
 
 constexpr int64_t kTileSide = 16, kTileInner = 64, kTileBytes = kTileSide * kTileInner;
 constexpr int64_t kTilePair = 2 * kTileSide;  // rows, and columns, that a kernel takes at a time
+constexpr int64_t kTileUnits = kTileInner / 4;  // of four inner elements, which lie together
 
 // What multiplies; the numbers are those of lsq/csrc/tiles.py.
 enum class Instructions : int64_t { plain = 0, avx_vnni = 1, avx512_vnni = 2, amx = 3 };
