@@ -124,11 +124,12 @@ LSQ_INLINE float exponential(float x) {
     return x == x ? result : x;
 }
 
-// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87, in half of the instructions on a GPU: 2^k * 2^r with |r| <= 1/2 and
-// a polynomial for 2^r, as in csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far from 0.
+// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87, in half of the instructions on a GPU: 2^k * 2^r with |r| <= 1/2
+// and a polynomial for 2^r, as in csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far from 0.
 LSQ_INLINE float bounded_exponential(float x) {
     const float bounded = x < -87.0f ? -87.0f : x, octaves = 1.4426950408889634f;
-    const float shifted = fmaf(bounded, octaves, 12582912.0f + 127.0f);  // 1.5 * 2^23: rounds half to even; the exponent's bias
+    // 1.5 * 2^23: rounds half to even; 127: the exponent's bias.
+    const float shifted = fmaf(bounded, octaves, 12582912.0f + 127.0f);
     const float r = fmaf(bounded, 1.925963033e-8f, fmaf(bounded, octaves, (12582912.0f + 127.0f) - shifted));
     float p = 1.535336196e-4f;
     p = fmaf(p, r, 1.339887502e-3f);

@@ -71,7 +71,8 @@ bool others(uint64_t access, uint64_t warp) { return access / WARPS == epoch && 
 [[noreturn]] void report(const char* does, const char* did, uint64_t access) {
     const uint64_t warp = access % WARPS;
     const std::string who = warp == SEVERAL ? "several warps" : "warp " + std::to_string(warp);
-    fail_thread(std::string(does) + " shared memory that " + who + did + " with no __syncthreads between the two" + waited());
+    fail_thread(
+        std::string(does) + " shared memory that " + who + did + " with no __syncthreads between the two" + waited());
 }
 
 [[noreturn]] void report_copy(const char* does, uint64_t thread) {
@@ -100,7 +101,8 @@ uint32_t& readers_of(const void* address) {
 
 void check_readers(const void* address, size_t size) {
     const auto* byte = static_cast<const unsigned char*>(address);
-    if (reinterpret_cast<uintptr_t>(byte) - begins[1] >= sizes[1] || !(readers_of(byte) || readers_of(byte + size - 1))) return;
+    if (reinterpret_cast<uintptr_t>(byte) - begins[1] >= sizes[1]) return;
+    if (!readers_of(byte) && !readers_of(byte + size - 1)) return;
     fail_thread("writes shared memory that wgmma still reads, which has not been waited for" + waited());
 }
 

@@ -16,8 +16,9 @@ void order_accesses();
 void begin_copy(const void* to, size_t size, const void* site);
 void end_copy(const void* to, size_t size);
 
-// A multiplication of the thread that runs begins to read chunks of 16 bytes of shared memory: until it ends, nobody may write
-// there, and who wrote before has let it see that (emulator_fence_shared). They count as read by the thread's warp in the end.
+// A multiplication of the thread that runs begins to read chunks of 16 bytes of shared memory: until it ends, nobody may
+// write there, and who wrote before has let it see that (emulator_fence_shared). They count as read by the thread's warp in
+// the end.
 void begin_reading(const void* from, size_t size);
 void end_reading(const void* from, size_t size);
 

@@ -78,7 +78,8 @@ EMULATOR_VISIBLE void emulator_fence_shared();
 // What a descriptor of a matrix names an address in dynamic shared memory by.
 EMULATOR_VISIBLE uint32_t emulator_shared_address(const void* address);
 
-// The thread may begin multiplications of sums that it has touched before. All lanes of the warp call this and the next three.
+// The thread may begin multiplications of sums that it has touched before. All lanes of the warp call this and the next
+// three.
 EMULATOR_VISIBLE void emulator_fence_warpgroup(emulator::Site site);
 
 // Begins sums += a [64, 32] times b [columns, 32] transposed, int8 in shared memory, of which `place` int32 [columns / 8, 4]

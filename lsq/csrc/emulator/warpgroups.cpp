@@ -118,8 +118,9 @@ void check_matrix(uint64_t descriptor, const Matrix& matrix, unsigned rows, Site
     if (matrix.start % matrix.swizzle + INNER > matrix.swizzle || matrix.start / matrix.swizzle % 8) {
         fail_thread(given + "whose rows of 32 values do not begin within the first row of its swizzle");
     }
-    const unsigned char* last = emulator_dynamic_shared + matrix.start + (rows / 8 - 1) * matrix.eight_rows + 8 * matrix.swizzle;
-    emulator_check_shared(last - matrix.start % matrix.swizzle - 1, 1, "wgmma", site);
+    const unsigned char* first = emulator_dynamic_shared + matrix.start - matrix.start % matrix.swizzle;
+    const unsigned char* past = first + (rows / 8 - 1) * matrix.eight_rows + 8 * matrix.swizzle;
+    emulator_check_shared(past - 1, 1, "wgmma", site);
 }
 
 }  // namespace
@@ -170,7 +171,9 @@ void emulator_begin_multiplication(int32_t* place, uint32_t columns, uint64_t a,
     ++sums->uses;
     for_chunks(one, [](const unsigned char* chunk) { begin_reading(chunk, CHUNK); });
     mine.open.push_back(one);
-    for (const uint64_t part : {a - one.a.start / 16, b, uint64_t{columns}}) mine.history = mine.history * 1000003 + part + 1;
+    for (const uint64_t part : {a - one.a.start / 16, b, uint64_t{columns}}) {
+        mine.history = mine.history * 1000003 + part + 1;
+    }
 }
 
 void emulator_commit_multiplications(emulator::Site site) {

@@ -59,7 +59,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
         if (warp_row() >= place.count || mine == 0) continue;
         Score products[TILE / 8][4];
         multiply_rows(tiles.queries, tiles.keys, mine, products);
-        const int seen[2] = {sentence.seen(place.first + lane_row(0), begin), sentence.seen(place.first + lane_row(1), begin)};
+        const int seen[2] = {
+            sentence.seen(place.first + lane_row(0), begin), sentence.seen(place.first + lane_row(1), begin)};
         Pairs p;
         float highest[2] = {-infinity(), -infinity()};
 #pragma unroll

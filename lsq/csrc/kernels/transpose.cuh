@@ -54,7 +54,8 @@ __device__ __forceinline__ void store_transposed(
         const int column = pass * (kTileThreads / kChunks) + threadIdx.x / kChunks;
         const int64_t out_row = place.along * kTile + column;
         if (out_row >= columns || first_row >= padded) continue;
-        store_words(out + out_row * padded + first_row, load_words<uint4>(tile + column * kChunks + (chunk ^ (column / 16))));
+        const uint4 values = load_words<uint4>(tile + column * kChunks + (chunk ^ (column / 16)));
+        store_words(out + out_row * padded + first_row, values);
     }
 }
 

@@ -19,7 +19,9 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     LogitSums row;
     if (m < rows) {
 #pragma unroll 4
-        for (int64_t tile = slice; tile < tiles; tile += kSlices) row.add(load_words<LogitSums>(parts + 4 * (tile * rows + m)));
+        for (int64_t tile = slice; tile < tiles; tile += kSlices) {
+            row.add(load_words<LogitSums>(parts + 4 * (tile * rows + m)));
+        }
     }
     __shared__ float4 of_slices[kThreads];  // LogitSums
     store_words(of_slices + threadIdx.x, row);

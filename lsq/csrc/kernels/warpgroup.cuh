@@ -37,7 +37,8 @@ __device__ __forceinline__ uint64_t moved(uint64_t matrix, int k) { return matri
     "%" tens "0, %" tens "1, %" tens "2, %" tens "3, %" tens "4, %" tens "5, %" tens "6, %" tens "7, %" tens "8, %" tens "9"
 #define LSQ_30 LSQ_10("") ", " LSQ_10("1") ", " LSQ_10("2")
 #define LSQ_60 LSQ_30 ", " LSQ_10("3") ", " LSQ_10("4") ", " LSQ_10("5")
-#define LSQ_120 LSQ_60 ", " LSQ_10("6") ", " LSQ_10("7") ", " LSQ_10("8") ", " LSQ_10("9") ", " LSQ_10("10") ", " LSQ_10("11")
+#define LSQ_90 LSQ_60 ", " LSQ_10("6") ", " LSQ_10("7") ", " LSQ_10("8")
+#define LSQ_120 LSQ_90 ", " LSQ_10("9") ", " LSQ_10("10") ", " LSQ_10("11")
 #define LSQ_WGMMA(columns, registers, a, b)                                                                     \
     "{.reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned.m64n" columns "k32.s32.s8.s8 {" \
     registers "}, " a ", " b ", add;}"

@@ -19,7 +19,8 @@ struct WeightGradientEnd {
 
     __device__ __forceinline__ explicit WeightGradientEnd(const ProjectWeightGradient& op)
         : weights(op.weight.values), limits(op.weight.clip), scales(op.weight.scale),
-          codes(op.lsq ? static_cast<const int8_t*>(op.weight.codes) : nullptr), dweight(op.dweight), limit_of_row(op.clips > 1) {}
+          codes(op.lsq ? static_cast<const int8_t*>(op.weight.codes) : nullptr), dweight(op.dweight),
+          limit_of_row(op.clips > 1) {}
 
     __device__ __forceinline__ WeightRow row(int64_t row) const {
         const float step = scales[row];

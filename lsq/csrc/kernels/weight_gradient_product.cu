@@ -7,8 +7,9 @@
 #include "product_split.cuh"
 #include "weight_gradient_end.cuh"
 
-// gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums: what is added to the gradients
-// of the clips. Of clips for rows, [kWarpsAcross * gridDim.x, N], a row of each column of warps; of one clip [tiles, warps].
+// gradient int8 [at least N, P], x int8 [K, P], column_scale [K] -> dweight [N, K], clip_sums: what is added to the
+// gradients of the clips. Of clips for rows, [kWarpsAcross * gridDim.x, N], a row of each column of warps; of one clip
+// [tiles, warps].
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_weight_gradient_product(
     const ProjectWeightGradient op, In<int8_t> gradient, In<int8_t> x, In<float> column_scale, int64_t inner,
     Out<float> clip_sums, Out<int32_t> parts, Out<uint32_t> tickets) {
