@@ -98,7 +98,8 @@ class CpuConfiguration:
             raise ValueError(f'b_layout is {self.b_layout!r}; b lies so already: use "as_is" or "padded"')
 
     def __str__(self) -> str:
-        words = [self.kernel, f"{self.rows} rows" if self.rows else "rows by itself" if self.tiled else "all rows"]
+        unset = "as many rows at a time as suit the caches" if self.tiled else "all rows at once"
+        words = [self.kernel, f"{self.rows} rows at a time" if self.rows else unset]
         words += [f"copy a as {self.a_layout}"] if self.a_layout != "as_is" else []
         words += [f"copy b as {self.b_layout}"] if self.b_layout != "as_is" else []
         return ", ".join(words)

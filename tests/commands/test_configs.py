@@ -52,7 +52,7 @@ def test_show(machine, capsys):
     assert lines[1] == "2 entries; times in microseconds"
     heading = "op m n k layout types chosen default float gain spread date run as"
     assert lines[2].split() == heading.split()
-    expected = "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 onednn, 96 rows"
+    expected = "project 1024 128 256 nt int8 int32 80.0 100.0 250.0 1.25 2.0% 2026-01-31 onednn, 96 rows at a time"
     assert lines[4].split() == expected.split() and len(lines) == 5
     assert lines[3].index(" nt ") == lines[4].index(" nt ") == lines[2].index(" layout ")
 

@@ -133,9 +133,9 @@ def test_no_such_time(name, value):
 
 def test_gain_and_text():
     assert entry().gain == pytest.approx(1.25)
-    assert str(CpuConfiguration(rows=96)) == "onednn, 96 rows"
-    assert str(CpuConfiguration(a_layout="mk", b_layout="kn")) == "onednn, all rows, copy a as mk, copy b as kn"
-    assert str(CpuConfiguration(kernel="amx")) == "amx, rows by itself"
+    assert str(CpuConfiguration(rows=96)) == "onednn, 96 rows at a time"
+    assert str(CpuConfiguration(a_layout="mk", b_layout="kn")) == "onednn, all rows at once, copy a as mk, copy b as kn"
+    assert str(CpuConfiguration(kernel="amx")) == "amx, as many rows at a time as suit the caches"
     assert "tile 20" in str(cublas()) and "1024 bytes" in str(cublas())
 
 
