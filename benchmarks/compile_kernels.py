@@ -38,11 +38,9 @@ from lsq.program.tensor import VirtualTensor
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
 OF_TABLES = ("lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm")
-"""Kernels that read many operations from a table in the GPU's memory."""
+"""Kernels of lsq.optim.Adam, which read many operations from a table in the GPU's memory; no shape specialises them."""
 TOKENS = 4096
 """Nothing is specialised for it."""
-STEPS = "lsq_adam_table", "lsq_adam_codes_table", "lsq_adam_poison_table", "lsq_gradient_norm"
-"""Kernels of lsq.optim.Adam, which no shape specialises."""
 TILES = tuple(
     default_tile(ProductKey(op="project", m=rows, n=512, k=512), sm)
     for sm, many in ((None, (8192, 2047, 64)), (WGMMA_SM, (8192, 4096, 2048, 64)))
@@ -123,10 +121,9 @@ def of_program(program: Program) -> Iterator[Operation]:
 
 def needed(dtypes=DTYPES) -> list[Kernel]:
     """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
-    found = kernels(messages(dtypes), dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in STEPS}
+    found = kernels(messages(dtypes), dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     for operations in (*map(of_program, needed_programs()), *map(others, sizes(TOKENS))):
         found |= kernels(operations, dtypes)
-    found |= {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     return sorted(found, key=str)
 
 
