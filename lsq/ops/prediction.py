@@ -24,7 +24,7 @@ BLOCK_ROWS = 256
 BLOCK_COLUMNS = 256
 """Words whose logits the CPU adds up apart, whatever the blocks of the product."""
 CUDA_BLOCK_ROWS = 256
-"""The same on CUDA: of 32,768 words 34 MB, which the L2 cache of an A100 or larger holds."""
+"""Rows of float logits that exist at a time on CUDA: of 32,768 words 34 MB, which the L2 cache of an A100 holds."""
 
 
 class Prediction(Value):
