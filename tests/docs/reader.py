@@ -100,6 +100,9 @@ class Reader:
                     for number in requests:
                         follow(self, (self._bin / number.strip()).read_text().split("\0")[:-1])
                         answers.write(b"0\n")
+            except BaseException:
+                process.kill()  # processes that a command has forked may hold its pipes open
+                raise
             finally:
                 status = process.wait()
             out.seek(0)

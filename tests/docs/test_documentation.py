@@ -1,5 +1,7 @@
 """Every code block of the documentation runs, from the top of its page to the bottom, with nothing else."""
 
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,23 @@ def test_a_planted_mistake_is_found(reader, tmp_path, text, error):
     with pytest.raises(error):
         for block in blocks(page_of(tmp_path, text)):
             reader.read(block)
+
+
+def test_a_failure_is_told_while_a_process_of_the_command_lives(tmp_path):
+    """As those that load data do; they hold the pipes by which commands are answered."""
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+
+    def fail(reader, words):
+        forked.start()
+        raise RuntimeError("no more batches")
+
+    try:
+        with pytest.raises(RuntimeError, match="no more batches"):
+            Reader(tmp_path, ["lsq"], fail).run(["bash", "-c", "lsq generate; true"], fail)
+        assert forked.is_alive()
+    finally:
+        forked.kill()
+        forked.join()
 
 
 def test_commands_run_in_order(reader, tmp_path):
