@@ -122,7 +122,8 @@ def draw(results: list[dict], path: Path) -> None:
         axes.set_title(f"{result['model']}, {result['gpu']}: modelled", fontsize="medium")
         axes.set_ylabel("milliseconds a step, modelled")
         axes.grid(axis="y", alpha=0.25)
-    panels[0, 0].legend(fontsize="x-small")
+    parts = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*parts, loc="outside lower center", ncols=len(COLOURS), fontsize="small")
     figure.savefig(path, dpi=110)
 
 
