@@ -25,6 +25,7 @@ using uint64_t = unsigned long long;
 namespace lsq {
 
 constexpr float kSmallestGradient = 1e-35f;  // rows whose largest magnitude lies below are rounded to zero
+constexpr float kSmallestClip = 1e-25f;      // below, what a quotient leaves may vanish: values must be divided
 
 LSQ_INLINE uint32_t bits_of(float x) {
 #ifdef __CUDACC_RTC__

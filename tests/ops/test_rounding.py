@@ -43,7 +43,7 @@ def test_codes_are_exact_at_every_length(bits, numel):
     assert torch.equal(found.error, expected)
 
 
-@pytest.mark.parametrize("clip", [1e-37, 2.0**-40, 0.01, 0.9, math.pi, 126.9999, 3e38])
+@pytest.mark.parametrize("clip", [1e-37, 9.3e-37, 2.76e-36, 1e-30, 1e-25, 2.0**-40, 0.01, 0.9, math.pi, 126.9999, 3e38])
 @pytest.mark.parametrize("rows, columns", [(1, 2053), (24, 40)])
 def test_codes_are_those_of_a_division(clip, rows, columns):
     """Next to the borders between codes and to the clip, where a quotient that is off by a bit rounds otherwise."""

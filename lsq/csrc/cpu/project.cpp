@@ -76,7 +76,7 @@ private:
         const Coded& to = op_.rounded;
         const Nonlinearity& end = op_.nonlinearity;
         if (!to.codes || to.error || op_.out || end.before || end.activation == Activation::gelu || n_ % 8) return false;
-        return WideClip::fits(to.clip[0], to.clip[0] / to.largest);
+        return WideClip::fits(to.clip[0]);
     }
 
     // -> whether a value that was rounded was NaN

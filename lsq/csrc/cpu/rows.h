@@ -51,7 +51,7 @@ inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float*
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
 #if defined(LSQ_WIDE)
-    if (WideClip::fits(clip, scale) && !coded.error) {
+    if (WideClip::fits(clip) && !coded.error) {
         return round_under_clip(x, n, clip, scale, out, coded.clipped ? coded.clipped + first / 8 : nullptr);
     }
 #endif

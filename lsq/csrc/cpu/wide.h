@@ -8,7 +8,8 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
+
+#include "../arithmetic.h"
 
 namespace lsq {
 
@@ -54,16 +55,13 @@ void each_sixty_four(int64_t n, const Use& use, const Store& store) {
 
 inline bool any_missing(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
 
-// A clip above 0, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x times the
+// A clip, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x times the
 // reciprocal is set right by what it leaves (Markstein 1990): the same number, unless it is so small that its code is 0
 // in any case.
 struct WideClip {
     __m512 limit, least, divisor, reciprocal;
 
-    static bool fits(float clip, float scale) {
-        constexpr float kLargest = std::numeric_limits<float>::max();
-        return clip > 0.0f && clip <= kLargest && 1.0f / scale <= kLargest;
-    }
+    static bool fits(float clip) { return clip > kSmallestClip && clip < infinity(); }
 
     WideClip(float clip, float scale)
         : limit(_mm512_set1_ps(clip)), least(_mm512_set1_ps(-clip)), divisor(_mm512_set1_ps(scale)),

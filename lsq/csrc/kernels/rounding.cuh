@@ -13,8 +13,6 @@
 
 namespace lsq {
 
-constexpr float kSmallestClip = 1e-25f;  // below, what a quotient leaves may vanish
-
 // Where rounded values go: a Coded with its pointers at hand; nowhere if it has no codes.
 struct CodeSink {
     int8_t* codes;
