@@ -65,6 +65,29 @@ def test_codes_of_many_rows_have_no_bias():
     assert ((codes.double().mean(0) - row).abs() <= 4.5 * error).all()
 
 
+def test_sums_of_rows_and_of_columns_have_no_bias():
+    gradient = torch.randn(24, 55)
+
+    def once(key):
+        codes, scale = arithmetic.round_rows(gradient, torch.ones(55), key, 3)
+        rounded = codes.double() * scale[:, None]
+        return torch.cat([rounded.sum(1), rounded.sum(0)])
+
+    assert_unbiased(*mean_of_many(once), torch.cat([gradient.double().sum(1), gradient.double().sum(0)]))
+
+
+def test_neighbours_that_go_up_together_add_no_noise_to_products():
+    """Errors of a row have one word in common; a product with a matrix adds them up as if each had its own."""
+    gradient, weight = torch.randn(400, 512), torch.randn(512, 64)
+    codes, scale = arithmetic.round_rows(gradient, torch.ones(512), KEY, 3)
+    error = codes.float() - gradient / scale[:, None]
+    fraction = gradient / scale[:, None]
+    fraction -= fraction.floor()
+    independent = (fraction * (1 - fraction)) @ weight.square()
+    assert 0.85 < ((error @ weight).square() / independent).mean() < 1.15
+    assert (error.sum(1).square() / (fraction * (1 - fraction)).sum(1)).mean() < 0.8  # they even out along a row
+
+
 def test_the_product_of_two_rounded_matrices_has_no_bias():
     """As the gradient of a weight is made: errors of one and the same element of both must not go together."""
     gradient, x = torch.randn(16, 5), torch.randn(16, 5)
