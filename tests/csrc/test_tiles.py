@@ -13,7 +13,9 @@ from lsq.csrc.tiles import INSTRUCTIONS, TileProduct
 
 FOLDER = Path(loader.__file__).parent
 LEVELS = ("v1", "v3", "v4")
-SIZES = [(1, 8, 16), (5, 70, 3), (33, 33, 65), (64, 32, 1088), (130, 96, 64), (40, 300, 200), (64, 32, 4224)]
+SIZES = [
+    (1, 8, 16), (5, 70, 3), (33, 33, 65), (64, 32, 1088), (130, 96, 64), (40, 300, 200), (64, 32, 4224), (33, 40, 4161),
+]  # fmt: skip
 TRANSPOSED = [(False, False), (False, True), (True, True)]
 
 
