@@ -1,0 +1,82 @@
+"""How a search goes."""
+
+import math
+from dataclasses import dataclass
+
+from lsq.config import require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Options of a search, named as those of fairseq-generate. Lengths count the end of the sentence as a word.
+
+    Raises:
+        ValueError: a value is out of its range, or two do not go together.
+    """
+
+    beam: int = 5
+    """Hypotheses that are followed for each sentence."""
+    nbest: int = 1
+    """Hypotheses that are returned for each sentence, at most `beam`."""
+    normalize_scores: bool = True
+    """Whether a score is divided by its length to the power of `length_penalty`."""
+    length_penalty: float = 1.0
+    """Above 1 favours long hypotheses, below 1 short ones (Wu et al. 2016 have another formula; this is fairseq's)."""
+    max_len_a: float = 0.0
+    max_len_b: int = 200
+    """A hypothesis has at most max_len_a * S + max_len_b words before its end; S: words of a batch's longest source."""
+    min_len: int = 1
+    """Words of a hypothesis before its end, at least."""
+    unk_penalty: float = 0.0
+    """Taken from the log-probability of the unknown word; below 0 makes it more probable."""
+    temperature: float = 1.0
+    """Logits are divided by this."""
+    no_repeat_ngram_size: int = 0
+    """No hypothesis has any n-gram of this length twice; 0: as it comes."""
+    sampling: bool = False
+    """Draw words at random in place of a search."""
+    sampling_topk: int = -1
+    """Draw from so many most probable words alone; -1: from all."""
+    sampling_topp: float = -1.0
+    """Draw from the fewest words whose probabilities reach this sum (Holtzman et al. 2020); -1: from all."""
+    diverse_beam_groups: int = -1
+    """Search in so many groups that avoid each other's words (Vijayakumar et al. 2018); -1: in one."""
+    diverse_beam_strength: float = 0.5
+    """What a word costs for each hypothesis of an earlier group that has it at the same place."""
+    seed: int = 1
+    """What is drawn at random follows from it."""
+
+    def __post_init__(self):
+        for name, least in (("beam", 1), ("nbest", 1), ("max_len_b", 0), ("min_len", 0), ("no_repeat_ngram_size", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        if self.nbest > self.beam:
+            raise ValueError(f"nbest is {self.nbest} and beam {self.beam}; a search returns at most beam hypotheses")
+        require_positive("temperature", self.temperature)
+        for name in ("length_penalty", "max_len_a", "unk_penalty", "diverse_beam_strength"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
+        if self.max_len_a < 0:
+            raise ValueError(f"max_len_a is {self.max_len_a}; it must be at least 0")
+        self._check_sampling()
+        groups = self.diverse_beam_groups
+        if groups != -1 and (groups < 1 or self.beam % groups):
+            raise ValueError(
+                f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the beam, or be -1"
+            )
+
+    def _check_sampling(self) -> None:
+        if self.sampling_topk != -1 and self.sampling_topk < 1:
+            raise ValueError(f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words")
+        if self.sampling_topp != -1 and not 0 < self.sampling_topp <= 1:
+            raise ValueError(
+                f"sampling_topp is {self.sampling_topp}; it must be above 0 and at most 1, or -1 for all words"
+            )
+        limited = self.sampling_topk != -1 or self.sampling_topp != -1
+        if limited and not self.sampling:
+            raise ValueError("sampling_topk and sampling_topp limit what is drawn; they need sampling")
+        if self.sampling_topk != -1 and self.sampling_topp != -1:
+            raise ValueError("give sampling_topk or sampling_topp, not both")
+        if self.sampling and self.diverse_beam_groups != -1:
+            raise ValueError("diverse_beam_groups is of a search; it does not go with sampling")
