@@ -1,0 +1,42 @@
+"""Architecture: written and read again, and what is refused."""
+
+import json
+
+import pytest
+
+from lsq.decode.architecture import Architecture
+from lsq.decode.model import model_of
+from tests.decode.models import small_model
+
+
+def written(**options) -> dict:
+    return json.loads(model_of(small_model(**options)).architecture.to_json())
+
+
+@pytest.mark.parametrize("options", [{}, {"encoder_layers": 0, "tied": False}, {"shared": False, "pre_norm": True}])
+def test_what_is_written_is_read(options):
+    found = model_of(small_model(**options)).architecture
+    assert Architecture.from_json(found.to_json()) == found
+
+
+def test_what_cannot_be_is_refused():
+    whole = written()
+    for change, words in [
+        ({"eos": 99}, "eos is 99; it must be one of 37 words"), ({"eos": "2"}, "architecture.eos is '2'"),
+        ({"extra": 1}, "has unknown extra"), ({"decoder": None}, "architecture.decoder is None"),
+        ({"encoder": None}, "no encoder to share"), ({"encoder": 3}, "must be an object"),
+        ({"encoder": whole["encoder"] | {"layers": 0}}, "layers is 0"),
+        ({"encoder": whole["encoder"] | {"words": 41}}, "those cannot be"),
+        ({"encoder": whole["encoder"] | {"positions": "round"}}, "positions is 'round'"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            Architecture.from_json(json.dumps(whole | change))
+    with pytest.raises(ValueError, match="lacks eos"):
+        Architecture.from_json(json.dumps({name: value for name, value in whole.items() if name != "eos"}))
+    with pytest.raises(ValueError, match="no JSON"):
+        Architecture.from_json("{")
+
+
+def test_models_in_float_mode_are_refused():
+    with pytest.raises(ValueError, match="only models in int8"):
+        model_of(small_model(quant={"mode": "float"}))

@@ -1,0 +1,70 @@
+"""DecodingModel: the integers of the modules, under their names."""
+
+import pytest
+import torch
+
+from lsq.decode.model import DecodingModel, model_of, tensors_of
+from lsq.layers import ProgramModule
+from tests.decode.models import small_model
+
+VARIANTS = [
+    {}, {"encoder_layers": 0}, {"pre_norm": True, "shared": False, "tied": False, "embedding": {"layer_norm": True}},
+    {"quant": {"weight_format": "int4"}}, {"embedding": {"positions": "learned", "scale": 1.0}},
+    {"quant": {"weight_granularity": "tensor", "bits": 5}}, {"norm": "rms"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_codes_are_those_of_the_modules(options):
+    module = small_model(**options)
+    model = model_of(module)
+    compared = 0
+    for path, one in module.named_modules():
+        if isinstance(one, ProgramModule):
+            for name, codes in one.codes.kept.items():  # of the last pass
+                assert torch.equal(model.tensors[f"{path}.{name}"], codes)
+                compared += 1
+    assert compared == sum(name.endswith((".codes", ".scale")) for name in model.tensors)
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_every_other_tensor_is_a_parameter(options):
+    module = small_model(**options)
+    model, state = model_of(module), module.state_dict()
+    for name, tensor in model.tensors.items():
+        if not name.endswith((".codes", ".scale")):
+            assert torch.equal(tensor, state[name]) and tensor.data_ptr() != state[name].data_ptr()
+    left = {name for name in state if name not in model.tensors}
+    assert not any("bias" in name or "layer_norm" in name for name in left)
+
+
+def test_unpacked_codes_are_what_products_read():
+    model = model_of(small_model(quant={"weight_format": "int4"}))
+    name = "decoder.layers.0.feed_forward.fc1_weight"
+    assert model.tensors[name + ".codes"].shape == (96, 2 * 17)
+    assert model.codes(name, 48).shape == (96, 48)
+
+
+def test_shared_words_stand_once():
+    model = model_of(small_model())
+    assert "encoder.embed_tokens.weight" not in model.tensors
+    assert model.words("encoder") is model.words("decoder")
+    apart = model_of(small_model(shared=False))
+    assert apart.words("encoder").shape == (43, 48) and apart.words("decoder").shape == (37, 48)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    model = model_of(small_model())
+    name = next(iter(tensors_of(model.architecture)))
+    for change, words in [
+        ({name: None}, f"lacks tensors: {name}"), ({"more": torch.ones(1)}, "unknown tensors: more"),
+        ({name: torch.ones(3)}, "it must be"), ({name: model.tensors[name].double()}, "float64"),
+    ]:  # fmt: skip
+        tensors = {key: value for key, value in (dict(model.tensors) | change).items() if value is not None}
+        with pytest.raises(ValueError, match=words):
+            DecodingModel(architecture=model.architecture, tensors=tensors)
+
+
+def test_modules_that_are_not_ready_are_refused():
+    with pytest.raises(ValueError, match="eval mode"):
+        model_of(small_model().train())
