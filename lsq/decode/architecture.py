@@ -42,6 +42,8 @@ class StackArchitecture:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {MOST}")
         require_choice("positions", self.positions, POSITIONS)
         require_positive("embedding_scale", self.embedding_scale)
+        if self.final_norm and not self.config.pre_norm:
+            raise ValueError("final_norm is True under post-norm, whose last layer ends with a norm of its own")
         if not self.config.quant.quantized:
             raise ValueError('mode is "float"; only models in int8 are kept as codes: train with mode "int8"')
 
@@ -87,6 +89,8 @@ class Architecture:
                 f"the encoder is {self.encoder.config.hidden} wide and the decoder {self.decoder.config.hidden}; "
                 "both must be equal"
             )
+        if self.encoder.config.quant != self.decoder.config.quant:
+            raise ValueError("encoder and decoder are rounded in different ways; both must have one QuantConfig")
         if self.shared_words and self.encoder.words != self.decoder.words:
             raise ValueError(
                 f"the encoder has {self.encoder.words} words and the decoder {self.decoder.words}; those cannot be "

@@ -29,7 +29,7 @@ class SmallStack(Stack, nn.Module):
     def __init__(self, layers, config, words, **embedding):
         super().__init__()
         self.dictionary, self.padding_idx = Dictionary(), PADDING
-        self.embed_tokens = Embedding(words, config.hidden, PADDING, max_positions=40, **embedding)
+        self.embed_tokens = Embedding(words, config.hidden, PADDING, max_positions=64, **embedding)
         self.layers = nn.ModuleList(layers)
         self.layer_norm = nn.LayerNorm(config.hidden) if config.pre_norm else None
 

@@ -15,8 +15,8 @@ namespace lsq {
 
 namespace {
 
-void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride) {
-    for (int64_t row = 0; row < kTilePair; ++row) {
+void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
         for (int64_t half = 0; half < 2; ++half) {
             int32_t* out = sums + row * stride + half * kTileSide;
@@ -43,8 +43,8 @@ void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, in
 
 constexpr int kVnniRows = 8;  // with two registers of columns: enough sums to hide an instruction's latency
 
-LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride) {
-    for (int64_t row = 0; row < kTilePair; row += kVnniRows) {
+LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += kVnniRows) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
         int32_t* out = sums + row * stride;
         __m512i low[kVnniRows], high[kVnniRows];
@@ -81,7 +81,8 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
 #endif
 #if defined(LSQ_AMX)
 
-void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride) {
+void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+    const bool both = rows > kTileSide;
     const int64_t bytes = stride * sizeof(int32_t);
     const int8_t *upper = a.data, *lower = upper + a.block;
     int32_t *top = sums, *bottom = top + kTileSide * stride;
@@ -93,8 +94,10 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
     } else {
         load_tile<0>(top, bytes);
         load_tile<1>(top + kTileSide, bytes);
-        load_tile<2>(bottom, bytes);
-        load_tile<3>(bottom + kTileSide, bytes);
+        if (both) {
+            load_tile<2>(bottom, bytes);
+            load_tile<3>(bottom + kTileSide, bytes);
+        }
     }
     for (int64_t k = 0; k < b.depth; ++k) {
         const int8_t* left = b.data + k * kTileBytes;
@@ -103,12 +106,14 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
         multiply_int8<0, 4, 6>();
         load_tile<7>(left + b.distance, kTileInner);
         multiply_int8<1, 4, 7>();
+        if (!both) continue;
         load_tile<5>(lower + k * a.step, a.stride);
         multiply_int8<2, 5, 6>();
         multiply_int8<3, 5, 7>();
     }
     store_tile<0>(top, bytes);
     store_tile<1>(top + kTileSide, bytes);
+    if (!both) return;
     store_tile<2>(bottom, bytes);
     store_tile<3>(bottom + kTileSide, bytes);
 }
@@ -120,9 +125,9 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
 
 constexpr int kVnniRows = 4;  // with two registers for each tile of columns, one tile at a time
 
-LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride) {
+LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
     constexpr int64_t kHalf = kTileSide / 2;
-    for (int64_t row = 0; row < kTilePair; row += kVnniRows) {
+    for (int64_t row = 0; row < rows; row += kVnniRows) {
         const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
         for (int64_t tile = 0; tile < 2; ++tile) {
             int32_t* out = sums + row * stride + tile * kTileSide;

@@ -12,8 +12,8 @@ struct PairOfColumns {
     const int32_t* sums;  // [32], 128 times the sum of each column of all of b; null: add to the sums that stand there
 };
 
-// sums [32, 32] of the first two tiles of rows, `stride` apart.
-using Kernel = void (*)(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride);
+// sums [32, 32] of the first two tiles of rows, `stride` apart. Those of the first `rows` count; the others may be missing.
+using Kernel = void (*)(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows);
 
 Kernel kernel_of(Instructions instructions);
 

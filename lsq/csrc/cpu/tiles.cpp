@@ -84,7 +84,7 @@ void pack_columns(const TileProduct& product, int64_t group) {
     });
 }
 
-StripMultiplier::StripMultiplier(const TileProduct& product) : product_(product), a_{}, height_(0) {
+StripMultiplier::StripMultiplier(const TileProduct& product) : product_(product), a_{}, rows_(0), height_(0) {
 #if defined(LSQ_AMX)
     if (product.instructions == Instructions::amx) tiles_.emplace();
 #endif
@@ -97,6 +97,7 @@ void StripMultiplier::take(int64_t first, int64_t count) {
     const Codes& codes = product_.a;
     const int64_t depth = inner_tiles(product_.inner);
     const bool is_biased = biased(product_.instructions);
+    rows_ = count;
     height_ = rounded_up(count, kTilePair);
     const bool whole = !codes.transposed && count == height_ && product_.inner % kTileInner == 0;
     if (whole && (!is_biased || depth > kLong)) {
@@ -130,7 +131,7 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
                     const int32_t* start = k ? nullptr : column_sums(product_) + column;
                     if (k + kDepth < depth && is_long) prefetch_next(b, depth, row / kTilePair, height_ / kTilePair);
                     const PairOfColumns pair{b, depth * kTileBytes, deep, start};
-                    kernel(a, pair, sums + row * stride + column - begin, stride);
+                    kernel(a, pair, sums + row * stride + column - begin, stride, std::min(kTilePair, rows_ - row));
                 }
             }
         }

@@ -93,7 +93,7 @@ public:
     // Takes rows [first, first + count) of a.
     void take(int64_t first, int64_t count);
 
-    // Rows that are made, those beyond the last one included.
+    // Rows that there must be room for: those beyond the last one may be made as well.
     int64_t height() const { return height_; }
 
     // Sums of the rows that were taken, columns [begin, end) in whole pairs of tiles, rows `stride` apart.
@@ -106,7 +106,7 @@ public:
 private:
     const TileProduct& product_;
     TileRows a_;
-    int64_t height_;
+    int64_t rows_, height_;
 #if defined(LSQ_AMX)
     std::optional<WholeTiles> tiles_;
 #endif

@@ -1,0 +1,114 @@
+// Attention of one query a row to keys and values that lie anywhere in a cache of codes; lsq/ops/cached_attention.py is
+// the reference. Scores are exact sums of products of codes; probabilities and contexts are floats.
+#include "aligned.h"
+#include "lanes.h"
+#include "rows.h"
+
+using namespace lsq;
+
+namespace {
+
+constexpr int64_t kColumns = 4 * kLanes;  // of a context that registers hold
+
+int32_t dot(const int16_t* query, const int8_t* key, int64_t n) {
+    int32_t sum = 0;
+    int64_t i = 0;
+#if defined(LSQ_WIDE)
+    __m512i wide = _mm512_setzero_si512();
+    for (; i + 32 <= n; i += 32) {
+        const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + i)));
+        wide = _mm512_add_epi32(wide, _mm512_madd_epi16(codes, _mm512_loadu_si512(query + i)));
+    }
+    sum = _mm512_reduce_add_epi32(wide);
+#endif
+    for (; i < n; ++i) sum += static_cast<int32_t>(query[i]) * key[i];
+    return sum;
+}
+
+// A head of a row at a time, on one thread.
+class Reader {
+public:
+    explicit Reader(const CachedAttention& op)
+        : op_(op), stride_(2 * op.columns),
+          factor_(op.queries.scale[0] * op.cache_scale[0] * (1.0f / std::sqrt(static_cast<float>(op.width)))),
+          query_(op.width + 32), scores_(op.capacity), probabilities_(op.capacity + kLanes), context_(op.width + kColumns),
+          flags_(op.width) {}
+
+    // -> whether a value that was rounded was NaN
+    bool operator()(int64_t row, int64_t head) {
+        const int64_t list = op_.owned[row], n = op_.lengths[list], width = op_.width, column = head * width;
+        const int64_t* places = op_.lists + list * op_.capacity;
+        const int8_t* query = op_.queries.codes + row * op_.query_columns + column;
+        std::fill(context_.begin(), context_.end(), 0.0f);
+        if (n > 0) {
+            if (op_.appends) {
+                int8_t* own = op_.cache + places[n - 1] * stride_ + column;
+                std::memcpy(own, query + op_.columns, width);
+                std::memcpy(own + op_.columns, query + 2 * op_.columns, width);
+            }
+            attend(query, places, n, op_.cache + column);
+        }
+        return round_row(op_.context, row * op_.columns + column, width, context_.data(), flags_.data());
+    }
+
+private:
+    void attend(const int8_t* query, const int64_t* places, int64_t n, const int8_t* cache) {
+        const int64_t width = op_.width;
+        std::copy_n(query, width, query_.data());
+        int32_t largest = std::numeric_limits<int32_t>::min();
+        for (int64_t j = 0; j < n; ++j) {
+            scores_[j] = dot(query_.data(), cache + places[j] * stride_, width);
+            largest = std::max(largest, scores_[j]);
+        }
+        float* p = probabilities_.data();
+        for (int64_t j = 0; j < n; ++j) p[j] = static_cast<float>(scores_[j] - largest) * factor_;
+        Lanes sum = {};
+        for_lanes(n, [&](int64_t j, auto seen) {
+            lanes_at(p + j) = seen(bounded_exponential(lanes_at(p + j)), 0.0f);
+            sum += lanes_at(p + j);
+        });
+        const float share = op_.cache_scale[0] / sum_of_lanes(sum);
+        for (int64_t column = 0; column < width; column += kColumns) {
+            add_values(places, n, cache + op_.columns + column, width - column, share, context_.data() + column);
+        }
+    }
+
+    // The first columns of the context, at most kColumns, of values that have `wide` of them.
+    void add_values(const int64_t* places, int64_t n, const int8_t* values, int64_t wide, float share, float* to) const {
+        Lanes sums[4] = {};
+        for (int64_t j = 0; j < n; ++j) {
+            const int8_t* value = values + places[j] * stride_;
+            const Lanes p = all_lanes(probabilities_[j]);
+            if (wide >= kColumns) {
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) sums[i] = multiply_add(p, load_lanes(value + i * kLanes, kLanes), sums[i]);
+            } else {
+                for (int i = 0; i < 4 && i * kLanes < wide; ++i) {
+                    sums[i] = multiply_add(p, load_lanes(value + i * kLanes, wide - i * kLanes), sums[i]);
+                }
+            }
+        }
+        for (int i = 0; i < 4; ++i) store_lanes(to + i * kLanes, sums[i] * share, kLanes);
+    }
+
+    const CachedAttention& op_;
+    int64_t stride_;
+    float factor_;
+    std::vector<int16_t> query_;
+    std::vector<int32_t> scores_;
+    Aligned<float> probabilities_, context_;
+    std::vector<uint8_t> flags_;
+};
+
+}  // namespace
+
+LSQ_OPERATION(CachedAttention, op) {
+    int missing = 0;
+#pragma omp parallel reduction(| : missing)
+    {
+        Reader read(op);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < op.rows * op.heads; ++item) missing |= read(item / op.heads, item % op.heads);
+    }
+    finish(op.context, missing);
+}

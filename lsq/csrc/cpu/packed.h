@@ -1,0 +1,21 @@
+// Products of codes with a weight that was packed once; lsq/ops/packed_weight.py packs it.
+#pragma once
+
+#include "rows.h"
+#include "tiles.h"
+
+namespace lsq {
+
+// `x` has `rows` rows of as many codes as the weight has inputs.
+inline TileProduct packed_product(const Coded& x, const PackedWeight& weight, int64_t rows) {
+    return {{x.codes, weight.inner, 0},
+            {nullptr, 0, 0},
+            rows,
+            weight.columns,
+            weight.inner,
+            static_cast<Instructions>(weight.instructions),
+            0,
+            reinterpret_cast<int8_t*>(weight.tiles)};
+}
+
+}  // namespace lsq

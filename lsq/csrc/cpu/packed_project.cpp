@@ -1,0 +1,83 @@
+// A product with a packed weight and its end: threads share the weight's outputs, and end the sums of theirs.
+#include <omp.h>
+
+#include "aligned.h"
+#include "packed.h"
+
+using namespace lsq;
+
+namespace {
+
+constexpr int64_t kChunk = 256;  // outputs that a thread makes at a time
+constexpr int64_t kStrip = 128;  // rows
+
+// Ends blocks of sums on one thread.
+class PackedEnd {
+public:
+    explicit PackedEnd(const PackedProject& op) : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
+
+    // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> whether a value that was rounded was NaN
+    int operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride) {
+        const float input = op_.x.scale[0], *scale = op_.weight.scale + begin, *bias = op_.bias ? op_.bias + begin : nullptr;
+        float* alpha = alpha_.data();
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) alpha[i] = input * scale[i];
+        int missing = 0;
+        for (int64_t row = 0; row < rows; ++row, sums += stride) {
+            const int64_t place = (first + row) * op_.weight.columns + begin;
+            float* y = op_.out ? op_.out + place : y_.data();
+            if (bias) {
+#pragma omp simd
+                for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i] + bias[i];
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i];
+            }
+            activate(y, n);
+            if (op_.rounded.codes) missing |= round_row(op_.rounded, place, n, y, flags_.data());
+        }
+        return missing;
+    }
+
+private:
+    void activate(float* y, int64_t n) const {
+        if (op_.activation == Activation::relu) {
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) y[i] = relu(y[i]);
+        } else if (op_.activation == Activation::gelu) {
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) y[i] = gelu(y[i]);
+        }
+    }
+
+    const PackedProject& op_;
+    Aligned<float> y_, alpha_;
+    Aligned<uint8_t> flags_;
+};
+
+}  // namespace
+
+LSQ_OPERATION(PackedProject, op) {
+    const TileProduct product = packed_product(op.x, op.weight, op.rows);
+    const int64_t n = op.weight.columns, threads = omp_get_max_threads();
+    const int64_t chunk = std::min(kChunk, rounded_up((n + threads - 1) / threads, kTilePair));
+    int missing = 0;
+#pragma omp parallel reduction(| : missing)
+    {
+        static thread_local Kept<int32_t> kept;
+        PackedEnd end(op);
+        StripMultiplier multiplier(product);
+        for (int64_t first = 0; first < op.rows; first += kStrip) {
+            const int64_t rows = std::min(kStrip, op.rows - first), stride = chunk + kTileSide;
+            multiplier.take(first, rows);
+            int32_t* sums = kept.at_least(multiplier.height() * stride);
+#pragma omp for schedule(static) nowait
+            for (int64_t begin = 0; begin < n; begin += chunk) {
+                const int64_t count = std::min(chunk, n - begin);
+                multiplier.multiply(begin, begin + rounded_up(count, kTilePair), sums, stride);
+                missing |= end(first, rows, begin, count, sums, stride);
+            }
+        }
+    }
+    finish(op.rounded, missing);
+}

@@ -1,0 +1,71 @@
+"""Attention of one query a row to keys and values that are kept as codes, wherever they lie: for decoding on the CPU.
+
+    context = softmax(q k^T / sqrt(width)) v
+
+A row finds its keys by a list of places in the cache. So hypotheses that share their beginning share its keys, going on
+from another hypothesis copies a list and no keys, and all rows of a sentence have one list of the encoder's words.
+R rows, N heads, D columns of a head, H = N * D, L lists, C places of a list at most.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lsq.program.declare import Codes, Floats, In, Indices, Out, extent, size
+from lsq.program.operation import Operation
+from lsq.program.values import Coded
+
+
+class CachedAttention(Operation):
+    """Context rows [R, H]. A row whose list is empty gets 0."""
+
+    queries: In[Coded]
+    """[R, H], or with `appends` [R, 3H]: queries, keys and values."""
+    cache: Out[Codes]
+    """[places, 2H]: keys and values. Read, and written where `appends`."""
+    cache_scale: In[Floats]
+    """[1]"""
+    lists: In[Indices]
+    """[L, C], places in the cache, in any order."""
+    lengths: In[Indices]
+    """[L], of each list."""
+    owned: In[Indices]
+    """[R], the list that each row has."""
+    appends: bool
+    """Whether a row first puts its own key and value at the last place of its list, which is then its alone."""
+    heads: int
+    """N."""
+    context: Out[Coded]
+    """[R, H], without bits or errors for a backward pass."""
+
+    rows = extent(0, "queries.codes")
+    query_columns = extent(1, "queries.codes")
+    columns = extent(1, "context.codes")
+    """H."""
+    capacity = extent(1, "lists")
+    """C."""
+
+    @size
+    def width(self) -> int:
+        """D."""
+        return self.columns // self.heads
+
+    def limits(self):
+        return {"lists": self.cache.shape[0], "lengths": self.capacity + 1, "owned": self.lists.shape[0]}
+
+    def reference(self):
+        hidden, cache = self.columns, self.cache.clone()
+        lists = [self.lists[number, : self.lengths[number]] for number in self.owned.tolist()]
+        if self.appends:
+            for row, places in enumerate(lists):
+                if len(places):
+                    cache[places[-1]] = self.queries.codes[row, hidden:]
+        context = torch.zeros(self.rows, hidden)
+        share = torch.tensor(self.width**-0.5, dtype=torch.float32)
+        for row, places in enumerate(lists):
+            query = self.queries.codes[row, :hidden].view(self.heads, 1, self.width).float()
+            keys, values = cache[places].float().view(-1, 2, self.heads, self.width).permute(1, 2, 0, 3)
+            scores = query @ keys.transpose(1, 2) * (self.queries.scale * self.cache_scale * share)
+            if len(places):
+                context[row] = (scores.softmax(dim=2) @ (values * self.cache_scale)).flatten()
+        return cache, *self.context.encode(context)

@@ -1,0 +1,118 @@
+"""Engine: what the modules compute, word by word, whoever goes on from whom."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lsq.backends import backend
+from lsq.backends.absent import AbsentGPU
+from lsq.decode.engine import Engine, filled
+from lsq.decode.model import model_of
+from tests.decode.models import EOS, PADDING, batch, small_model
+
+TIME = 8
+VARIANTS = [
+    {}, {"encoder_layers": 0, "tied": False}, {"pre_norm": True, "shared": False, "embedding": {"layer_norm": True}},
+    {"quant": {"weight_format": "int4"}, "encoder_layers": 1}, {"activation": "gelu", "decoder_layers": 3},
+    {"embedding": {"positions": "learned", "scale": 1.0}}, {"quant": {"weight_granularity": "tensor", "bits": 5}},
+    {"encoder_layers": 0, "pre_norm": True, "words": 50},
+]  # fmt: skip
+
+
+def sentences(source):
+    return [row[row != PADDING] for row in source]
+
+
+def hypotheses(count, words=37, seed=3):
+    found = torch.randint(4, words, (count, TIME), generator=torch.Generator().manual_seed(seed))
+    found[:, 0] = EOS
+    return found
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("place", ["cpu", "reference"])
+def test_steps_are_those_of_the_modules(options, place):
+    module, words = small_model(**options), options.get("words", 37)
+    engine = Engine(model_of(module), backend(place))
+    assert (engine.words, engine.longest) == (words, 64)
+    source, target = batch(words), hypotheses(3, words)
+    engine.begin(sentences(source), rows=3, steps=TIME)
+    found = torch.stack([engine.step_all(target[:, t], torch.arange(3)) for t in range(TIME)], dim=1)
+    assert_close(found, module(source, target).log_softmax(2), rtol=0, atol=2e-5)
+
+
+def test_hypotheses_may_go_on_from_any_other():
+    """Rows fork, change places, die, and finish; the engine is asked for the best words alone."""
+    module = small_model()
+    engine, source = Engine(model_of(module)), batch()
+    engine.begin(sentences(source), rows=6, steps=TIME)
+    chance = torch.Generator().manual_seed(5)
+    told, of = torch.full((3, 1), EOS), torch.arange(3)
+    parents = torch.arange(3)
+    for rows in (6, 6, 5, 3, 3, 1, 2):
+        asked = torch.randint(0, 37, (len(told), 2), generator=chance)
+        found = engine.step(told[:, -1], parents, top=5, wanted=asked)
+        expected = module(source[of], told)[:, -1].log_softmax(1)
+        best = expected.topk(5)
+        assert torch.equal(found.words, best.indices)
+        assert_close(found.log_probabilities, best.values, rtol=0, atol=2e-5)
+        assert_close(found.wanted, expected.gather(1, asked), rtol=0, atol=2e-5)
+        parents = torch.randint(0, len(told), (rows,), generator=chance)
+        chosen = found.words[parents, torch.randint(0, 5, (rows,), generator=chance)]
+        told, of = torch.cat([told[parents], chosen[:, None]], dim=1), of[parents]
+
+
+def test_a_new_batch_forgets_the_one_before():
+    model = model_of(small_model())
+    engine, target = Engine(model), hypotheses(5)
+    for lengths in ((4, 5), (30, 2, 17, 9, 9), (3,)):
+        source = batch(lengths=lengths)
+        found = []
+        for one in (engine, Engine(model)):
+            one.begin(sentences(source), rows=len(lengths), steps=5)
+            every = torch.arange(len(lengths))
+            found.append([one.step_all(target[: len(lengths), t], every) for t in range(3)])
+        assert all(torch.equal(mine, fresh) for mine, fresh in zip(*found, strict=True))
+
+
+def test_many_rows():
+    module = small_model(encoder_layers=1, decoder_layers=1)
+    engine, source = Engine(model_of(module)), batch()
+    engine.begin(sentences(source), rows=75, steps=2)
+    of, told = torch.arange(75) % 3, hypotheses(75)
+    engine.step(told[:, 0], of, top=1)
+    found = engine.step_all(told[:, 1], torch.arange(75))
+    assert_close(found, module(source[of], told[:, :2])[:, -1].log_softmax(1), rtol=0, atol=2e-5)
+
+
+def test_rows_are_filled_up_to_few_sizes():
+    sizes = {filled(rows) for rows in range(1, 513)}
+    assert all(filled(rows) >= rows for rows in range(1, 513)) and len(sizes) == 17
+
+
+def test_what_cannot_be_is_refused():
+    engine = Engine(model_of(small_model()))
+    source, every = sentences(batch()), torch.arange(3)
+    for sources, rows, steps, words in [
+        ([], 1, 1, "given 0 sentences"), (source, 0, 1, "0 rows"), (source, 3, 65, "at most 64 steps"),
+        ([torch.ones(65, dtype=torch.int64)], 1, 1, "split long ones"), ([torch.tensor([37])], 1, 1, "from 0 to 36"),
+        ([torch.ones(2)], 1, 1, "must be int64"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            engine.begin(sources, rows=rows, steps=steps)
+    engine.begin(source, rows=3, steps=1)
+    for words, parents, top, message in [
+        (every, every, 0, "top is 0"), (every, every, 38, "top is 38"), (every + 35, every, 1, "words lie between"),
+        (every, every + 1, 1, "parents lie between 1 and 3"), (every[:2], every, 1, "given 2 words and 3 parents"),
+        (torch.arange(4), torch.arange(4) % 3, 1, "from 1 to 3, the rows"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            engine.step(words, parents, top=top)
+    engine.step(every, every, top=1)
+    with pytest.raises(ValueError, match="1 steps were taken"):
+        engine.step(every, every, top=1)
+
+
+def test_other_backends_are_refused():
+    with pytest.raises(ValueError, match="runs on cpu and reference, not on"):
+        Engine(model_of(small_model()), AbsentGPU())

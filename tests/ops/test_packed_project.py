@@ -1,0 +1,61 @@
+"""PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and many."""
+
+import pytest
+import torch
+
+from lsq.csrc import tiles
+from lsq.ops.nonlinearity import Activation, Nonlinearity
+from lsq.ops.packed_project import PackedProject
+from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.project import Project
+from lsq.program.values import Rows, Weight
+from tests.ops.compare import compare, empty, on_cpu, rounded, to_round, weight_format_of
+
+
+def codes_of(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(-127, 128, (columns, inner), dtype=torch.int8), 0.001 + 0.01 * torch.rand(columns)
+
+
+@pytest.mark.parametrize("instructions", tiles.usable())
+@pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208)])
+def test_packed_codes_are_the_codes(instructions, columns, inner):
+    codes, scale = codes_of(columns, inner)
+    assert torch.equal(PackedWeight.of(codes, scale, instructions).codes(), codes)
+
+
+@pytest.mark.parametrize("instructions", tiles.usable())
+@pytest.mark.parametrize("rows, columns, inner", [(0, 32, 64), (1, 16, 16), (3, 48, 80), (17, 544, 208), (161, 96, 576)])
+def test_products_and_their_ends(instructions, rows, columns, inner):
+    torch.manual_seed(rows)
+    weight = PackedWeight.of(*codes_of(columns, inner), instructions)
+    for options in (
+        {"out": empty(rows, columns)}, {"out": empty(rows, columns), "bias": torch.randn(columns)},
+        {"rounded": to_round(rows, columns, 2.0, clipped=False), "bias": torch.randn(columns)},
+        {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.relu},
+        {"rounded": to_round(rows, columns, 2.0, bits=5, clipped=False), "activation": Activation.gelu},
+    ):  # fmt: skip
+        compare(PackedProject(x=rounded(rows, inner).bare(), weight=weight, **options))
+
+
+def test_integers_are_those_of_project():
+    torch.manual_seed(0)
+    rows, columns, inner = 37, 288, 128
+    (codes, scale), x, bias = codes_of(columns, inner), rounded(rows, inner).bare(), torch.randn(columns)
+    shared = {"bias": bias, "rounded": to_round(rows, columns, 2.0, clipped=False)}
+    plain = on_cpu(
+        Project(
+            x=Rows(coded=x), weight=Weight(format=weight_format_of(), codes=codes, scale=scale),
+            nonlinearity=Nonlinearity(activation=Activation.relu), **shared,
+        )
+    )
+    packed = on_cpu(
+        PackedProject(x=x, weight=PackedWeight.of(codes, scale), activation=Activation.relu, **shared)
+    )
+    assert torch.equal(packed.rounded.codes, plain.rounded.codes)
+
+
+def test_nan_poisons_the_scale():
+    weight = PackedWeight.of(*codes_of(64, 64))
+    weight.scale[40] = float("nan")
+    found = compare(PackedProject(x=rounded(2, 64).bare(), weight=weight, rounded=to_round(2, 64, 1.0, clipped=False)))
+    assert found.rounded.scale.isnan()
