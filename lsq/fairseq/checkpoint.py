@@ -34,6 +34,21 @@ _JOINED = (
 )
 """(pattern in fairseq's name with the part in a group, all parts in order, replacement)"""
 
+_SPLIT = (
+    (r"\.self_attn\.qkv_", "qkv", ".self_attn.{}_proj."),
+    (r"\.encoder_attn\.key_value_", "kv", ".encoder_attn.{}_proj."),
+)
+"""(pattern in our name of a joined weight, its parts in order, replacement)"""
+
+_RESTORED = (
+    (r"embed_tokens\.position_weight", "embed_positions.weight"),
+    (r"embed_tokens\.layer_norm\.", "layernorm_embedding."),
+    (r"\.(self_attn|encoder_attn)\.out_", r".\1.out_proj."),
+    (r"\.encoder_attn\.query_", ".encoder_attn.q_proj."),
+    (r"(layers\.\d+)\.feed_forward\.(fc[12])_", r"\1.\2."),
+)
+"""(pattern in our name, replacement)"""
+
 _CONSTANT = re.compile(r"(en|de)coder\.(version|embed_positions\._float_tensor)")
 """What fairseq's checkpoints hold besides parameters."""
 
@@ -91,6 +106,22 @@ def rename(state: dict[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(f"{target} joins projections, whose shapes in the checkpoint do not fit: {shapes}")
         renamed[target] = torch.cat(parts)
     return renamed
+
+
+def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `rename` takes: parameters of this model under the names of fairseq's transformer, joined weights apart."""
+    restored: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        for pattern, parts, replacement in _SPLIT:
+            if re.search(pattern, name):
+                names = (re.sub(pattern, replacement.format(part), name) for part in parts)
+                restored |= zip(names, tensor.chunk(len(parts)), strict=True)
+                break
+        else:
+            for pattern, replacement in _RESTORED:
+                name = re.sub(pattern, replacement, name)
+            restored[name] = tensor
+    return restored
 
 
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
