@@ -1,0 +1,125 @@
+"""A float checkpoint of fairseq's own transformer or transformer_lm, from a model of lsq.
+
+A rounded weight becomes the floats that its codes stand for, so that the exported model multiplies the same weights; it
+rounds no activations. Where the table of words is also the projection onto the vocabulary, lsq rounds it for the
+projection alone: the two are then apart in the checkpoint. It holds plain values only, so that torch.load takes it
+with fairseq alone.
+"""
+
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer.transformer_legacy import base_architecture
+from fairseq.models.transformer_lm import TransformerLanguageModelConfig
+from torch import Tensor, nn
+
+from lsq import files
+from lsq.decode.model import model_of
+from lsq.fairseq import checkpoint
+from lsq.layers import quantized_tensors
+
+VERSION = 3.0
+"""Of fairseq's stacks; those below 3 have no norm after the last layer."""
+PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Languages:
+    """What fairseq's task needs to know of the data; nothing for a language model."""
+
+    source: str | None = None
+    target: str | None = None
+
+
+def write(
+    path: Path, model: nn.Module, options: Mapping[str, Any], languages: Languages, *, updates: int = 0
+) -> None:
+    """Write the checkpoint, whole or not at all.
+
+    Args:
+        path: the file, which is written over.
+        model: an LSQTransformerModel or LSQTransformerLanguageModel in eval mode.
+        options: fairseq's options that it was built with.
+        languages: of its data.
+        updates: that it was trained for.
+
+    Raises:
+        ValueError: the clips of the model were never measured.
+        OSError: it cannot be written.
+    """
+    content = checkpoint_of(model, options, languages, updates)
+    files.write(path, lambda file: torch.save(content, file))
+
+
+def checkpoint_of(
+    model: nn.Module, options: Mapping[str, Any], languages: Languages, updates: int
+) -> dict[str, Any]:
+    """What `write` writes."""
+    translates = hasattr(model, "encoder")
+    given = (of_translation if translates else of_language_model)(options)
+    state = floats(model)
+    if any(True for _ in quantized_tensors(model)):
+        apart = ("share_all_embeddings", "share_decoder_input_output_embed")
+        given |= {name: False for name in apart if name in given}
+    if translates:
+        state |= {f"{side}.version": torch.tensor([VERSION]) for side in ("encoder", "decoder")}
+        task = {"_name": "translation", "source_lang": languages.source, "target_lang": languages.target}
+    else:
+        state["decoder.version"] = torch.tensor([VERSION])
+        task = {"_name": "language_modeling", "tokens_per_sample": given["tokens_per_sample"]}
+    history = {
+        "criterion_name": "CrossEntropyCriterion", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {},
+        "num_updates": updates,
+    }  # fmt: skip
+    return {
+        "args": None, "cfg": {"model": given, "task": {**task, "data": ""}}, "model": state,
+        "optimizer_history": [history], "last_optimizer_state": None, "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0}},
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def floats(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters as fairseq names them, float32; those that are rounded as codes times scale."""
+    clips = {name + checkpoint.CLIP for name, _ in quantized_tensors(model)}
+    state = {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in clips
+    }
+    if clips:
+        decoding = model_of(model)
+        for name, value in state.items():
+            if name + ".codes" in decoding.tensors:
+                rows, columns = value.shape
+                scale = decoding.tensors[name + ".scale"][:rows, None]
+                state[name] = decoding.codes(name, columns)[:rows] * scale
+    return checkpoint.restore(state)
+
+
+def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of fairseq's transformer among those of ours, and its defaults."""
+    parser = ArgumentParser(argument_default=SUPPRESS, add_help=False)
+    TransformerModel.add_args(parser)
+    known = {action.dest for action in parser._actions}
+    args = Namespace(**{name: value for name, value in options.items() if name in known})
+    base_architecture(args)
+    return {"_name": "transformer", "arch": "transformer", **_plain(vars(args))}
+
+
+def of_language_model(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of transformer_lm."""
+    names = [field.name for field in fields(TransformerLanguageModelConfig)]
+    given = {name: options[name] for name in names if name in options and not name.startswith("_")}
+    return {"_name": "transformer_lm", **_plain(given)}
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of types that torch.load takes by itself; choices are strings."""
+    values = {name: str(value) if isinstance(value, str) else value for name, value in options.items()}
+    return {name: value for name, value in values.items() if type(value) in PLAIN}

@@ -1,0 +1,157 @@
+"""Models of lsq as checkpoints of fairseq's own: loaded by fairseq, beside what they were made from."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, options, tasks
+from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from torch import nn
+from torch.testing import assert_close
+
+from lsq.decode.model import model_of
+from lsq.fairseq import float_checkpoint
+from lsq.fairseq.float_checkpoint import Languages
+from tests.fairseq.test_language_model import SHORT as SHORT_LM
+from tests.fairseq.test_language_model import TINY as TINY_LM
+
+VARIANTS = [
+    "",
+    "--share-all-embeddings --encoder-normalize-before --decoder-normalize-before --activation-fn gelu",
+    "--encoder-learned-pos --decoder-learned-pos --layernorm-embedding --no-scale-embedding --max-source-positions 50",
+]
+LANGUAGE_MODELS = [
+    "",
+    "--share-decoder-input-output-embed --decoder-normalize-before --no-decoder-final-norm --add-bos-token",
+]
+
+
+def trained(model, *inputs):
+    """`model` in eval mode after a training pass, with norms and biases that are not as they begin."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.train()(*inputs)
+    return model.eval()
+
+
+def sentences(words: int, *shape: int) -> torch.Tensor:
+    return torch.randint(4, words, shape)
+
+
+def loaded(path, data):
+    """What fairseq makes of a file."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+    return model.eval(), task
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Made:
+    """A trained model, and what it is made of."""
+
+    model: nn.Module
+    args: Namespace
+    inputs: tuple
+    languages: Languages
+    data: Path
+
+    def write(self, folder: Path, updates: int = 0) -> Path:
+        """The checkpoint."""
+        path = folder / "model.pt"
+        float_checkpoint.write(path, self.model, vars(self.args), self.languages, updates=updates)
+        return path
+
+
+@pytest.fixture
+def translation(parse, toy):
+    def translation(arguments: str) -> Made:
+        args = parse(arguments)
+        task = tasks.setup_task(args)
+        words = len(task.target_dictionary)
+        inputs = sentences(words, 3, 7), torch.tensor([7, 7, 7]), sentences(words, 3, 5)
+        model = trained(task.build_model(args), *inputs)
+        return Made(model=model, args=args, inputs=inputs, languages=Languages(source="xx", target="yy"), data=toy)
+
+    return translation
+
+
+@pytest.fixture
+def language_model(corpus):
+    def language_model(arguments: str) -> Made:
+        given = [str(corpus), *TINY_LM, *SHORT_LM, *arguments.split()]
+        args = options.parse_args_and_arch(options.get_training_parser(), given)
+        task = tasks.setup_task(args)
+        inputs = (sentences(len(task.source_dictionary), 3, 7),)
+        model = trained(task.build_model(args), *inputs)
+        return Made(model=model, args=args, inputs=inputs, languages=Languages(), data=corpus)
+
+    return language_model
+
+
+@pytest.mark.parametrize("arguments", VARIANTS)
+@torch.no_grad()
+def test_a_float_model_computes_the_same(tmp_path, translation, arguments):
+    made = translation(f"{arguments} --lsq-mode float")
+    theirs, task = loaded(made.write(tmp_path), made.data)
+    assert type(theirs) is TransformerModel and type(task).__name__ == "TranslationTask"
+    assert_close(theirs(*made.inputs)[0], made.model(*made.inputs)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", VARIANTS)
+@torch.no_grad()
+def test_an_int8_model_multiplies_the_same_weights(tmp_path, translation, arguments):
+    made = translation(arguments)
+    model, (theirs, _) = made.model, loaded(made.write(tmp_path), made.data)
+    expected, found = model(*made.inputs)[0], theirs(*made.inputs)[0]
+    assert 0 < (found - expected).square().mean() / expected.square().mean() < 1e-2
+    tensors = model_of(model).tensors
+    name = "decoder.layers.1.feed_forward.fc1_weight"
+    weight = tensors[name + ".codes"] * tensors[name + ".scale"][:, None]
+    assert torch.equal(theirs.decoder.layers[1].fc1.weight, weight)
+    assert torch.equal(theirs.encoder.embed_tokens.weight, model.encoder.embed_tokens.weight)
+    assert torch.equal(theirs.decoder.embed_tokens.weight, model.decoder.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("arguments", LANGUAGE_MODELS)
+@torch.no_grad()
+def test_a_language_model(tmp_path, language_model, arguments):
+    made = language_model(f"{arguments} --lsq-mode float")
+    theirs, task = loaded(made.write(tmp_path), made.data)
+    assert type(theirs) is TransformerLanguageModel and type(task).__name__ == "LanguageModelingTask"
+    assert_close(theirs(*made.inputs)[0], made.model(*made.inputs)[0], rtol=1e-5, atol=1e-5)
+    made = language_model(arguments)
+    expected, found = made.model(*made.inputs)[0], loaded(made.write(tmp_path), made.data)[0](*made.inputs)[0]
+    assert 0 < (found - expected).square().mean() / expected.square().mean() < 1e-2
+
+
+def test_pytorch_takes_it_without_registered_types(tmp_path, translation):
+    path = translation("").write(tmp_path, updates=7)
+    registered = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        state = torch.load(path)
+    finally:
+        torch.serialization.add_safe_globals(registered)
+    assert state["optimizer_history"][-1]["num_updates"] == 7
+    assert state["cfg"]["model"]["arch"] == "transformer"
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path, translation, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space"):
+        translation("").write(tmp_path)
+    assert not list(tmp_path.glob("*"))
+
+
+def test_a_model_that_was_never_trained_is_refused(tmp_path, parse):
+    args = parse("")
+    model = tasks.setup_task(args).build_model(args)
+    with pytest.raises(ValueError, match="clips that have been measured"):
+        float_checkpoint.write(tmp_path / "model.pt", model.eval(), vars(args), Languages())
