@@ -3,8 +3,11 @@
 Every error is a ValueError that names the value that was given and the values that are allowed.
 """
 
+import ast
+import inspect
 import math
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import dataclass, field, fields
 
 from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, WEIGHT_FORMATS, Format, Grain, WeightFormat
 
@@ -26,6 +29,17 @@ def require_choice(name: str, value, allowed) -> None:
 def require_positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+
+
+def documentation(dataclass: type) -> dict[str, str]:
+    """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there is none."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass))).body
+    found = {field.name: "" for field in fields(dataclass)}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        text = following.value if isinstance(following, ast.Expr) else None
+        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Constant):
+            found[statement.target.id] = inspect.cleandoc(str(text.value))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

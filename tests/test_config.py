@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lsq.config import LayerConfig, QuantConfig, check_dimension
+from lsq.config import LayerConfig, QuantConfig, check_dimension, documentation
 
 LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 
@@ -94,3 +94,18 @@ def test_fields_are_named():
         QuantConfig("float")
     with pytest.raises(TypeError, match="bit"):
         QuantConfig(bit=4)
+
+
+def test_documentation_is_the_text_under_each_field():
+    @dataclasses.dataclass
+    class Example:
+        """Not a field's."""
+
+        first: int
+        """About the
+        first."""
+        second: int = 0
+        third: int = 0
+        "About the third."
+
+    assert documentation(Example) == {"first": "About the\nfirst.", "second": "", "third": "About the third."}

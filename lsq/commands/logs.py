@@ -35,6 +35,13 @@ def configure() -> None:
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # says that it caches the fonts, once
 
 
+def to_standard_error() -> None:
+    """Log there what `configure` has sent to standard output: for commands that write there what they make."""
+    for handler in logging.getLogger().handlers:
+        if getattr(handler, "stream", None) is sys.stdout:
+            handler.setStream(sys.stderr)
+
+
 def quieten() -> None:
     """Ignore the warnings of NOISE."""
     for message in NOISE:

@@ -1,31 +1,17 @@
 """Options of the model: --lsq-<field> for every field of QuantConfig, and which options of fairseq are refused."""
 
-import ast
-import inspect
 import logging
-import textwrap
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from typing import Any
 
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import LayerConfig, QuantConfig, documentation
 from lsq.fairseq import checkpoint
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "lsq_"
 """A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
-
-
-def documentation(dataclass: type) -> dict[str, str]:
-    """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there is none."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass))).body
-    found = {field.name: "" for field in fields(dataclass)}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        text = following.value if isinstance(following, ast.Expr) else None
-        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Constant):
-            found[statement.target.id] = inspect.cleandoc(str(text.value))
-    return found
 
 
 def option(name: str) -> str:

@@ -1,7 +1,7 @@
 """The model's options: made from QuantConfig, checked, and nothing of fairseq's is ignored silently."""
 
 from argparse import ArgumentParser
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -27,21 +27,6 @@ OTHER = {
     "backward_dtype": "bfloat16",
 }
 """A value other than the default for every field."""
-
-
-def test_documentation_is_the_text_under_each_field():
-    @dataclass
-    class Example:
-        """Not a field's."""
-
-        first: int
-        """About the
-        first."""
-        second: int = 0
-        third: int = 0
-        "About the third."
-
-    assert options.documentation(Example) == {"first": "About the\nfirst.", "second": "", "third": "About the third."}
 
 
 def test_every_field_is_an_option_with_help():

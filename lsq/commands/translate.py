@@ -1,0 +1,159 @@
+"""`lsq translate`: text in, translations out."""
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from lsq import files
+from lsq.commands import logs
+from lsq.commands.options import HelpFormatter, count, one_line_errors
+from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
+from lsq.decode import SearchOptions
+from lsq.text.corpus import check_file
+from lsq.translate import RefusedLine, Translation, Translator
+from lsq.translate.lines import read_lines
+
+DESCRIPTION = """
+Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of line i of what is read. At
+a terminal, each line is translated as it is typed.
+"""
+STANDARD_INPUT = Path("-")
+BUFFER = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line that is to be translated."""
+
+    place: str
+    """Where it stands, for messages."""
+    number: int
+    """From 1, of all that is read."""
+    text: str
+    prefix: str
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq translate`."""
+    made = ArgumentParser(
+        prog="lsq translate", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+    )
+    one_line_errors(made)
+    made.add_argument(
+        "files", type=Path, nargs="*", metavar="FILE", help="text, one after the other (default: -, standard input)"
+    )
+    made.add_argument("--output", type=Path, metavar="FILE", help="written whole or not at all; or standard output")
+    made.add_argument("--prefix", type=Path, metavar="FILE", help="what each translation begins with, one a line")
+    made.add_argument("--scores", action="store_true", help="begin each line with its score and a tab")
+    made.add_argument(
+        "--buffer", type=count, default=BUFFER, help="lines that are read before they are translated, sorted by length"
+    )
+    made.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_model(made)
+    add_search(made)
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files.
+        KeyboardInterrupt: Ctrl-C; what was translated has been written, but to an --output.
+    """
+    given = parser().parse_args(arguments)
+    logs.to_standard_error()
+    logs.quieten()
+    given.files = given.files or [STANDARD_INPUT]
+    for path in [*given.files, *filter(None, [given.prefix])]:
+        if path != STANDARD_INPUT:
+            check_file(path)
+    translator = translator_of(given)
+    options = search_options(given, translator.options)
+    with contextlib.ExitStack() as opened:
+        found = translated(lines_of(given, opened), translator, options, given)
+        if given.output is not None:
+            files.write(given.output, lambda file: file.writelines(found))
+            return 0
+        try:
+            for text in found:
+                sys.stdout.buffer.write(text)
+                sys.stdout.buffer.flush()
+        except BrokenPipeError:  # whoever read it wants no more; Python would complain at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+    return 0
+
+
+def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
+    """All lines of all files; `opened` closes them.
+
+    Raises:
+        ValueError: see `read_lines`; or there are more or fewer prefixes than lines.
+    """
+
+    def lines(path: Path) -> Iterator[tuple[str, str]]:
+        name = "standard input" if path == STANDARD_INPUT else str(path)
+        file: BinaryIO = sys.stdin.buffer if path == STANDARD_INPUT else opened.enter_context(path.open("rb"))
+        for number, text in enumerate(read_lines(file, name), 1):
+            yield f"{name}, line {number}", text
+
+    texts = itertools.chain.from_iterable(map(lines, given.files))
+    prefixes = itertools.repeat((None, "")) if given.prefix is None else lines(given.prefix)
+    number = 0
+    for number, ((place, text), prefix) in enumerate(zip(texts, itertools.chain(prefixes, [None]), strict=False), 1):
+        if prefix is None:
+            raise ValueError(f"{given.prefix} has {number - 1} lines, and there are more to translate ({place})")
+        yield Line(place=place, number=number, text=text, prefix=prefix[1])
+    if given.prefix is not None and next(prefixes, None) is not None:
+        raise ValueError(f"{given.prefix} has more lines than the {number} that are to be translated")
+
+
+def translated(
+    lines: Iterable[Line], translator: Translator, options: SearchOptions, given: Namespace
+) -> Iterator[bytes]:
+    """What is written, as soon as it is known.
+
+    Raises:
+        ValueError: a line is refused; names it. At a terminal it is only told so.
+    """
+    typed = STANDARD_INPUT in given.files and sys.stdin.isatty()
+    if typed:
+        print("one sentence a line; Ctrl-D ends", file=sys.stderr)
+    with tqdm(unit=" sentences", disable=typed or given.quiet or None) as bar:
+        for some in chunks(lines, 1 if typed else given.buffer):
+            try:
+                found = translator.translate(
+                    [line.text for line in some], options, prefixes=[line.prefix for line in some], progress=bar.update
+                )
+            except RefusedLine as refused:
+                message = f"{some[refused.line].place}: {refused.reason}"
+                if not typed:
+                    raise ValueError(message) from None
+                print(message, file=sys.stderr)
+                continue
+            for line, translations in zip(some, found, strict=True):
+                yield from (shown(line, translation, options, given.scores) for translation in translations)
+
+
+def chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
+    """`size` lines at a time, the last time fewer."""
+    lines = iter(lines)
+    while some := list(itertools.islice(lines, size)):
+        yield some
+
+
+def shown(line: Line, translation: Translation, options: SearchOptions, scores: bool) -> bytes:
+    """A line of the output: [number of its line, if there are several for each] [score] text, with tabs between."""
+    columns = [str(line.number)] if options.nbest > 1 else []
+    columns += [f"{translation.score:.6f}"] if scores else []
+    return ("\t".join([*columns, translation.text]) + "\n").encode()

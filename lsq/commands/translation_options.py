@@ -1,0 +1,84 @@
+"""What the command lines of `lsq translate` and `lsq serve` share: which model, and how it searches."""
+
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from lsq.commands.options import count
+from lsq.config import documentation
+from lsq.decode import SearchOptions
+from lsq.translate.translator import BATCH_TOKENS, Translator
+
+SEARCH = tuple(fields(SearchOptions))
+MODEL_HELP = (
+    "a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), or a checkpoint with --data and"
+    " --sentencepiece-model"
+)
+
+
+def add_model(parser: ArgumentParser) -> None:
+    """Add the options that say which model translates, and on what."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", type=Path, required=True, metavar="PATH", help=MODEL_HELP)
+    model.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt")
+    model.add_argument(
+        "--sentencepiece-model",
+        type=Path,
+        metavar="FILE",
+        help="of a checkpoint: its subwords; without it, lines are words of its dictionaries with spaces between them",
+    )
+    model.add_argument("--threads", type=count, help="of the processor (default: as PyTorch chooses)")
+    model.add_argument(
+        "--batch-tokens", type=count, default=BATCH_TOKENS, help="words of sentences that are translated together"
+    )
+    model.add_argument(
+        "--long-lines",
+        choices=("split", "refuse"),
+        default="split",
+        help="lines that are too long for the model: translate them sentence by sentence, or refuse them",
+    )
+
+
+def add_search(parser: ArgumentParser) -> None:
+    """Add an option for every field of SearchOptions; those that are not given are missing in the namespace."""
+    search = parser.add_argument_group("search", argument_default=SUPPRESS)
+    texts = documentation(SearchOptions)
+    for field in SEARCH:
+        option, text = "--" + field.name.replace("_", "-"), texts[field.name].replace("%", "%%")
+        if field.name == "normalize_scores":
+            search.add_argument("--unnormalized", dest=field.name, action="store_false", help="compare sums of scores")
+        elif field.type is bool:
+            search.add_argument(option, action="store_true", help=text)
+        else:
+            of_run = field.name == "max_len_b"
+            default = "as the run translated its test set" if of_run else field.default
+            search.add_argument(option, type=field.type, help=f"{text or 'see --max-len-b.'} Default: {default}.")
+
+
+def translator_of(given: Namespace) -> Translator:
+    """What `add_model` describes, on the threads that it says.
+
+    Raises:
+        FileNotFoundError, ValueError: see `Translator`.
+    """
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    return Translator(
+        given.model,
+        data=given.data,
+        sentencepiece_model=given.sentencepiece_model,
+        batch_tokens=given.batch_tokens,
+        split_long=given.long_lines == "split",
+    )
+
+
+def search_options(given: Namespace, defaults: SearchOptions) -> SearchOptions:
+    """What `add_search` describes.
+
+    Raises:
+        ValueError: a value is out of its range, or two do not go together.
+    """
+    found = vars(given)
+    return replace(defaults, **{field.name: found[field.name] for field in SEARCH if field.name in found})

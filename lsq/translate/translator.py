@@ -1,0 +1,181 @@
+"""A trained model that translates text."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lsq.decode import Hypothesis, SearchOptions
+from lsq.decode.search import search
+from lsq.translate.batches import batches
+from lsq.translate.model import load
+from lsq.translate.splitting import sentences
+
+BATCH_TOKENS = 2048
+"""Words of a batch's sources, with padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """One translation of a line."""
+
+    text: str
+    score: float
+    """Of its hypothesis; of a line that was cut, the mean of its parts' scores, weighted by their words, or their sum
+    where scores are not normalised."""
+
+
+class RefusedLine(ValueError):
+    """A line that cannot be translated; `line` is its number in what was given, from 0, and `reason` says why."""
+
+    def __init__(self, line: int, reason: str):
+        super().__init__(f"line {line + 1}: {reason}")
+        self.line, self.reason = line, reason
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A line, or a sentence of one that is too long as it is."""
+
+    line: int
+    words: Tensor
+    """int64 [S]"""
+    prefix: Tensor
+    """int64 [P], what the translation begins with."""
+
+
+class Translator:
+    """Translates text with a trained model, in any thread.
+
+    Args:
+        path: a run of `lsq train-text`, its output folder with one run, or a checkpoint.
+        data: of a checkpoint: the folder of its dictionaries.
+        sentencepiece_model: of a checkpoint: its subwords; without it, lines are words of its dictionaries.
+        batch_tokens: words of a batch, with padding; a batch has one sentence at least.
+        split_long: cut lines that are too long for the model at the ends of sentences, and do not refuse them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is damaged, or something else; or batch_tokens is below 1.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike,
+        *,
+        data: str | PathLike | None = None,
+        sentencepiece_model: str | PathLike | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        split_long: bool = True,
+    ):
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+        data, sentencepiece_model = (None if given is None else Path(given) for given in (data, sentencepiece_model))
+        self.model = load(Path(path), data, sentencepiece_model)
+        self.batch_tokens, self.split_long = batch_tokens, split_long
+        self._at_work = threading.Lock()
+
+    @property
+    def options(self) -> SearchOptions:
+        """How it searches where nothing else is said: as the run translated its test set."""
+        return self.model.options
+
+    def translate(
+        self,
+        lines: Sequence[str],
+        options: SearchOptions | None = None,
+        *,
+        prefixes: Sequence[str] | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[list[Translation]]:
+        """Translate lines of text.
+
+        Args:
+            options: how to search.
+            prefixes: what the translation of each line begins with; "" where nothing is wanted.
+            progress: called with the number of lines, or parts of lines, whenever some are done.
+
+        Returns:
+            For each line its translations, the best first, at most `options.nbest`. A line without words has one,
+            without words.
+
+        Raises:
+            RefusedLine: a line is too long, or holds what is no text.
+            ValueError: there are more or fewer prefixes than lines.
+        """
+        options = options or self.options
+        prefixes = [""] * len(lines) if prefixes is None else prefixes
+        if len(prefixes) != len(lines):
+            raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
+        parts = [
+            part
+            for number, (line, prefix) in enumerate(zip(lines, prefixes, strict=True))
+            for part in self.parts(number, line, prefix)
+        ]
+        found: list[list[list[Hypothesis]]] = [[] for _ in lines]
+        hypotheses: dict[int, list[Hypothesis]] = {}
+        for batch in batches([len(part.words) for part in parts], self.batch_tokens):
+            hypotheses |= zip(batch, self._search([parts[number] for number in batch], options), strict=True)
+            if progress is not None:
+                progress(len(batch))
+        for number, part in enumerate(parts):
+            found[part.line].append(hypotheses[number])
+        return [self._joined(of_line, options) for of_line in found]
+
+    def parts(self, number: int, line: str, prefix: str = "") -> list[Part]:
+        """What is translated of a line: nothing, all of it, or sentence by sentence.
+
+        Raises:
+            RefusedLine: the line, whose number this is, is too long, or holds what is no text.
+        """
+        for text in (line, prefix):
+            _check(number, text)
+        text = " ".join(line.split())
+        if not text:
+            return []
+        subwords, longest = self.model.subwords, self.model.longest_source
+        encoded = [subwords.source_words(text)]
+        if len(encoded[0]) > longest and self.split_long:
+            encoded = [subwords.source_words(sentence) for sentence in sentences(text)]
+        too_long = max(map(len, encoded))
+        if too_long > longest:
+            what = "one of its sentences" if len(encoded) > 1 else "it"
+            raise RefusedLine(
+                number, f"{what} has {too_long - 1} subwords, and the model takes {longest - 1} at most; shorten it"
+            )
+        none = subwords.target_words("")
+        beginnings = [subwords.target_words(" ".join(prefix.split())), *[none] * (len(encoded) - 1)]
+        return [
+            Part(line=number, words=words, prefix=beginning)
+            for words, beginning in zip(encoded, beginnings, strict=True)
+        ]
+
+    def _search(self, parts: list[Part], options: SearchOptions) -> list[list[Hypothesis]]:
+        words, prefixes = [part.words for part in parts], [part.prefix for part in parts]
+        with self._at_work, torch.inference_mode():
+            return search(self.model.steps, words, options, prefixes, symbols=self.model.symbols)
+
+    def _joined(self, parts: list[list[Hypothesis]], options: SearchOptions) -> list[Translation]:
+        """The translations of a line from those of its parts: the best of all parts, then the second best of all."""
+        if not parts:
+            return [Translation(text="", score=0.0)]
+        found = []
+        for chosen in zip(*parts, strict=False):
+            text = " ".join(filter(None, (self.model.subwords.text(part.words) for part in chosen)))
+            lengths = [len(part.words) if options.normalize_scores else 1 for part in chosen]
+            total = sum(part.score * length for part, length in zip(chosen, lengths, strict=True))
+            found.append(Translation(text=text, score=total / (sum(lengths) if options.normalize_scores else 1)))
+        return found
+
+
+def _check(number: int, text: str) -> None:
+    if "\0" in text:
+        raise RefusedLine(number, "a NUL character is no text; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RefusedLine(number, f"{text[error.start]!r} is half of a character; remove it") from None

@@ -1,0 +1,184 @@
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lsq import cli
+from lsq.commands import translate
+from lsq.text.corpus import read_items
+from tests.translate.conftest import output  # noqa: F401
+
+TEXT = "red cat five\n\n \ntwo dog\n"
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "in.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def lsq_translate(output, capsysbinary, monkeypatch):  # noqa: F811
+    """lsq_translate(*options) runs the command in this process on a small model; returns the lines that it writes."""
+
+    def lsq_translate(*options: object, given: bytes = b"") -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert translate.run(["--model", str(output), "--beam", "2", *map(str, options)]) == 0
+        return capsysbinary.readouterr().out.decode().splitlines()
+
+    return lsq_translate
+
+
+def test_standard_input(lsq_translate, output):  # noqa: F811
+    sources = "".join(f"{line}\n" for line in read_items(output / "data" / "test.src"))
+    hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
+    assert lsq_translate(given=sources.encode()) == hypotheses
+    assert lsq_translate("--threads", 1, "--batch-tokens", 30, "--buffer", 2, given=sources.encode()) == hypotheses
+    assert lsq_translate() == []
+
+
+def test_several_files_in_their_order(lsq_translate, text, tmp_path):
+    found = lsq_translate(text)
+    assert len(found) == 4 and found[1] == found[2] == "" and found[0] and found[3]
+    other = tmp_path / "other.txt"
+    other.write_text("two dog")
+    assert lsq_translate(other, "-", text, given=TEXT.encode()) == [found[3], *found, *found]
+
+
+def test_scores_and_several_translations(lsq_translate, text):
+    plain = lsq_translate(text)
+    scored = [line.split("\t") for line in lsq_translate(text, "--scores")]
+    assert [text for _, text in scored] == plain
+    assert float(scored[0][0]) < 0 and scored[1][0] == "0.000000"
+    found = [line.split("\t") for line in lsq_translate(text, "--scores", "--nbest", 2)]
+    assert [number for number, *_ in found] == ["1", "1", "2", "3", "4", "4"]
+    assert found[0][1:] == scored[0] and float(found[1][1]) <= float(found[0][1])
+    assert len(lsq_translate(text, "--nbest", 2)[0].split("\t")) == 2
+
+
+def test_options_reach_the_search(lsq_translate, text):
+    plain = lsq_translate(text, "--scores")
+    assert lsq_translate(text, "--scores", "--unnormalized") != plain
+    assert lsq_translate(text, "--scores", "--length-penalty", 2) != plain
+    assert all(len(line.split()) <= 3 for line in lsq_translate(text, "--max-len-b", 3))
+
+
+def test_prefixes(lsq_translate, text, tmp_path):
+    prefixes = tmp_path / "prefixes.txt"
+    prefixes.write_text("GREEN\n\n\nBLUE CAT\n")
+    found = lsq_translate(text, "--prefix", prefixes)
+    assert found[0].startswith("GREEN") and found[1] == found[2] == "" and found[3].startswith("BLUE CAT")
+    for content, message in (
+        ("GREEN\n", rf"{prefixes} has 1 lines, and there are more to translate \({text}, line 2\)"),
+        ("\n" * 5, f"{prefixes} has more lines than the 4 that are to be translated"),
+    ):
+        prefixes.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            lsq_translate(text, "--prefix", prefixes)
+
+
+def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
+    written = tmp_path / "out.txt"
+    assert lsq_translate(text, "--output", written) == []
+    found = written.read_text()
+    assert found.splitlines() == lsq_translate(text)
+    text.write_bytes(TEXT.encode() + b"\xff\n")
+    with pytest.raises(ValueError, match=f"{text}, line 5: byte 0xff is not valid UTF-8"):
+        lsq_translate(text, "--output", written, "--buffer", 1)
+    assert written.read_text() == found and sorted(tmp_path.iterdir()) == [text, written]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
+    (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
+    (b"red\n" + b"red " * 10_000, "in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"),
+])  # fmt: skip
+def test_a_line_that_is_refused_is_named(lsq_translate, text, content, message):
+    text.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        lsq_translate(text)
+
+
+def test_long_lines(lsq_translate, text):
+    text.write_text("red cat. " * 30)
+    assert lsq_translate(text) == [" ".join(lsq_translate(given=b"red cat.") * 30).strip()]
+    with pytest.raises(ValueError, match="in.txt, line 1: it has"):
+        lsq_translate(text, "--long-lines", "refuse")
+
+
+def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(translate, "translator_of", None)
+    with pytest.raises(FileNotFoundError, match="there is no file .*missing"):
+        translate.run(["--model", "m", str(tmp_path / "missing")])
+    with pytest.raises(ValueError, match="is not a file"):
+        translate.run(["--model", "m", "--prefix", str(tmp_path)])
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--nbest", "3"], "nbest is 3 and beam 2"),
+    (["--sampling-topk", "3"], "they need sampling"),
+    (["--temperature", "0"], "temperature is 0.0"),
+])  # fmt: skip
+def test_mistakes_in_options(lsq_translate, text, options, message):
+    with pytest.raises(ValueError, match=message):
+        lsq_translate(text, *options)
+
+
+def start(output: Path, *options: str, **streams) -> subprocess.Popen:  # noqa: F811
+    command = [sys.executable, "-m", "lsq.cli", "translate", "--model", str(output), "--beam", "1", *options]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, **streams)
+
+
+@pytest.mark.thorough
+def test_whoever_reads_may_go(output):  # noqa: F811
+    found = start(output, "--buffer", "1", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    found.stdin.write(b"red\n")
+    found.stdin.flush()
+    assert found.stdout.readline()
+    found.stdout.close()
+    _, errors = found.communicate(b"red\n" * 5)
+    assert found.returncode == 128 + signal.SIGPIPE and errors == b""
+
+
+@pytest.mark.thorough
+def test_ctrl_c(output, tmp_path):  # noqa: F811
+    written = tmp_path / "out.txt"
+    found = start(output, "--output", str(written), "--buffer", "1", stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    found.stdin.write(b"red\n")
+    found.stdin.flush()
+    while not list(tmp_path.iterdir()):
+        time.sleep(0.05)
+    found.send_signal(signal.SIGINT)
+    _, errors = found.communicate()
+    assert found.returncode == 130 and errors == b"lsq translate: stopped by Ctrl-C (SIGINT)\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.thorough
+def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
+    ours, theirs = pty.openpty()
+    found = start(output, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert found.stderr.readline() == b"one sentence a line; Ctrl-D ends\n"
+    os.write(ours, b"red cat\n")
+    first = found.stdout.readline()
+    os.write(ours, b"red cat " * 20 + b"\n")
+    assert found.stderr.readline().startswith(b"standard input, line 2: it has ")
+    os.write(ours, b"red cat\n\x04")
+    assert found.stdout.readline() == first and found.wait() == 0
+
+
+def test_mistakes_are_one_line(output, tmp_path, capsys):  # noqa: F811
+    text = tmp_path / "in.txt"
+    text.write_bytes(b"red\n\xff")
+    assert cli.main(["translate", "--model", str(output), str(text)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"lsq translate: error: {text}, line 2: byte 0xff")
+    assert printed.err.count("\n") == 1

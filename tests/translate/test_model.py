@@ -1,0 +1,40 @@
+import shutil
+
+import pytest
+
+from lsq.decode import SearchOptions
+from lsq.translate import Translator
+from lsq.translate.model import load
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+LINES = ["red cat five", "two dog"]
+
+
+def test_a_run_says_how_it_translated(translator):
+    assert translator.model.longest_source == 41
+    assert translator.options == SearchOptions(max_len_b=40)
+
+
+def test_a_checkpoint_with_its_data(output, translator, tmp_path):
+    checkpoint = shutil.copy(output / "int8" / "model" / "checkpoint_best.pt", tmp_path)
+    with pytest.raises(ValueError, match="give the folder of its dictionaries .* --data"):
+        load(tmp_path / "checkpoint_best.pt")
+    subwords = output / "vocabulary" / "sentencepiece.model"
+    other = Translator(checkpoint, data=output / "data", sentencepiece_model=subwords)
+    options = SearchOptions(beam=2, max_len_b=40)
+    assert other.translate(LINES, options) == translator.translate(LINES, options)
+    assert other.options == SearchOptions() and other.model.longest_source == 1024
+
+
+def test_a_checkpoint_without_subwords_takes_words_of_its_dictionaries(output, translator):
+    other = Translator(output / "int8" / "model" / "checkpoint_best.pt", data=output / "data")
+    pieces = " ".join(translator.model.subwords.processor.encode(LINES[0], out_type=str))
+    (found,) = other.translate([pieces])
+    assert found[0].text.replace(" ", "").replace("\u2581", " ").strip() == translator.translate(LINES[:1])[0][0].text
+
+
+def test_what_is_not_there_is_named(output, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "missing")
+    with pytest.raises(ValueError, match="is no finished run of lsq train-text"):
+        load(output / "data")

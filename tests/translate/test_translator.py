@@ -1,0 +1,132 @@
+import threading
+
+import pytest
+
+import lsq
+from lsq.decode import SearchOptions
+from lsq.text.corpus import read_items
+from lsq.translate import RefusedLine, Translator
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+BEAM = SearchOptions(beam=2, max_len_b=40)
+
+
+def test_hypotheses_are_those_of_the_run(output, translator):
+    found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
+    hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
+    assert [translations[0].text for translations in found] == hypotheses
+    assert len(set(hypotheses)) > 4
+
+
+def test_order_and_batches_change_nothing(output, translator):
+    lines = read_items(output / "data" / "test.src")[:4]
+    whole = translator.translate(lines, BEAM)
+    small = Translator(output, batch_tokens=1)
+    assert [small.translate([line], BEAM)[0][0].text for line in lines] == [found[0].text for found in whole]
+    backwards = translator.translate(lines[::-1], BEAM)
+    assert [found[0].text for found in backwards] == [found[0].text for found in whole][::-1]
+
+
+def test_threads_do_not_disturb_each_other(output, translator):
+    lines, found = read_items(output / "data" / "test.src")[:4], {}
+    alone = [translator.translate([line], BEAM) for line in lines]
+
+    def work(number: int) -> None:
+        found[number] = translator.translate([lines[number]], BEAM)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(lines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, expected in enumerate(alone):
+        assert found[number][0][0].text == expected[0][0].text
+
+
+def test_empty_lines_stay_empty(translator):
+    found = translator.translate(["", "red cat", " \t \u3000\r\n", "red cat"], BEAM)
+    assert [len(translations) for translations in found] == [1] * 4
+    assert found[0][0].text == found[2][0].text == "" and found[0][0].score == 0.0
+    assert found[1][0].text == found[3][0].text != ""
+    assert translator.translate([]) == []
+
+
+def test_spaces_do_not_count(translator):
+    one, other = translator.translate(["red  \u2028cat\t five \r\n", "red cat five"], BEAM)
+    assert one[0].text == other[0].text
+
+
+def test_best_come_first(translator):
+    (found,) = translator.translate(["red cat five"], SearchOptions(beam=4, nbest=3, max_len_b=40))
+    assert len(found) == 3 and len({translation.text for translation in found}) > 1
+    assert [translation.score for translation in found] == sorted((one.score for one in found), reverse=True)
+
+
+def test_prefixes(translator):
+    lines = ["red cat five", "two dog", ""]
+    found = translator.translate(lines, BEAM, prefixes=["GREEN BLUE", "", "RED"])
+    assert found[0][0].text.startswith("GREEN BLUE")
+    assert found[1][0].text == translator.translate(lines[1:2], BEAM)[0][0].text
+    assert found[2][0].text == ""
+    with pytest.raises(ValueError, match="there are 3 lines but 1 prefixes"):
+        translator.translate(lines, prefixes=[""])
+
+
+def test_long_lines_are_cut_at_ends_of_sentences(translator):
+    sentences = ["red cat." for _ in range(30)]
+    (found,) = translator.translate([" ".join(sentences)], BEAM, prefixes=["FIVE"])
+    first = translator.translate(["red cat."], BEAM, prefixes=["FIVE"])[0][0]
+    (other,) = translator.translate(["red cat."], BEAM)[0]
+    assert found[0].text == " ".join(filter(None, [first.text, *[other.text] * 29]))
+    assert min(first.score, other.score) <= found[0].score <= max(first.score, other.score)
+
+
+def test_score_of_a_line_that_was_cut_is_a_sum_where_scores_are_not_normalised(translator):
+    options = SearchOptions(beam=2, max_len_b=40, normalize_scores=False)
+    (found,) = translator.translate(["red cat. " * 20], options)
+    (one,) = translator.translate(["red cat."], options)[0]
+    assert found[0].score == pytest.approx(20 * one.score, rel=1e-4)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_what_cannot_be_cut_is_refused_with_its_number(output, split):
+    translator = Translator(output, split_long=split)
+    with pytest.raises(RefusedLine, match=r"^line 2: it has \d+ subwords, and the model takes 40 at most") as refused:
+        translator.translate(["red", "red cat " * 10_000])
+    assert refused.value.line == 1
+    if split:
+        with pytest.raises(RefusedLine, match="^line 1: one of its sentences has"):
+            translator.translate(["Two. " + "red cat " * 100])
+    else:
+        with pytest.raises(RefusedLine, match="^line 1: it has"):
+            translator.translate(["red cat. " * 30])
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
+def test_what_is_no_text_is_refused(translator, text):
+    with pytest.raises(RefusedLine, match="^line 2: .*remove it"):
+        translator.translate(["red", text])
+    with pytest.raises(RefusedLine, match="^line 1: .*remove it"):
+        translator.translate(["red"], prefixes=[text])
+
+
+def test_unknown_characters_are_translated_somehow(translator):
+    (found,) = translator.translate(["\U0001f600 \u4f60\u597d"], BEAM)
+    assert isinstance(found[0].text, str)
+
+
+def test_progress_counts_parts(translator):
+    seen = []
+    translator.translate(["red", "", "two dog"], BEAM, progress=seen.append)
+    assert sum(seen) == 2
+
+
+def test_it_is_part_of_lsq():
+    assert lsq.Translator is Translator
+    with pytest.raises(AttributeError, match="no attribute 'Translater'"):
+        lsq.Translater  # noqa: B018
+
+
+def test_batch_tokens_are_checked(output):
+    with pytest.raises(ValueError, match="batch_tokens is 0; it must be at least 1"):
+        Translator(output, batch_tokens=0)
