@@ -1,0 +1,168 @@
+"""lsq's own file: what is read is what was written, bit by bit, and nothing else is read."""
+
+import dataclasses
+import functools
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lsq.decode.model import DecodingModel, model_of
+from lsq.export import model_file
+from lsq.export.model_file import ExportedModel
+from tests.decode.models import small_model
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_bytes, mutated_json
+
+CONFIGURATIONS = [
+    {},
+    {"encoder_layers": 0, "words": 21, "tied": False, "pre_norm": True},
+    {"shared": False, "quant": {"weight_format": "int4"}, "embedding": {"positions": "learned", "layer_norm": True}},
+    {"quant": {"weight_granularity": "tensor", "bits": 5}, "activation": "gelu"},
+]
+
+
+@functools.cache
+def small(options: str) -> DecodingModel:
+    return model_of(small_model(**eval(options)))
+
+
+def exported(**options) -> ExportedModel:
+    """With tensors of its own."""
+    model = small(repr(options))
+    model = DecodingModel(architecture=model.architecture, tensors={n: t.clone() for n, t in model.tensors.items()})
+    words = {side: tuple(f"{side}{n}\u2581" for n in range(it.words)) for side, it in model.architecture.stacks.items()}
+    return ExportedModel(
+        model=model, source=words.get("encoder"), target=words["decoder"], subwords=b"pieces\0\xff", trained_length=30
+    )
+
+
+def same(one: ExportedModel, other: ExportedModel) -> bool:
+    """Bit by bit."""
+    mine, others = one.model.tensors, other.model.tensors
+    names = ("source", "target", "subwords", "trained_length")
+    return (
+        one.model.architecture == other.model.architecture
+        and all(getattr(one, name) == getattr(other, name) for name in names)
+        and mine.keys() == others.keys()
+        and all(torch.equal(mine[name].view(torch.uint8), others[name].view(torch.uint8)) for name in mine)
+    )
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS)
+def test_what_is_read_is_what_was_written(tmp_path, options):
+    path, before = tmp_path / "model.safetensors", exported(**options)
+    model_file.write(path, before)
+    assert model_file.is_model_file(path)
+    assert same(before, model_file.read(path))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_without_what_is_optional(tmp_path):
+    before = dataclasses.replace(exported(), subwords=None, trained_length=None)
+    model_file.write(tmp_path / "model", before)
+    assert same(before, model_file.read(tmp_path / "model"))
+
+
+def test_reading_maps_the_file_and_needs_no_fairseq(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model_file.write(path, exported())
+    code = f"""
+import sys
+from pathlib import Path
+from lsq.export import model_file
+found = model_file.read(Path({str(path)!r}))
+place = next(iter(found.model.tensors.values())).data_ptr()
+ranges = [line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith("model.safetensors")]
+assert any(int(low, 16) <= place < int(high, 16) for low, high in ranges), ranges
+assert not [name for name in sys.modules if name.split(".")[0] in ("fairseq", "omegaconf", "matplotlib")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@trial.quick_counts
+@pytest.mark.parametrize("part", ["all", "header"])
+def test_no_damage_is_read_in_silence(tmp_path, part, count):
+    before = exported(encoder_layers=1, decoder_layers=1, words=21, hidden=16, feed_forward=32)
+    path = tmp_path / "model.safetensors"
+    model_file.write(path, before)
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+
+    def attempt(chance):
+        if part == "header":
+            header = mutated_json(content[8:start], chance)
+            path.write_bytes(len(header).to_bytes(8, "little") + header + content[start:])
+        else:
+            path.write_bytes(mutated_bytes(content, chance))
+        found = trial.outcome(lambda: model_file.read(path), tmp_path)
+        if found.refusal is None and not found.fault and not same(before, found.result):
+            return trial.Outcome(fault="read another model")
+        return found
+
+    worked, refused = trial.survey(f"model {part}", count, attempt)
+    assert refused > 0.8 * count, (worked, refused)
+
+
+def rewritten(path, change):
+    """`path`, written again with other metadata, under a checksum that fits."""
+    with safe_open(path, framework="pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}
+    del metadata[model_file.CHECKSUM]
+    change(metadata, tensors)
+    metadata[model_file.CHECKSUM] = model_file.checksum_of_texts(metadata)
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda metadata, tensors: metadata.update(format="lsq model 2"), "its format is 'lsq model 2'"),
+        (lambda metadata, tensors: metadata.pop("format"), "its format is ''"),
+        (lambda metadata, tensors: metadata.pop("architecture"), "architecture"),
+        (lambda metadata, tensors: metadata.update(target='["a"]'), "the decoder has 37 words, and its vocabulary 1"),
+        (lambda metadata, tensors: metadata.update(source="null"), "the encoder has 37 words, and its vocabulary 0"),
+        (lambda metadata, tensors: metadata.update(tensors="[]"), "tensors"),
+        (lambda metadata, tensors: metadata.update(source='{"a": 1}'), "source"),
+        (lambda metadata, tensors: metadata.update(trained_length='"x"'), "trained_length"),
+        (lambda metadata, tensors: tensors.popitem(), "lacks tensors"),
+        (lambda metadata, tensors: tensors.update(more=torch.zeros(3)), "unknown tensors: more"),
+        (lambda metadata, tensors: next(iter(tensors.values())).neg_(), "the checksum of .* does not fit"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, change, reason):
+    path = tmp_path / "model.safetensors"
+    model_file.write(path, exported())
+    rewritten(path, change)
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
+        model_file.read(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "x"
+    with pytest.raises(FileNotFoundError):
+        model_file.read(path)
+    with pytest.raises(IsADirectoryError):
+        model_file.read(tmp_path)
+    for content in (b"", b"text\n", b"PK\3\4" + bytes(100)):
+        path.write_bytes(content)
+        assert not model_file.is_model_file(path)
+        with pytest.raises(ValueError, match="is damaged or no model of `lsq export`"):
+            model_file.read(path)
+
+
+def test_a_model_that_diverged_is_not_written(tmp_path):
+    model = exported()
+    model.model.tensors["decoder.embed_tokens.weight"][3, 3] = torch.nan
+    with pytest.raises(ValueError, match="decoder.embed_tokens.weight holds NaN or infinity"):
+        model_file.write(tmp_path / "model", model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_that_are_twice_there_are_refused():
+    model = exported()
+    with pytest.raises(ValueError, match="a word is twice in the vocabulary of the decoder"):
+        dataclasses.replace(model, target=("a", *model.target[1:-1], "a"))
