@@ -1,6 +1,7 @@
-"""Files that are written whole or not at all."""
+"""Files and folders that are written whole or not at all."""
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,26 @@ def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> 
 def write_text(path: Path, text: str) -> None:
     """`write` a UTF-8 file, which others may be writing, too."""
     write(path, lambda file: file.write(text.encode()), mark=f".{uuid.uuid4().hex}")
+
+
+def write_folder(path: Path, make: Callable[[Path], object]) -> None:
+    """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there is replaced.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    new, old = (path.with_name(f".{path.name}.{name}{PARTIAL}") for name in ("new", "old"))
+    for left in (new, old):  # by a killed process
+        shutil.rmtree(left, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        make(new)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def open_partial(path: Path) -> BinaryIO:
