@@ -1,0 +1,125 @@
+"""`lsq export`: a trained model as a file for `lsq translate`, for CTranslate2, or for fairseq."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from lsq.commands.options import HelpFormatter, one_line_errors
+from lsq.export import ctranslate2_folder, model_file
+from lsq.export.model_file import ExportedModel
+
+LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
+DESCRIPTION = """
+Write a trained model for others to translate with. lsq: one file with the integers of the training, which `lsq
+translate` loads without fairseq. ctranslate2: a folder for CTranslate2, with the same codes and scales of weights.
+fairseq: a float checkpoint of fairseq's own transformer, for fairseq-generate.
+"""
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq export`."""
+    made = ArgumentParser(
+        prog="lsq export", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+    )
+    one_line_errors(made)
+    made.add_argument(
+        "model", type=Path, metavar="MODEL",
+        help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a checkpoint with --data, or"
+        " (for ctranslate2) a file that was exported for lsq",
+    )  # fmt: skip
+    made.add_argument("--to", choices=TARGETS, required=True, help="who is to load it")
+    made.add_argument("--output", type=Path, required=True, metavar="PATH", help="the file, or CTranslate2's folder")
+    made.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
+    made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt")
+    made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint: its subwords")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand: write the model.
+
+    Raises:
+        FileNotFoundError, ValueError: a mistake in the options or the files.
+        OSError: it cannot be written.
+    """
+    given = parser().parse_args(arguments)
+    check_output(given)
+    if given.model.is_file() and model_file.is_model_file(given.model):
+        export_file(given)
+    else:
+        export_training(given)
+    size = sum(path.stat().st_size for path in (given.output, *given.output.glob("*")) if path.is_file())
+    print(f"{given.output}: {size / 1e6:.1f} MB for {given.to}")
+    return 0
+
+
+def check_output(given: Namespace) -> None:
+    """Make sure that --output may be written.
+
+    Raises:
+        ValueError: it may not, with what to do.
+    """
+    output = given.output
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
+    if not output.exists():
+        return
+    if not given.overwrite:
+        raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
+    inputs = filter(None, (given.model, given.data, given.sentencepiece_model))
+    if any(path.resolve().is_relative_to(output.resolve()) for path in inputs):
+        raise ValueError(f"--output {output} is what is exported; choose another")
+    if given.to == CTRANSLATE2 and not ctranslate2_folder.is_model_folder(output):
+        raise ValueError(f"--output {output} is there and is no folder of CTranslate2's; choose another")
+    if given.to != CTRANSLATE2 and not output.is_file():
+        raise ValueError(f"--output {output} is no file; choose another")
+
+
+def export_file(given: Namespace) -> None:
+    """Export a file that was exported for lsq.
+
+    Raises:
+        ValueError: it is damaged; --to or another option does not go with it.
+    """
+    if given.data is not None or given.sentencepiece_model is not None:
+        raise ValueError(f"{given.model} has its words in it; leave --data and --sentencepiece-model out")
+    if given.to != CTRANSLATE2:
+        raise ValueError(f"{given.model} is exported for lsq already; for {given.to} give the run or its checkpoint")
+    write_codes(given, model_file.read(given.model))
+
+
+def export_training(given: Namespace) -> None:
+    """Export a checkpoint, of a run or by itself.
+
+    Raises:
+        FileNotFoundError, ValueError: see `lsq.commands.trained`; or the model is not of lsq.
+    """
+    from lsq.commands import trained  # it imports fairseq, which takes seconds
+    from lsq.commands.stages import read_marker
+    from lsq.decode.model import model_of
+    from lsq.fairseq import float_checkpoint
+    from lsq.fairseq.model import LSQModel
+
+    source = trained.find(given.model, given.data, given.sentencepiece_model)
+    found = trained.load(source)
+    if not isinstance(found.model, LSQModel):
+        raise ValueError(f"{source.checkpoint} is of fairseq's own {type(found.model).__name__}; give one of lsq's")
+    if given.to == FAIRSEQ:
+        float_checkpoint.write(given.output, found.model, found.options, found.languages, updates=found.updates)
+        return
+    marker = read_marker(source.checkpoint.parent)
+    exported = ExportedModel(
+        model=model_of(found.model), source=found.source and tuple(found.source.symbols),
+        target=tuple(found.target.symbols), subwords=source.subwords and source.subwords.read_bytes(),
+        trained_length=marker and marker.key.get("--max-length"),
+    )
+    write_codes(given, exported)
+
+
+def write_codes(given: Namespace, exported: ExportedModel) -> None:
+    """Write a model with its codes."""
+    if given.to == LSQ:
+        model_file.write(given.output, exported)
+    else:
+        ctranslate2_folder.write(
+            given.output, exported.model, exported.source, exported.target, subwords=exported.subwords
+        )

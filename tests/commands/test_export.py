@@ -1,0 +1,124 @@
+"""`lsq export`: a run or a checkpoint for each target, and what is refused."""
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.models.transformer import TransformerModel
+
+from lsq import cli
+from lsq.commands import export, trained
+from lsq.decode.model import model_of
+from lsq.export import model_file
+from tests.commands.small_runs import files_in
+from tests.translate.conftest import output  # noqa: F401
+
+CHECKPOINT = "model/checkpoint_best.pt"
+
+
+@pytest.fixture
+def lsq_export(capsys):
+    """lsq_export(model, target, path, *options) -> (exit status, what is said)."""
+
+    def lsq_export(model, target, path, *options) -> tuple[int, str]:
+        given = ["export", str(model), "--to", target, "--output", str(path), *map(str, options)]
+        status = cli.main(given)
+        said = capsys.readouterr()
+        return status, said.err or said.out
+
+    return lsq_export
+
+
+def same(model, tensors) -> bool:
+    expected = model_of(model).tensors
+    return expected.keys() == tensors.keys() and all(torch.equal(expected[name], tensors[name]) for name in expected)
+
+
+def test_a_run_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
+    path = tmp_path / "model.safetensors"
+    status, said = lsq_export(output, "lsq", path)
+    assert status == 0 and said == f"{path}: {path.stat().st_size / 1e6:.1f} MB for lsq\n"
+    source = trained.find(output / "int8")
+    found, exported = trained.load(source), model_file.read(path)
+    assert same(found.model, exported.model.tensors)
+    assert (list(exported.source), list(exported.target)) == (found.source.symbols, found.target.symbols)
+    assert exported.subwords == source.subwords.read_bytes()
+    assert exported.trained_length == 40
+
+
+def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
+    checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "model"
+    status, said = lsq_export(checkpoint, "lsq", path)
+    assert status == 2 and "is a checkpoint; give the folder of its dictionaries" in said
+    assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
+    exported = model_file.read(path)
+    assert same(trained.load(trained.find(output)).model, exported.model.tensors)
+    assert exported.subwords is None
+
+
+def test_for_fairseq(lsq_export, output, tmp_path):  # noqa: F811
+    path = tmp_path / "model.pt"
+    assert lsq_export(output, "fairseq", path)[0] == 0
+    (model,), cfg, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(output / "data")})
+    assert type(model) is TransformerModel
+    assert (task.cfg.source_lang, task.cfg.target_lang) == ("src", "tgt")
+    status, said = lsq_export(path, "lsq", tmp_path / "again", "--data", output / "data")
+    assert status == 2 and "is of fairseq's own TransformerModel; give one of lsq's" in said
+
+
+def test_for_ctranslate2_from_a_run_and_from_a_file(lsq_export, output, tmp_path):  # noqa: F811
+    ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2; pip install 'lsq[ctranslate2]'")
+    for model, target, name in (
+        (output, "ctranslate2", "one"), (output, "lsq", "file"), (tmp_path / "file", "ctranslate2", "two")
+    ):  # fmt: skip
+        assert lsq_export(model, target, tmp_path / name)[0] == 0
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+    assert (tmp_path / "one" / "sentencepiece.model").exists()
+    (found,) = ctranslate2.Translator(str(tmp_path / "one")).translate_batch([["\u2581", "r"]], max_decoding_length=9)
+    assert found.hypotheses
+    status, said = lsq_export(output, "ctranslate2", tmp_path / "one")
+    assert status == 2 and "is there already; choose another, or replace it with --overwrite" in said
+    assert lsq_export(output, "ctranslate2", tmp_path / "one", "--overwrite")[0] == 0
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+    assert lsq_export(tmp_path / "file", "ctranslate2", tmp_path / "x", "--data", tmp_path)[0] == 2
+
+
+@pytest.mark.parametrize("target", export.TARGETS)
+def test_outputs_that_are_refused(lsq_export, tmp_path, target):
+    (tmp_path / "model.pt").write_bytes(b"PK")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_bytes(b"mine")
+    before = files_in(tmp_path)
+    for path, options, message in (
+        ("none/out", (), "there is no folder .*none; make it first"),
+        ("model.pt", (), "is there already; choose another"),
+        ("model.pt", ("--overwrite",), "is what is exported; choose another"),
+        ("folder", ("--overwrite",), "is no file; choose|is there and is no folder of CTranslate2's; choose"),
+        (".", ("--overwrite",), "is what is exported; choose another"),
+    ):
+        status, said = lsq_export(tmp_path / "model.pt", target, tmp_path / path, *options)
+        assert status == 2
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(said)
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("target", export.TARGETS)
+def test_models_that_are_refused(lsq_export, output, tmp_path, target):  # noqa: F811
+    made = tmp_path / "made"
+    damaged = tmp_path / "damaged.pt"
+    damaged.write_bytes((output / "int8" / CHECKPOINT).read_bytes()[:-100])
+    exported = tmp_path / "exported"
+    exported.write_bytes((30).to_bytes(8, "little") + b'{"x": ' + bytes(50))
+    before = files_in(tmp_path)
+    reason = "is damaged or no model of `lsq export`" if target == "ctranslate2" else "exported for lsq already"
+    for model, options, message in (
+        (tmp_path / "none", (), "is not there"),
+        (tmp_path, (), "is no finished run of lsq train-text"),
+        (output, ("--data", output / "data"), "leave --data and --sentencepiece-model out"),
+        (damaged, ("--data", output / "data"), "damaged.pt is damaged"),
+        (output / "int8" / CHECKPOINT, ("--data", tmp_path), "has no dictionaries"),
+        (exported, (), reason),
+    ):
+        status, said = lsq_export(model, target, made, *options)
+        assert status == 2 and message in said, said
+    assert files_in(tmp_path) == before
