@@ -68,6 +68,12 @@ class Continuations:
             words, found = self._force(words, found, forced, wanted)
         return words, found
 
+    def forced_to_end(self, sentences: Tensor) -> Tensor | None:
+        """Which of the sentences int64 [S] have the end in their prefix at the next step: bool [S]; None: none."""
+        if self.forced is None or self.step >= min(self.limit, self.forced.shape[1]):
+            return None
+        return self.forced[sentences, self.step] == self.symbols.end
+
     def _end_alone(self, last: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
         """The end, which alone may follow the longest hypotheses."""
         if self.needed is None:

@@ -38,6 +38,7 @@ class FairseqSteps:
     def begin(self, sources: Sequence[Tensor], *, rows: int, steps: int) -> None:
         """See `Steps.begin`."""
         self.states: list[dict] = [{} for _ in self.models]
+        self.sentences = torch.arange(len(sources), device=sources[0].device)  # of each row
         self.history = sources[0].new_empty(len(sources), 0)
         self.encoded = [self._encode(model, sources) for model in self.models]
 
@@ -62,12 +63,17 @@ class FairseqSteps:
     @torch.no_grad()
     def step_all(self, words: Tensor, parents: Tensor) -> Tensor:
         """See `Steps.step_all`."""
-        first = self.history.shape[1] == 0
+        sentences = self.sentences[parents]
+        orders = [parents]
+        if len(sentences) == len(self.sentences) and not sentences.equal(self.sentences):
+            # where the number of rows stays, fairseq takes their sentences for the same and moves no memory
+            orders = [torch.cat([parents, parents[:1]]), torch.arange(len(parents), device=parents.device)]
+        self.sentences = sentences
         self.history = torch.cat([self.history[parents], words[:, None]], 1)
         found = []
         for number, (model, state) in enumerate(zip(self.models, self.states, strict=True)):
-            if not first:
-                model.decoder.reorder_incremental_state_scripting(state, parents)
+            for order in orders if state else []:
+                model.decoder.reorder_incremental_state_scripting(state, order)
             if self.encoded[number] is not None:
                 self.encoded[number] = model.encoder.reorder_encoder_out(self.encoded[number], parents)
             logits, *extra = model.decoder(self.history, encoder_out=self.encoded[number], incremental_state=state)

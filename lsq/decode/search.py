@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lsq.decode.continuations import Continuations
+from lsq.decode.groups import GroupSelection
 from lsq.decode.hypothesis import Hypothesis
 from lsq.decode.options import SearchOptions
+from lsq.decode.sampling import SamplingSelection
 from lsq.decode.selection import BeamSelection, Chosen, Selection
 from lsq.decode.steps import Steps
 from lsq.decode.symbols import Symbols
@@ -42,14 +44,16 @@ def search(
         generator: what sampling draws from; a new one of `options.seed` unless it is given.
 
     Raises:
-        ValueError: no hypothesis can be so long, prefixes do not fit, or no hypothesis has a probability above 0.
+        ValueError: no hypothesis can be as long as the options want, prefixes or groups do not fit, or no hypothesis of
+            a sentence has a probability above 0.
     """
     if not sources:
         return []
     limit = length_limit(steps, sources, options)
     beam = min(options.beam, steps.words - 1)  # padding is never chosen
     forced = forced_words(steps, len(sources), prefixes, symbols, sources[0].device)
-    selection = BeamSelection(beam, steps.words)
+    generator = generator or torch.Generator(sources[0].device).manual_seed(options.seed)
+    selection = selection_of(options, beam, steps.words, generator)
     continuations = Continuations(steps, options, symbols, limit, selection.needed, forced)
     steps.begin(sources, rows=len(sources) * beam, steps=limit + 1)
     found = _Search(continuations, selection, options, symbols, limit, beam, sources).run()
@@ -60,6 +64,15 @@ def search(
                 " prefix forbid every word, or the model computes NaN"
             )
     return [sorted(sentence, key=lambda hypothesis: -hypothesis.score)[: options.nbest] for sentence in found]
+
+
+def selection_of(options: SearchOptions, beam: int, vocabulary: int, generator: torch.Generator) -> Selection:
+    """How these options choose among `vocabulary` words; see `GroupSelection` for what it raises."""
+    if options.sampling:
+        return SamplingSelection(options, beam, vocabulary, generator)
+    if options.diverse_beam_groups != -1:
+        return GroupSelection(options, beam, vocabulary)
+    return BeamSelection(beam, vocabulary)
 
 
 def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions) -> int:
@@ -135,6 +148,9 @@ class _Search:
     def _take(self, step: int) -> None:
         """A step of all rows."""
         rows = self.history.shape[0] // len(self.sentences)
+        ending = self.continuations.forced_to_end(self.sentences) if step else None
+        if ending is not None and ending.any():
+            self._repeat_first_row(ending, rows)
         of_rows = self.sentences.repeat_interleave(rows) if rows > 1 else self.sentences
         words, found = (
             each.view(len(self.sentences), rows, -1)
@@ -152,6 +168,12 @@ class _Search:
             self.sentences = self.sentences[:0]
         else:
             self._go_on(chosen, origins, ends, leaving=len(places) > 0)
+
+    def _repeat_first_row(self, sentences: Tensor, rows: int) -> None:
+        """In sentences bool [S], whose prefix alone has a probability, let all rows be the first: all end now."""
+        order = torch.arange(len(self.history), device=sentences.device).view(-1, rows)
+        order = torch.where(sentences[:, None], order[:, :1], order).view(-1)
+        self.history, self.totals, self.parents = self.history[order], self.totals[order], self.parents[order]
 
     def _keep(self, scores: Tensor, origins: Tensor, places: Tensor) -> None:
         """Keep the hypotheses that end: places int64 [E, 2], sentence and continuation."""
