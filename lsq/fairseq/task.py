@@ -1,5 +1,6 @@
 """Tasks of lsq: fairseq's, with planned memory, training signals, and gradients as `lsq.fairseq.gradients` has them."""
 
+import logging
 import weakref
 import zlib
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
 from lsq import gemm
-from lsq.fairseq import device, tuned_products
+from lsq.fairseq import device, generator, tuned_products
 from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
@@ -25,6 +26,8 @@ from lsq.fairseq.signals import TrainingSignals, interval_of
 from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
+
+logger = logging.getLogger(__name__)
 
 DICTIONARIES = "lsq_dictionaries"
 """Under which name a checkpoint keeps the checksums of its dictionaries."""
@@ -115,6 +118,25 @@ class LSQTask(GradientTask):
         model = super().build_model(args, from_checkpoint)
         device.place(model, self.cfg)
         return model
+
+    def build_generator(
+        self, models: list[BaseFairseqModel], args: Any, seq_gen_cls: Any = None,
+        extra_gen_cls_kwargs: dict[str, Any] | None = None, prefix_allowed_tokens_fn: Any = None,
+    ) -> Any:  # fmt: skip
+        """What generates with `models`: lsq's search where fairseq's options `args` allow, else fairseq's generator.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
+        special = {"seq_gen_cls": seq_gen_cls, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
+        reason = generator.obstacle(models, args, {**(extra_gen_cls_kwargs or {}), **special})
+        if reason is None:
+            logger.info("generating by lsq's search")
+            return generator.LSQGenerator(models, self.target_dictionary, args)
+        logger.info("generating by fairseq's generator, because of %s", reason)
+        return super().build_generator(
+            models, args, extra_gen_cls_kwargs=extra_gen_cls_kwargs, **special
+        )
 
     def begin_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each epoch, with the model itself."""

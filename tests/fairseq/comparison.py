@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from fairseq.tasks import FairseqTask
 from torch.testing import assert_close
 
 from lsq.layers import module
@@ -41,12 +42,12 @@ def assert_close_in_int8(theirs, ours, sample: dict, words: torch.Tensor) -> Non
 
 
 def decoded_alike(task, model, sample: dict, options: Beam, **prefix) -> list[list[dict]]:
-    """Hypotheses of each sentence, by decoding with a state; AssertionError where decoding from scratch differs."""
+    """Hypotheses of each sentence, by fairseq's generator; AssertionError where decoding from scratch differs."""
     model.eval()
     model(**sample["net_input"])
     found = []
     for incremental in (True, False):
-        generator = task.build_generator([model], options)
+        generator = FairseqTask.build_generator(task, [model], options)
         generator.model.has_incremental = incremental
         found.append(task.inference_step(generator, [model], sample, **prefix))
     for with_state, without in zip(*found, strict=True):

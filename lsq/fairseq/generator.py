@@ -1,0 +1,133 @@
+"""Generation by lsq's search behind the interface of fairseq's generator.
+
+B sentences, S words of the longest source, P words of the longest prefix.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary
+from torch import Tensor, nn
+
+from lsq.decode import Hypothesis, SearchOptions, Symbols, search
+from lsq.decode.fairseq_steps import FairseqSteps
+
+logger = logging.getLogger(__name__)
+
+FIELDS = {
+    "beam": "beam", "max_len_a": "max_len_a", "max_len_b": "max_len_b", "min_len": "min_len",
+    "length_penalty": "lenpen", "unk_penalty": "unkpen", "temperature": "temperature",
+    "no_repeat_ngram_size": "no_repeat_ngram_size", "sampling": "sampling", "sampling_topk": "sampling_topk",
+    "sampling_topp": "sampling_topp", "diverse_beam_groups": "diverse_beam_groups",
+    "diverse_beam_strength": "diverse_beam_strength",
+}  # fmt: skip
+"""Field of SearchOptions -> fairseq's name for it."""
+OTHERS = {
+    "print_alignment": None, "score_reference": False, "match_source_len": False, "diversity_rate": -1.0,
+    "constraints": None, "prefix_allowed_tokens_fn": None,
+}  # fmt: skip
+"""Options that lsq's search does not have -> the value that wants nothing of it."""
+
+
+def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> str | None:
+    """Why fairseq's generator is needed, in words that name the option; None where lsq's search will do.
+
+    Args:
+        args: fairseq's options of a generation.
+        given: what else fairseq's generator would be built from, by name.
+    """
+    for name, unused in OTHERS.items():
+        value = getattr(args, name, None)
+        if value not in (None, unused, False):
+            return f"--{name.replace('_', '-')} {value}"
+    if getattr(args, "sampling_topk", -1) > 0 and getattr(args, "sampling_topp", -1.0) > 0:
+        return "--sampling-topk and --sampling-topp together"
+    for name, value in given.items():
+        if value is not None and name != "lm_weight":
+            return "--lm-path" if name == "lm_model" else name
+    try:
+        FairseqSteps(*models)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def options_of(args: Any) -> SearchOptions:
+    """The same for lsq's search, which finds as many hypotheses as the beam has.
+
+    Raises:
+        ValueError: one is out of its range, or two do not go together.
+    """
+    found = {own: getattr(args, theirs) for own, theirs in FIELDS.items() if hasattr(args, theirs)}
+    for name in ("sampling_topk", "sampling_topp", "diverse_beam_groups"):
+        if found.get(name, -1) <= 0:
+            found[name] = -1
+    beam = found.setdefault("beam", SearchOptions.beam)
+    return SearchOptions(**found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False))
+
+
+class LSQGenerator:
+    """Takes the place of fairseq's SequenceGenerator.
+
+    Args:
+        models: an ensemble; they are put into eval mode, as fairseq does.
+        dictionary: the target words.
+        args: fairseq's options of a generation, without an `obstacle`.
+
+    Raises:
+        ValueError: an option is out of its range (see SearchOptions).
+    """
+
+    def __init__(self, models: Sequence[nn.Module], dictionary: Dictionary, args: Any):
+        self.options = options_of(args)
+        self.dictionary = dictionary
+        self.symbols_to_strip_from_output = {dictionary.eos()}
+        for model in models:
+            model.eval()
+        self.steps = FairseqSteps(*models)
+
+    @torch.no_grad()
+    def generate(
+        self, models: Any, sample: dict[str, Any], prefix_tokens: Tensor | None = None, constraints: None = None,
+        bos_token: int | None = None,
+    ) -> list[list[dict[str, Tensor]]]:  # fmt: skip
+        """The hypotheses of each sentence of a batch, as fairseq's generator returns them.
+
+        Args:
+            models: not looked at, as in fairseq: those of the constructor generate.
+            sample: a batch of fairseq's with src_tokens int64 [B, S].
+            prefix_tokens: int64 [B, P], what the hypotheses begin with, filled with padding.
+            bos_token: what every hypothesis starts from; the end of a sentence unless given.
+
+        Raises:
+            ValueError: there are constraints, or see `search`.
+        """
+        if constraints is not None:
+            raise ValueError("lsq's search knows no constraints; give --constraints when the generator is built")
+        words = self.dictionary
+        symbols = Symbols(
+            start=words.eos() if bos_token is None else bos_token, padding=words.pad(), end=words.eos(),
+            unknown=words.unk(),
+        )  # fmt: skip
+        sources = without(sample["net_input"]["src_tokens"], words.pad())
+        prefixes = None if prefix_tokens is None else without(prefix_tokens, words.pad())
+        drawn = torch.default_generator  # fairseq's generator draws from it, too
+        if sources and sources[0].is_cuda:
+            drawn = torch.cuda.default_generators[sources[0].device.index]
+        found = search(self.steps, sources, self.options, prefixes, symbols=symbols, generator=drawn)
+        return [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in found]
+
+
+def without(rows: Tensor, padding: int) -> list[Tensor]:
+    """The rows of int64 [B, S] without padding."""
+    return [row[row != padding] for row in rows]
+
+
+def as_fairseq(hypothesis: Hypothesis) -> dict[str, Tensor]:
+    """A hypothesis as fairseq's generator has it; lsq keeps no attention."""
+    return {
+        "tokens": hypothesis.words, "score": torch.tensor(hypothesis.score), "attention": torch.empty(0),
+        "alignment": torch.empty(0), "positional_scores": hypothesis.word_scores,
+    }  # fmt: skip

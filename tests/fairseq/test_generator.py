@@ -1,0 +1,110 @@
+"""lsq's search in the place of fairseq's generator: the same lines, and a word where fairseq's is needed."""
+
+import json
+import logging
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.dataclass.configs import GenerationConfig
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.sequence_scorer import SequenceScorer
+from fairseq.tasks import FairseqTask
+
+from lsq.fairseq import generator
+from lsq.fairseq.generator import LSQGenerator, options_of
+
+
+def found_by(task, model, sample, args, kind, **prefix):
+    """Hypotheses of a generator of this kind."""
+    owner = type(task) if kind is LSQGenerator else FairseqTask
+    generates = owner.build_generator(task, [model], args)
+    assert type(generates) is kind
+    torch.manual_seed(1)
+    return task.inference_step(generates, [model], sample, **prefix)
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"beam": 1, "unnormalized": True}, {"lenpen": 0.5, "unkpen": 1.0, "min_len": 3}, {"diverse_beam_groups": 0},
+    {"diverse_beam_groups": 2, "beam": 4}, {"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2},
+])  # fmt: skip
+@pytest.mark.parametrize("mode", ["int8", "float"])
+def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
+    task, model = build(f"--lsq-mode {mode}")
+    sample, args = batch(task), Namespace(**{"max_len_b": 9, **given})
+    del sample["id"]  # fairseq's search in groups takes it for the place in the batch
+    model(**sample["net_input"])
+    prefixes = [None, sample["target"][:, :2]] if "diverse_beam_groups" not in given else [None]
+    for prefix in prefixes:
+        kinds = (SequenceGenerator, LSQGenerator)
+        theirs, ours = (found_by(task, model, sample, args, kind, prefix_tokens=prefix) for kind in kinds)
+        for expected, actual in zip(theirs, ours, strict=True):
+            assert [each["tokens"].tolist() for each in actual] == [each["tokens"].tolist() for each in expected]
+            for one, other in zip(expected, actual, strict=True):
+                assert one.keys() == other.keys()
+                for name in ("score", "positional_scores"):
+                    torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("given, named, kind", [
+    ({"match_source_len": True}, "--match-source-len True", SequenceGenerator),
+    ({"diversity_rate": 0.5}, "--diversity-rate 0.5", SequenceGenerator),
+    ({"constraints": "ordered"}, "--constraints ordered", SequenceGenerator),
+    ({"score_reference": True}, "--score-reference True", SequenceScorer),
+    ({"sampling": True, "sampling_topk": 3, "sampling_topp": 0.5}, "--sampling-topk and", SequenceGenerator),
+])  # fmt: skip
+def test_fairseq_generates_where_the_search_cannot(build, caplog, given, named, kind):
+    task, model = build()
+    with caplog.at_level(logging.INFO):
+        assert type(task.build_generator([model], Namespace(**given))) is kind
+    assert f"generating by fairseq's generator, because of {named}" in caplog.text
+
+
+def test_so_it_does_with_what_is_no_option(build, caplog):
+    task, model = build()
+    with caplog.at_level(logging.INFO):
+        extra = {"lm_model": model, "lm_weight": 0.5}
+        assert type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)) is SequenceGenerator
+        task.build_generator([model], Namespace(), seq_gen_cls=SequenceGenerator)
+        assert "because of --lm-path" in caplog.text and "because of seq_gen_cls" in caplog.text
+        extra = {"lm_model": None, "lm_weight": 0.5}
+        assert type(task.build_generator([model], Namespace(), extra_gen_cls_kwargs=extra)) is LSQGenerator
+
+
+def test_options_out_of_their_range_are_refused():
+    with pytest.raises(ValueError, match="temperature is 0"):
+        options_of(Namespace(temperature=0))
+    with pytest.raises(ValueError, match="they need sampling"):
+        options_of(Namespace(sampling_topk=3))
+
+
+def test_constraints_are_refused(build, batch):
+    task, model = build()
+    with pytest.raises(ValueError, match="knows no constraints"):
+        task.build_generator([model], Namespace()).generate([model], batch(task), constraints=torch.ones(1))
+
+
+def test_validation_translates_with_the_weights_of_the_moment(build, batch):
+    task, model = build(["--eval-bleu", "--eval-bleu-args", json.dumps({"beam": 2, "max_len_b": 9})])
+    sample = batch(task)
+    model(**sample["net_input"])
+    found = []
+    for factor in (1, -1):
+        with torch.no_grad():
+            model.decoder.output_projection.weight.mul_(factor)
+        model.eval()
+        found.append(task.inference_step(task.sequence_generator, [model], sample)[0][0]["tokens"].tolist())
+    assert isinstance(task.sequence_generator, LSQGenerator) and found[0] != found[1]
+
+
+def test_every_option_of_generation_is_known():
+    """One that a newer fairseq has is looked at before it is passed over."""
+    ignored = {
+        "nbest", "unnormalized", "no_early_stop", "no_beamable_mm", "replace_unk", "sacrebleu", "prefix_size",
+        "print_step", "lm_path", "lm_weight", "iter_decode_eos_penalty", "iter_decode_max_iter",
+        "iter_decode_force_max_iter", "iter_decode_with_beam", "iter_decode_with_external_reranker",
+        "retain_iter_history", "retain_dropout", "retain_dropout_modules", "decoding_format", "no_seed_provided",
+        "eos_token", "beam_mt", "max_len_a_mt", "max_len_b_mt", "lenpen_mt",
+    }  # fmt: skip
+    known = {*generator.FIELDS.values(), *generator.OTHERS, *ignored}
+    assert {name for name in GenerationConfig.__dataclass_fields__ if not name.startswith("_")} <= known
