@@ -13,6 +13,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 MARKS = {
+    "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
     "bench_numbers": pytest.mark.thorough,  # trains two models in processes of their own

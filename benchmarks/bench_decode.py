@@ -1,0 +1,212 @@
+"""Translating on the CPU: lsq's engine in int8, CTranslate2 in int8, fairseq in float32.
+
+All translate the same sentences with a beam of the same size to the same number of words: their models' weights are
+random, so that none would end by itself. "ratio" is the baseline's median over the side's.
+"""
+
+import argparse
+import dataclasses
+import functools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import common
+import torch
+import transformer
+from fairseq.data.data_utils import collate_tokens
+from fairseq.sequence_generator import SequenceGenerator
+from torch import Tensor
+
+from lsq.decode import SearchOptions
+from lsq.decode.engine import Engine
+from lsq.decode.model import model_of
+from lsq.decode.search import search
+from lsq.export import ctranslate2_folder, model_file
+from lsq.export.model_file import ExportedModel
+
+BASELINE = "ctranslate2 int8"
+FLOAT = "fairseq float32"
+LSQ = "lsq int8"
+SHORTEST, LONGEST, MEAN, SPREAD = 4, 80, 26.0, 0.5
+"""Words of a source: log-normal, cut, as sentences of news are (a mean of 26 words, a deviation of 13)."""
+
+BEAMS = (1, 4)
+SENTENCES = (1, 8, 32)
+CRITERION = "lsq_label_smoothed_cross_entropy"
+
+Side = Callable[[Sequence[Tensor], int, int], int]
+"""(sources int64 [S], beam, words of each hypothesis) -> words of the best hypotheses."""
+
+
+def sources(count: int, vocabulary: int, seed: int) -> list[Tensor]:
+    """So many sentences int64 [S] with their ends, of lengths as they come, longest first."""
+    generator = torch.Generator().manual_seed(seed)
+    deviation = SPREAD * torch.randn(count, generator=generator)
+    lengths = (MEAN * torch.exp(deviation - SPREAD**2 / 2)).round().long().clamp(SHORTEST, LONGEST)
+    return [
+        torch.cat([torch.randint(4, vocabulary, (length,), generator=generator), torch.tensor([2])])
+        for length in sorted(lengths.tolist(), reverse=True)
+    ]
+
+
+def write_models(shape: transformer.Shape, folder: Path) -> None:
+    """A model of lsq with measured clips in `folder`: for lsq, and, where CTranslate2 is installed, for that."""
+    side = transformer.Side(shape, arguments=["--arch", "lsq_transformer", "--criterion", CRITERION])
+    side.loss(transformer.batch(shape, padded=True, seed=1))
+    symbols = tuple(transformer.made_up_dictionary(shape.vocabulary).symbols)
+    model = model_of(side.model.eval())
+    folder.mkdir()
+    model_file.write(folder / "lsq", ExportedModel(model=model, source=symbols, target=symbols))
+    if find_spec("ctranslate2"):
+        ctranslate2_folder.write(folder / "ctranslate2", model, symbols, symbols)
+
+
+def of_lsq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
+    """lsq's engine."""
+    engine = Engine(model_file.read(folder / "lsq").model)
+
+    def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
+        options = SearchOptions(beam=beam, min_len=words - 1, max_len_b=words - 1)
+        return sum(len(found[0].words) for found in search(engine, given, options))
+
+    return translate
+
+
+def of_ctranslate2(shape: transformer.Shape, folder: Path, threads: int) -> Side:
+    """CTranslate2 with the same model.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from ctranslate2 import Translator
+
+    translator = Translator(str(folder / "ctranslate2"), compute_type="int8", inter_threads=1, intra_threads=threads)
+    symbols = transformer.made_up_dictionary(shape.vocabulary).symbols
+
+    def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
+        texts = [[symbols[word] for word in sentence] for sentence in given]
+        found = translator.translate_batch(
+            texts, beam_size=beam, min_decoding_length=words - 1, max_decoding_length=words - 1
+        )
+        return sum(len(one.hypotheses[0]) + 1 for one in found)
+
+    return translate
+
+
+def of_fairseq(shape: transformer.Shape, folder: Path, threads: int) -> Side:
+    """fairseq's own Transformer and generator."""
+    model = transformer.Side(shape, arguments=transformer.FAIRSEQ).model.eval()
+    model.make_generation_fast_()
+    symbols = transformer.made_up_dictionary(shape.vocabulary)
+
+    def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
+        generator = SequenceGenerator([model], symbols, beam_size=beam, max_len_b=words - 1, min_len=words - 1)
+        tokens = collate_tokens(given, symbols.pad(), symbols.eos(), left_pad=True)
+        lengths = torch.tensor([len(sentence) for sentence in given])
+        with torch.no_grad():
+            found = generator.generate([model], {"net_input": {"src_tokens": tokens, "src_lengths": lengths}})
+        return sum(len(hypotheses[0]["tokens"]) for hypotheses in found)
+
+    return translate
+
+
+SIDES: dict[str, Callable[[transformer.Shape, Path, int], Side]] = {
+    LSQ: of_lsq, BASELINE: of_ctranslate2, FLOAT: of_fairseq,
+}  # fmt: skip
+"""Name -> what loads the side from the folder of its models."""
+
+
+def peak_megabytes(name: str, folder: Path, options) -> float:
+    """What a process of its own takes for loading a side and its largest batch, beyond what it has imported."""
+    command = [sys.executable, __file__, "--alone", name, "--folder", str(folder), "--threads", str(options.threads)]
+    command += ["--words", str(options.words), *(["--quick"] if options.quick else [])]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def print_peak(name: str, folder: Path, shape: transformer.Shape, options) -> None:
+    """Print the megabytes by which this process grew at most; a first import of the side's packages is not counted."""
+    SIDES[name](transformer.QUICK, folder / "quick", options.threads)(sources(1, transformer.QUICK.vocabulary, 1), 1, 2)
+    before = megabytes("VmRSS")
+    side = SIDES[name](shape, folder / "model", options.threads)
+    side(sources(max(sizes(options)), shape.vocabulary, seed=1), max(BEAMS), options.words)
+    print(megabytes("VmHWM") - before)
+
+
+def megabytes(what: str) -> float:
+    """Memory that this process has now (VmRSS) or had at most (VmHWM), as Linux counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
+
+
+def sizes(options) -> tuple[int, ...]:
+    """Sentences of each batch."""
+    return (1, 3) if options.quick else SENTENCES
+
+
+def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[dict]:
+    """Rows of the table: each side at each size of batch and beam."""
+    vocabulary = transformer.QUICK.vocabulary if options.quick else transformer.Shape().vocabulary
+    for beam in BEAMS:
+        for count in sizes(options):
+            given = sources(count, vocabulary, seed=count)
+            words = {name: side(given, beam, options.words) for name, side in sides.items()}
+            if len(set(words.values())) != 1:
+                raise RuntimeError(f"the sides did not write the same number of words: {words}")
+            timings = common.alternate(
+                {name: functools.partial(side, given, beam, options.words) for name, side in sides.items()},
+                rounds=options.rounds, warm_up=1,
+            )  # fmt: skip
+            baseline = timings[BASELINE if BASELINE in timings else FLOAT]
+            for name, timing in timings.items():
+                yield {
+                    "side": name,
+                    "beam": beam,
+                    "sentences": count,
+                    "seconds": timing.median,
+                    "fastest": timing.fastest,
+                    "tokens_per_second": words[name] / timing.median,
+                    "milliseconds_per_sentence": 1e3 * timing.median / count,
+                    "ratio": baseline.median / timing.median,
+                    "ratio_of_fastest": baseline.fastest / timing.fastest,
+                    "peak_megabytes": peaks.get(name),
+                }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--words", type=common.positive, default=32, metavar="N", help="words of each translation")
+    parser.add_argument("--side", action="append", choices=SIDES, metavar="NAME", help="only these; repeatable")
+    parser.add_argument("--alone", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = common.parse(parser, arguments)
+    shape = transformer.QUICK if options.quick else transformer.Shape()
+    if options.alone:
+        print_peak(options.alone, options.folder, shape, options)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_models(shape, folder / "model")
+        write_models(transformer.QUICK, folder / "quick")
+        sides, missing, peaks = {}, {}, {}
+        for name in options.side or SIDES:
+            try:
+                sides[name] = SIDES[name](shape, folder / "model", options.threads)
+            except ImportError as error:
+                missing[name] = str(error)
+        if not options.quick:
+            peaks = {name: peak_megabytes(name, folder, options) for name in sides}
+        table = list(rows(sides, peaks, options))
+    conditions = common.conditions(
+        options, packages=("fairseq-fixed", "ctranslate2"), baseline=BASELINE if BASELINE in sides else FLOAT,
+        shape=dataclasses.asdict(shape), words=options.words, missing=missing,
+        source_words={count: [len(one) for one in sources(count, shape.vocabulary, count)] for count in sizes(options)},
+    )  # fmt: skip
+    common.report("decode", table, conditions, options)
+
+
+if __name__ == "__main__":
+    main()
