@@ -5,6 +5,7 @@ COMMANDS = {
     "generate": "translate: fairseq-generate without its traps",
     "train-text": "train, translate and score a model of your own parallel text",
     "translate": "translate text with a trained model",
+    "serve": "translate over HTTP",
     "export": "write a trained model for lsq, CTranslate2 or fairseq to translate with",
     "numbers": "the built-in task: English number names to German, float and int8",
     "plan": "place buffers in as little memory as possible",

@@ -22,6 +22,25 @@ class TranslationModel:
     """Words of a sentence, its end included, at most."""
     options: SearchOptions
     """How the training itself translated, as far as that is known."""
+    stamp: tuple
+    """`stamp_of` the file when it was read."""
+
+    def changed(self) -> bool:
+        """Whether the file is another one by now, or gone; the model here is as it was read."""
+        try:
+            return stamp_of(self.file) != self.stamp
+        except OSError:
+            return True
+
+
+def stamp_of(file: Path) -> tuple:
+    """What changes when a file is replaced or written to.
+
+    Raises:
+        OSError: it is gone.
+    """
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None = None) -> TranslationModel:
@@ -38,6 +57,7 @@ def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None 
     from lsq.commands.stages import read_marker
 
     place = trained.find(path, data, sentencepiece_model)
+    stamp = stamp_of(place.checkpoint)
     found = trained.load(place)
     if found.source is None:
         raise ValueError(f"{place.checkpoint} is a language model; it does not translate (see `lsq generate`)")
@@ -50,6 +70,7 @@ def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None 
     trained_length = marker and marker.key.get("--max-length")
     return TranslationModel(
         file=place.checkpoint,
+        stamp=stamp,
         steps=FairseqSteps(found.model),
         symbols=Symbols(start=end, padding=found.target.pad(), end=end, unknown=found.target.unk()),
         subwords=Subwords(source, target, place.subwords and processor_of(place.subwords)),

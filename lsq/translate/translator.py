@@ -108,23 +108,24 @@ class Translator:
             ValueError: there are more or fewer prefixes than lines.
         """
         options = options or self.options
-        prefixes = [""] * len(lines) if prefixes is None else prefixes
-        if len(prefixes) != len(lines):
-            raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
-        parts = [
-            part
-            for number, (line, prefix) in enumerate(zip(lines, prefixes, strict=True))
-            for part in self.parts(number, line, prefix)
-        ]
-        found: list[list[list[Hypothesis]]] = [[] for _ in lines]
+        parts = self.all_parts(lines, [""] * len(lines) if prefixes is None else prefixes)
         hypotheses: dict[int, list[Hypothesis]] = {}
         for batch in batches([len(part.words) for part in parts], self.batch_tokens):
-            hypotheses |= zip(batch, self._search([parts[number] for number in batch], options), strict=True)
+            hypotheses |= zip(batch, self.search([parts[number] for number in batch], options), strict=True)
             if progress is not None:
                 progress(len(batch))
-        for number, part in enumerate(parts):
-            found[part.line].append(hypotheses[number])
-        return [self._joined(of_line, options) for of_line in found]
+        return self.joined(len(lines), parts, [hypotheses[number] for number in range(len(parts))], options)
+
+    def all_parts(self, lines: Sequence[str], prefixes: Sequence[str]) -> list[Part]:
+        """What is translated of all lines, in their order.
+
+        Raises:
+            RefusedLine, ValueError: see `translate`.
+        """
+        if len(prefixes) != len(lines):
+            raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
+        pairs = enumerate(zip(lines, prefixes, strict=True))
+        return [part for number, (line, prefix) in pairs for part in self.parts(number, line, prefix)]
 
     def parts(self, number: int, line: str, prefix: str = "") -> list[Part]:
         """What is translated of a line: nothing, all of it, or sentence by sentence.
@@ -154,21 +155,35 @@ class Translator:
             for words, beginning in zip(encoded, beginnings, strict=True)
         ]
 
-    def _search(self, parts: list[Part], options: SearchOptions) -> list[list[Hypothesis]]:
+    def search(self, parts: Sequence[Part], options: SearchOptions) -> list[list[Hypothesis]]:
+        """The hypotheses of each part, in one batch.
+
+        Raises:
+            ValueError: the options allow no hypothesis of a part.
+        """
         words, prefixes = [part.words for part in parts], [part.prefix for part in parts]
         with self._at_work, torch.inference_mode():
             return search(self.model.steps, words, options, prefixes, symbols=self.model.symbols)
 
-    def _joined(self, parts: list[list[Hypothesis]], options: SearchOptions) -> list[Translation]:
+    def joined(
+        self, lines: int, parts: Sequence[Part], found: Sequence[list[Hypothesis]], options: SearchOptions
+    ) -> list[list[Translation]]:
+        """What `translate` returns, of so many lines, from the hypotheses of each of their parts."""
+        of_lines: list[list[list[Hypothesis]]] = [[] for _ in range(lines)]
+        for part, hypotheses in zip(parts, found, strict=True):
+            of_lines[part.line].append(hypotheses)
+        return [self._of_line(hypotheses, options.normalize_scores) for hypotheses in of_lines]
+
+    def _of_line(self, parts: list[list[Hypothesis]], normalized: bool) -> list[Translation]:
         """The translations of a line from those of its parts: the best of all parts, then the second best of all."""
         if not parts:
             return [Translation(text="", score=0.0)]
         found = []
         for chosen in zip(*parts, strict=False):
             text = " ".join(filter(None, (self.model.subwords.text(part.words) for part in chosen)))
-            lengths = [len(part.words) if options.normalize_scores else 1 for part in chosen]
-            total = sum(part.score * length for part, length in zip(chosen, lengths, strict=True))
-            found.append(Translation(text=text, score=total / (sum(lengths) if options.normalize_scores else 1)))
+            weights = [len(part.words) if normalized else 1 for part in chosen]
+            total = sum(part.score * weight for part, weight in zip(chosen, weights, strict=True))
+            found.append(Translation(text=text, score=total / sum(weights) if normalized else total))
         return found
 
 

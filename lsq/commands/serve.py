@@ -1,0 +1,71 @@
+"""`lsq serve`: translations over HTTP."""
+
+import asyncio
+import functools
+import importlib.util
+import sys
+from argparse import ArgumentParser
+from dataclasses import fields
+
+from lsq.commands import logs
+from lsq.commands.options import HelpFormatter, one_line_errors
+from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
+from lsq.config import documentation
+from lsq.serve.limits import Limits
+
+DESCRIPTION = """
+Serve translations over HTTP: POST /translate takes {"text": ["one line", "another"]} and options of the search such as
+"beam"; GET /health and /metrics (for Prometheus) say how it is, and GET / is a page for trying it. Requests that arrive
+together are translated together. Ctrl-C or SIGTERM ends it when what has arrived is answered.
+"""
+PACKAGES = ("uvicorn", "starlette", "prometheus_client")
+MOST_PORT = 2**16 - 1
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq serve`."""
+    made = ArgumentParser(prog="lsq serve", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter)
+    one_line_errors(made)
+    made.add_argument("--host", default="127.0.0.1", help="address to serve at; 0.0.0.0: all of this machine")
+    made.add_argument("--port", type=int, default=8080, help="0: any that is free")
+    add_model(made)
+    limits, texts = made.add_argument_group("limits"), documentation(Limits)
+    for field in fields(Limits):
+        text = texts[field.name].replace("%", "%%")
+        limits.add_argument(option_of(field.name), type=field.type, default=field.default, dest=field.name, help=text)
+    add_search(made)
+    return made
+
+
+def option_of(limit: str) -> str:
+    """The option of a field of Limits."""
+    return "--limit-" + limit.replace("_", "-")
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand: serve until a signal comes.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files, or the address is in use.
+    """
+    given = parser().parse_args(arguments)
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"lsq serve needs {', '.join(missing)}; install them with: pip install 'lsq[serve]'")
+    if not 0 <= given.port <= MOST_PORT:
+        raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
+    limits = Limits(**{field.name: getattr(given, field.name) for field in fields(Limits)})
+    from lsq.serve.application import Service  # what they import may be missing
+    from lsq.serve.server import bound, server_of
+
+    logs.to_standard_error()
+    logs.quieten()
+    with bound(given.host, given.port) as address:
+        translator = translator_of(given)
+        service = Service(translator, search_options(given, translator.options), limits)
+        host, port, *_ = address.getsockname()
+        shown = f"[{host}]" if ":" in host else host
+        message = f"serving {translator.model.file} at http://{shown}:{port}"
+        ready = functools.partial(print, message, file=sys.stderr, flush=True)
+        asyncio.run(server_of(service.application(), limits, ready).serve(sockets=[address]))
+    return 0

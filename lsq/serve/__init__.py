@@ -1,0 +1,1 @@
+"""A trained model as an HTTP service: requests that arrive together are translated together."""

@@ -1,0 +1,162 @@
+"""The service's answers: POST /translate, GET /health, /metrics, and a page for trying it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from lsq.decode import SearchOptions
+from lsq.serve.batcher import Batcher, QueueFull
+from lsq.serve.limits import Limits
+from lsq.serve.metrics import Metrics
+from lsq.serve.request import parse
+from lsq.translate import RefusedLine, Translation, Translator
+
+PAGE = Path(__file__).with_name("page.html")
+GONE = 499
+"""The client went away; nobody reads it but the metrics."""
+RETRY = {"Retry-After": "1"}
+CLOSE = {"Connection": "close"}
+Found = TypeVar("Found")
+
+
+class Gone(Exception):
+    """The client went away."""
+
+
+class Service:
+    """What the routes share.
+
+    Args:
+        translator: what translates.
+        options: of requests that have no others.
+        limits: what is taken.
+    """
+
+    def __init__(self, translator: Translator, options: SearchOptions, limits: Limits):
+        self.translator, self.options, self.limits, self.metrics = translator, options, limits, Metrics()
+        self.batcher = Batcher(translator, limits.queue, self.metrics)
+        self.metrics.watch(lambda: self.batcher.waiting)
+
+    def application(self) -> Starlette:
+        """For a server of ASGI."""
+        routes = [
+            Route("/", self.page),
+            Route("/translate", self.translate, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+        ]
+        handlers = {HTTPException: _refused}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lambda _: self.batcher.at_work())
+
+    async def page(self, request: Request) -> Response:
+        """For trying it in a browser."""
+        return FileResponse(PAGE)
+
+    async def health(self, request: Request) -> Response:
+        """Whether it works; and whether its file is another one by now, which it takes no notice of."""
+        model = self.translator.model
+        changed = await asyncio.to_thread(model.changed)
+        return JSONResponse({"status": "ok", "model": str(model.file), "model_changed": changed})
+
+    async def show_metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def translate(self, request: Request) -> Response:
+        """{"text": [...], options} -> {"translations": [{"text", "score", "alternatives"}, ...]}, one for each line."""
+        start, status = time.perf_counter(), 500
+        try:
+            response = await self._answer(request)
+            status = response.status_code
+            return response
+        except HTTPException as refused:
+            status = refused.status_code
+            raise
+        except (Gone, ClientDisconnect):
+            status = GONE
+            return Response(status_code=GONE)
+        finally:
+            self.metrics.answered(status, time.perf_counter() - start)
+
+    async def _answer(self, request: Request) -> Response:
+        body = await self._body(request)
+        try:
+            wanted = parse(body, self.options, self.limits.beam)
+            found = await _unless_gone(
+                request, self.batcher.translate(wanted.lines, wanted.prefixes, wanted.options),
+                seconds=self.limits.translate_seconds,
+            )  # fmt: skip
+        except RefusedLine as refused:
+            raise HTTPException(400, str(refused)) from None
+        except (ValueError, OverflowError) as error:
+            raise HTTPException(400, str(error)) from None
+        except QueueFull as full:
+            if full.alone:
+                message = f"the request has more than {self.limits.queue} sentences, which are all that may wait"
+                raise HTTPException(413, message + "; send fewer at a time") from None
+            raise HTTPException(503, "too many sentences wait; try again later", RETRY) from None
+        except TimeoutError:
+            message = f"not translated within {self.limits.translate_seconds:g} seconds; send fewer lines, or later"
+            raise HTTPException(503, message, RETRY) from None
+        return JSONResponse({"translations": [_shown(translations) for translations in found]})
+
+    async def _body(self, request: Request) -> bytes:
+        """The request's body. One that is too large is read to its end and thrown away, so that its client listens."""
+        limit, body, size = self.limits.request_bytes, bytearray(), 0
+        try:
+            async with asyncio.timeout(self.limits.receive_seconds):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    body = body + chunk if size <= limit else bytearray()
+        except TimeoutError:
+            if size <= limit:
+                message = f"the request did not arrive within {self.limits.receive_seconds:g} seconds"
+                raise HTTPException(408, message, CLOSE) from None
+        if size > limit:
+            message = f"the request has more than {limit} bytes; send fewer lines at a time"
+            raise HTTPException(413, message, CLOSE)
+        return bytes(body)
+
+
+async def _unless_gone(request: Request, work: Awaitable[Found], seconds: float) -> Found:
+    """What `work` gives; it is cancelled when the client goes, or after so many seconds.
+
+    Raises:
+        Gone, TimeoutError: that.
+    """
+    working, going = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        done, _ = await asyncio.wait((working, going), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if working in done:
+            return working.result()
+        raise Gone if going in done else TimeoutError
+    finally:
+        for task in (working, going):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _shown(translations: list[Translation]) -> dict:
+    best, *others = map(asdict, translations)
+    return {**best, "alternatives": others}
+
+
+async def _refused(request: Request, refused: HTTPException) -> Response:
+    return JSONResponse({"error": refused.detail}, refused.status_code, refused.headers)

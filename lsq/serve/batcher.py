@@ -1,0 +1,165 @@
+"""Translates the requests that wait at the same time together, in one thread, in turns."""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from lsq.decode import Hypothesis, SearchOptions
+from lsq.serve.metrics import Metrics
+from lsq.translate import Translation, Translator
+from lsq.translate.translator import Part
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(Exception):
+    """Too many sentences wait; `alone`: this request has more than the queue takes."""
+
+    def __init__(self, alone: bool):
+        super().__init__("too many sentences wait")
+        self.alone = alone
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A request at work."""
+
+    options: SearchOptions
+    parts: list[Part]
+    done: asyncio.Future
+    """Of the hypotheses of all parts, or what went wrong."""
+    waiting: deque[int] = field(init=False)
+    """Numbers of the parts that nobody translates yet."""
+    found: dict[int, list[Hypothesis]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.parts)))
+
+
+Batch = list[tuple[Job, int]]
+"""Parts of jobs by their numbers; all of one SearchOptions."""
+
+
+class Batcher:
+    """Translates requests in batches.
+
+    Args:
+        translator: what translates.
+        queue: sentences that may wait, of all requests.
+        metrics: what is told of batches.
+    """
+
+    def __init__(self, translator: Translator, queue: int, metrics: Metrics):
+        self.translator, self.queue, self.metrics = translator, queue, metrics
+        self._jobs: deque[Job] = deque()
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "translator")
+
+    @property
+    def waiting(self) -> int:
+        """Sentences that nobody translates yet."""
+        return sum(len(job.waiting) for job in self._jobs)
+
+    @contextlib.asynccontextmanager
+    async def at_work(self):
+        """Within this context requests are translated."""
+        worker = asyncio.create_task(self._work())
+        try:
+            yield
+        finally:
+            worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await worker
+            self._thread.shutdown()
+
+    async def translate(
+        self, lines: list[str], prefixes: list[str], options: SearchOptions
+    ) -> list[list[Translation]]:
+        """The translations of each line; see `Translator.translate`. When cancelled, what waits of it is forgotten.
+
+        Raises:
+            RefusedLine: a line is too long, or holds what is no text.
+            QueueFull: too many sentences wait.
+            ValueError: the options allow no translation.
+        """
+        parts = await asyncio.to_thread(self.translator.all_parts, lines, prefixes)
+        if self.waiting + len(parts) > self.queue:
+            raise QueueFull(alone=len(parts) > self.queue)
+        found: list[list[Hypothesis]] = []
+        if parts:
+            job = Job(options=options, parts=parts, done=asyncio.get_running_loop().create_future())
+            self._jobs.append(job)
+            self._arrived.set()
+            try:
+                found = await job.done
+            finally:
+                self._forget(job)
+        return self.translator.joined(len(lines), parts, found, options)
+
+    def _forget(self, job: Job) -> None:
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    async def _work(self) -> None:
+        while True:
+            await self._arrived.wait()
+            batch = self._next()
+            if not batch:
+                self._arrived.clear()
+                continue
+            await self._translate(batch)
+
+    def _next(self) -> Batch:
+        """Parts of the request whose turn it is, and of those with the same options: one of each in turn."""
+        if not self._jobs:
+            return []
+        first, batch, longest = self._jobs[0], [], 0
+        for job, number in self._in_turn([job for job in self._jobs if job.options == first.options]):
+            longest = max(longest, len(job.parts[number].words))
+            if batch and (len(batch) + 1) * longest > self.translator.batch_tokens:
+                break
+            job.waiting.popleft()
+            batch.append((job, number))
+        for job in {id(job): job for job, _ in batch}.values():
+            if not job.waiting:
+                self._forget(job)
+        self._jobs.rotate(-1)
+        return batch
+
+    @staticmethod
+    def _in_turn(jobs: list[Job]) -> Iterator[tuple[Job, int]]:
+        while jobs:
+            jobs = [job for job in jobs if job.waiting]
+            for job in jobs:
+                yield job, job.waiting[0]
+
+    async def _translate(self, batch: Batch) -> None:
+        """Translate a batch; where it fails, each request of it alone, so that one does not fail for another."""
+        try:
+            found = await self._search(batch)
+        except Exception as error:
+            jobs = {id(job): job for job, _ in batch}.values()
+            if len(jobs) > 1:
+                for one in jobs:
+                    await self._translate([(job, number) for job, number in batch if job is one])
+                return
+            for job in jobs:
+                self._forget(job)
+                if not job.done.done():
+                    job.done.set_exception(error)
+            return
+        for (job, number), hypotheses in zip(batch, found, strict=True):
+            job.found[number] = hypotheses
+            if len(job.found) == len(job.parts) and not job.done.done():
+                job.done.set_result([job.found[number] for number in range(len(job.parts))])
+
+    async def _search(self, batch: Batch) -> list[list[Hypothesis]]:
+        parts, options = [job.parts[number] for job, number in batch], batch[0][0].options
+        with self.metrics.batch(len(parts)):
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self.translator.search, parts, options
+            )

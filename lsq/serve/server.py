@@ -1,0 +1,115 @@
+"""A server of HTTP that waits for nobody forever and ends cleanly."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lsq.serve.limits import Limits
+
+BACKLOG = 2048
+"""Connections that the system holds until they are accepted."""
+
+
+class Protocol(H11Protocol):
+    """A connection that is closed when no whole header arrives in time; uvicorn would wait forever for its rest."""
+
+    header_seconds: float
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Called when a client is there."""
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Called when it has sent something."""
+        super().data_received(data)
+        self._expect()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Called when it has gone."""
+        self._forget()
+        super().connection_lost(error)
+
+    def _expect(self) -> None:
+        """Let the clock run while part of a header is there, or nothing yet; between requests uvicorn has its own."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.header_seconds, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Server(uvicorn.Server):
+    """Ends on SIGINT and SIGTERM when what has arrived is answered, and at once on a second one.
+
+    Args:
+        config: uvicorn's.
+        ready: called when clients can connect.
+    """
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]):
+        super().__init__(config)
+        self.ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn; clients can connect afterwards."""
+        await super().startup(sockets)
+        self.ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Within this context signals end the server; uvicorn would raise them again after its clean end."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread():  # others are sent no signals
+            numbers = ()
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Answer what has arrived and end; called again, end at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def server_of(application: Starlette, limits: Limits, ready: Callable[[], object]) -> Server:
+    """A server; its `serve(sockets=[...])` is a coroutine, and `ready` is called when clients can connect."""
+    patient = type("Protocol", (Protocol,), {"header_seconds": limits.receive_seconds})
+    config = uvicorn.Config(
+        application, http=patient, ws="none", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
+        limit_concurrency=limits.connections, timeout_graceful_shutdown=limits.shutdown_seconds,
+    )  # fmt: skip
+    return Server(config, ready)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address; port 0: any that is free.
+
+    Raises:
+        OSError: the address is in use, or not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise OSError(error.errno, f"cannot serve at {host}, port {port}: {error.strerror}") from error
+    return found

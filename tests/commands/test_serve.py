@@ -1,0 +1,56 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from lsq.commands import serve
+from tests.translate.conftest import output  # noqa: F401
+
+
+def test_every_limit_is_an_option(capsys):
+    with pytest.raises(SystemExit):
+        serve.run(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--limit-{name}" in shown for name in ("queue", "request-bytes", "translate-seconds")), shown
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--port", "65536"], "--port is 65536; it must be from 0 to 65535"),
+    (["--limit-queue", "0"], "queue is 0; it must be"),
+])  # fmt: skip
+def test_mistakes_in_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        serve.run(["--model", "missing", *options])
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        serve.run(["--model", str(tmp_path / "missing"), "--port", "0"])
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
+    with pytest.raises(ValueError, match=r"needs no_such_package; install them with: pip install 'lsq\[serve\]'"):
+        serve.run(["--model", "m"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_service_from_beginning_to_end(output, number):  # noqa: F811
+    command = [sys.executable, "-m", "lsq.cli", "serve", "--model", str(output), "--port", "0", "--beam", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    said = process.stderr.readline()
+    address = re.fullmatch(r"serving .*/int8/model/checkpoint_best.pt at (http://127.0.0.1:\d+)\n", said)[1]
+    request = json.dumps({"text": ["red cat", ""]}).encode()
+    with urllib.request.urlopen(f"{address}/translate", request) as answer:
+        found = json.load(answer)["translations"]
+    assert found[0]["text"] and found[1]["text"] == ""
+    process.send_signal(number)
+    assert process.communicate(timeout=30)[1] == "" and process.returncode == 0
