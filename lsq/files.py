@@ -43,13 +43,18 @@ def write_text(path: Path, text: str) -> None:
 def write_folder(path: Path, make: Callable[[Path], object]) -> None:
     """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there is replaced.
 
+    For an instant between two renames neither is there; of a process that is killed then, the next one puts the old
+    folder back.
+
     Raises:
         OSError: it cannot be written.
     """
     new, old = (path.with_name(f".{path.name}.{name}{PARTIAL}") for name in ("new", "old"))
-    for left in (new, old):  # by a killed process
-        shutil.rmtree(left, ignore_errors=True)
-    new.mkdir(parents=True)
+    shutil.rmtree(new, ignore_errors=True)  # of a killed process
+    if old.exists() and not path.exists():
+        old.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+    new.mkdir()
     try:
         make(new)
         if path.exists():

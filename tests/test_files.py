@@ -41,3 +41,41 @@ def test_a_writer_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path, mo
     assert path.read_text() == ("new" if (stage, late) == ("replace", True) else "old")
     files.write(path, lambda file: file.write(b"newer"))
     assert path.read_text() == "newer" and list(tmp_path.iterdir()) == [path]
+
+
+def contents(folder):
+    """Every file in a folder, hidden ones as well."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    for before in ({}, {"model/a": "1", "model/b": "2"}):
+        for name, text in before.items():
+            (tmp_path / "model").mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        with pytest.raises(KeyboardInterrupt):
+            files.write_folder(tmp_path / "model", fail)
+        assert contents(tmp_path) == before
+    files.write_folder(tmp_path / "model", lambda folder: (folder / "a").write_text("3"))
+    assert contents(tmp_path) == {"model/a": "3"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_a_killed_writer_of_a_folder_left(tmp_path, there):
+    """It was killed between the two renames, or behind them."""
+    path, left = tmp_path / "model", tmp_path / f".model.old{files.PARTIAL}"
+    for folder in (left, tmp_path / f".model.new{files.PARTIAL}", *([path] if there else [])):
+        folder.mkdir()
+        (folder / "a").write_text(folder.name)
+
+    def fail(folder):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError):
+        files.write_folder(path, fail)
+    assert contents(tmp_path) == {"model/a": path.name if there else left.name}
