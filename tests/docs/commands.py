@@ -189,6 +189,7 @@ RULES = [
     Rule(words="lsq train runs/lm", way=run_lsq, extra=LANGUAGE_MODEL, why="hours of training: the model is small"),
     Rule(words="lsq generate", way=run_lsq),
     Rule(words="lsq numbers", way=parse_lsq, why="minutes of training; tests/commands/test_numbers.py runs it small"),
+    Rule(words="lsq export", way=run_lsq),
     Rule(words="lsq plan", way=run_lsq),
     Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
     Rule(words="lsq configs", way=run_lsq),
