@@ -8,8 +8,10 @@ import torch
 from fairseq import options
 
 from lsq import cli, doctor
-from lsq.commands import configs, numbers, plan, train_text, tune
+from lsq.commands import configs, export, numbers, plan, train_text, tune
+from lsq.export import model_file
 from tests.commands.conftest import TRAINING, write_pairs
+from tests.export.test_model_file import exported
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_options
 
@@ -41,6 +43,11 @@ COMMANDS = {
     "configs export": (words("configs export e.json --kind cpu"), [], []),
     "user-dir": (["user-dir"], [], []),
     "doctor": (["doctor", "--json"], ["--emulate", "--json"], []),
+    "export": (
+        words("export given/model.safetensors --to ctranslate2 --output model --overwrite"),
+        known(export.parser()),
+        [],
+    ),
     "numbers": (
         words("numbers --output output --updates 3 --train-pairs 100 --test-pairs 5 --seed 1"),
         known(numbers.parser()),
@@ -60,6 +67,7 @@ def folder(tmp_path, monkeypatch):
     write_pairs(given, "text", 60, seed=1)
     (given / "b.csv").write_bytes(CSV)
     (given / "p.csv").write_text("op,m,n,k\nproject,64,128,256\n")
+    model_file.write(given / "model.safetensors", exported())
     monkeypatch.setattr(doctor, "run", lambda as_json: 0)
     monkeypatch.setattr("lsq.commands.doctor.emulate", lambda: 0)
     monkeypatch.setattr(numbers, "compare", lambda given: {})
