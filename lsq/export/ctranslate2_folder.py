@@ -131,13 +131,13 @@ class _Stack:
 
     def fill(self, spec: Any) -> None:
         """All of it."""
-        hidden, norm = self.stack.config.hidden, f"{EMBEDDING}.layer_norm"
+        hidden = self.stack.config.hidden
         table = spec.embeddings[0] if self.side == "encoder" else spec.embeddings
         table.weight, table.weight_scale = rounded_rows(self.model.words(self.side).numpy())
         spec.scale_embeddings = self.stack.embedding_scale
         spec.position_encodings.encodings = self.positions()
         if self.stack.embedding_norm:
-            self.norm(spec.layernorm_embedding, norm)
+            self.norm(spec.layernorm_embedding, f"{EMBEDDING}.layer_norm")
         if self.stack.final_norm:
             self.norm(spec.layer_norm, "layer_norm")
         for index, layer in enumerate(spec.layer):

@@ -6,7 +6,7 @@ projection alone: the two are then apart in the checkpoint. It holds plain value
 with fairseq alone.
 """
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -104,9 +104,9 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
 
 def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of fairseq's transformer among those of ours, and its defaults."""
-    parser = ArgumentParser(argument_default=SUPPRESS, add_help=False)
+    parser = ArgumentParser()
     TransformerModel.add_args(parser)
-    known = {action.dest for action in parser._actions}
+    known = vars(parser.parse_args([]))
     args = Namespace(**{name: value for name, value in options.items() if name in known})
     base_architecture(args)
     return {"_name": "transformer", "arch": "transformer", **_plain(vars(args))}
