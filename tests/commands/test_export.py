@@ -4,15 +4,24 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel
+from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from lsq import cli
-from lsq.commands import export, trained
+from lsq.commands import export, train, trained
+from lsq.commands.logs import logging_to
 from lsq.decode.model import model_of
 from lsq.export import model_file
 from tests.commands.small_runs import files_in
+from tests.fairseq.conftest import corpus  # noqa: F401
 from tests.translate.conftest import output  # noqa: F401
 
 CHECKPOINT = "model/checkpoint_best.pt"
+LANGUAGE_MODEL = (
+    "--arch lsq_transformer_lm --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2 --cpu "
+    "--decoder-layers 1 --tokens-per-sample 16 --sample-break-mode eos --max-tokens 120 --max-update 2 --num-workers 0 "
+    "--optimizer adam --lr 0.001 --no-epoch-checkpoints"
+).split()
 
 
 @pytest.fixture
@@ -80,6 +89,20 @@ def test_for_ctranslate2_from_a_run_and_from_a_file(lsq_export, output, tmp_path
     assert lsq_export(output, "ctranslate2", tmp_path / "one", "--overwrite")[0] == 0
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
     assert lsq_export(tmp_path / "file", "ctranslate2", tmp_path / "x", "--data", tmp_path)[0] == 2
+
+
+def test_a_language_model(lsq_export, corpus, tmp_path):  # noqa: F811
+    with logging_to(tmp_path / "train.log"):
+        train.run([str(corpus), "--save-dir", str(tmp_path), *LANGUAGE_MODEL])
+    given = tmp_path / "checkpoint_last.pt", ["--data", corpus]
+    assert [lsq_export(given[0], target, tmp_path / target, *given[1])[0] for target in ("lsq", "fairseq")] == [0, 0]
+    found = trained.load(trained.find(given[0], corpus))
+    exported = model_file.read(tmp_path / "lsq")
+    assert same(found.model, exported.model.tensors) and exported.source is None
+    assert list(exported.target) == found.target.symbols
+    paths = [str(tmp_path / "fairseq")]
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(paths, {"data": str(corpus)})
+    assert type(model) is TransformerLanguageModel and type(task) is LanguageModelingTask
 
 
 @pytest.mark.parametrize("target", export.TARGETS)
