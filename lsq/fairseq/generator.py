@@ -11,8 +11,13 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor, nn
 
-from lsq.decode import Hypothesis, SearchOptions, Symbols, search
+from lsq.backends import backend
+from lsq.decode import Hypothesis, SearchOptions, Steps, Symbols, search
+from lsq.decode.engine import Engine
 from lsq.decode.fairseq_steps import FairseqSteps
+from lsq.decode.model import model_of
+from lsq.fairseq.model import LSQModel
+from lsq.layers.module import ProgramModule
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +73,23 @@ def options_of(args: Any) -> SearchOptions:
     return SearchOptions(**found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False))
 
 
+def has_engine(models: Sequence[nn.Module]) -> bool:
+    """Whether the int8 engine decodes these: one model of lsq in int8 on the CPU."""
+    if len(models) != 1 or not isinstance(models[0], LSQModel) or next(models[0].parameters()).device.type != "cpu":
+        return False
+    layers = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
+    return all(layer.quant.quantized and (layer.backend or backend("cpu")).name == "cpu" for layer in layers)
+
+
+def steps_of(models: Sequence[nn.Module]) -> Steps:
+    """What the search asks: the int8 engine where it can decode `models`, else their own incremental steps.
+
+    Raises:
+        ValueError: clips were never measured.
+    """
+    return Engine(model_of(models[0])) if has_engine(models) else FairseqSteps(*models)
+
+
 class LSQGenerator:
     """Takes the place of fairseq's SequenceGenerator.
 
@@ -84,9 +106,14 @@ class LSQGenerator:
         self.options = options_of(args)
         self.dictionary = dictionary
         self.symbols_to_strip_from_output = {dictionary.eos()}
+        self.models = models
         for model in models:
             model.eval()
-        self.steps = FairseqSteps(*models)
+        self._steps: Steps | None = None
+
+    def forget_weights(self) -> None:
+        """To be called when the models' weights have changed: the int8 engine has packed them."""
+        self._steps = None
 
     @torch.no_grad()
     def generate(
@@ -102,7 +129,7 @@ class LSQGenerator:
             bos_token: what every hypothesis starts from; the end of a sentence unless given.
 
         Raises:
-            ValueError: there are constraints, or see `search`.
+            ValueError: there are constraints, a model's clips were never measured, or see `search`.
         """
         if constraints is not None:
             raise ValueError("lsq's search knows no constraints; give --constraints when the generator is built")
@@ -116,7 +143,9 @@ class LSQGenerator:
         drawn = torch.default_generator  # fairseq's generator draws from it, too
         if sources and sources[0].is_cuda:
             drawn = torch.cuda.default_generators[sources[0].device.index]
-        found = search(self.steps, sources, self.options, prefixes, symbols=symbols, generator=drawn)
+        if self._steps is None:
+            self._steps = steps_of(self.models)
+        found = search(self._steps, sources, self.options, prefixes, symbols=symbols, generator=drawn)
         return [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in found]
 
 

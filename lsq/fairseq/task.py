@@ -131,7 +131,8 @@ class LSQTask(GradientTask):
         special = {"seq_gen_cls": seq_gen_cls, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         reason = generator.obstacle(models, args, {**(extra_gen_cls_kwargs or {}), **special})
         if reason is None:
-            logger.info("generating by lsq's search")
+            by = "its int8 engine" if generator.has_engine(models) else "the models' own steps"
+            logger.info("generating by lsq's search and %s", by)
             return generator.LSQGenerator(models, self.target_dictionary, args)
         logger.info("generating by fairseq's generator, because of %s", reason)
         return super().build_generator(
@@ -203,6 +204,13 @@ class LSQTranslationConfig(TranslationConfig, TaskOptions):
 @register_task("lsq_translation", dataclass=LSQTranslationConfig)
 class LSQTranslationTask(LSQTask, TranslationTask):
     """fairseq's translation as a task of lsq."""
+
+    def begin_valid_epoch(self, epoch: int, model) -> None:
+        """Called by fairseq before each validation, which translates with --eval-bleu."""
+        super().begin_valid_epoch(epoch, model)
+        found = getattr(self, "sequence_generator", None)
+        if isinstance(found, generator.LSQGenerator):
+            found.forget_weights()
 
     def bounding_batch(self, model: BaseFairseqModel) -> dict[str, Any]:
         """A batch that bounds every batch of this training. See `lsq.fairseq.memory.bounding_batch`."""

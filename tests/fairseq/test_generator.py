@@ -93,6 +93,7 @@ def test_validation_translates_with_the_weights_of_the_moment(build, batch):
         with torch.no_grad():
             model.decoder.output_projection.weight.mul_(factor)
         model.eval()
+        task.begin_valid_epoch(1, model)
         found.append(task.inference_step(task.sequence_generator, [model], sample)[0][0]["tokens"].tolist())
     assert isinstance(task.sequence_generator, LSQGenerator) and found[0] != found[1]
 
