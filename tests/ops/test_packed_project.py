@@ -24,7 +24,9 @@ def test_packed_codes_are_the_codes(instructions, columns, inner):
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
-@pytest.mark.parametrize("rows, columns, inner", [(0, 32, 64), (1, 16, 16), (3, 48, 80), (17, 544, 208), (161, 96, 576)])
+@pytest.mark.parametrize("rows, columns, inner", [
+    (0, 32, 64), (1, 16, 16), (3, 48, 80), (17, 544, 208), (161, 96, 576),
+])  # fmt: skip
 def test_products_and_their_ends(instructions, rows, columns, inner):
     torch.manual_seed(rows)
     weight = PackedWeight.of(*codes_of(columns, inner), instructions)

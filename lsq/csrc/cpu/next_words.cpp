@@ -12,7 +12,7 @@ using namespace lsq;
 namespace {
 
 constexpr int64_t kBlock = 256;  // words that a thread takes at a time
-constexpr int64_t kStrip = 64;   // rows
+constexpr int64_t kStrip = 32;   // rows
 
 struct Candidate {
     float logit;
@@ -57,9 +57,7 @@ public:
         float *alpha = alpha_.data(), *y = logits_.data();
         for (int64_t i = 0; i < words; ++i) alpha[i] = input * scale[i];
         for (int64_t row = first; row < first + rows; ++row, sums += stride) {
-#pragma omp simd
-            for (int64_t i = 0; i < words; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i];
-            const float most = add_up(row, begin / kBlock, words);
+            const float most = add_up(row, begin / kBlock, words, sums);
             if (op_.best) choose(row, begin, words, most);
             for (int64_t j = 0; j < op_.asked; ++j) {
                 const int64_t word = op_.wanted[row * op_.asked + j] - begin;
@@ -70,14 +68,18 @@ public:
     }
 
 private:
-    // -> the largest logit
-    float add_up(int64_t row, int64_t block, int64_t words) {
-        const float* y = logits_.data();
+    // Makes the logits, -infinity behind the last one; -> the largest.
+    float add_up(int64_t row, int64_t block, int64_t words, const int32_t* sums) {
+        const int64_t whole = rounded_up(words, kLanes);
+        float* y = logits_.data();
+        for (int64_t i = words; i < whole; ++i) y[i] = -infinity();
+#pragma omp simd
+        for (int64_t i = 0; i < words; ++i) y[i] = static_cast<float>(sums[i]) * alpha_[i];
         Lanes most = all_lanes(-infinity()), sum = {};
-        for_lanes(words, [&](int64_t i, auto seen) { most = larger_lanes(seen(lanes_at(y + i), -infinity()), most); });
+        for (int64_t i = 0; i < whole; i += kLanes) most = larger_lanes(lanes_at(y + i), most);
         const float largest = largest_lane(most);
         const Lanes base = all_lanes(largest == -infinity() ? 0.0f : largest);
-        for_lanes(words, [&](int64_t i, auto seen) { sum += seen(bounded_exponential(lanes_at(y + i) - base), 0.0f); });
+        for (int64_t i = 0; i < whole; i += kLanes) sum += bounded_exponential(lanes_at(y + i) - base);
         shared_.largest[row * shared_.blocks + block] = largest;
         shared_.sum[row * shared_.blocks + block] = sum_of_lanes(sum);
         return largest;
@@ -91,7 +93,7 @@ private:
         const float* y = logits_.data();
         for (int64_t first = 0; first < words; first += kLanes) {
             const int64_t past = std::min(first + kLanes, words);
-            if (past == first + kLanes && !(largest_lane(lanes_at(y + first)) >= last.logit)) continue;
+            if (!(largest_lane(lanes_at(y + first)) >= last.logit)) continue;
             for (int64_t i = first; i < past; ++i) {
                 const Candidate found{y[i], begin + i};
                 if (!found.before(last)) continue;

@@ -81,6 +81,12 @@ LSQ_VNNI void multiply_vnni(const TileRows& a, const PairOfColumns& b, int32_t* 
 #endif
 #if defined(LSQ_AMX)
 
+// A tile, into the second cache.
+void fetch(const int8_t* tile) {
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < kTileSide; ++line) __builtin_prefetch(tile + line * kTileInner, 0, 2);
+}
+
 void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
     const bool both = rows > kTileSide;
     const int64_t bytes = stride * sizeof(int32_t);
@@ -101,6 +107,10 @@ void multiply_amx(const TileRows& a, const PairOfColumns& b, int32_t* sums, int6
     }
     for (int64_t k = 0; k < b.depth; ++k) {
         const int8_t* left = b.data + k * kTileBytes;
+        if (b.ahead) {
+            fetch(left + b.ahead);
+            fetch(left + b.distance + b.ahead);
+        }
         load_tile<4>(upper + k * a.step, a.stride);
         load_tile<6>(left, kTileInner);
         multiply_int8<0, 4, 6>();

@@ -10,6 +10,7 @@ struct PairOfColumns {
     const int8_t* data;
     int64_t distance, depth;
     const int32_t* sums;  // [32], 128 times the sum of each column of all of b; null: add to the sums that stand there
+    int64_t ahead;        // what lies so many bytes behind is needed next, and fetched; 0: nothing
 };
 
 // sums [32, 32] of the first two tiles of rows, `stride` apart. Those of the first `rows` count; the others may be missing.

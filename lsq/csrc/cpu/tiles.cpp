@@ -117,12 +117,13 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
     const Kernel kernel = kernel_of(product_.instructions);
     const int64_t depth = inner_tiles(product_.inner);
     const bool is_long = depth > kLong;
+    const int64_t step = height_ == kTilePair && !is_long ? depth : kDepth;  // of few rows, b is read once, in its order
     const int8_t flipped = biased(product_.instructions) ? -128 : 0;
     alignas(64) int8_t pair_of_rows[2 * kDepth * kTileBytes];
     for (int64_t first = begin; first < end; first += kWidth) {
         const int64_t past = std::min(first + kWidth, end);
-        for (int64_t k = 0; k < depth; k += kDepth) {
-            const int64_t deep = std::min(kDepth, depth - k);
+        for (int64_t k = 0; k < depth; k += step) {
+            const int64_t deep = std::min(step, depth - k);
             for (int64_t row = 0; row < height_; row += kTilePair) {
                 TileRows a{a_.data + k * a_.step + row / kTileSide * a_.block, a_.stride, a_.step, a_.block};
                 if (is_long && a.step == kTileInner) a = packed_pair(a, deep, flipped, pair_of_rows);
@@ -130,7 +131,8 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
                     const int8_t* b = product_.memory + (column / kTileSide * depth + k) * kTileBytes;
                     const int32_t* start = k ? nullptr : column_sums(product_) + column;
                     if (k + kDepth < depth && is_long) prefetch_next(b, depth, row / kTilePair, height_ / kTilePair);
-                    const PairOfColumns pair{b, depth * kTileBytes, deep, start};
+                    const int64_t distance = depth * kTileBytes;
+                    const PairOfColumns pair{b, distance, deep, start, row || is_long ? 0 : 2 * distance};
                     kernel(a, pair, sums + row * stride + column - begin, stride, std::min(kTilePair, rows_ - row));
                 }
             }
