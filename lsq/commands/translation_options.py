@@ -13,8 +13,8 @@ from lsq.translate.translator import BATCH_TOKENS, Translator
 
 SEARCH = tuple(fields(SearchOptions))
 MODEL_HELP = (
-    "a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), or a checkpoint with --data and"
-    " --sentencepiece-model"
+    "a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a file of `lsq export --to lsq`, or a"
+    " checkpoint with --data and --sentencepiece-model"
 )
 
 

@@ -3,9 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsq.decode import SearchOptions, Steps
+from torch import nn
+
+from lsq.decode import SearchOptions, Steps, Symbols
+from lsq.decode.engine import Engine
 from lsq.decode.fairseq_steps import FairseqSteps
-from lsq.decode.symbols import Symbols
+from lsq.decode.model import model_of
+from lsq.export import model_file
+from lsq.layers import quantized_tensors
 from lsq.translate.subwords import Subwords, Words, processor_of
 
 
@@ -50,6 +55,38 @@ def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None 
         FileNotFoundError: there is no such file.
         ValueError: a file is damaged, or of something else than a translation model.
     """
+    if path.is_file() and model_file.is_model_file(path):
+        if data is not None or sentencepiece_model is not None:
+            raise ValueError(f"{path} has its words in it; leave --data and --sentencepiece-model out")
+        return _exported(path)
+    return _trained(path, data, sentencepiece_model)
+
+
+def _exported(path: Path) -> TranslationModel:
+    """What `lsq export` has written."""
+    stamp = stamp_of(path)
+    found = model_file.read(path)
+    architecture, length = found.model.architecture, found.trained_length
+    if found.source is None or architecture.encoder is None:
+        raise ValueError(f"{path} is a language model; it does not translate")
+    end, longest = architecture.eos, architecture.encoder.max_positions
+    source, target = (
+        Words(symbols=symbols, beginning=architecture.bos, end=end, unknown=architecture.unk)
+        for symbols in (found.source, found.target)
+    )
+    return TranslationModel(
+        file=path,
+        stamp=stamp,
+        steps=Engine(found.model),
+        symbols=Symbols(start=end, padding=architecture.padding, end=end, unknown=architecture.unk),
+        subwords=Subwords(source, target, found.subwords and processor_of(found.subwords)),
+        longest_source=_longest(longest, length),
+        options=_options(length),
+    )
+
+
+def _trained(path: Path, data: Path | None, sentencepiece_model: Path | None) -> TranslationModel:
+    """A checkpoint, or the best one of a run."""
     from lsq.commands import logs
 
     logs.configure()
@@ -65,15 +102,29 @@ def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None 
         Words(symbols=words.symbols, beginning=words.bos(), end=words.eos(), unknown=words.unk())
         for words in (found.source, found.target)
     )
-    end, longest = found.target.eos(), found.model.max_positions()[0]
-    marker = read_marker(place.checkpoint.parent)
-    trained_length = marker and marker.key.get("--max-length")
+    marker, words = read_marker(place.checkpoint.parent), found.target
+    length = marker and marker.key.get("--max-length")
     return TranslationModel(
         file=place.checkpoint,
         stamp=stamp,
-        steps=FairseqSteps(found.model),
-        symbols=Symbols(start=end, padding=found.target.pad(), end=end, unknown=found.target.unk()),
+        steps=steps_of(found.model),
+        symbols=Symbols(start=words.eos(), padding=words.pad(), end=words.eos(), unknown=words.unk()),
         subwords=Subwords(source, target, place.subwords and processor_of(place.subwords)),
-        longest_source=min(longest, trained_length + 1) if trained_length else longest,
-        options=SearchOptions(max_len_b=trained_length) if trained_length else SearchOptions(),
+        longest_source=_longest(found.model.max_positions()[0], length),
+        options=_options(length),
     )
+
+
+def steps_of(model: nn.Module) -> Steps:
+    """A model at work: lsq's in int8 by the engine, others by their own incremental steps."""
+    return Engine(model_of(model)) if any(True for _ in quantized_tensors(model)) else FairseqSteps(model)
+
+
+def _longest(positions: int, trained: int | None) -> int:
+    """Words of a source, its end included: no more than in training, where that is known."""
+    return positions if trained is None else min(positions, trained + 1)
+
+
+def _options(trained: int | None) -> SearchOptions:
+    """Those with which `lsq train-text` translates, after a training of such lengths."""
+    return SearchOptions() if trained is None else SearchOptions(max_len_b=trained)

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lsq.decode import Hypothesis, SearchOptions
-from lsq.decode.search import search
+from lsq.decode import Hypothesis, SearchOptions, search
 from lsq.translate.batches import batches
 from lsq.translate.model import load
 from lsq.translate.splitting import sentences
@@ -52,7 +51,7 @@ class Translator:
     """Translates text with a trained model, in any thread.
 
     Args:
-        path: a run of `lsq train-text`, its output folder with one run, or a checkpoint.
+        path: a run of `lsq train-text`, its output folder with one run, a file of `lsq export`, or a checkpoint.
         data: of a checkpoint: the folder of its dictionaries.
         sentencepiece_model: of a checkpoint: its subwords; without it, lines are words of its dictionaries.
         batch_tokens: words of a batch, with padding; a batch has one sentence at least.

@@ -68,6 +68,8 @@ def test_options_reach_the_search(lsq_translate, text):
     assert lsq_translate(text, "--scores", "--unnormalized") != plain
     assert lsq_translate(text, "--scores", "--length-penalty", 2) != plain
     assert all(len(line.split()) <= 3 for line in lsq_translate(text, "--max-len-b", 3))
+    drawn = [lsq_translate(text, "--sampling", "--temperature", 20, "--seed", seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_prefixes(lsq_translate, text, tmp_path):

@@ -1,10 +1,18 @@
+import os
 import shutil
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
+from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerModel, base_architecture
 
+from lsq.commands import export
 from lsq.decode import SearchOptions
+from lsq.decode.engine import Engine
+from lsq.decode.fairseq_steps import FairseqSteps
 from lsq.translate import Translator
-from lsq.translate.model import load
+from lsq.translate.model import load, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LINES = ["red cat five", "two dog"]
@@ -31,6 +39,30 @@ def test_a_checkpoint_without_subwords_takes_words_of_its_dictionaries(output, t
     pieces = " ".join(translator.model.subwords.processor.encode(LINES[0], out_type=str))
     (found,) = other.translate([pieces])
     assert found[0].text.replace(" ", "").replace("\u2581", " ").strip() == translator.translate(LINES[:1])[0][0].text
+
+
+def test_an_exported_file_is_the_same_model(output, translator, tmp_path):
+    file = tmp_path / "model.safetensors"
+    assert export.run([str(output), "--to", "lsq", "--output", str(file)]) == 0
+    other = Translator(file)
+    options = SearchOptions(beam=3, nbest=2, max_len_b=40)
+    assert other.translate(LINES, options) == translator.translate(LINES, options)
+    assert (other.options, other.model.longest_source) == (translator.options, translator.model.longest_source)
+    with pytest.raises(ValueError, match="has its words in it; leave --data"):
+        load(file, data=output / "data")
+    assert not other.model.changed()
+    os.utime(file, (1, 1))
+    assert other.model.changed()
+    file.unlink()
+    assert other.model.changed()
+
+
+def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(output, translator):
+    assert isinstance(translator.model.steps, Engine)
+    words, args = Dictionary.load(str(output / "data" / "dict.src.txt")), Namespace(encoder_layers=1, decoder_layers=1)
+    base_architecture(args)
+    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
+    assert isinstance(steps_of(TransformerModel.build_model(args, task).eval()), FairseqSteps)
 
 
 def test_what_is_not_there_is_named(output, tmp_path):
