@@ -34,8 +34,7 @@ LSQ = "lsq int8"
 SHORTEST, LONGEST, MEAN, SPREAD = 4, 80, 26.0, 0.5
 """Words of a source: log-normal, cut, as sentences of news are (a mean of 26 words, a deviation of 13)."""
 
-BEAMS = (1, 4)
-SENTENCES = (1, 8, 32)
+BEAMS, BATCHES = (1, 4), (1, 8, 32)
 CRITERION = "lsq_label_smoothed_cross_entropy"
 
 Side = Callable[[Sequence[Tensor], int, int], int]
@@ -88,7 +87,7 @@ def of_ctranslate2(shape: transformer.Shape, folder: Path, threads: int) -> Side
     symbols = transformer.made_up_dictionary(shape.vocabulary).symbols
 
     def translate(given: Sequence[Tensor], beam: int, words: int) -> int:
-        texts = [[symbols[word] for word in sentence] for sentence in given]
+        texts = [[symbols[word] for word in sentence[:-1]] for sentence in given]  # it adds the end
         found = translator.translate_batch(
             texts, beam_size=beam, min_decoding_length=words - 1, max_decoding_length=words - 1
         )
@@ -123,7 +122,8 @@ SIDES: dict[str, Callable[[transformer.Shape, Path, int], Side]] = {
 def peak_megabytes(name: str, folder: Path, options) -> float:
     """What a process of its own takes for loading a side and its largest batch, beyond what it has imported."""
     command = [sys.executable, __file__, "--alone", name, "--folder", str(folder), "--threads", str(options.threads)]
-    command += ["--words", str(options.words), *(["--quick"] if options.quick else [])]
+    command += ["--words", str(options.words), "--beams", str(max(options.beams))]
+    command += ["--batches", str(max(options.batches))]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
@@ -132,7 +132,7 @@ def print_peak(name: str, folder: Path, shape: transformer.Shape, options) -> No
     SIDES[name](transformer.QUICK, folder / "quick", options.threads)(sources(1, transformer.QUICK.vocabulary, 1), 1, 2)
     before = megabytes("VmRSS")
     side = SIDES[name](shape, folder / "model", options.threads)
-    side(sources(max(sizes(options)), shape.vocabulary, seed=1), max(BEAMS), options.words)
+    side(sources(max(options.batches), shape.vocabulary, seed=1), max(options.beams), options.words)
     print(megabytes("VmHWM") - before)
 
 
@@ -142,16 +142,11 @@ def megabytes(what: str) -> float:
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
-def sizes(options) -> tuple[int, ...]:
-    """Sentences of each batch."""
-    return (1, 3) if options.quick else SENTENCES
-
-
 def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[dict]:
     """Rows of the table: each side at each size of batch and beam."""
     vocabulary = transformer.QUICK.vocabulary if options.quick else transformer.Shape().vocabulary
-    for beam in BEAMS:
-        for count in sizes(options):
+    for beam in options.beams:
+        for count in options.batches:
             given = sources(count, vocabulary, seed=count)
             words = {name: side(given, beam, options.words) for name, side in sides.items()}
             if len(set(words.values())) != 1:
@@ -179,10 +174,14 @@ def rows(sides: dict[str, Side], peaks: dict[str, float], options) -> Iterator[d
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--words", type=common.positive, default=32, metavar="N", help="words of each translation")
+    parser.add_argument("--beams", type=common.positive, nargs="+", default=BEAMS, metavar="N", help="hypotheses")
+    parser.add_argument("--batches", type=common.positive, nargs="+", default=BATCHES, metavar="N", help="sentences")
     parser.add_argument("--side", action="append", choices=SIDES, metavar="NAME", help="only these; repeatable")
     parser.add_argument("--alone", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = common.parse(parser, arguments)
+    if options.quick:
+        options.batches, options.words = (1, 3), 5
     shape = transformer.QUICK if options.quick else transformer.Shape()
     if options.alone:
         print_peak(options.alone, options.folder, shape, options)
@@ -203,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     conditions = common.conditions(
         options, packages=("fairseq-fixed", "ctranslate2"), baseline=BASELINE if BASELINE in sides else FLOAT,
         shape=dataclasses.asdict(shape), words=options.words, missing=missing,
-        source_words={count: [len(one) for one in sources(count, shape.vocabulary, count)] for count in sizes(options)},
+        source_words={count: [len(one) for one in sources(count, shape.vocabulary, count)] for count in options.batches},
     )  # fmt: skip
     common.report("decode", table, conditions, options)
 
