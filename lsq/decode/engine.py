@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lsq.backends import Backend, backend
 from lsq.decode.model import PROJECTION, DecodingModel
-from lsq.decode.prepared import Preparation
+from lsq.decode.prepared import Preparation, Recent
 from lsq.decode.programs import encoder_program, step_program
 from lsq.decode.steps import Candidates
 from lsq.layers.blocks import Sentences
@@ -47,7 +47,7 @@ class Engine:
         self._preparation = Preparation(model, place)
         hidden = model.architecture.decoder.config.hidden
         self._projection = self._preparation.weight(f"decoder.{PROJECTION}.weight", hidden)
-        self._programs, self._runs = {}, {}
+        self._programs, self._encoders, self._runs = Recent(64), Recent(4), Recent(24)
         self._tensors: dict[str, Tensor] = {}
         self._sentences = self._rows = self._steps = 0
         self._taken = self._used = self._open = 0  # steps; places in the caches; rows of the last step
@@ -137,25 +137,24 @@ class Engine:
 
     def _prepared(self, rows: int, top: int, asked: int):
         """(what runs a step of so many rows, the operation that ends it); `top` 0: with all log-probabilities."""
-        if (rows, top, asked) not in self._runs:
-            architecture, allocate = self.model.architecture, self.place.allocate
-            if rows not in self._programs:
-                self._programs[rows] = step_program(architecture, rows, self.place)
-            program = self._programs[rows]
-            views = {name: self._tensors[name][:rows] for name in ("tokens", "places", "owned", "sentence")}
-            calls, borders = self._preparation.calls(program, {**self._tensors, **views})
-            codes, scale = (borders[tensor] for tensor in program.outputs)
-            end = NextWords(
-                x=Coded(format=architecture.decoder.config.quant.activations, codes=codes, scale=scale),
-                weight=self._projection, vocabulary=self.words,
-                wanted=torch.zeros(rows, asked, dtype=torch.int64) if asked else None,
-                wanted_scores=allocate((rows, asked), torch.float32) if asked else None,
-                words=allocate((rows, top), torch.int64) if top else None,
-                scores=allocate((rows, top), torch.float32) if top else None,
-                every=None if top else allocate((rows, self.words), torch.float32),
-            )
-            self._runs[rows, top, asked] = self.place.prepare([*calls, (end, ())]), end
-        return self._runs[rows, top, asked]
+        return self._runs.of((rows, top, asked), lambda: self._prepare(rows, top, asked))
+
+    def _prepare(self, rows: int, top: int, asked: int):
+        architecture, allocate = self.model.architecture, self.place.allocate
+        program = self._programs.of(rows, lambda: step_program(architecture, rows, self.place))
+        views = {name: self._tensors[name][:rows] for name in ("tokens", "places", "owned", "sentence")}
+        calls, borders = self._preparation.calls(program, {**self._tensors, **views})
+        codes, scale = (borders[tensor] for tensor in program.outputs)
+        end = NextWords(
+            x=Coded(format=architecture.decoder.config.quant.activations, codes=codes, scale=scale),
+            weight=self._projection, vocabulary=self.words,
+            wanted=torch.zeros(rows, asked, dtype=torch.int64) if asked else None,
+            wanted_scores=allocate((rows, asked), torch.float32) if asked else None,
+            words=allocate((rows, top), torch.int64) if top else None,
+            scores=allocate((rows, top), torch.float32) if top else None,
+            every=None if top else allocate((rows, self.words), torch.float32),
+        )
+        return self.place.prepare([*calls, (end, ())]), end
 
     # The beginning
 
@@ -175,7 +174,10 @@ class Engine:
         for index in range(architecture.decoder.layers):
             self._memory(f"memory.{index}", (roomy(size.rows), 2 * stack.config.hidden), torch.int8)
             self._memory(f"memory_scale.{index}", (1,), torch.float32)
-        run, borders = self._encoder(size)
+        memory_lengths = self._memory("memory_lengths", (roomy(count),), torch.int64)
+        longest = int(lengths.max())
+        lists = self._memory("memory_lists", (roomy(count), roomy(longest)), torch.int64)
+        run, borders = self._encoders.of(size, lambda: self._encoder(size))
         place = torch.arange(len(tokens)) - starts[:-1].repeat_interleave(lengths) + architecture.padding + 1
         for name, values, filling in (
             ("tokens", tokens, architecture.padding), ("places", place, architecture.padding),
@@ -184,27 +186,21 @@ class Engine:
             borders[name][: len(values)] = values
             borders[name][len(values) :] = filling
         run()
-        longest = int(lengths.max())
-        self._memory("memory_lengths", (roomy(count),), torch.int64)[:count] = lengths
-        lists = self._memory("memory_lists", (roomy(count), roomy(longest)), torch.int64)
+        memory_lengths[:count] = lengths
         lists[:count, :longest] = starts[:-1, None] + torch.arange(longest)
 
     def _encoder(self, size: Sentences):
         """(what encodes a batch of that size, its inputs by name)."""
-        key = "encoder", size
-        if key not in self._runs:
-            if size not in self._programs:
-                self._programs[size] = encoder_program(self.model.architecture, size, self.place)
-            program = self._programs[size]
-            inputs = {name: torch.zeros(size.rows, dtype=torch.int64) for name in ("tokens", "places")}
-            inputs["starts"] = torch.zeros(size.count + 1, dtype=torch.int32)
-            results = {}
-            for index, (codes, scale) in enumerate(zip(program.outputs[::2], program.outputs[1::2], strict=True)):
-                results[codes] = self._tensors[f"memory.{index}"][: size.rows]
-                results[scale] = self._tensors[f"memory_scale.{index}"]
-            calls, _ = self._preparation.calls(program, inputs, results)
-            self._runs[key] = self.place.prepare(calls), inputs
-        return self._runs[key]
+        architecture = self.model.architecture
+        program = self._programs.of(size, lambda: encoder_program(architecture, size, self.place))
+        inputs = {name: torch.zeros(size.rows, dtype=torch.int64) for name in ("tokens", "places")}
+        inputs["starts"] = torch.zeros(size.count + 1, dtype=torch.int32)
+        results = {}
+        for index, (codes, scale) in enumerate(zip(program.outputs[::2], program.outputs[1::2], strict=True)):
+            results[codes] = self._tensors[f"memory.{index}"][: size.rows]
+            results[scale] = self._tensors[f"memory_scale.{index}"]
+        calls, _ = self._preparation.calls(program, inputs, results)
+        return self.place.prepare(calls), inputs
 
     # Memory
 
@@ -216,6 +212,7 @@ class Engine:
             sizes = [max(have, want) for have, want in zip(before, shape, strict=True)]
             self._tensors[name] = kept = torch.zeros(sizes, dtype=dtype)
             self._runs.clear()
+            self._encoders.clear()
         return kept
 
     @staticmethod

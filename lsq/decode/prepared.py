@@ -1,7 +1,8 @@
 """Programs of decoding bound to memory: weights packed once, temporary tensors that share memory, fixed addresses."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,29 @@ from lsq.program.backend import Call
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """What was made for the keys that were used last, at most `most` of them."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+
+    def of(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept for `key`, or made now."""
+        if key not in self._kept:
+            self._kept[key] = make()
+            if len(self._kept) > self._most:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def clear(self) -> None:
+        """Nothing is right any more."""
+        self._kept.clear()
 
 
 class Preparation:

@@ -12,17 +12,35 @@ constexpr int64_t kColumns = 4 * kLanes;  // of a context that registers hold
 
 int32_t dot(const int16_t* query, const int8_t* key, int64_t n) {
     int32_t sum = 0;
-    int64_t i = 0;
-#if defined(LSQ_WIDE)
-    __m512i wide = _mm512_setzero_si512();
-    for (; i + 32 <= n; i += 32) {
-        const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + i)));
-        wide = _mm512_add_epi32(wide, _mm512_madd_epi16(codes, _mm512_loadu_si512(query + i)));
-    }
-    sum = _mm512_reduce_add_epi32(wide);
-#endif
-    for (; i < n; ++i) sum += static_cast<int32_t>(query[i]) * key[i];
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += static_cast<int32_t>(query[i]) * key[i];
     return sum;
+}
+
+constexpr int64_t kFour = 4;
+
+// Scores of four keys, `n` columns each.
+void dot_four(const int16_t* query, const int8_t* const* keys, int64_t n, int32_t* scores) {
+#if defined(LSQ_WIDE)
+    if (n % 32 == 0) {
+        __m512i sum[kFour] = {};
+        for (int64_t i = 0; i < n; i += 32) {
+            const __m512i factor = _mm512_loadu_si512(query + i);
+            for (int64_t j = 0; j < kFour; ++j) {
+                const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[j] + i));
+                sum[j] = _mm512_add_epi32(sum[j], _mm512_madd_epi16(_mm512_cvtepi8_epi16(codes), factor));
+            }
+        }
+        const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]), _mm512_unpackhi_epi32(sum[0], sum[1]));
+        const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[2], sum[3]), _mm512_unpackhi_epi32(sum[2], sum[3]));
+        const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+        const __m128i found = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(scores), found);
+        return;
+    }
+#endif
+    for (int64_t j = 0; j < kFour; ++j) scores[j] = dot(query, keys[j], n);
 }
 
 // A head of a row at a time, on one thread.
@@ -55,11 +73,17 @@ private:
     void attend(const int8_t* query, const int64_t* places, int64_t n, const int8_t* cache) {
         const int64_t width = op_.width;
         std::copy_n(query, width, query_.data());
-        int32_t largest = std::numeric_limits<int32_t>::min();
-        for (int64_t j = 0; j < n; ++j) {
-            scores_[j] = dot(query_.data(), cache + places[j] * stride_, width);
-            largest = std::max(largest, scores_[j]);
+        int64_t j = 0;
+        for (; j + kFour <= n; j += kFour) {
+            const int8_t* keys[kFour];
+            for (int64_t i = 0; i < kFour; ++i) {
+                keys[i] = cache + places[j + i] * stride_;
+                __builtin_prefetch(keys[i] + op_.columns);  // the value
+            }
+            dot_four(query_.data(), keys, width, scores_.data() + j);
         }
+        for (; j < n; ++j) scores_[j] = dot(query_.data(), cache + places[j] * stride_, width);
+        const int32_t largest = *std::max_element(scores_.begin(), scores_.begin() + n);
         float* p = probabilities_.data();
         for (int64_t j = 0; j < n; ++j) p[j] = static_cast<float>(scores_[j] - largest) * factor_;
         Lanes sum = {};
@@ -78,6 +102,7 @@ private:
         Lanes sums[4] = {};
         for (int64_t j = 0; j < n; ++j) {
             const int8_t* value = values + places[j] * stride_;
+            __builtin_prefetch(value - op_.columns + op_.width);  // the next head's key
             const Lanes p = all_lanes(probabilities_[j]);
             if (wide >= kColumns) {
 #pragma GCC unroll 4

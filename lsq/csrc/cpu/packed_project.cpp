@@ -9,7 +9,7 @@ using namespace lsq;
 namespace {
 
 constexpr int64_t kChunk = 256;  // outputs that a thread makes at a time
-constexpr int64_t kStrip = 128;  // rows
+constexpr int64_t kStrip = 32;   // rows, whose sums stay in the first cache
 
 // Ends blocks of sums on one thread.
 class PackedEnd {

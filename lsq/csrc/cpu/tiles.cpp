@@ -117,7 +117,9 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
     const Kernel kernel = kernel_of(product_.instructions);
     const int64_t depth = inner_tiles(product_.inner);
     const bool is_long = depth > kLong;
-    const int64_t step = height_ == kTilePair && !is_long ? depth : kDepth;  // of few rows, b is read once, in its order
+    // Of few rows, b is read once, in its order.
+    const bool in_order = height_ == kTilePair && (rows_ <= kTileSide || depth <= 2 * kDepth) && !is_long;
+    const int64_t step = in_order ? depth : kDepth;
     const int8_t flipped = biased(product_.instructions) ? -128 : 0;
     alignas(64) int8_t pair_of_rows[2 * kDepth * kTileBytes];
     for (int64_t first = begin; first < end; first += kWidth) {

@@ -1,0 +1,38 @@
+"""What is kept of prepared programs, and how their temporary tensors share memory."""
+
+from lsq.backends import backend
+from lsq.decode.model import model_of
+from lsq.decode.prepared import Preparation, Recent
+from lsq.decode.programs import encoder_program
+from lsq.layers.blocks import Sentences
+from lsq.ops.packed_project import PackedProject
+from lsq.ops.project import Project
+from tests.decode.models import small_model
+
+
+def test_what_was_used_last_is_kept():
+    made, recent = [], Recent(2)
+
+    def use(key):
+        return recent.of(key, lambda: made.append(key) or key)
+
+    assert [use(key) for key in "abacab"] == list("abacab") and made == list("abcb")
+    recent.clear()
+    use("a")
+    assert made == list("abcba")
+
+
+def test_weights_are_packed_once_and_temporary_tensors_share_memory():
+    model, place = model_of(small_model(encoder_layers=4)), backend("cpu")
+    preparation = Preparation(model, place)
+    program = encoder_program(model.architecture, Sentences(rows=16, count=2), place)
+    inputs = {name: place.allocate((16,), tensor.dtype) for name, tensor in
+              ((one.name, one) for one in program.inputs if one.name in ("tokens", "places"))}  # fmt: skip
+    inputs["starts"] = next(place.allocate(one.shape, one.dtype) for one in program.inputs if one.name == "starts")
+    found = [preparation.calls(program, inputs) for _ in range(2)]
+    (first, tensors), (second, _) = found
+    packed = [[call.weight for call, _ in calls if isinstance(call, PackedProject)] for calls in (first, second)]
+    assert len(packed[0]) == 4 * 4 + 2 and not any(isinstance(call, Project) for call, _ in first)
+    assert all(one.tiles is other.tiles for one, other in zip(*packed, strict=True))
+    temporary = [tensors[virtual] for virtual in tensors if virtual.role == "temporary"]
+    assert len({one.untyped_storage().data_ptr() for one in temporary}) < len(temporary) / 2
