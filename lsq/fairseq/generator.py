@@ -78,7 +78,8 @@ def has_engine(models: Sequence[nn.Module]) -> bool:
     if len(models) != 1 or not isinstance(models[0], LSQModel) or next(models[0].parameters()).device.type != "cpu":
         return False
     layers = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
-    return all(layer.quant.quantized and (layer.backend or backend("cpu")).name == "cpu" for layer in layers)
+    on_cpu = all(layer.backend in (None, backend("cpu")) for layer in layers)
+    return on_cpu and models[0].decoder.output_projection.quant.quantized
 
 
 def steps_of(models: Sequence[nn.Module]) -> Steps:

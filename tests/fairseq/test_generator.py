@@ -12,7 +12,7 @@ from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
 from lsq.fairseq import generator
-from lsq.fairseq.generator import LSQGenerator, options_of
+from lsq.fairseq.generator import LSQGenerator, has_engine, options_of
 
 
 def found_by(task, model, sample, args, kind, **prefix):
@@ -24,13 +24,20 @@ def found_by(task, model, sample, args, kind, **prefix):
     return task.inference_step(generates, [model], sample, **prefix)
 
 
-@pytest.mark.parametrize("given", [
+SEARCHES = [
     {}, {"beam": 1, "unnormalized": True}, {"lenpen": 0.5, "unkpen": 1.0, "min_len": 3}, {"diverse_beam_groups": 0},
-    {"diverse_beam_groups": 2, "beam": 4}, {"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2},
+    {"diverse_beam_groups": 2, "beam": 4},
+]  # fmt: skip
+DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
+"""In int8 the modules draw from fairseq's generator themselves, and the engine does not."""
+
+
+@pytest.mark.parametrize("mode, given", [
+    *(("int8", given) for given in SEARCHES), *(("float", given) for given in SEARCHES + DRAWN),
 ])  # fmt: skip
-@pytest.mark.parametrize("mode", ["int8", "float"])
 def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     task, model = build(f"--lsq-mode {mode}")
+    assert has_engine([model]) == (mode == "int8")
     sample, args = batch(task), Namespace(**{"max_len_b": 9, **given})
     del sample["id"]  # fairseq's search in groups takes it for the place in the batch
     model(**sample["net_input"])
