@@ -134,7 +134,7 @@ class _Search:
         self.sentences = torch.arange(count, device=device)
         self.history = torch.full((count, 1), symbols.start, device=device)  # int64 [S * B, T + 1], with the start
         self.totals = torch.zeros(count, 0, device=device)  # float32 [S * B, T], sums from the start on
-        self.ignored = torch.zeros(count, beam, dtype=torch.bool, device=device)
+        self.ignored: Tensor | None = None  # bool [S, B], rows of hypotheses that have ended; None: of none
         self.parents = self.sentences
 
     def run(self) -> list[list[Hypothesis]]:
@@ -158,16 +158,21 @@ class _Search:
         )
         totals = self.totals[:, -1].view(-1, rows) if step else None
         chosen = self.selection.choose(words, found, totals, self.sentences)
-        ends = (chosen.words == self.end) & (chosen.scores != -math.inf)
-        ends[:, : self.beam] &= ~self.ignored[:, : ends.shape[1]]
-        origins = chosen.rows + torch.arange(0, len(self.history), rows, device=ends.device)[:, None]
+        origins = chosen.rows + torch.arange(0, len(self.history), rows, device=words.device)[:, None]
+        ends = chosen.words == self.end
+        if step < self.limit and self.ignored is None and not ends.any():  # most steps of a few sentences
+            self._go_on(*(each[:, : self.beam] for each in (origins, chosen.words, chosen.scores)))
+            return
+        ends &= chosen.scores != -math.inf
+        if self.ignored is not None:
+            ends[:, : self.beam] &= ~self.ignored[:, : ends.shape[1]]
         places = ends[:, : self.beam].nonzero()
         if len(places):
             self._keep(chosen.scores, origins, places)
         if step == self.limit:
             self.sentences = self.sentences[:0]
         else:
-            self._go_on(chosen, origins, ends, leaving=len(places) > 0)
+            self._let_leave(chosen, origins, ends, some=len(places) > 0)
 
     def _repeat_first_row(self, sentences: Tensor, rows: int) -> None:
         """In sentences bool [S], whose prefix alone has a probability, let all rows be the first: all end now."""
@@ -189,19 +194,25 @@ class _Search:
             if len(self.found[number]) < self.beam:
                 self.found[number].append(Hypothesis(words=each, score=score, word_scores=of_words))
 
-    def _go_on(self, chosen: Chosen, origins: Tensor, ends: Tensor, leaving: bool) -> None:
-        """Make the rows of the next step of the best continuations that do not end; finished sentences leave."""
-        scores, words = chosen.scores, chosen.words
-        if leaving:
+    def _let_leave(self, chosen: Chosen, origins: Tensor, ends: Tensor, some: bool) -> None:
+        """Go on without continuations that end, and without the sentences that are finished, if `some` may be."""
+        scores, words, ignored = chosen.scores, chosen.words, self.ignored
+        if some:
             open_ones = [len(self.found[number]) < self.beam for number in self.sentences.tolist()]
             if not all(open_ones):
                 kept = torch.tensor(open_ones, device=ends.device)
-                self.sentences, self.ignored = self.sentences[kept], self.ignored[kept]
+                self.sentences, ignored = self.sentences[kept], None if ignored is None else ignored[kept]
                 scores, words, origins, ends = scores[kept], words[kept], origins[kept], ends[kept]
-        ends[:, : self.beam] |= self.ignored
+        if ignored is not None:
+            ends[:, : self.beam] |= ignored
         columns = torch.arange(ends.shape[1], device=ends.device)
         order, places = (columns + ends * len(columns)).topk(self.beam, dim=1, largest=False)
-        self.ignored = order >= len(columns)
-        self.parents = origins.gather(1, places).view(-1)
-        self.history = torch.cat([self.history[self.parents], words.gather(1, places).view(-1, 1)], 1)
-        self.totals = torch.cat([self.totals[self.parents], scores.gather(1, places).view(-1, 1)], 1)
+        ignored = order >= len(columns)
+        self.ignored = ignored if ignored.any() else None
+        self._go_on(*(each.gather(1, places) for each in (origins, words, scores)))
+
+    def _go_on(self, origins: Tensor, words: Tensor, scores: Tensor) -> None:
+        """Make the rows of the next step: rows of this one, their next words and new scores, [S, beam] each."""
+        self.parents = origins.reshape(-1)
+        self.history = torch.cat([self.history[self.parents], words.reshape(-1, 1)], 1)
+        self.totals = torch.cat([self.totals[self.parents], scores.reshape(-1, 1)], 1)
