@@ -23,13 +23,14 @@ def lsq_generate(prepared, tmp_path):
     return lsq_generate
 
 
-@pytest.mark.parametrize("arch", ["transformer", "lsq_transformer"])
-def test_every_sentence_is_translated_with_its_number(lsq_train, lsq_generate, prepared, tmp_path, arch):
+@pytest.mark.parametrize("arch, by", [("transformer", "the models' own steps"), ("lsq_transformer", "its int8 engine")])
+def test_every_sentence_is_translated_with_its_number(lsq_train, lsq_generate, prepared, tmp_path, arch, by):
     """fairseq-generate drops the sentences of the last batch if they are not a multiple of eight."""
     lsq_train(tmp_path / "model", "--arch", arch, "--max-update", "1")
     sentencepiece = ["--bpe", "sentencepiece", "--sentencepiece-model"]
     sentencepiece += [str(prepared.output / "vocabulary" / "sentencepiece.model")]
     path = lsq_generate(tmp_path / "model" / "checkpoint_last.pt", "--beam", "2", "--max-len-b", "8", *sentencepiece)
+    assert f"generating by lsq's search and {by}\n" in (tmp_path / "generate.log").read_text()
     lines = path.read_text().splitlines()
     sources = {line.split("\t")[0]: line.split("\t")[1] for line in lines if line.startswith("S-")}
     expected = prepared.lines("test", "src")

@@ -17,6 +17,7 @@ from lsq.commands.plan import parse_step
 from lsq.commands.train import parse_training
 from lsq.config import QuantConfig
 from lsq.fairseq import checkpoint, language_model, memory, signals
+from lsq.fairseq.generator import LSQGenerator, has_engine
 from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
@@ -131,11 +132,16 @@ def test_the_defaults_are_those_of_fairseqs_dataclass(parse):
 @pytest.mark.parametrize("name", ["pre-norm", "shared"])
 @pytest.mark.parametrize("mode", ["int8", "float"])
 def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mode):
-    """Prefixes of several lengths are continued."""
+    """Prefixes of several lengths are continued, by lsq's search as by fairseq's."""
     task, model = build(f"{VARIANTS[name]} --lsq-mode {mode}")
     sample = batch(task)
     prefixes = sample["target"][:, :3]
     found = decoded_alike(task, model, sample, Beam(beam=3, max_len_b=14), prefix_tokens=prefixes)
+    generator = task.build_generator([model], Beam(beam=3, max_len_b=14))
+    assert has_engine([model]) == (mode == "int8") and isinstance(generator, LSQGenerator)
+    searched = task.inference_step(generator, [model], sample, prefix_tokens=prefixes)
+    for ours, theirs in zip(searched, found, strict=True):
+        assert [list(h["tokens"]) for h in ours] == [list(h["tokens"]) for h in theirs]
     for hypotheses, prefix in zip(found, prefixes.tolist(), strict=True):
         given = [word for word in prefix if word != task.target_dictionary.pad()]
         assert all(h["tokens"].tolist()[: len(given)] == given for h in hypotheses)
