@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from lsq.decode.model import DecodingModel, model_of
 from lsq.export import ctranslate2_folder
 from lsq.export.ctranslate2_folder import rounded_rows
-from tests.decode.models import EOS, SmallModel, small_model
+from tests.decode.models import EOS, PADDING, SmallModel, small_model
 
 TRANSLATION = [
     {},
@@ -73,11 +73,13 @@ def scores(model: SmallModel) -> torch.Tensor:
 
     A language model knows nothing of the sources.
     """
-    found = []
-    for source, target in PAIRS:
-        before = torch.cat([target[-1:], target[:-1]])[None]
-        found.append(model(source[None], before)[0].log_softmax(dim=1).gather(1, target[:, None])[:, 0])
-    return torch.cat(found)
+    befores = [torch.cat([target[-1:], target[:-1]]) for _, target in PAIRS]
+    sources, targets, befores = (
+        torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True, padding_value=PADDING)
+        for sentences in (*zip(*PAIRS, strict=True), befores)
+    )
+    found = model(sources, befores).log_softmax(dim=2).gather(2, targets[:, :, None])
+    return found.squeeze(2)[targets != PADDING]
 
 
 def translator_scores(ctranslate2, path: str, model: DecodingModel, compute_type: str) -> torch.Tensor:
