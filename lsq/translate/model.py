@@ -3,14 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from lsq.decode import SearchOptions, Steps, Symbols
 from lsq.decode.engine import Engine
-from lsq.decode.fairseq_steps import FairseqSteps
-from lsq.decode.model import model_of
 from lsq.export import model_file
-from lsq.layers import quantized_tensors
 from lsq.translate.subwords import Subwords, Words, processor_of
 
 
@@ -92,6 +87,7 @@ def _trained(path: Path, data: Path | None, sentencepiece_model: Path | None) ->
     logs.configure()
     from lsq.commands import trained  # it imports fairseq, which takes seconds
     from lsq.commands.stages import read_marker
+    from lsq.fairseq.generator import steps_of
 
     place = trained.find(path, data, sentencepiece_model)
     stamp = stamp_of(place.checkpoint)
@@ -107,17 +103,12 @@ def _trained(path: Path, data: Path | None, sentencepiece_model: Path | None) ->
     return TranslationModel(
         file=place.checkpoint,
         stamp=stamp,
-        steps=steps_of(found.model),
+        steps=steps_of([found.model]),
         symbols=Symbols(start=words.eos(), padding=words.pad(), end=words.eos(), unknown=words.unk()),
         subwords=Subwords(source, target, place.subwords and processor_of(place.subwords)),
         longest_source=_longest(found.model.max_positions()[0], length),
         options=_options(length),
     )
-
-
-def steps_of(model: nn.Module) -> Steps:
-    """A model at work: lsq's in int8 by the engine, others by their own incremental steps."""
-    return Engine(model_of(model)) if any(True for _ in quantized_tensors(model)) else FairseqSteps(model)
 
 
 def _longest(positions: int, trained: int | None) -> int:

@@ -9,12 +9,9 @@ from lsq.translate import Translator
 from tests.commands.conftest import SMALL, write_pairs
 
 
-@pytest.fixture(scope="session")
-def output(tmp_path_factory) -> Path:
-    """What `lsq train-text` leaves; shared, so not to be changed."""
-    folder = tmp_path_factory.mktemp("translator")
-    given = ["--output", str(folder / "out"), *SMALL, "--updates", "12", "--validate-every", "12"]
-    given += ["--lr", "0.02", "--cpu"]
+def train(folder: Path, *options: str) -> Path:
+    """Train in folder/out with `lsq train-text`; returns that."""
+    given = ["--output", str(folder / "out"), *SMALL, "--lr", "0.02", "--cpu", *options]
     for option, name, count in (("", "train", 200), ("valid-", "valid", 12), ("test-", "test", 9)):
         source, target = write_pairs(folder, name, count, seed=count)
         given += [f"--{option}src", str(source), f"--{option}tgt", str(target)]
@@ -22,6 +19,12 @@ def output(tmp_path_factory) -> Path:
         patch.setattr("lsq.commands.losses.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
         train_text.run(given)
     return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def output(tmp_path_factory) -> Path:
+    """What `lsq train-text` leaves; shared, so not to be changed."""
+    return train(tmp_path_factory.mktemp("translator"), "--updates", "12", "--validate-every", "12")
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,16 @@
 import os
 import shutil
-from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
-from fairseq.data import Dictionary
-from fairseq.models.transformer import TransformerModel, base_architecture
 
 from lsq.commands import export
 from lsq.decode import SearchOptions
 from lsq.decode.engine import Engine
 from lsq.decode.fairseq_steps import FairseqSteps
+from lsq.text.corpus import read_items
 from lsq.translate import Translator
-from lsq.translate.model import load, steps_of
+from lsq.translate.model import load
+from tests.translate.conftest import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LINES = ["red cat five", "two dog"]
@@ -57,12 +55,14 @@ def test_an_exported_file_is_the_same_model(output, translator, tmp_path):
     assert other.model.changed()
 
 
-def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(output, translator):
+def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(translator, tmp_path):
     assert isinstance(translator.model.steps, Engine)
-    words, args = Dictionary.load(str(output / "data" / "dict.src.txt")), Namespace(encoder_layers=1, decoder_layers=1)
-    base_architecture(args)
-    task = SimpleNamespace(source_dictionary=words, target_dictionary=words)
-    assert isinstance(steps_of(TransformerModel.build_model(args, task).eval()), FairseqSteps)
+    output = train(tmp_path, "--mode", "float", "--updates", "2")
+    other = Translator(output)
+    assert isinstance(other.model.steps, FairseqSteps)
+    found = other.translate(read_items(output / "data" / "test.src"), SearchOptions(beam=2, max_len_b=40))
+    hypotheses = read_items(output / "float" / "translation" / "hypotheses.txt")
+    assert [translations[0].text for translations in found] == hypotheses
 
 
 def test_what_is_not_there_is_named(output, tmp_path):
