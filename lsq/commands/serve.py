@@ -4,7 +4,7 @@ import asyncio
 import functools
 import importlib.util
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 
 from lsq.commands import logs
@@ -32,7 +32,7 @@ def parser() -> ArgumentParser:
     limits, texts = made.add_argument_group("limits"), documentation(Limits)
     for field in fields(Limits):
         text = texts[field.name].replace("%", "%%")
-        limits.add_argument(option_of(field.name), type=field.type, default=field.default, dest=field.name, help=text)
+        limits.add_argument(option_of(field.name), type=field.type, default=field.default, help=text)
     add_search(made)
     return made
 
@@ -40,6 +40,15 @@ def parser() -> ArgumentParser:
 def option_of(limit: str) -> str:
     """The option of a field of Limits."""
     return "--limit-" + limit.replace("_", "-")
+
+
+def limits_of(given: Namespace) -> Limits:
+    """What these options say.
+
+    Raises:
+        ValueError: one is not above 0.
+    """
+    return Limits(**{field.name: getattr(given, f"limit_{field.name}") for field in fields(Limits)})
 
 
 def run(arguments: list[str]) -> int:
@@ -54,7 +63,7 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"lsq serve needs {', '.join(missing)}; install them with: pip install 'lsq[serve]'")
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
-    limits = Limits(**{field.name: getattr(given, field.name) for field in fields(Limits)})
+    limits = limits_of(given)
     from lsq.serve.application import Service  # what they import may be missing
     from lsq.serve.server import bound, server_of
 

@@ -1,5 +1,6 @@
 """What the command lines of `lsq translate` and `lsq serve` share: which model, and how it searches."""
 
+import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import fields, replace
 from pathlib import Path
@@ -61,8 +62,11 @@ def translator_of(given: Namespace) -> Translator:
     """What `add_model` describes, on the threads that it says.
 
     Raises:
-        FileNotFoundError, ValueError: see `Translator`.
+        FileNotFoundError, ValueError: see `Translator`; or there are not so many cores.
     """
+    cores = os.cpu_count() or 1
+    if given.threads is not None and given.threads > cores:
+        raise ValueError(f"--threads is {given.threads}, and this machine has {cores} cores; give {cores} at most")
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     return Translator(

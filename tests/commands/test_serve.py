@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from lsq.commands import serve
-from tests.translate.conftest import output  # noqa: F401
+from lsq.commands.translation_options import search_options
+from lsq.decode import SearchOptions
+from lsq.serve.limits import Limits
+from tests.translate.conftest import output, translator  # noqa: F401
 
 
 def test_every_limit_is_an_option(capsys):
@@ -18,6 +21,13 @@ def test_every_limit_is_an_option(capsys):
         serve.run(["--help"])
     shown = capsys.readouterr().out
     assert all(f"--limit-{name}" in shown for name in ("queue", "request-bytes", "translate-seconds")), shown
+
+
+def test_limits_are_no_options_of_the_search():
+    given = serve.parser().parse_args(["--model", "m", "--limit-beam", "7", "--nbest", "2"])
+    assert serve.limits_of(given) == Limits(beam=7)
+    defaults = SearchOptions(beam=3, max_len_b=40)
+    assert search_options(given, defaults) == SearchOptions(beam=3, nbest=2, max_len_b=40)
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -42,7 +52,7 @@ def test_missing_packages_are_named(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_service_from_beginning_to_end(output, number):  # noqa: F811
+def test_a_service_from_beginning_to_end(output, translator, number):  # noqa: F811
     command = [sys.executable, "-m", "lsq.cli", "serve", "--model", str(output), "--port", "0", "--beam", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -51,6 +61,7 @@ def test_a_service_from_beginning_to_end(output, number):  # noqa: F811
     request = json.dumps({"text": ["red cat", ""]}).encode()
     with urllib.request.urlopen(f"{address}/translate", request) as answer:
         found = json.load(answer)["translations"]
-    assert found[0]["text"] and found[1]["text"] == ""
+    expected = translator.translate(["red cat", ""], SearchOptions(beam=2, max_len_b=40))
+    assert [each["text"] for each in found] == [translations[0].text for translations in expected]
     process.send_signal(number)
     assert process.communicate(timeout=30)[1] == "" and process.returncode == 0

@@ -127,6 +127,7 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     (["--nbest", "3"], "nbest is 3 and beam 2"),
     (["--sampling-topk", "3"], "they need sampling"),
     (["--temperature", "0"], "temperature is 0.0"),
+    (["--threads", "100000"], "--threads is 100000, and this machine has [0-9]+ cores"),
 ])  # fmt: skip
 def test_mistakes_in_options(lsq_translate, text, options, message):
     with pytest.raises(ValueError, match=message):
