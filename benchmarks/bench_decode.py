@@ -202,7 +202,9 @@ def main(arguments: list[str] | None = None) -> None:
     conditions = common.conditions(
         options, packages=("fairseq-fixed", "ctranslate2"), baseline=BASELINE if BASELINE in sides else FLOAT,
         shape=dataclasses.asdict(shape), words=options.words, missing=missing,
-        source_words={count: [len(one) for one in sources(count, shape.vocabulary, count)] for count in options.batches},
+        source_words={
+            count: [len(one) for one in sources(count, shape.vocabulary, count)] for count in options.batches
+        },
     )  # fmt: skip
     common.report("decode", table, conditions, options)
 
