@@ -14,6 +14,8 @@ from lsq.decode.steps import Steps
 from lsq.decode.symbols import Symbols
 
 NOTHING = -math.inf
+BANNED_TOGETHER = 8
+"""Words that are asked for in place of banned ones come in multiples of this, for few different numbers of them."""
 
 
 class Continuations:
@@ -58,7 +60,7 @@ class Continuations:
             fixed.append(self.symbols.end)
         if self.options.no_repeat_ngram_size:
             banned = repeating(history[:, 1:], self.options.no_repeat_ngram_size)
-        words, found, wanted = self._ask(history[:, -1], parents, forced, len(fixed) + banned.shape[1])
+        words, found, wanted = self._ask(history[:, -1], parents, forced, banned.shape[1])
         found = self._penalise_unknown(words, found)
         for word in fixed:
             found = found.masked_fill(words == word, NOTHING)
@@ -89,9 +91,9 @@ class Continuations:
         return torch.arange(found.shape[1], device=last.device).expand(len(found), -1), found
 
     def _ask(
-        self, last: Tensor, parents: Tensor, forced: Tensor | None, forbidden: int
+        self, last: Tensor, parents: Tensor, forced: Tensor | None, banned: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(words, log-probabilities, those of `forced` words) before the options count."""
+        """(words, log-probabilities, those of `forced` words) before the options count; up to `banned` are banned."""
         end, unknown, penalty = self.symbols.end, self.symbols.unknown, self.options.unk_penalty
         if self.needed is None:
             words, found = self._all(last, parents)
@@ -100,10 +102,11 @@ class Continuations:
         names = [] if forced is None else [torch.where(forced == self.symbols.padding, end, forced)]
         if penalty < 0:
             names.append(torch.full_like(last, unknown))
+        # 3: padding, end, unknown word, whether forbidden now or not, since a model may prepare a step for each number
+        top = self.needed + 3 + -(-banned // BANNED_TOGETHER) * BANNED_TOGETHER
         given = self.steps.step(
-            last, parents, top=min(self.steps.words, self.needed + forbidden + (penalty != 0)),
-            wanted=torch.stack(names, 1) if names else None,
-        )  # fmt: skip
+            last, parents, top=min(self.steps.words, top), wanted=torch.stack(names, 1) if names else None
+        )
         words, found, wanted = given.words, given.log_probabilities, given.wanted
         if penalty < 0:
             words = torch.cat([words, names[-1][:, None]], 1)

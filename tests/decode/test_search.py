@@ -20,6 +20,7 @@ class Table:
     def __init__(self, log_probabilities: Tensor):
         self.table, self.words = log_probabilities, len(log_probabilities)
         self.rows: list[int] = []
+        self.asked: list[int] = []
 
     def begin(self, sources: Sequence[Tensor], *, rows: int, steps: int) -> None:
         self.most = rows
@@ -30,6 +31,7 @@ class Table:
         return self.table[words]
 
     def step(self, words: Tensor, parents: Tensor, *, top: int, wanted: Tensor | None = None) -> Candidates:
+        self.asked.append(top)
         found = self.step_all(words, parents)
         best, places = found.sort(dim=1, descending=True, stable=True)
         named = None if wanted is None else found.gather(1, wanted)
@@ -104,10 +106,20 @@ def test_prefixes_begin_the_hypotheses_whatever_the_options_forbid():
 
 def test_finished_sentences_leave_the_batch():
     log_probabilities = torch.full((8, 8), -8.0)
-    log_probabilities[4, END] = log_probabilities[5, 5] = -0.1
+    log_probabilities[:, END] = 0.0
+    log_probabilities[5, END], log_probabilities[5, 5] = -9.0, 9.0
     model = Table(log_probabilities.log_softmax(1))
     search(model, SOURCES, SearchOptions(beam=2, max_len_b=9), [torch.tensor([4]), torch.tensor([5])])
     assert model.rows[:3] == [2, 4, 4] and model.rows[-1] == 2
+
+
+def test_few_different_numbers_of_words_are_asked_for():
+    model = table(60)
+    search(model, SOURCES, SearchOptions(beam=2, min_len=11, no_repeat_ngram_size=1))
+    assert set(model.asked) == {7, 15, 23, 1}  # 2 * 2 + 3, and as many more as are banned; the end alone
+    model.asked.clear()
+    search(model, SOURCES, SearchOptions(beam=3, min_len=2, max_len_b=5, unk_penalty=1.0))
+    assert set(model.asked) <= {9, 1}
 
 
 def test_limits_on_length():
