@@ -23,6 +23,15 @@ struct Candidate {
     }
 };
 
+// Whether a lane is that large; NaN is not.
+bool any_at_least(Lanes x, float least) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ) != 0;
+#else
+    return largest_lane(x) >= least;
+#endif
+}
+
 // What all threads leave for the end.
 struct Shared {
     int64_t rows, best, blocks, threads;
@@ -93,7 +102,7 @@ private:
         const float* y = logits_.data();
         for (int64_t first = 0; first < words; first += kLanes) {
             const int64_t past = std::min(first + kLanes, words);
-            if (!(largest_lane(lanes_at(y + first)) >= last.logit)) continue;
+            if (!any_at_least(lanes_at(y + first), last.logit)) continue;
             for (int64_t i = first; i < past; ++i) {
                 const Candidate found{y[i], begin + i};
                 if (!found.before(last)) continue;

@@ -22,6 +22,9 @@ public:
         float* alpha = alpha_.data();
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) alpha[i] = input * scale[i];
+#if defined(LSQ_WIDE)
+        if (straight()) return round_sums(first, rows, begin, n, sums, stride, bias);
+#endif
         int missing = 0;
         for (int64_t row = 0; row < rows; ++row, sums += stride) {
             const int64_t place = (first + row) * op_.weight.columns + begin;
@@ -40,6 +43,35 @@ public:
     }
 
 private:
+#if defined(LSQ_WIDE)
+    // Whether rows go from sums to codes in registers.
+    bool straight() const {
+        const Coded& to = op_.rounded;
+        if (!to.codes || op_.out || op_.activation == Activation::gelu) return false;
+        return WideClip::fits(to.clip[0], to.clip[0] / to.largest);
+    }
+
+    int round_sums(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride,
+                   const float* bias) const {
+        const float *alpha = alpha_.data(), clip = op_.rounded.clip[0];
+        const WideClip wide(clip, clip / op_.rounded.largest);
+        const bool is_relu = op_.activation == Activation::relu;
+        const __m512 zero = _mm512_setzero_ps();
+        __m512 missing = zero;
+        for (int64_t row = 0; row < rows; ++row, sums += stride) {
+            int8_t* codes = op_.rounded.codes + (first + row) * op_.weight.columns + begin;
+            each_sixteen(n, [&](int64_t i, __mmask16 there) {
+                const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
+                __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, alpha + i));
+                if (bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i));
+                if (is_relu) y = _mm512_max_ps(zero, y);  // NaN stays NaN
+                wide.round(y, there, codes + i, missing);
+            });
+        }
+        return any_missing(missing);
+    }
+
+#endif
     void activate(float* y, int64_t n) const {
         if (op_.activation == Activation::relu) {
 #pragma omp simd
