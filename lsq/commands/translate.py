@@ -1,6 +1,7 @@
 """`lsq translate`: text in, translations out."""
 
 import contextlib
+import io
 import itertools
 import os
 import signal
@@ -82,12 +83,13 @@ def run(arguments: list[str]) -> int:
     with contextlib.ExitStack() as opened:
         found = translated(lines_of(given, opened), translator, options, given)
         if given.output is not None:
-            files.write(given.output, lambda file: file.writelines(found))
+            files.write(given.output, lambda file: file.writelines(map(str.encode, found)))
             return 0
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale has
         try:
             for text in found:
-                sys.stdout.buffer.write(text)
-                sys.stdout.buffer.flush()
+                print(text, end="", flush=True)
         except BrokenPipeError:  # whoever read it wants no more; Python would complain at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
@@ -120,7 +122,7 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
 
 def translated(
     lines: Iterable[Line], translator: Translator, options: SearchOptions, given: Namespace
-) -> Iterator[bytes]:
+) -> Iterator[str]:
     """What is written, as soon as it is known.
 
     Raises:
@@ -152,8 +154,8 @@ def chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:
         yield some
 
 
-def shown(line: Line, translation: Translation, options: SearchOptions, scores: bool) -> bytes:
+def shown(line: Line, translation: Translation, options: SearchOptions, scores: bool) -> str:
     """A line of the output: [number of its line, if there are several for each] [score] text, with tabs between."""
     columns = [str(line.number)] if options.nbest > 1 else []
     columns += [f"{translation.score:.6f}"] if scores else []
-    return ("\t".join([*columns, translation.text]) + "\n").encode()
+    return "\t".join([*columns, translation.text]) + "\n"
