@@ -75,9 +75,7 @@ def run(arguments: list[str]) -> int:
     logs.to_standard_error()
     logs.quieten()
     given.files = given.files or [STANDARD_INPUT]
-    for path in [*given.files, *filter(None, [given.prefix])]:
-        if path != STANDARD_INPUT:
-            check_file(path)
+    check_files(given)
     translator = translator_of(given)
     options = search_options(given, translator.options)
     with contextlib.ExitStack() as opened:
@@ -94,6 +92,26 @@ def run(arguments: list[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
     return 0
+
+
+def check_files(given: Namespace) -> None:
+    """Look for what is read, and for where it is written.
+
+    Raises:
+        FileNotFoundError: a file or folder is not there.
+        ValueError: a file is a folder, or --output is what is read.
+    """
+    inputs = [path for path in (*given.files, given.prefix) if path not in (None, STANDARD_INPUT)]
+    for path in inputs:
+        check_file(path)
+    if given.output is None:
+        return
+    if not given.output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--output {given.output}: there is no folder {given.output.absolute().parent}")
+    if given.output.is_dir():
+        raise ValueError(f"--output {given.output} is a folder; name a file")
+    if any(given.output.resolve() == path.resolve() for path in (*inputs, given.model)):
+        raise ValueError(f"--output {given.output} is what is read; choose another")
 
 
 def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:

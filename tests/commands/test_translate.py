@@ -121,6 +121,15 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
         translate.run(["--model", "m", str(tmp_path / "missing")])
     with pytest.raises(ValueError, match="is not a file"):
         translate.run(["--model", "m", "--prefix", str(tmp_path)])
+    text = tmp_path / "in.txt"
+    text.touch()
+    for written, error, message in (
+        (tmp_path / "missing" / "out", FileNotFoundError, "there is no folder .*missing"),
+        (tmp_path, ValueError, "is a folder; name a file"),
+        (tmp_path / "." / "in.txt", ValueError, "is what is read; choose another"),
+    ):
+        with pytest.raises(error, match=message):
+            translate.run(["--model", "m", str(text), "--output", str(written)])
 
 
 @pytest.mark.parametrize(("options", "message"), [

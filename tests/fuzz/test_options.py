@@ -1,5 +1,6 @@
 """Command lines of every subcommand with options that nobody should give."""
 
+import dataclasses
 import os
 from argparse import ArgumentParser
 
@@ -8,7 +9,7 @@ import torch
 from fairseq import options
 
 from lsq import cli, doctor
-from lsq.commands import configs, export, numbers, plan, train_text, tune
+from lsq.commands import configs, export, numbers, plan, serve, train_text, translate, tune
 from lsq.export import model_file
 from tests.commands.conftest import TRAINING, write_pairs
 from tests.export.test_model_file import exported
@@ -43,6 +44,16 @@ COMMANDS = {
     "configs export": (words("configs export e.json --kind cpu"), [], []),
     "user-dir": (["user-dir"], [], []),
     "doctor": (["doctor", "--json"], ["--emulate", "--json"], []),
+    "translate": (
+        words("translate given/short.txt --model given/words.safetensors --beam 2 --max-len-b 5 --output out"),
+        known(translate.parser()),
+        ["given/short.txt"],
+    ),
+    "serve": (
+        words("serve --port 0 --model given/model.safetensors --limit-queue 10 --beam 2"),
+        known(serve.parser()),
+        ["--model", "missing"],
+    ),
     "export": (
         words("export given/model.safetensors --to ctranslate2 --output model --overwrite"),
         known(export.parser()),
@@ -68,6 +79,8 @@ def folder(tmp_path, monkeypatch):
     (given / "b.csv").write_bytes(CSV)
     (given / "p.csv").write_text("op,m,n,k\nproject,64,128,256\n")
     model_file.write(given / "model.safetensors", exported())
+    model_file.write(given / "words.safetensors", dataclasses.replace(exported(), subwords=None))
+    (given / "short.txt").write_text("encoder5\u2581 encoder6\u2581\n\nencoder7\u2581\n")
     monkeypatch.setattr(doctor, "run", lambda as_json: 0)
     monkeypatch.setattr("lsq.commands.doctor.emulate", lambda: 0)
     monkeypatch.setattr(numbers, "compare", lambda given: {})

@@ -1,15 +1,32 @@
 import json
+import random
 
 import pytest
 
 from lsq.decode import SearchOptions
 from lsq.serve.request import TranslationRequest, parse
+from tests.fuzz import trial
+from tests.fuzz.mutations import mutated_bytes, mutated_json, mutated_text
 
 DEFAULTS = SearchOptions(beam=3, max_len_b=40)
 
 
 def parsed(**given: object) -> TranslationRequest:
     return parse(json.dumps(given).encode(), DEFAULTS, largest_beam=8)
+
+
+@trial.counts(300)
+def test_a_request_is_taken_or_refused(count):
+    """Whatever becomes of its bytes."""
+    given = {"text": ["a", "b \u00e9"], "prefix": ["", "c"], "beam": 4, "nbest": 2, "temperature": 0.5}
+    body = json.dumps(given).encode()
+
+    def attempt(chance: random.Random) -> trial.Outcome:
+        mutated = chance.choice([mutated_bytes, mutated_text, mutated_json])(body, chance)
+        return trial.outcome(lambda: parse(mutated, DEFAULTS, largest_beam=8))
+
+    worked, refused = trial.survey("request", count, attempt)
+    assert worked and refused > count / 10
 
 
 def test_one_line_or_several():
