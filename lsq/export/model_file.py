@@ -1,4 +1,4 @@
-"""lsq's own file of a model to decode with: one safetensors file, mapped into memory, and checked when it is read.
+"""lsq's own file of a model to decode with: one safetensors file, whose codes are mapped, and checked when it is read.
 
 Its tensors are those of a DecodingModel. Architecture, vocabularies and sentencepiece's model are in the metadata, a
 text for each name. Checksums are CRC-32: of each tensor, and of all metadata.
@@ -86,9 +86,10 @@ def write(path: Path, exported: ExportedModel) -> None:
 
 
 def read(path: Path) -> ExportedModel:
-    """Map a file into memory. Every tensor is read once, for its checksum.
+    """Read a model; every tensor is read once, for its checksum.
 
-    The file must stay as it is as long as the model is used; `write` puts another one in its place.
+    Codes are mapped: the file must stay as it is until they are in use elsewhere, as the engine packs them. What is
+    used as it is, all floats, is copied. `write` puts another file in the place of this one, which then goes on.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -100,9 +101,13 @@ def read(path: Path) -> ExportedModel:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            return _model(metadata, {name: file.get_tensor(name) for name in file.keys()})
+            return _model(metadata, {name: _kept(file.get_tensor(name)) for name in file.keys()})
     except (SafetensorError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is damaged or no model of `lsq export`: {str(error)[:300]}") from error
+
+
+def _kept(mapped: Tensor) -> Tensor:
+    return mapped.clone() if mapped.is_floating_point() else mapped
 
 
 def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> ExportedModel:
