@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from lsq.decode import SearchOptions, Steps, Symbols
 from lsq.decode.engine import Engine
 from lsq.export import model_file
@@ -69,10 +71,13 @@ def _exported(path: Path) -> TranslationModel:
         Words(symbols=symbols, beginning=architecture.bos, end=end, unknown=architecture.unk)
         for symbols in (found.source, found.target)
     )
+    steps = Engine(found.model)
+    steps.begin([torch.tensor([end])], rows=1, steps=1)  # packs all weights: the file may change from now on
+    steps.step(torch.tensor([end]), torch.tensor([0]), top=1)
     return TranslationModel(
         file=path,
         stamp=stamp,
-        steps=Engine(found.model),
+        steps=steps,
         symbols=Symbols(start=end, padding=architecture.padding, end=end, unknown=architecture.unk),
         subwords=Subwords(source, target, found.subwords and processor_of(found.subwords)),
         longest_source=_longest(longest, length),

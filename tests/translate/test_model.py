@@ -55,6 +55,15 @@ def test_an_exported_file_is_the_same_model(output, translator, tmp_path):
     assert other.model.changed()
 
 
+def test_an_exported_file_that_is_written_into_was_read_before(output, translator, tmp_path):
+    file = tmp_path / "model.safetensors"
+    assert export.run([str(output), "--to", "lsq", "--output", str(file)]) == 0
+    other = Translator(file)
+    with file.open("r+b") as damaged:
+        damaged.write(bytes(file.stat().st_size))
+    assert other.translate(LINES) == translator.translate(LINES)
+
+
 def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(translator, tmp_path):
     assert isinstance(translator.model.steps, Engine)
     output = train(tmp_path, "--mode", "float", "--updates", "2")
