@@ -48,7 +48,7 @@ private:
     bool straight() const {
         const Coded& to = op_.rounded;
         if (!to.codes || op_.out || op_.activation == Activation::gelu) return false;
-        return WideClip::fits(to.clip[0], to.clip[0] / to.largest);
+        return WideClip::fits(to.clip[0]);
     }
 
     int round_sums(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride,
