@@ -128,8 +128,9 @@ private:
 }  // namespace
 
 LSQ_OPERATION(CachedAttention, op) {
+    constexpr int64_t kLittle = 16;  // heads of rows, up to which other threads are not worth waking
     int missing = 0;
-#pragma omp parallel reduction(| : missing)
+#pragma omp parallel reduction(| : missing) if (op.rows * op.heads > kLittle)
     {
         Reader read(op);
 #pragma omp for schedule(static)

@@ -75,11 +75,13 @@ struct Scratch {
     explicit Scratch(int64_t n) : a(n), b(n), words(n + 8), flags(n + 8) {}
 };
 
+constexpr int64_t kLittle = 4096;  // elements, up to which other threads are not worth waking
+
 // Calls body(row, scratch) -> int for all rows, in parallel; the results of all rows, or-ed.
 template <class Body>
 int for_rows(int64_t rows, int64_t n, const Body& body) {
     int found = 0;
-#pragma omp parallel reduction(| : found)
+#pragma omp parallel reduction(| : found) if (rows * n > kLittle)
     {
         Scratch scratch(n);
 #pragma omp for schedule(static)
