@@ -28,8 +28,8 @@ MINIMUM_SECONDS = 0.01
 LONG_SECONDS = 0.5
 """A measurement longer than this is worth a line of progress."""
 
-ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD")
-"""Environment variables that change how fast torch runs; those that are set are reported."""
+ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "MALLOC_", "LD_PRELOAD", "CT2_")
+"""Environment variables that change how fast torch or CTranslate2 runs; those that are set are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
