@@ -30,8 +30,10 @@ def libraries(build, tmp_path) -> Path:  # noqa: F811
     """A folder of sanitized host libraries: the launcher, and the loops for this processor."""
     for name in (Path(loader.library()._name).stem, "libruntime"):
         folder, flags = build.LIBRARIES[name]
-        flags = [*flags, f"-DLSQ_SOURCES={build.checksum(folder)}u", *FLAGS]
-        build.build_library(tmp_path / "libraries" / f"{name}.so", flags, tmp_path / name, build.sources(folder))
+        build.build_library(
+            tmp_path / "libraries" / f"{name}.so", [*flags, *FLAGS], tmp_path / name, build.sources(folder),
+            build.checksum(folder),
+        )
     return tmp_path / "libraries"
 
 
