@@ -29,6 +29,8 @@ a terminal, each line is translated as it is typed.
 """
 STANDARD_INPUT = Path("-")
 BUFFER = 4096
+DEVICES = Path("/dev")
+"""Its links to the standard output may lead to a file, and are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ def check_files(given: Namespace) -> None:
 
     Raises:
         FileNotFoundError: a file or folder is not there.
-        ValueError: a file is a folder, or --output is what is read.
+        ValueError: a file is a folder, or --output is what is read, a device or a pipe.
     """
     inputs = [path for path in (*given.files, given.prefix) if path not in (None, STANDARD_INPUT)]
     for path in inputs:
@@ -110,6 +112,8 @@ def check_files(given: Namespace) -> None:
         raise FileNotFoundError(f"--output {given.output}: there is no folder {given.output.absolute().parent}")
     if given.output.is_dir():
         raise ValueError(f"--output {given.output} is a folder; name a file")
+    if given.output.absolute().parent == DEVICES or given.output.exists() and not given.output.is_file():
+        raise ValueError(f"--output {given.output} is a device or a pipe, and would be replaced; use > instead")
     if any(given.output.resolve() == path.resolve() for path in (*inputs, given.model)):
         raise ValueError(f"--output {given.output} is what is read; choose another")
 

@@ -123,9 +123,13 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
         translate.run(["--model", "m", "--prefix", str(tmp_path)])
     text = tmp_path / "in.txt"
     text.touch()
+    os.mkfifo(tmp_path / "pipe")
     for written, error, message in (
         (tmp_path / "missing" / "out", FileNotFoundError, "there is no folder .*missing"),
         (tmp_path, ValueError, "is a folder; name a file"),
+        (tmp_path / "pipe", ValueError, "pipe is a device or a pipe"),
+        (Path("/dev/null"), ValueError, "/dev/null is a device or a pipe"),
+        (Path("/dev/stdout"), ValueError, "/dev/stdout is a device or a pipe"),
         (tmp_path / "." / "in.txt", ValueError, "is what is read; choose another"),
     ):
         with pytest.raises(error, match=message):
