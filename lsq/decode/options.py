@@ -59,6 +59,8 @@ class SearchOptions:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
         if self.max_len_a < 0:
             raise ValueError(f"max_len_a is {self.max_len_a}; it must be at least 0")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; it must be from -2^63 to 2^64 - 1")
         self._check_sampling()
         groups = self.diverse_beam_groups
         if groups != -1 and (groups < 1 or self.beam % groups):

@@ -82,7 +82,8 @@ def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions
         ValueError: that is less than the options want.
     """
     longest = max(len(source) for source in sources)
-    limit = min(int(options.max_len_a * longest + options.max_len_b), steps.longest - 1)
+    wanted = options.max_len_a * longest + min(options.max_len_b, steps.longest)  # no float holds every whole number
+    limit = int(min(wanted, steps.longest - 1))
     if options.min_len > limit:
         raise ValueError(
             f"min_len is {options.min_len}, but a hypothesis may have {limit} words at most (max_len_a"

@@ -9,6 +9,7 @@ from lsq.decode import SearchOptions
     ({"beam": 0}, "beam is 0"), ({"beam": 2.0}, "beam is 2.0; it must be a whole number"),
     ({"beam": 2, "nbest": 3}, "nbest is 3 and beam 2"), ({"temperature": 0.0}, "temperature is 0.0"),
     ({"length_penalty": float("nan")}, "length_penalty is nan"), ({"max_len_a": -1.0}, "max_len_a is -1.0"),
+    ({"seed": 2**64}, "seed is 18446744073709551616; it must be from"),
     ({"sampling": True, "sampling_topk": 0}, "sampling_topk is 0"), ({"sampling_topk": 3}, "they need sampling"),
     ({"sampling": True, "sampling_topp": 1.5}, "sampling_topp is 1.5"),
     ({"sampling": True, "sampling_topp": 0.5, "sampling_topk": 2}, "not both"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lsq.decode import Candidates, SearchOptions, search
+from lsq.decode.search import length_limit
 
 START, PADDING, END, UNKNOWN = 2, 1, 2, 3
 
@@ -127,6 +128,8 @@ def test_limits_on_length():
     assert {len(found.words) for sentence in search(table(), SOURCES, options) for found in sentence} == {7}
     options = SearchOptions(beam=2, max_len_b=200, min_len=11)
     assert {len(found.words) for sentence in search(table(), SOURCES, options) for found in sentence} == {Table.longest}
+    for given in ({"max_len_b": 10**400}, {"max_len_a": 1e308}):  # that no float holds
+        assert length_limit(table(), SOURCES, SearchOptions(**given)) == Table.longest - 1
 
 
 @pytest.mark.parametrize("given, prefixes, words", [
