@@ -41,9 +41,17 @@ class Service:
         translator: what translates.
         options: of requests that have no others.
         limits: what is taken.
+
+    Raises:
+        ValueError: the limits refuse these options, and so every request that has no others.
     """
 
     def __init__(self, translator: Translator, options: SearchOptions, limits: Limits):
+        if options.beam > limits.beam:
+            raise ValueError(
+                f"requests that name no beam would have {options.beam}, and {limits.beam} is the largest that is taken;"
+                f" give --beam {limits.beam} or --limit-beam {options.beam}"
+            )
         self.translator, self.options, self.limits, self.metrics = translator, options, limits, Metrics()
         self.batcher = Batcher(translator, limits.queue, self.metrics)
         self.metrics.watch(lambda: self.batcher.waiting)

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from lsq.decode import SearchOptions
+from lsq.serve.application import Service
+from lsq.serve.limits import Limits
 
 
 def wait_for(condition) -> None:
@@ -77,6 +79,12 @@ def test_mistakes_of_clients(serve, echo, body, message):
     status, found = serve(echo).ask("POST", "/translate", body)
     assert status == 400
     assert re.search(message, found["error"])
+
+
+def test_a_default_that_every_request_would_be_refused_for(echo):
+    Service(echo, SearchOptions(beam=3), Limits(beam=3))
+    with pytest.raises(ValueError, match="would have 4, and 3 is the largest .* --beam 3 or --limit-beam 4"):
+        Service(echo, SearchOptions(beam=4), Limits(beam=3))
 
 
 def test_requests_that_wait_are_translated_together(serve, echo):
