@@ -54,8 +54,10 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "files", type=Path, nargs="*", metavar="FILE", help="text, one after the other (default: -, standard input)"
     )
-    made.add_argument("--output", type=Path, metavar="FILE", help="written whole or not at all; or standard output")
-    made.add_argument("--prefix", type=Path, metavar="FILE", help="what each translation begins with, one a line")
+    made.add_argument(
+        "--output", type=Path, metavar="FILE", help="written whole or not at all (default: standard output)"
+    )
+    made.add_argument("--prefix", type=Path, metavar="FILE", help="its line i is what translation i begins with")
     made.add_argument("--scores", action="store_true", help="begin each line with its score and a tab")
     made.add_argument(
         "--buffer", type=count, default=BUFFER, help="lines that are read before they are translated, sorted by length"

@@ -49,13 +49,13 @@ def add_search(parser: ArgumentParser) -> None:
     for field in SEARCH:
         option, text = "--" + field.name.replace("_", "-"), texts[field.name].replace("%", "%%")
         if field.name == "normalize_scores":
-            search.add_argument("--unnormalized", dest=field.name, action="store_false", help="compare sums of scores")
+            search.add_argument("--unnormalized", dest=field.name, action="store_false", help="Scores are sums.")
         elif field.type is bool:
             search.add_argument(option, action="store_true", help=text)
         else:
             of_run = field.name == "max_len_b"
             default = "as the run translated its test set" if of_run else field.default
-            search.add_argument(option, type=field.type, help=f"{text or 'see --max-len-b.'} Default: {default}.")
+            search.add_argument(option, type=field.type, help=f"{text or 'See --max-len-b.'} Default: {default}.")
 
 
 def translator_of(given: Namespace) -> Translator:
