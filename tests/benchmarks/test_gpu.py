@@ -202,6 +202,7 @@ def test_a_survey_that_is_asked_to_end_keeps_what_it_has():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.thorough
 def test_the_round_keeps_its_log_and_results(tmp_path):
     command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", sys.executable]
     command += ["tune", "sanitizer", "gemm"]

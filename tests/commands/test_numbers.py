@@ -19,6 +19,7 @@ def one_process(monkeypatch):
     monkeypatch.setattr(numbers, "run_lsq", run_lsq)
 
 
+@pytest.mark.thorough
 def test_whole_task(tmp_path, capsys, one_process):
     arguments = ["--output", str(tmp_path), *SMALL, "--quiet"]
     assert numbers.run(arguments) == 0

@@ -226,6 +226,7 @@ def test_it_is_said_how_much_faster_the_chosen_way_of_a_gpu_is(tmp_path):
     assert lines[place + 1].split() == "2.000 times as fast as the other way on average".split()
 
 
+@pytest.mark.thorough
 def test_the_number_of_threads_is_chosen(shapes, tmp_path):
     command = [sys.executable, "-m", "lsq.cli", "tune", "--device", "cpu", "--quiet", "--threads", "2"]
     command += ["--shapes", str(shapes), "--output", str(tmp_path / "file.json")]

@@ -83,6 +83,7 @@ def train(model, place: torch.device, steps: int, by=TORCHS) -> tuple[list[float
     return losses, record
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_BY_DEFAULT)
 def test_a_training_is_the_emulators_bit_by_bit(name):
     torch.manual_seed(1)

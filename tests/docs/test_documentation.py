@@ -12,8 +12,8 @@ from tests.docs import commands
 from tests.docs.pages import KINDS, ROOT, blocks, pages
 from tests.docs.reader import Reader, page_left_behind
 
-LONG = ("docs/fairseq.md", "docs/tuning.md")
-"""Pages whose commands take half a minute."""
+LONG = ("docs/exporting.md", "docs/fairseq.md", "docs/gradients.md", "docs/translating.md", "docs/tuning.md")
+"""Pages whose commands take longest, a few seconds to half a minute."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

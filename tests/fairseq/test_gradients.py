@@ -175,7 +175,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     ("arch", "criterion", "modes"),
     [
         ("lsq_transformer", "lsq_label_smoothed_cross_entropy", ("int8", "auto")),
-        ("transformer", "label_smoothed_cross_entropy", MODES),
+        pytest.param("transformer", "label_smoothed_cross_entropy", MODES, marks=pytest.mark.thorough),
     ],
 )
 def test_every_mode_trains(workers, tmp_path, arch, criterion, modes):
@@ -206,6 +206,7 @@ def test_error_feedback_goes_with_the_checkpoints(workers, tmp_path):
     assert written(tmp_path) == {"checkpoint_last.pt", *residual_files(2)}
 
 
+@pytest.mark.thorough
 def test_error_feedback_without_its_files_starts_from_zero(workers, tmp_path):
     """All workers do, and the first says so, once."""
     common = "--lsq-gradients-error-feedback --arch transformer --criterion label_smoothed_cross_entropy"

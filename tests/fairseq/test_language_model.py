@@ -206,6 +206,7 @@ def test_it_starts_from_a_checkpoint_of_fairseqs(train, build, batch, tmp_path):
             build(f"{same} --lsq-from {path} {given}")
 
 
+@pytest.mark.thorough
 def test_evaluation_and_generation_as_of_fairseq(train, corpus, tmp_path, capsys):
     """Perplexities of ours and of fairseq's, trained alike, and a generation of each from prefixes."""
     found = []

@@ -12,7 +12,9 @@ from lsq.layers.memory import plan_memory
 from lsq.program.step import buffers_of
 
 
-@pytest.mark.parametrize("options", ["--lsq-backward int8 --update-freq 2", "--lsq-backward float"])
+@pytest.mark.parametrize("options", [
+    pytest.param("--lsq-backward int8 --update-freq 2", marks=pytest.mark.thorough), "--lsq-backward float",
+])  # fmt: skip
 def test_trainings_are_the_same_in_every_mode(train, tmp_path, caplog, options):
     with caplog.at_level(logging.INFO, logger=memory.__name__):
         states = {

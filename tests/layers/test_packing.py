@@ -49,6 +49,7 @@ def test_filled_sizes_are_large_enough_and_not_much_larger(rows, count):
     assert filled == Sentences(rows=filled.rows, count=count).filled()
 
 
+@pytest.mark.thorough
 def test_an_epoch_has_a_few_dozen_sizes():
     """Sentences of a length as in translation (log-normal, 24 tokens on average), in batches as fairseq makes them."""
     generator = torch.Generator().manual_seed(1)
@@ -113,6 +114,7 @@ def test_statistics_are_of_the_batch_alone():
     assert found[0] == found[1] < 0.1
 
 
+@pytest.mark.thorough
 def test_a_plan_has_room_for_filled_batches():
     torch.manual_seed(0)
     layer = TransformerEncoderLayer(config_of(backward="int8"))

@@ -47,6 +47,7 @@ def sharded(rank: int) -> dict[str, list[dict[str, torch.Tensor]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_clips_are_measured_and_limited_as_in_one_piece():
     """Under lsq's Adam and another one; by passes of which two belong to a step."""
     both = run(sharded, 2)

@@ -37,8 +37,9 @@ def same_parameters(first, second) -> bool:
     return all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("error:Dynamo")
-@pytest.mark.parametrize("planned", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("planned", [False, True])
 def test_a_translator_trains_alike(planned, caplog):
     eager, compiled = twins(backward="int8")
     expected = losses(eager, 6)

@@ -35,6 +35,7 @@ def test_only_what_is_wanted_is_written(unwanted):
     compare_cuda(dataclasses.replace(of_codes(41, 33, 48), **dict.fromkeys(unwanted)))
 
 
+@pytest.mark.thorough
 def test_many_words():
     found, _ = compare_both(of_codes(3, 4500, 4512))
     compare_cuda(rounded_of(found))

@@ -114,7 +114,7 @@ def test_what_the_kernels_do_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL], ids=str)
+@pytest.mark.parametrize("tile", [pytest.param(TILES[0], marks=pytest.mark.thorough), SMALL], ids=str)
 def test_no_conflicts_whole_sectors_and_no_logits(tile):
     rows, inner, words = 128, 128, 256
     loss = on_cpu(of_codes(rows, words, words, inner=inner))

@@ -126,6 +126,7 @@ def _refused(rank: int, args) -> str:
     return str(refused.value)
 
 
+@pytest.mark.thorough
 def test_two_processes_end_with_the_reason(parse, damaged):
     """The first one reads the file; the other one is told."""
     args = parse(f"{FAIRSEQ} --save-dir {damaged}")

@@ -45,9 +45,8 @@ def updates_done(path: Path) -> int:
     return torch.load(path)["optimizer_history"][-1]["num_updates"]
 
 
-@pytest.mark.parametrize("model", [
-    pytest.param(name, marks=() if name == "lsq" else pytest.mark.thorough) for name in MODELS
-])  # fmt: skip
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", MODELS)
 def test_a_training_goes_on_in_any_epoch_bit_by_bit(parse, tmp_path, sentences, model):
     common = f"{MODELS[model]} {ONE_LAYER} --max-update {LONG}"
     args = parse(common)
