@@ -4,7 +4,8 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule, beside_the_graph, rows_of
+from lsq.layers.compilation import beside_the_graph
+from lsq.layers.module import ProgramModule, rows_of
 
 
 class FeedForward(ProgramModule):

@@ -24,15 +24,6 @@ from lsq.program.program import Program
 from lsq.quant.random import draw_key
 
 
-def beside_the_graph(method: Callable) -> Callable:
-    """Decorate a method that runs a program: torch.compile breaks its graph there and calls the method as it is."""
-    return torch.compiler.disable(
-        method,
-        reason="a layer of lsq is a program of fused operations already and runs beside the compiled graph; "
-        "compile without fullgraph=True",
-    )
-
-
 class ProgramModule(nn.Module):
     """A module that computes by running a program, and has the parameters that the program declares.
 

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from lsq.backends import Backend, for_device
 from lsq.layers.blocks import Sentences
-from lsq.layers.module import ProgramModule, beside_the_graph
+from lsq.layers.compilation import beside_the_graph
+from lsq.layers.module import ProgramModule
 from lsq.program import rehearsal
 
 
