@@ -10,7 +10,7 @@ from dataclasses import fields
 from lsq.commands import logs
 from lsq.commands.options import HelpFormatter, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
-from lsq.config import documentation
+from lsq.config import documentation, require_positive
 from lsq.serve.limits import Limits
 
 DESCRIPTION = """
@@ -48,7 +48,10 @@ def limits_of(given: Namespace) -> Limits:
     Raises:
         ValueError: one is not above 0.
     """
-    return Limits(**{field.name: getattr(given, f"limit_{field.name}") for field in fields(Limits)})
+    found = {field.name: getattr(given, f"limit_{field.name}") for field in fields(Limits)}
+    for name, value in found.items():
+        require_positive(option_of(name), value)
+    return Limits(**found)
 
 
 def run(arguments: list[str]) -> int:

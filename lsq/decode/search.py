@@ -5,7 +5,7 @@ It finds what fairseq's generator finds on the same model, scores included. S se
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ def search(
     *,
     symbols: Symbols = SYMBOLS,
     generator: torch.Generator | None = None,
+    before_step: Callable[[], object] | None = None,
 ) -> list[list[Hypothesis]]:
     """The hypotheses of each sentence, best first, at most `options.nbest`.
 
@@ -42,6 +43,7 @@ def search(
             hold for them, too.
         symbols: special words of the vocabulary.
         generator: what sampling draws from; a new one of `options.seed` unless it is given.
+        before_step: called before each step; what it raises ends the search, and `steps` is free for another.
 
     Raises:
         ValueError: no hypothesis can be as long as the options want, prefixes or groups do not fit, or no hypothesis of
@@ -56,7 +58,7 @@ def search(
     selection = selection_of(options, beam, steps.words, generator)
     continuations = Continuations(steps, options, symbols, limit, selection.needed, forced)
     steps.begin(sources, rows=len(sources) * beam, steps=limit + 1)
-    found = _Search(continuations, selection, options, symbols, limit, beam, sources).run()
+    found = _Search(continuations, selection, options, symbols, limit, beam, sources).run(before_step)
     for number, sentence in enumerate(found):
         if not sentence or any(math.isnan(hypothesis.score) for hypothesis in sentence):
             raise ValueError(
@@ -138,9 +140,11 @@ class _Search:
         self.ignored: Tensor | None = None  # bool [S, B], rows of hypotheses that have ended; None: of none
         self.parents = self.sentences
 
-    def run(self) -> list[list[Hypothesis]]:
+    def run(self, before_step: Callable[[], object] | None) -> list[list[Hypothesis]]:
         """The hypotheses of each sentence in the order in which they ended."""
         for step in range(self.limit + 1):
+            if before_step is not None:
+                before_step()
             self._take(step)
             if not len(self.sentences):
                 break

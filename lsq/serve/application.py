@@ -47,14 +47,16 @@ class Service:
     """
 
     def __init__(self, translator: Translator, options: SearchOptions, limits: Limits):
-        if options.beam > limits.beam:
+        try:
+            limits.check(options, translator.model.longest_source)
+        except ValueError as error:
             raise ValueError(
-                f"requests that name no beam would have {options.beam}, and {limits.beam} is the largest that is taken;"
-                f" give --beam {limits.beam} or --limit-beam {options.beam}"
-            )
+                f"every request without options of its own would be refused: {error}; change that, or the limit"
+            ) from None
         self.translator, self.options, self.limits, self.metrics = translator, options, limits, Metrics()
         self.batcher = Batcher(translator, limits.queue, self.metrics)
         self.metrics.watch(lambda: self.batcher.waiting)
+        self._held = 0  # bytes
 
     def application(self) -> Starlette:
         """For a server of ASGI."""
@@ -91,6 +93,9 @@ class Service:
         except HTTPException as refused:
             status = refused.status_code
             raise
+        except asyncio.CancelledError:  # by the server, at its end
+            status = 503
+            raise HTTPException(status, "the service has ended before this was translated", CLOSE) from None
         except (Gone, ClientDisconnect):
             status = GONE
             return Response(status_code=GONE)
@@ -98,9 +103,19 @@ class Service:
             self.metrics.answered(status, time.perf_counter() - start)
 
     async def _answer(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = bytearray()
         try:
-            wanted = parse(body, self.options, self.limits.beam)
+            await self._receive(request, body)
+            return await self._translated(request, bytes(body))
+        finally:
+            self._held -= len(body)
+
+    async def _translated(self, request: Request, body: bytes) -> Response:
+        try:
+            wanted = parse(body, self.options)
+            self.limits.check(wanted.options, self.translator.model.longest_source)
+            if len(wanted.lines) > self.limits.queue:
+                raise QueueFull(alone=True)
             found = await _unless_gone(
                 request, self.batcher.translate(wanted.lines, wanted.prefixes, wanted.options),
                 seconds=self.limits.translate_seconds,
@@ -119,14 +134,17 @@ class Service:
             raise HTTPException(503, message, RETRY) from None
         return JSONResponse({"translations": [_shown(translations) for translations in found]})
 
-    async def _body(self, request: Request) -> bytes:
-        """The request's body. One that is too large is read to its end and thrown away, so that its client listens."""
-        limit, body, size = self.limits.request_bytes, bytearray(), 0
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Read the request's body. What is refused is read to its end and thrown away, so that its client listens."""
+        limit, size, full = self.limits.request_bytes, 0, False
         try:
             async with asyncio.timeout(self.limits.receive_seconds):
                 async for chunk in request.stream():
                     size += len(chunk)
-                    body = body + chunk if size <= limit else bytearray()
+                    full = full or self._held + len(chunk) > self.limits.held_bytes
+                    if size <= limit and not full:
+                        body += chunk
+                        self._held += len(chunk)
         except TimeoutError:
             if size <= limit:
                 message = f"the request did not arrive within {self.limits.receive_seconds:g} seconds"
@@ -134,7 +152,8 @@ class Service:
         if size > limit:
             message = f"the request has more than {limit} bytes; send fewer lines at a time"
             raise HTTPException(413, message, CLOSE)
-        return bytes(body)
+        if full:
+            raise HTTPException(503, "too many bytes wait; try again later", RETRY)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Found], seconds: float) -> Found:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -14,6 +14,10 @@ from lsq.translate import Translation, Translator
 from lsq.translate.translator import Part
 
 logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):
+    """Nobody waits for this batch any more."""
 
 
 class QueueFull(Exception):
@@ -35,6 +39,8 @@ class Job:
     waiting: deque[int] = field(init=False)
     """Numbers of the parts that nobody translates yet."""
     found: dict[int, list[Hypothesis]] = field(default_factory=dict)
+    left: bool = False
+    """Whether nobody waits for it any more."""
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.parts)))
@@ -58,6 +64,7 @@ class Batcher:
         self._jobs: deque[Job] = deque()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "translator")
+        self._ended = False
 
     @property
     def waiting(self) -> int:
@@ -66,11 +73,12 @@ class Batcher:
 
     @contextlib.asynccontextmanager
     async def at_work(self):
-        """Within this context requests are translated."""
+        """Within this context requests are translated; a batch that is at work at its end is interrupted."""
         worker = asyncio.create_task(self._work())
         try:
             yield
         finally:
+            self._ended = True
             worker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await worker
@@ -79,7 +87,8 @@ class Batcher:
     async def translate(
         self, lines: list[str], prefixes: list[str], options: SearchOptions
     ) -> list[list[Translation]]:
-        """The translations of each line; see `Translator.translate`. When cancelled, what waits of it is forgotten.
+        """The translations of each line; see `Translator.translate`. When cancelled, what waits of it is forgotten,
+        and the batch at work is interrupted unless it has sentences of others.
 
         Raises:
             RefusedLine: a line is too long, or holds what is no text.
@@ -97,6 +106,7 @@ class Batcher:
             try:
                 found = await job.done
             finally:
+                job.left = True
                 self._forget(job)
         return self.translator.joined(len(lines), parts, found, options)
 
@@ -139,10 +149,15 @@ class Batcher:
 
     async def _translate(self, batch: Batch) -> None:
         """Translate a batch; where it fails, each request of it alone, so that one does not fail for another."""
+        batch = [(job, number) for job, number in batch if not job.left]
+        if not batch:
+            return
+        jobs = {id(job): job for job, _ in batch}.values()
         try:
-            found = await self._search(batch)
+            found = await self._search(batch, jobs)
+        except Interrupted:
+            return
         except Exception as error:
-            jobs = {id(job): job for job, _ in batch}.values()
             if len(jobs) > 1:
                 for one in jobs:
                     await self._translate([(job, number) for job, number in batch if job is one])
@@ -157,9 +172,14 @@ class Batcher:
             if len(job.found) == len(job.parts) and not job.done.done():
                 job.done.set_result([job.found[number] for number in range(len(job.parts))])
 
-    async def _search(self, batch: Batch) -> list[list[Hypothesis]]:
+    async def _search(self, batch: Batch, jobs: Collection[Job]) -> list[list[Hypothesis]]:
         parts, options = [job.parts[number] for job, number in batch], batch[0][0].options
+
+        def look() -> None:
+            if self._ended or all(job.left for job in jobs):
+                raise Interrupted
+
         with self.metrics.batch(len(parts)):
             return await asyncio.get_running_loop().run_in_executor(
-                self._thread, self.translator.search, parts, options
+                self._thread, self.translator.search, parts, options, look
             )

@@ -20,12 +20,11 @@ class TranslationRequest:
     options: SearchOptions
 
 
-def parse(body: bytes, defaults: SearchOptions, largest_beam: int) -> TranslationRequest:
+def parse(body: bytes, defaults: SearchOptions) -> TranslationRequest:
     """Read a request.
 
     Args:
         defaults: options that it does not name.
-        largest_beam: that it may ask for.
 
     Raises:
         ValueError: it is not JSON, or something in it is wrong; says what.
@@ -45,8 +44,6 @@ def parse(body: bytes, defaults: SearchOptions, largest_beam: int) -> Translatio
     if len(prefixes) != len(lines):
         raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
     options = replace(defaults, **{name: _value(name, given[name]) for name in OPTIONS if name in given})
-    if options.beam > largest_beam:
-        raise ValueError(f"beam is {options.beam}; this service takes {largest_beam} at most")
     return TranslationRequest(lines=lines, prefixes=prefixes, options=options)
 
 

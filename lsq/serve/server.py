@@ -18,10 +18,11 @@ BACKLOG = 2048
 
 
 class Protocol(H11Protocol):
-    """A connection that is closed when no whole header arrives in time; uvicorn would wait forever for its rest."""
+    """A connection that ends when no whole header arrives in time, or nobody reads its answers; uvicorn would wait."""
 
-    header_seconds: float
+    limits: Limits
     _deadline: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Called when a client is there."""
@@ -36,14 +37,34 @@ class Protocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Called when it has gone."""
         self._forget()
+        if self._reading is not None:
+            self._reading.cancel()
         super().connection_lost(error)
+
+    def on_response_complete(self) -> None:
+        """Called when an answer has been handed to the system, as far as it took it."""
+        cycle = self.cycle
+        super().on_response_complete()
+        self._watch_reader(cycle)
+
+    def _watch_reader(self, cycle: object) -> None:
+        """Let the clock run while part of an answer is not read."""
+        if self._reading is None and self.transport.get_write_buffer_size():
+            self._reading = self.loop.call_later(self.limits.read_seconds, self._look_at_reader, cycle)
+
+    def _look_at_reader(self, cycle: object) -> None:
+        self._reading = None
+        if self.cycle is not cycle:  # it has got further since then
+            self._watch_reader(self.cycle)
+        elif self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def _expect(self) -> None:
         """Let the clock run while part of a header is there, or nothing yet; between requests uvicorn has its own."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self.header_seconds, self.transport.close)
+            self._deadline = self.loop.call_later(self.limits.receive_seconds, self.transport.close)
 
     def _forget(self) -> None:
         if self._deadline is not None:
@@ -90,7 +111,7 @@ class Server(uvicorn.Server):
 
 def server_of(application: Starlette, limits: Limits, ready: Callable[[], object]) -> Server:
     """A server; its `serve(sockets=[...])` is a coroutine, and `ready` is called when clients can connect."""
-    patient = type("Protocol", (Protocol,), {"header_seconds": limits.receive_seconds})
+    patient = type("Protocol", (Protocol,), {"limits": limits})
     config = uvicorn.Config(
         application, http=patient, ws="none", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
         limit_concurrency=limits.connections, timeout_graceful_shutdown=limits.shutdown_seconds,
@@ -102,8 +123,11 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket at an address; port 0: any that is free.
 
     Raises:
-        OSError: the address is in use, or not of this machine.
+        ValueError: there is no address.
+        OSError: it is in use, or not of this machine.
     """
+    if not host:
+        raise ValueError("--host is empty; give an address, e.g. 127.0.0.1, or 0.0.0.0 for all of this machine")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family)
     try:
@@ -111,5 +135,5 @@ def bound(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except OSError as error:
         found.close()
-        raise OSError(error.errno, f"cannot serve at {host}, port {port}: {error.strerror}") from error
+        raise OSError(f"cannot serve at {host}, port {port}: {error.strerror}") from error
     return found

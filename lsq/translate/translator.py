@@ -154,15 +154,19 @@ class Translator:
             for words, beginning in zip(encoded, beginnings, strict=True)
         ]
 
-    def search(self, parts: Sequence[Part], options: SearchOptions) -> list[list[Hypothesis]]:
-        """The hypotheses of each part, in one batch.
+    def search(
+        self, parts: Sequence[Part], options: SearchOptions, before_step: Callable[[], object] | None = None
+    ) -> list[list[Hypothesis]]:
+        """The hypotheses of each part, in one batch; what `before_step` raises ends the search (see `search`).
 
         Raises:
             ValueError: the options allow no hypothesis of a part.
         """
         words, prefixes = [part.words for part in parts], [part.prefix for part in parts]
         with self._at_work, torch.inference_mode():
-            return search(self.model.steps, words, options, prefixes, symbols=self.model.symbols)
+            return search(
+                self.model.steps, words, options, prefixes, symbols=self.model.symbols, before_step=before_step
+            )
 
     def joined(
         self, lines: int, parts: Sequence[Part], found: Sequence[list[Hypothesis]], options: SearchOptions

@@ -32,7 +32,7 @@ def test_limits_are_no_options_of_the_search():
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--port", "65536"], "--port is 65536; it must be from 0 to 65535"),
-    (["--limit-queue", "0"], "queue is 0; it must be"),
+    (["--limit-queue", "0"], "--limit-queue is 0; it must be"),
 ])  # fmt: skip
 def test_mistakes_in_options(options, message):
     with pytest.raises(ValueError, match=message):

@@ -149,5 +149,21 @@ def test_a_model_without_numbers_is_refused(value):
         search(Table(torch.full((9, 9), value)), SOURCES, SearchOptions(max_len_b=3))
 
 
+def test_a_search_ends_between_two_steps_when_it_is_told_to():
+    model, calls = table(), []
+
+    def stop_at_the_third() -> None:
+        calls.append(len(model.rows))
+        if len(calls) == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        search(model, SOURCES, SearchOptions(min_len=9), before_step=stop_at_the_third)
+    assert calls == [0, 1, 2]
+    found = search(model, SOURCES, SearchOptions(), before_step=lambda: None)
+    expected = search(table(), SOURCES, SearchOptions())
+    assert [one[0].words.tolist() for one in found] == [one[0].words.tolist() for one in expected]
+
+
 def test_no_sentences():
     assert search(table(), [], SearchOptions()) == []

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,15 +35,22 @@ class Echo(Translator):
             file=file, stamp=stamp_of(file), steps=None, symbols=Symbols(), subwords=Subwords(WORDS, WORDS, None),
             longest_source=20, options=SearchOptions(),
         )  # fmt: skip
-        self.batch_tokens, self.split_long, self.batches = 64, True, []
+        self.batch_tokens, self.split_long, self.batches, self.interrupted = 64, True, [], 0
         self.may_go, self.at_work = threading.Event(), threading.Event()
         self.may_go.set()
 
-    def search(self, parts: list[Part], options: SearchOptions) -> list[list[Hypothesis]]:
+    def search(self, parts: list[Part], options: SearchOptions, before_step=None) -> list[list[Hypothesis]]:
         """The words of each part; w99 is what no option allows, and w98 breaks down."""
         self.batches.append((len(parts), options))
         self.at_work.set()
-        assert self.may_go.wait(30)
+        end = time.monotonic() + 30
+        while not self.may_go.wait(0.01):
+            assert time.monotonic() < end
+            try:
+                before_step()
+            except Exception:
+                self.interrupted += 1
+                raise
         texts = [self.model.subwords.text(part.words) for part in parts]
         if any("w99" in text for text in texts):
             raise ValueError("no hypothesis")

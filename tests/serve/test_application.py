@@ -73,6 +73,9 @@ def test_page_health_and_metrics(serve, echo):
     ({"text": "a\0b"}, "line 1: a NUL character is no text"),
     ({"text": "a\ud800b"}, "line 1: .* half of a character"),
     ({"text": "w99"}, "no hypothesis"),
+    ({"text": "w1", "beam": 17}, "beam is 17; this service takes 16 at most"),
+    ({"text": "w1", "max_len_b": 10**400}, "longest, 512 words; with this max_len_a of 0, max_len_b may be 512"),
+    ({"text": "w1", "max_len_a": 16}, r"max_len_a \* 20 \+ max_len_b .*, max_len_b may be 192"),
     ({"text": "w1 " * 20}, "line 1: it has 20 subwords, and the model takes 19 at most"),
 ])  # fmt: skip
 def test_mistakes_of_clients(serve, echo, body, message):
@@ -83,8 +86,10 @@ def test_mistakes_of_clients(serve, echo, body, message):
 
 def test_a_default_that_every_request_would_be_refused_for(echo):
     Service(echo, SearchOptions(beam=3), Limits(beam=3))
-    with pytest.raises(ValueError, match="would have 4, and 3 is the largest .* --beam 3 or --limit-beam 4"):
+    with pytest.raises(ValueError, match="every request .* would be refused: beam is 4; this service takes 3 at most"):
         Service(echo, SearchOptions(beam=4), Limits(beam=3))
+    with pytest.raises(ValueError, match="longest, 200 words; with this max_len_a of 0.05, max_len_b may be 199"):
+        Service(echo, SearchOptions(max_len_a=0.05), Limits(words=200))
 
 
 def test_requests_that_wait_are_translated_together(serve, echo):
@@ -140,6 +145,19 @@ def test_five_hundred_at_once(serve, echo):
 def test_more_than_the_queue_takes(serve, echo):
     status, found = serve(echo, queue=3).translate(["w1"] * 4)
     assert status == 413 and "more than 3 sentences" in found["error"]
+    assert serve(echo, queue=3).translate([""] * 4)[0] == 413  # nothing waits for these, but their answer is long
+
+
+def test_more_bytes_than_all_requests_may_have(serve, echo):
+    served = serve(echo, held_bytes=1000)
+    echo.may_go.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as clients:
+        first = clients.submit(served.translate, "w1 " + " " * 900)
+        assert echo.at_work.wait(20)
+        assert served.translate("w2" + " " * 900) == (503, {"error": "too many bytes wait; try again later"})
+        echo.may_go.set()
+        assert first.result()[0] == 200
+    assert served.translate("w2" + " " * 900)[0] == 200
 
 
 def test_large_requests_are_refused(serve, echo):
@@ -196,14 +214,26 @@ def test_clients_that_go_away(serve, echo):
     assert 'lsq_requests_total{status="499"} 2.0' in served.ask("GET", "/metrics")[1]
 
 
+def test_a_batch_that_nobody_waits_for_is_interrupted(serve, echo):
+    served = serve(echo)
+    echo.may_go.clear()
+    body = b'{"text": "w1"}'
+    with connected(served) as going:
+        going.sendall(HEAD % len(body) + body)
+        assert echo.at_work.wait(20)
+        assert echo.interrupted == 0
+    wait_for(lambda: echo.interrupted == 1)
+    echo.may_go.set()
+    assert served.translate("w2")[0] == 200
+
+
 def test_translations_that_take_too_long(serve, echo):
     served = serve(echo, translate_seconds=0.2)
     echo.may_go.clear()
     status, found = served.translate("w1")
     assert status == 503 and "not translated within 0.2 seconds" in found["error"]
-    assert served.translate("w2")[0] == 503  # it waits behind the first one
+    wait_for(lambda: echo.interrupted == 1)
     echo.may_go.set()
-    wait_for(lambda: served.service.batcher.waiting == 0)
     assert served.translate("w3")[0] == 200
 
 

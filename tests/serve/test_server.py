@@ -21,8 +21,12 @@ def test_addresses_in_use_are_named():
         port = address.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot serve at 127.0.0.1, port {port}: Address already in use"):
             bound("127.0.0.1", port)
-    with pytest.raises(OSError, match="cannot serve at 192.0.2.1, port 0"):
+    with pytest.raises(OSError, match="^cannot serve at 192.0.2.1, port 0: Cannot assign requested address$"):
         bound("192.0.2.1", 0)
+    with pytest.raises(OSError, match="^cannot serve at no.such.host.invalid, port 0: Name or service not known$"):
+        bound("no.such.host.invalid", 0)
+    with pytest.raises(ValueError, match="--host is empty"):
+        bound("", 0)
 
 
 def test_a_signal_ends_it_and_a_second_one_at_once(serve, echo):
