@@ -18,11 +18,16 @@ BACKLOG = 2048
 
 
 class Protocol(H11Protocol):
-    """A connection that ends when no whole header arrives in time, or nobody reads its answers; uvicorn would wait."""
+    """A connection that ends when no whole header arrives in time, or nobody reads its answers; uvicorn would wait.
+
+    It ends, too, when more than a request is sent before the answer to the last one; uvicorn would hold all of it.
+    """
 
     limits: Limits
     _deadline: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
+    _ahead = 0
+    """Bytes that were sent before the answer to the last request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Called when a client is there."""
@@ -31,6 +36,11 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Called when it has sent something."""
+        answering = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        self._ahead = self._ahead + len(data) if answering else 0
+        if self._ahead > self.limits.request_bytes:
+            self.transport.abort()
+            return
         super().data_received(data)
         self._expect()
 

@@ -69,6 +69,14 @@ def echo(tmp_path) -> Iterator[Echo]:
     found.may_go.set()
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds; a failure after 20 seconds."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 class Served:
     """A service at work; `ended` once it is not any more."""
 

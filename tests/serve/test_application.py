@@ -2,20 +2,13 @@ import concurrent.futures
 import re
 import socket
 import threading
-import time
 
 import pytest
 
 from lsq.decode import SearchOptions
 from lsq.serve.application import Service
 from lsq.serve.limits import Limits
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+from tests.serve.conftest import wait_for
 
 
 def test_translations(serve, echo):

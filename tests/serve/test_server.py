@@ -1,8 +1,12 @@
+import json
 import socket
 
 import pytest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from lsq.serve.server import bound
+from tests.serve.conftest import Served, wait_for
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -27,6 +31,43 @@ def test_addresses_in_use_are_named():
         bound("no.such.host.invalid", 0)
     with pytest.raises(ValueError, match="--host is empty"):
         bound("", 0)
+
+
+def never_reading(served: Served) -> socket.socket:
+    """A client with little room for answers."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    found.connect(("127.0.0.1", served.port))
+    found.settimeout(20)
+    return found
+
+
+def send(client: socket.socket, text: str, times: int = 1) -> None:
+    body = json.dumps({"text": text}).encode()
+    client.sendall((b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body) * times)
+
+
+def test_a_client_that_reads_no_answer_is_left(serve, echo):
+    """Of an answer with so many bytes that no buffer of the system takes them."""
+    served = serve(echo, read_seconds=0.3)
+    long = b"x" * 2**24
+    routes = served.server.config.app.router.routes
+    routes.append(Route("/long", lambda request: Response(long)))
+    with never_reading(served) as client:
+        client.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_for(lambda: len(served.server.server_state.connections) == 1)
+        wait_for(lambda: not served.server.server_state.connections)
+    status, answer = served.ask("GET", "/long")
+    assert (status, len(answer)) == (200, len(long))
+
+
+def test_a_client_that_sends_more_and_more_before_it_is_answered_is_left(serve, echo):
+    served = serve(echo, request_bytes=1000)
+    with never_reading(served) as client:
+        with pytest.raises(OSError):
+            while True:
+                send(client, "w1", times=100)
+    assert served.translate("w1")[0] == 200
 
 
 def test_a_signal_ends_it_and_a_second_one_at_once(serve, echo):
