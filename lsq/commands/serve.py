@@ -68,10 +68,11 @@ def run(arguments: list[str]) -> int:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)
     from lsq.serve.application import Service  # what they import may be missing
-    from lsq.serve.server import bound, server_of
+    from lsq.serve.server import bound, make_room, server_of
 
     logs.to_standard_error()
     logs.quieten()
+    make_room(limits.connections)
     with bound(given.host, given.port) as address:
         translator = translator_of(given)
         service = Service(translator, search_options(given, translator.options), limits)

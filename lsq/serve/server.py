@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import threading
@@ -13,8 +14,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lsq.serve.limits import Limits
 
-BACKLOG = 2048
-"""Connections that the system holds until they are accepted."""
+BACKLOG = 256
+"""Connections that the system holds until they are accepted, all in one go."""
+
+ACCEPTED = 4 * BACKLOG
+"""Connections that asyncio has accepted, and nobody has seen yet, at most: so often it looks for more before."""
+
+TOLD = 64
+"""Connections above the limit that are kept until they are told so; further ones are closed at once."""
+
+OTHER_FILES = 64
+"""Files that the process has open beside its connections."""
 
 
 class Protocol(H11Protocol):
@@ -32,7 +42,10 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Called when a client is there."""
         super().connection_made(transport)
-        self._expect()
+        if len(self.connections) > self.limits.connections + TOLD:
+            transport.abort()
+        else:
+            self._expect()
 
     def data_received(self, data: bytes) -> None:
         """Called when it has sent something."""
@@ -127,6 +140,23 @@ def server_of(application: Starlette, limits: Limits, ready: Callable[[], object
         limit_concurrency=limits.connections, timeout_graceful_shutdown=limits.shutdown_seconds,
     )  # fmt: skip
     return Server(config, ready)
+
+
+def make_room(connections: int) -> None:
+    """Let this process have so many connections; each is an open file, and many systems begin with 1,024.
+
+    Raises:
+        ValueError: the system allows fewer.
+    """
+    others = ACCEPTED + TOLD + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and connections + others > hard:
+        raise ValueError(
+            f"--limit-connections is {connections}, and the {hard} files that this system lets a process open (ulimit"
+            f" -Hn) are enough for {max(hard - others, 0)}"
+        )
+    if soft != resource.RLIM_INFINITY and connections + others > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connections + others, hard))
 
 
 def bound(host: str, port: int) -> socket.socket:

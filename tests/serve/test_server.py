@@ -1,11 +1,12 @@
 import json
+import resource
 import socket
 
 import pytest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lsq.serve.server import bound
+from lsq.serve.server import TOLD, bound, make_room
 from tests.serve.conftest import Served, wait_for
 
 
@@ -67,6 +68,35 @@ def test_a_client_that_sends_more_and_more_before_it_is_answered_is_left(serve, 
         with pytest.raises(OSError):
             while True:
                 send(client, "w1", times=100)
+    assert served.translate("w1")[0] == 200
+
+
+@pytest.mark.parametrize(("soft", "hard", "expected"), [
+    (1024, 4096, (3152, 4096)), (3200, 4096, None), (1024, resource.RLIM_INFINITY, (3152, resource.RLIM_INFINITY))
+])  # fmt: skip
+def test_room_for_connections(monkeypatch, soft, hard, expected):
+    chosen = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: chosen.append(limits))
+    make_room(2000)
+    assert chosen == ([] if expected is None else [expected])
+
+
+def test_connections_that_the_system_does_not_allow(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 2000))
+    with pytest.raises(ValueError, match="--limit-connections is 2048, and the 2000 files .* are enough for 848"):
+        make_room(2048)
+
+
+def test_more_connections_than_are_told_that_they_are_too_many(serve, echo):
+    served = serve(echo, connections=2)
+    connected = served.server.server_state.connections
+    clients = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(100)]
+    assert clients[-1].recv(1) == b""
+    assert len(connected) == 2 + TOLD
+    for client in clients:
+        client.close()
+    wait_for(lambda: not connected)
     assert served.translate("w1")[0] == 200
 
 
