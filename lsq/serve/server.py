@@ -23,6 +23,9 @@ ACCEPTED = 4 * BACKLOG
 TOLD = 64
 """Connections above the limit that are kept until they are told so; further ones are closed at once."""
 
+LAST_SECONDS = 1.0
+"""For clients to be told that the service ends at once."""
+
 OTHER_FILES = 64
 """Files that the process has open beside its connections."""
 
@@ -111,6 +114,17 @@ class Server(uvicorn.Server):
         """Called by uvicorn; clients can connect afterwards."""
         await super().startup(sockets)
         self.ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn at the end; where it is to be at once, clients are told so, and the lifespan ends, too."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            tasks = list(self.server_state.tasks)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=LAST_SECONDS)
+            await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

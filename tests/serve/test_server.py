@@ -1,3 +1,4 @@
+import concurrent.futures
 import json
 import resource
 import socket
@@ -100,9 +101,19 @@ def test_more_connections_than_are_told_that_they_are_too_many(serve, echo):
     assert served.translate("w1")[0] == 200
 
 
-def test_a_signal_ends_it_and_a_second_one_at_once(serve, echo):
-    server = serve(echo).server
-    server.stop()
-    assert server.should_exit and not server.force_exit
-    server.stop()
-    assert server.force_exit
+@pytest.mark.parametrize("signals", [1, 2])
+def test_who_is_not_answered_at_the_end_is_told_so(serve, echo, caplog, signals):
+    """At the first signal after a time, at the second at once; what is at work is interrupted, and nothing fails."""
+    served = serve(echo, shutdown_seconds=0.1 if signals == 1 else 1000)
+    echo.may_go.clear()
+    with concurrent.futures.ThreadPoolExecutor(2) as clients:
+        found = [clients.submit(served.translate, "w1") for _ in range(2)]
+        assert echo.at_work.wait(20)
+        wait_for(lambda: len(served.server.server_state.tasks) == 2)
+        for _ in range(signals - 1):
+            served.server.stop()
+        served.end()
+        error = {"error": "the service has ended before this was translated"}
+        assert [each.result() for each in found] == [(503, error)] * 2
+    assert echo.interrupted == 1
+    assert not [record for record in caplog.records if record.exc_info]
