@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lsq.backends import Backend, backend
 from lsq.decode.model import PROJECTION, DecodingModel
-from lsq.decode.prepared import Preparation, Recent
+from lsq.decode.prepared import Preparation, Recent, roomy
 from lsq.decode.programs import encoder_program, step_program
 from lsq.decode.steps import Candidates
 from lsq.layers.blocks import Sentences
@@ -47,7 +47,7 @@ class Engine:
         self._preparation = Preparation(model, place)
         hidden = model.architecture.decoder.config.hidden
         self._projection = self._preparation.weight(f"decoder.{PROJECTION}.weight", hidden)
-        self._programs, self._encoders, self._runs = Recent(64), Recent(4), Recent(24)
+        self._programs, self._encoders, self._runs = Recent(64), Recent(24), Recent(24)
         self._tensors: dict[str, Tensor] = {}
         self._sentences = self._rows = self._steps = 0
         self._taken = self._used = self._open = 0  # steps; places in the caches; rows of the last step
@@ -139,8 +139,9 @@ class Engine:
         """(what runs a step of so many rows, the operation that ends it); `top` 0: with all log-probabilities."""
         return self._runs.of((rows, top, asked), lambda: self._prepare(rows, top, asked))
 
+    @torch.inference_mode(False)  # what is kept is written to in both modes
     def _prepare(self, rows: int, top: int, asked: int):
-        architecture, allocate = self.model.architecture, self.place.allocate
+        architecture, take = self.model.architecture, self._preparation.blocks.take
         program = self._programs.of(rows, lambda: step_program(architecture, rows, self.place))
         views = {name: self._tensors[name][:rows] for name in ("tokens", "places", "owned", "sentence")}
         calls, borders = self._preparation.calls(program, {**self._tensors, **views})
@@ -149,10 +150,10 @@ class Engine:
             x=Coded(format=architecture.decoder.config.quant.activations, codes=codes, scale=scale),
             weight=self._projection, vocabulary=self.words,
             wanted=torch.zeros(rows, asked, dtype=torch.int64) if asked else None,
-            wanted_scores=allocate((rows, asked), torch.float32) if asked else None,
-            words=allocate((rows, top), torch.int64) if top else None,
-            scores=allocate((rows, top), torch.float32) if top else None,
-            every=None if top else allocate((rows, self.words), torch.float32),
+            wanted_scores=take((rows, asked), torch.float32) if asked else None,
+            words=take((rows, top), torch.int64) if top else None,
+            scores=take((rows, top), torch.float32) if top else None,
+            every=None if top else take((rows, self.words), torch.float32),
         )
         return self.place.prepare([*calls, (end, ())]), end
 
@@ -189,6 +190,7 @@ class Engine:
         memory_lengths[:count] = lengths
         lists[:count, :longest] = starts[:-1, None] + torch.arange(longest)
 
+    @torch.inference_mode(False)
     def _encoder(self, size: Sentences):
         """(what encodes a batch of that size, its inputs by name)."""
         architecture = self.model.architecture
@@ -204,13 +206,14 @@ class Engine:
 
     # Memory
 
+    @torch.inference_mode(False)
     def _memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor of that name, at least so large: where it has to grow, nothing prepared is right any more."""
         kept = self._tensors.get(name)
         if kept is None or any(have < want for have, want in zip(kept.shape, shape, strict=True)):
             before = kept.shape if kept is not None else (0,) * len(shape)
             sizes = [max(have, want) for have, want in zip(before, shape, strict=True)]
-            self._tensors[name] = kept = torch.zeros(sizes, dtype=dtype)
+            self._tensors[name] = kept = self.place.allocate(sizes, dtype)  # CPU: a page is none before it is touched
             self._runs.clear()
             self._encoders.clear()
         return kept
@@ -222,11 +225,6 @@ class Engine:
         least, most = (int(one) for one in values.aminmax())
         if least < 0 or most >= limit:
             raise ValueError(f"{name} lie between {least} and {most}; they must lie from 0 to {limit - 1}")
-
-
-def roomy(count: int) -> int:
-    """The power of two from `count` on: what has to grow does so a few times and no more."""
-    return 1 << (count - 1).bit_length()
 
 
 def filled(rows: int) -> int:

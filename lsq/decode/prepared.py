@@ -1,5 +1,6 @@
 """Programs of decoding bound to memory: weights packed once, temporary tensors that share memory, fixed addresses."""
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, TypeVar
@@ -44,6 +45,43 @@ class Recent(Generic[T]):
         self._kept.clear()
 
 
+class Blocks:
+    """Memory for what lives no longer than one run of a program: all programs share it, since one runs at a time.
+
+    Blocks have sizes of powers of two, so that few of them serve programs of any size; what is not used of a block is
+    never touched.
+    """
+
+    def __init__(self, place: Backend):
+        self._place = place
+        self._all: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """Another program is prepared: every block is free."""
+        self._free = defaultdict(list, {size: list(blocks) for size, blocks in self._all.items()})
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor with whatever values."""
+        wanted = math.prod(shape) * dtype.itemsize
+        size = roomy(wanted)
+        if not self._free[size]:
+            block = self._place.allocate((size,), torch.uint8)
+            self._all[size].append(block)
+            self._free[size].append(block)
+        return self._free[size].pop()[:wanted].view(dtype).view(shape)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """What was taken is not read any more: others of this program may have its memory."""
+        storage = tensor.untyped_storage()
+        self._free[storage.nbytes()].append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(size * len(blocks) for size, blocks in self._all.items())
+
+
 class Preparation:
     """Binds programs to the tensors of one model.
 
@@ -55,6 +93,7 @@ class Preparation:
     def __init__(self, model: DecodingModel, place: Backend):
         self._model, self._place = model, place
         self._packed: dict[str, PackedWeight] = {}
+        self.blocks = Blocks(place)
         self._tables = dict(model.tensors)
         architecture = model.architecture
         for side, stack in architecture.stacks.items():
@@ -75,28 +114,31 @@ class Preparation:
     ) -> tuple[list[Call], dict[VirtualTensor, Tensor]]:
         """The operations of a program on real tensors, for a backend to prepare, and its tensors.
 
+        Temporary tensors and outputs lie in `blocks`: they are right until another program runs.
+
         Args:
             program: without a backward pass.
             inputs: by name, those that are no tensors of the model.
-            results: where outputs go; fresh memory for the others.
+            results: where outputs go that must stay.
         """
         given = {**self._tables, **inputs}
         found: dict[VirtualTensor, Tensor] = dict(results or {})
         for border in (*program.inputs, *program.parameters):
             if border.name in given:
                 found[border] = given[border.name]
-        free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.blocks.begin()
         calls = []
         for index, operation in enumerate(program.operations):
             if not isinstance(operation, UnpackWeight):  # packed weights are unpacked already
                 for tensor in program.outputs_of[index]:
                     if tensor not in found:
-                        found[tensor] = _taken(free, tensor)
+                        found[tensor] = self.blocks.take(tensor.shape, tensor.dtype)
                 bound = self._packing(operation).bind(lambda one: one if isinstance(one, Tensor) else found[one])
-                calls.append((bound, [self._place.allocate(*spec) for spec in self._place.scratch(bound)]))
-                for tensor in program.dying[index]:
-                    if tensor.role == "temporary" and tensor in found:
-                        free[tensor.size].append(found[tensor])
+                scratch = [self.blocks.take(*spec) for spec in self._place.scratch(bound)]
+                calls.append((bound, scratch))
+                dead = (found[one] for one in program.dying[index] if one.role == "temporary" and one in found)
+                for tensor in (*dead, *scratch):
+                    self.blocks.give_back(tensor)
         return calls, found
 
     def _packing(self, operation: Operation) -> Operation:
@@ -111,7 +153,6 @@ class Preparation:
         )
 
 
-def _taken(free: Mapping[int, list[Tensor]], tensor: VirtualTensor) -> Tensor:
-    """Memory of a tensor that nobody reads any more, or fresh memory."""
-    memory = free[tensor.size].pop() if free[tensor.size] else torch.empty(tensor.size, dtype=torch.uint8)
-    return memory.view(-1).view(torch.uint8).view(tensor.dtype).view(tensor.shape)
+def roomy(count: int) -> int:
+    """The power of two from `count` on: what has to grow does so a few times and no more."""
+    return 1 << (count - 1).bit_length()

@@ -1,5 +1,7 @@
 """Engine: what the modules compute, word by word, whoever goes on from whom."""
 
+import random
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -116,3 +118,30 @@ def test_what_cannot_be_is_refused():
 def test_other_backends_are_refused():
     with pytest.raises(ValueError, match="runs on cpu and reference, not on"):
         Engine(model_of(small_model()), AbsentGPU())
+
+
+def test_inference_mode_may_come_and_go():
+    engine, found = Engine(model_of(small_model())), []
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            engine.begin(sentences(batch()), rows=3, steps=2)
+            found.append(engine.step_all(torch.full((3,), EOS), torch.arange(3)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_memory_depends_on_the_largest_batch_alone():
+    engine, chance = Engine(model_of(small_model())), random.Random(1)
+
+    def run(rows):
+        engine.begin(sentences(batch(lengths=[5] * rows)), rows=rows, steps=2)
+        for step in (engine.step_all, lambda *given: engine.step(*given, top=chance.randint(1, 30))):
+            step(torch.full((rows,), EOS), torch.arange(rows))
+
+    def kept():
+        return engine._preparation.blocks.bytes + sum(tensor.nbytes for tensor in engine._tensors.values())
+
+    run(70)
+    before = kept()
+    for _ in range(60):
+        run(chance.randint(1, 70))
+    assert kept() <= 1.5 * before

@@ -1,8 +1,10 @@
 """What is kept of prepared programs, and how their temporary tensors share memory."""
 
+import torch
+
 from lsq.backends import backend
 from lsq.decode.model import model_of
-from lsq.decode.prepared import Preparation, Recent
+from lsq.decode.prepared import Blocks, Preparation, Recent
 from lsq.decode.programs import encoder_program
 from lsq.layers.blocks import Sentences
 from lsq.ops.packed_project import PackedProject
@@ -36,3 +38,15 @@ def test_weights_are_packed_once_and_temporary_tensors_share_memory():
     assert all(one.tiles is other.tiles for one, other in zip(*packed, strict=True))
     temporary = [tensors[virtual] for virtual in tensors if virtual.role == "temporary"]
     assert len({one.untyped_storage().data_ptr() for one in temporary}) < len(temporary) / 2
+
+
+def test_programs_share_their_memory():
+    blocks = Blocks(backend("cpu"))
+    for _ in range(2):
+        blocks.begin()
+        first, second = blocks.take((3, 5), torch.float32), blocks.take((64,), torch.uint8)
+        assert first.shape == (3, 5) and first.data_ptr() != second.data_ptr()
+        blocks.give_back(first)
+        third, fourth = blocks.take((8, 2), torch.int32), blocks.take((33,), torch.int8)
+        assert third.data_ptr() == first.data_ptr() != fourth.data_ptr()
+        assert blocks.bytes == 3 * 64
