@@ -30,7 +30,7 @@ class Continuations:
         options: of the search.
         symbols: special words.
         limit: words before the end that a hypothesis has at most.
-        needed: n; None: all words of the vocabulary.
+        needed: n, where the options do not make it look at all words of the vocabulary.
         forced: int64 [S, P], the words that sentences begin with, filled with padding; None: none does.
     """
 
@@ -39,7 +39,7 @@ class Continuations:
         forced: Tensor | None,
     ):  # fmt: skip
         self.steps, self.options, self.symbols, self.limit, self.forced = steps, options, symbols, limit, forced
-        self.needed = None if options.temperature != 1 else needed
+        self.needed = None if options.all_words else needed
         self.step = 0
 
     def next(self, history: Tensor, parents: Tensor, sentences: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ class GroupSelection:
                 " beam that the groups divide"
             )
         self.size = beam // self.groups
-        self.needed = self.size + beam if self.strength >= 0 else None  # up to `beam` words become less probable
+        self.needed = self.size + beam  # up to `beam` words become less probable
 
     def choose(self, words: Tensor, log_probabilities: Tensor, totals: Tensor | None, sentences: Tensor) -> Chosen:
         """See `Selection.choose`."""

@@ -68,6 +68,13 @@ class SearchOptions:
                 f"diverse_beam_groups is {groups} and beam {self.beam}; groups must divide the beam, or be -1"
             )
 
+    @property
+    def all_words(self) -> bool:
+        """Whether a search looks at all words of a vocabulary, not at the most probable ones alone."""
+        drawn = self.sampling and self.sampling_topk == -1
+        rewarded = self.diverse_beam_groups != -1 and self.diverse_beam_strength < 0
+        return drawn or rewarded or self.temperature != 1
+
     def _check_sampling(self) -> None:
         if self.sampling_topk != -1 and self.sampling_topk < 1:
             raise ValueError(f"sampling_topk is {self.sampling_topk}; it must be at least 1, or -1 for all words")

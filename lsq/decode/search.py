@@ -84,8 +84,7 @@ def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions
         ValueError: that is less than the options want.
     """
     longest = max(len(source) for source in sources)
-    wanted = options.max_len_a * longest + min(options.max_len_b, steps.longest)  # no float holds every whole number
-    limit = int(min(wanted, steps.longest - 1))
+    limit = most_words(options, longest, steps.longest)
     if options.min_len > limit:
         raise ValueError(
             f"min_len is {options.min_len}, but a hypothesis may have {limit} words at most (max_len_a"
@@ -93,6 +92,16 @@ def length_limit(steps: Steps, sources: Sequence[Tensor], options: SearchOptions
             f" {steps.longest} positions in the model)"
         )
     return limit
+
+
+def most_words(options: SearchOptions, longest: int, positions: int) -> int:
+    """The words before its end that a hypothesis may have in a model of so many positions.
+
+    Args:
+        longest: words of the longest source of the batch.
+    """
+    wanted = options.max_len_a * longest + min(options.max_len_b, positions)  # no float holds every whole number
+    return int(min(wanted, positions - 1))
 
 
 def forced_words(

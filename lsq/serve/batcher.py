@@ -128,9 +128,10 @@ class Batcher:
         if not self._jobs:
             return []
         first, batch, longest = self._jobs[0], [], 0
+        limit = self.translator.limit(first.options)
         for job, number in self._in_turn([job for job in self._jobs if job.options == first.options]):
             longest = max(longest, len(job.parts[number].words))
-            if batch and (len(batch) + 1) * longest > self.translator.batch_tokens:
+            if batch and not limit.holds(len(batch) + 1, longest):
                 break
             job.waiting.popleft()
             batch.append((job, number))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lsq.decode import Hypothesis, SearchOptions, search
-from lsq.translate.batches import batches
+from lsq.translate.batches import BatchLimit, batches
 from lsq.translate.model import load
 from lsq.translate.splitting import sentences
 
 BATCH_TOKENS = 2048
-"""Words of a batch's sources, with padding."""
+"""Words of a batch's sources, with padding; what its hypotheses take is limited in proportion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Translator:
         path: a run of `lsq train-text`, its output folder with one run, a file of `lsq export`, or a checkpoint.
         data: of a checkpoint: the folder of its dictionaries.
         sentencepiece_model: of a checkpoint: its subwords; without it, lines are words of its dictionaries.
-        batch_tokens: words of a batch, with padding; a batch has one sentence at least.
+        batch_tokens: words of a batch, with padding (see BatchLimit); a batch has one sentence at least.
         split_long: cut lines that are too long for the model at the ends of sentences, and do not refuse them.
 
     Raises:
@@ -109,11 +109,16 @@ class Translator:
         options = options or self.options
         parts = self.all_parts(lines, [""] * len(lines) if prefixes is None else prefixes)
         hypotheses: dict[int, list[Hypothesis]] = {}
-        for batch in batches([len(part.words) for part in parts], self.batch_tokens):
+        for batch in batches([len(part.words) for part in parts], self.limit(options)):
             hypotheses |= zip(batch, self.search([parts[number] for number in batch], options), strict=True)
             if progress is not None:
                 progress(len(batch))
         return self.joined(len(lines), parts, [hypotheses[number] for number in range(len(parts))], options)
+
+    def limit(self, options: SearchOptions) -> BatchLimit:
+        """What is translated together at most."""
+        steps = self.model.steps
+        return BatchLimit(tokens=self.batch_tokens, options=options, vocabulary=steps.words, positions=steps.longest)
 
     def all_parts(self, lines: Sequence[str], prefixes: Sequence[str]) -> list[Part]:
         """What is translated of all lines, in their order.

@@ -30,7 +30,7 @@ def test_strength(strength, same):
     options = SearchOptions(beam=4, diverse_beam_groups=2, diverse_beam_strength=strength)
     words = choose(GroupSelection(options, 4, 9), 1, None).words.view(2, 2)  # candidates by groups
     assert (words[:, 0].tolist() == words[:, 1].tolist()) == same
-    assert (GroupSelection(options, 4, 9).needed is None) == (strength < 0)
+    assert options.all_words == (strength < 0)
 
 
 def test_a_vocabulary_too_small_for_the_groups_is_refused():

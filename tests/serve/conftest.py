@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,10 @@ class Echo(Translator):
         self.batch_tokens, self.split_long, self.batches, self.interrupted = 64, True, [], 0
         self.may_go, self.at_work = threading.Event(), threading.Event()
         self.may_go.set()
+
+    def limit(self, options: SearchOptions) -> SimpleNamespace:
+        """Words of the sources alone."""
+        return SimpleNamespace(holds=lambda count, longest: count * longest <= self.batch_tokens)
 
     def search(self, parts: list[Part], options: SearchOptions, before_step=None) -> list[list[Hypothesis]]:
         """The words of each part; w99 is what no option allows, and w98 breaks down."""
