@@ -23,6 +23,12 @@ from lsq.serve.request import parse
 from lsq.translate import RefusedLine, Translation, Translator
 
 PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+    " img-src data:; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'",
+}
+"""The page loads nothing but itself, and nothing from elsewhere."""
 GONE = 499
 """The client went away; nobody reads it but the metrics."""
 RETRY = {"Retry-After": "1"}
@@ -71,7 +77,7 @@ class Service:
 
     async def page(self, request: Request) -> Response:
         """For trying it in a browser."""
-        return FileResponse(PAGE)
+        return FileResponse(PAGE, headers=PAGE_HEADERS)
 
     async def health(self, request: Request) -> Response:
         """Whether it works; and whether its file is another one by now, which it takes no notice of."""

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from lsq.commands import serve
 from lsq.commands.translation_options import search_options
 from lsq.decode import SearchOptions
+from lsq.export import model_file
 from lsq.serve.limits import Limits
+from tests.export.test_model_file import exported
 from tests.translate.conftest import output, translator  # noqa: F401
 
 
@@ -48,6 +51,26 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(serve, "PACKAGES", ("uvicorn", "no_such_package"))
     with pytest.raises(ValueError, match=r"needs no_such_package; install them with: pip install 'lsq\[serve\]'"):
         serve.run(["--model", "m"])
+
+
+def test_an_exported_model_is_served_without_what_takes_long_to_import(tmp_path):
+    """fairseq, the compiler of PyTorch, and what those bring along."""
+    path = tmp_path / "model.safetensors"
+    model_file.write(path, replace(exported(), subwords=None))
+    code = f"""
+import sys
+from lsq.commands import serve, translate
+from lsq.serve import application, server
+from lsq.serve.limits import Limits
+translator = translate.translator_of(serve.parser().parse_args(["--model", {str(path)!r}]))
+service = application.Service(translator, translator.options, Limits())
+server.server_of(service.application(), Limits(), print)
+assert translator.translate(["encoder5\u2581 encoder6\u2581"])[0][0].text
+late = ("fairseq", "omegaconf", "matplotlib", "scipy", "sympy", "torch._dynamo", "torch._inductor", "numpy.f2py")
+found = [name for name in sys.modules if name.startswith(late)]
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.thorough

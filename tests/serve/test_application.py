@@ -41,6 +41,7 @@ def test_page_health_and_metrics(serve, echo):
     served.translate(["\0"])
     status, page = served.ask("GET", "/")
     assert status == 200 and page.startswith("<!doctype html>") and 'fetch("translate"' in page
+    assert "//" not in page  # nothing from elsewhere
     health = {"status": "ok", "model": str(echo.model.file), "model_changed": False}
     assert served.ask("GET", "/health") == (200, health)
     status, metrics = served.ask("GET", "/metrics")
