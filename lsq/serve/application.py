@@ -57,7 +57,8 @@ class Service:
             limits.check(options, translator.model.longest_source)
         except ValueError as error:
             raise ValueError(
-                f"every request without options of its own would be refused: {error}; change that, or the limit"
+                f"every request without options of its own would be refused: {error}; give another --beam, --max-len-a"
+                " or --max-len-b, or a higher --limit-beam or --limit-words"
             ) from None
         self.translator, self.options, self.limits, self.metrics = translator, options, limits, Metrics()
         self.batcher = Batcher(translator, limits.queue, self.metrics)
