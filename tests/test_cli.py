@@ -35,6 +35,10 @@ def test_help_lists_every_command(capsys):
         assert f"  {name} " in printed and text in printed
 
 
+def test_python_m_lsq():
+    assert subprocess.run([sys.executable, "-m", "lsq", "--version"], capture_output=True).stdout.startswith(b"lsq ")
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])

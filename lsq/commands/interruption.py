@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP during training: finish the update, write a checkpoint, say so, and stop."""
+"""SIGINT, SIGTERM and SIGHUP, during training: finish the update, write a checkpoint, say so, and stop."""
 
 import contextlib
 import os
@@ -13,12 +13,31 @@ def name_of(number: int) -> str:
 
 
 class Interrupted(SystemExit):
-    """A signal ended the training; the exit status is 128 plus its number, as shells have it."""
+    """A signal ended the work; the exit status is 128 plus its number, as shells have it."""
 
     def __init__(self, number: int, message: str):
         super().__init__(128 + number)
         self.number = number
         self.message = message
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Within this context SIGTERM and SIGHUP raise Interrupted, so that what is half written is removed."""
+
+    def handle(number: int, frame: object) -> None:
+        raise Interrupted(number, f"stopped by {name_of(number)}")
+
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Interruption:

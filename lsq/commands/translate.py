@@ -15,7 +15,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from lsq import files
-from lsq.commands import logs
+from lsq.commands import interruption, logs
 from lsq.commands.options import HelpFormatter, count, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
 from lsq.decode import SearchOptions
@@ -74,6 +74,7 @@ def run(arguments: list[str]) -> int:
     Raises:
         ValueError, OSError: a mistake in the options or the files.
         KeyboardInterrupt: Ctrl-C; what was translated has been written, but to an --output.
+        Interrupted: SIGTERM or SIGHUP, with an --output.
     """
     given = parser().parse_args(arguments)
     logs.to_standard_error()
@@ -85,7 +86,8 @@ def run(arguments: list[str]) -> int:
     with contextlib.ExitStack() as opened:
         found = translated(lines_of(given, opened), translator, options, given)
         if given.output is not None:
-            files.write(given.output, lambda file: file.writelines(map(str.encode, found)))
+            with interruption.raised():
+                files.write(given.output, lambda file: file.writelines(map(str.encode, found)))
             return 0
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale has
@@ -103,8 +105,11 @@ def check_files(given: Namespace) -> None:
 
     Raises:
         FileNotFoundError: a file or folder is not there.
-        ValueError: a file is a folder, or --output is what is read, a device or a pipe.
+        ValueError: a file is a folder, --output is what is read, a device or a pipe, or text and prefixes are both
+            standard input.
     """
+    if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
+        raise ValueError("the text and --prefix cannot both be standard input; name a file for one of them")
     inputs = [path for path in (*given.files, given.prefix) if path not in (None, STANDARD_INPUT)]
     for path in inputs:
         check_file(path)

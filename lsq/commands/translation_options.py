@@ -32,7 +32,10 @@ def add_model(parser: ArgumentParser) -> None:
     )
     model.add_argument("--threads", type=count, help="of the processor (default: as PyTorch chooses)")
     model.add_argument(
-        "--batch-tokens", type=count, default=BATCH_TOKENS, help="words of sentences that are translated together"
+        "--batch-tokens",
+        type=count,
+        default=BATCH_TOKENS,
+        help="words of sentences that are translated together; their hypotheses are limited in proportion",
     )
     model.add_argument(
         "--long-lines",

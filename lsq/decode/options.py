@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from lsq.config import require_positive
 
+MOST_PENALTY = 10
+"""Lengths to a higher power are no float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
@@ -57,6 +60,10 @@ class SearchOptions:
         for name in ("length_penalty", "max_len_a", "unk_penalty", "diverse_beam_strength"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a finite number")
+        if abs(self.length_penalty) > MOST_PENALTY:
+            raise ValueError(
+                f"length_penalty is {self.length_penalty}; it must be from -{MOST_PENALTY} to {MOST_PENALTY}"
+            )
         if self.max_len_a < 0:
             raise ValueError(f"max_len_a is {self.max_len_a}; it must be at least 0")
         if not -(2**63) <= self.seed < 2**64:

@@ -56,6 +56,12 @@ def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None 
         if data is not None or sentencepiece_model is not None:
             raise ValueError(f"{path} has its words in it; leave --data and --sentencepiece-model out")
         return _exported(path)
+    for folder in (path, path.parent):
+        if (folder / "model.bin").is_file() and (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder} is a model of CTranslate2's, which lsq does not read; name the run, or what"
+                " `lsq export --to lsq` makes of it"
+            )
     return _trained(path, data, sentencepiece_model)
 
 

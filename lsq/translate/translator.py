@@ -1,5 +1,7 @@
 """A trained model that translates text."""
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +12,17 @@ import torch
 from torch import Tensor
 
 from lsq.decode import Hypothesis, SearchOptions, search
+from lsq.decode.search import most_words
 from lsq.translate.batches import BatchLimit, batches
 from lsq.translate.model import load
 from lsq.translate.splitting import sentences
 
+logger = logging.getLogger(__name__)
+
 BATCH_TOKENS = 2048
 """Words of a batch's sources, with padding; what its hypotheses take is limited in proportion."""
+SHOWN = 60
+"""Characters of a line in a message, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,8 @@ class Translator:
         ValueError: a file is damaged, or something else; or batch_tokens is below 1.
     """
 
+    _told_of_unknown = False
+
     def __init__(
         self,
         path: str | PathLike,
@@ -76,7 +85,7 @@ class Translator:
         data, sentencepiece_model = (None if given is None else Path(given) for given in (data, sentencepiece_model))
         self.model = load(Path(path), data, sentencepiece_model)
         self.batch_tokens, self.split_long = batch_tokens, split_long
-        self._at_work = threading.Lock()
+        self._at_work, self._process = threading.Lock(), os.getpid()
 
     @property
     def options(self) -> SearchOptions:
@@ -103,7 +112,7 @@ class Translator:
             without words.
 
         Raises:
-            RefusedLine: a line is too long, or holds what is no text.
+            RefusedLine: a line or a prefix is too long, or holds what is no text.
             ValueError: there are more or fewer prefixes than lines.
         """
         options = options or self.options
@@ -152,12 +161,25 @@ class Translator:
             raise RefusedLine(
                 number, f"{what} has {too_long - 1} subwords, and the model takes {longest - 1} at most; shorten it"
             )
-        none = subwords.target_words("")
-        beginnings = [subwords.target_words(" ".join(prefix.split())), *[none] * (len(encoded) - 1)]
+        beginnings = [self._beginning(number, prefix), *[subwords.target_words("")] * (len(encoded) - 1)]
         return [
             Part(line=number, words=words, prefix=beginning)
             for words, beginning in zip(encoded, beginnings, strict=True)
         ]
+
+    def _beginning(self, number: int, prefix: str) -> Tensor:
+        """The words of a prefix; those that the model does not know are told of, once."""
+        symbols, text = self.model.symbols, " ".join(prefix.split())
+        words = self.model.subwords.target_words(text)
+        if (words == symbols.padding).any():
+            raise RefusedLine(number, "its prefix has the symbol of padding, which is no word; remove it")
+        if not self._told_of_unknown and (words == symbols.unknown).any():
+            self._told_of_unknown = True
+            logger.warning(
+                "line %d: its prefix %r has characters or words that the model does not know; they are taken as its"
+                " unknown word (said once)", number + 1, text[:SHOWN],
+            )  # fmt: skip
+        return words
 
     def search(
         self, parts: Sequence[Part], options: SearchOptions, before_step: Callable[[], object] | None = None
@@ -165,9 +187,24 @@ class Translator:
         """The hypotheses of each part, in one batch; what `before_step` raises ends the search (see `search`).
 
         Raises:
+            RefusedLine: a prefix has more words than a hypothesis may have.
             ValueError: the options allow no hypothesis of a part.
+            RuntimeError: the process was forked off the one that loaded the model, and would wait for its threads.
         """
+        if os.getpid() != self._process and torch.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process was forked off the one that loaded the model, whose threads are not here; call"
+                " torch.set_num_threads(1) first, or start processes by 'spawn' and let each load the model"
+            )
         words, prefixes = [part.words for part in parts], [part.prefix for part in parts]
+        limit = most_words(options, max(map(len, words), default=0), self.model.steps.longest)
+        for part in parts:
+            if len(part.prefix) > limit:
+                raise RefusedLine(
+                    part.line,
+                    f"its prefix has {len(part.prefix)} words or subwords, and a translation {limit} at most; shorten"
+                    " it, or allow longer ones (max_len_b)",
+                )
         with self._at_work, torch.inference_mode():
             return search(
                 self.model.steps, words, options, prefixes, symbols=self.model.symbols, before_step=before_step

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lsq.commands.interruption import Interrupted, Interruption
+from lsq.commands.interruption import Interrupted, Interruption, raised
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +122,13 @@ def test_second_signal_and_forked_processes_are_not_deferred():
     assert done.stdout.split() == ["0", "-15", "None", "noted"]
     assert done.returncode == -signal.SIGTERM
     assert time.monotonic() - start < 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_raised_within_a_context(number):
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=str(128 + number)) as stopped, raised():
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+    assert stopped.value.message == f"stopped by {signal.Signals(number).name}"
+    assert signal.getsignal(number) == before

@@ -136,10 +136,18 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
             translate.run(["--model", "m", str(text), "--output", str(written)])
 
 
+def test_text_and_prefixes_are_not_both_standard_input(monkeypatch):
+    monkeypatch.setattr(translate, "translator_of", None)
+    for files in ([], ["-"]):
+        with pytest.raises(ValueError, match="--prefix cannot both be standard input"):
+            translate.run(["--model", "m", "--prefix", "-", *files])
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--nbest", "3"], "nbest is 3 and beam 2"),
     (["--sampling-topk", "3"], "they need sampling"),
     (["--temperature", "0"], "temperature is 0.0"),
+    (["--length-penalty", "1e300"], r"length_penalty is 1e\+300; it must be from -10 to 10"),
     (["--threads", "100000"], "--threads is 100000, and this machine has [0-9]+ cores"),
 ])  # fmt: skip
 def test_mistakes_in_options(lsq_translate, text, options, message):
@@ -165,16 +173,19 @@ def test_whoever_reads_may_go(output):  # noqa: F811
 
 
 @pytest.mark.thorough
-def test_ctrl_c(output, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(("sent", "name"), [
+    (signal.SIGINT, b"Ctrl-C (SIGINT)"), (signal.SIGTERM, b"SIGTERM"), (signal.SIGHUP, b"SIGHUP"),
+])  # fmt: skip
+def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # noqa: F811
     written = tmp_path / "out.txt"
     found = start(output, "--output", str(written), "--buffer", "1", stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     found.stdin.write(b"red\n")
     found.stdin.flush()
     while not list(tmp_path.iterdir()):
         time.sleep(0.05)
-    found.send_signal(signal.SIGINT)
+    found.send_signal(sent)
     _, errors = found.communicate()
-    assert found.returncode == 130 and errors == b"lsq translate: stopped by Ctrl-C (SIGINT)\n"
+    assert found.returncode == 128 + sent and errors == b"lsq translate: stopped by " + name + b"\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -79,3 +79,11 @@ def test_what_is_not_there_is_named(output, tmp_path):
         load(tmp_path / "missing")
     with pytest.raises(ValueError, match="is no finished run of lsq train-text"):
         load(output / "data")
+
+
+def test_a_model_of_ctranslate2_is_named(tmp_path):
+    for name in ("model.bin", "config.json", "shared_vocabulary.json"):
+        (tmp_path / name).write_text("{}")
+    for path in (tmp_path, tmp_path / "model.bin"):
+        with pytest.raises(ValueError, match=f"^{tmp_path} is a model of CTranslate2's, which lsq does not read"):
+            load(path)

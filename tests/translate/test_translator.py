@@ -1,6 +1,8 @@
+import os
 import threading
 
 import pytest
+import torch
 
 import lsq
 from lsq.decode import SearchOptions
@@ -130,3 +132,30 @@ def test_it_is_part_of_lsq():
 def test_batch_tokens_are_checked(output):
     with pytest.raises(ValueError, match="batch_tokens is 0; it must be at least 1"):
         Translator(output, batch_tokens=0)
+
+
+def test_prefixes_that_cannot_be_are_refused(translator):
+    with pytest.raises(RefusedLine, match=r"^line 2: its prefix has \d+ words or subwords, and a translation 40"):
+        translator.translate(["red", "red"], BEAM, prefixes=["", "GREEN " * 100])
+
+
+def test_unknown_words_of_prefixes_are_told_of_once(output, caplog):
+    translator = Translator(output)
+    found = translator.translate(["red", "two dog", "red"], BEAM, prefixes=["GREEN", "\u4f60", "\u597d"])
+    assert all(isinstance(translations[0].text, str) for translations in found)
+    (record,) = (record for record in caplog.records if "does not know" in record.message)
+    assert record.message.startswith("line 2: its prefix '\u4f60' has")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no system with fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(translator, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    child = os.fork()
+    if not child:
+        try:
+            translator.translate(["red"], BEAM)
+        except RuntimeError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -1,0 +1,8 @@
+"""`python -m lsq` is `lsq`."""
+
+import sys
+
+from lsq.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
