@@ -95,9 +95,9 @@ class Batcher:
             QueueFull: too many sentences wait.
             ValueError: the options allow no translation.
         """
-        parts = await asyncio.to_thread(self.translator.all_parts, lines, prefixes)
+        parts = await asyncio.to_thread(self._parts, lines, prefixes)
         if self.waiting + len(parts) > self.queue:
-            raise QueueFull(alone=len(parts) > self.queue)
+            raise QueueFull(alone=False)
         found: list[list[Hypothesis]] = []
         if parts:
             job = Job(options=options, parts=parts, done=asyncio.get_running_loop().create_future())
@@ -109,6 +109,15 @@ class Batcher:
                 job.left = True
                 self._forget(job)
         return self.translator.joined(len(lines), parts, found, options)
+
+    def _parts(self, lines: list[str], prefixes: list[str]) -> list[Part]:
+        """What is translated of all lines; no more are looked at once they have more sentences than the queue takes."""
+        found = []
+        for number, (line, prefix) in enumerate(zip(lines, prefixes, strict=True)):
+            found += self.translator.parts(number, line, prefix)
+            if len(found) > self.queue:
+                raise QueueFull(alone=True)
+        return found
 
     def _forget(self, job: Job) -> None:
         if job in self._jobs:

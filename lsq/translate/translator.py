@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 2048
 """Words of a batch's sources, with padding; what its hypotheses take is limited in proportion."""
+SENTENCES = 10_000
+"""Of a line that is cut, at most: a line of full stops would have half as many as it has bytes."""
 SHOWN = 60
 """Characters of a line in a message, at most."""
 
@@ -154,7 +156,10 @@ class Translator:
         subwords, longest = self.model.subwords, self.model.longest_source
         encoded = [subwords.source_words(text)]
         if len(encoded[0]) > longest and self.split_long:
-            encoded = [subwords.source_words(sentence) for sentence in sentences(text)]
+            cut = sentences(text)
+            if len(cut) > SENTENCES:
+                raise RefusedLine(number, f"it has {len(cut)} sentences, and a line may have {SENTENCES}; cut it")
+            encoded = [subwords.source_words(sentence) for sentence in cut]
         too_long = max(map(len, encoded))
         if too_long > longest:
             what = "one of its sentences" if len(encoded) > 1 else "it"

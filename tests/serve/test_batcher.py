@@ -71,6 +71,8 @@ def test_what_cannot_be_taken_is_refused_at_once(echo):
             with pytest.raises(QueueFull) as full:
                 await batcher.translate(lines, [""] * len(lines), BEAM)
             assert full.value.alone is alone
+        with pytest.raises(QueueFull):  # and nobody looks at the last line
+            await batcher.translate(["w2"] * 4 + ["\0"], [""] * 5, BEAM)
         with pytest.raises(RefusedLine, match="line 2"):
             await batcher.translate(["w1", "\0"], ["", ""], BEAM)
         assert [found[0].text for found in await batcher.translate(["", " "], ["", ""], BEAM)] == ["", ""]

@@ -117,6 +117,11 @@ def test_unknown_characters_are_translated_somehow(translator):
     assert isinstance(found[0].text, str)
 
 
+def test_a_line_of_full_stops_is_refused(translator):
+    with pytest.raises(RefusedLine, match="^line 1: it has 10001 sentences, and a line may have 10000; cut it"):
+        translator.translate(["! " * 10_001])
+
+
 def test_progress_counts_parts(translator):
     seen = []
     translator.translate(["red", "", "two dog"], BEAM, progress=seen.append)
