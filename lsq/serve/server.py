@@ -150,7 +150,8 @@ def server_of(application: Starlette, limits: Limits, ready: Callable[[], object
     """A server; its `serve(sockets=[...])` is a coroutine, and `ready` is called when clients can connect."""
     patient = type("Protocol", (Protocol,), {"limits": limits})
     config = uvicorn.Config(
-        application, http=patient, ws="none", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
+        application, http=patient, ws="none", server_header=False, backlog=BACKLOG,
+        log_config=None, log_level="error", access_log=False,  # of what clients do wrong, there may be no end
         limit_concurrency=limits.connections, timeout_graceful_shutdown=limits.shutdown_seconds,
     )  # fmt: skip
     return Server(config, ready)
