@@ -5,9 +5,9 @@ import torch
 from lsq.config import LayerConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
-from lsq.layers.compilation import beside_the_graph
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import check_memory, pack_time_major, packing_options, unpack_time_major
+from lsq.layers.torch_compile import beside_the_graph
 
 
 class MultiheadAttention(ProgramModule):

@@ -4,8 +4,8 @@ import torch
 
 from lsq.config import LayerConfig
 from lsq.layers import programs
-from lsq.layers.compilation import beside_the_graph
 from lsq.layers.module import ProgramModule, rows_of
+from lsq.layers.torch_compile import beside_the_graph
 
 
 class FeedForward(ProgramModule):

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from lsq.backends import Backend, for_device
 from lsq.layers.blocks import Sentences
-from lsq.layers.compilation import beside_the_graph
 from lsq.layers.module import ProgramModule
+from lsq.layers.torch_compile import beside_the_graph
 from lsq.program import rehearsal
 
 

@@ -5,8 +5,8 @@ from torch import nn
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig, check_dimension
 from lsq.layers import programs
-from lsq.layers.compilation import beside_the_graph
 from lsq.layers.module import ProgramModule, rows_of
+from lsq.layers.torch_compile import beside_the_graph
 
 
 class VocabularyProjection(ProgramModule):
