@@ -129,7 +129,8 @@ def model_of(module: nn.Module) -> DecodingModel:
             `output_projection`. In eval mode.
 
     Raises:
-        ValueError: it is in training mode or in float mode, or its clips were never measured.
+        ValueError: it is in training mode or in float mode, its clips were never measured, or its final norm is of
+            another kind than those of its layers.
     """
     encoder, decoder = getattr(module, "encoder", None), module.decoder
     for each in module.modules():
@@ -157,6 +158,10 @@ def model_of(module: nn.Module) -> DecodingModel:
 
 def _architecture(stack: nn.Module) -> StackArchitecture:
     embedding: Embedding = stack.embed_tokens
+    norm, wanted = stack.layer_norm, nn.RMSNorm if stack.layers[0].config.norm == "rms" else nn.LayerNorm
+    if norm is not None and not isinstance(norm, wanted):
+        given = type(norm).__name__
+        raise ValueError(f"the final norm is a {given} behind layers of another norm; use {wanted.__name__}")
     config = replace(stack.layers[0].config, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
     return StackArchitecture(
         config=config, layers=len(stack.layers), words=len(embedding.weight), max_positions=embedding.max_positions,

@@ -31,7 +31,8 @@ class SmallStack(Stack, nn.Module):
         self.dictionary, self.padding_idx = Dictionary(), PADDING
         self.embed_tokens = Embedding(words, config.hidden, PADDING, max_positions=64, **embedding)
         self.layers = nn.ModuleList(layers)
-        self.layer_norm = nn.LayerNorm(config.hidden) if config.pre_norm else None
+        norm = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
+        self.layer_norm = norm(config.hidden, eps=config.layer_norm_epsilon) if config.pre_norm else None
 
 
 class SmallModel(nn.Module):

@@ -68,3 +68,10 @@ def test_tensors_that_do_not_fit_are_refused():
 def test_modules_that_are_not_ready_are_refused():
     with pytest.raises(ValueError, match="eval mode"):
         model_of(small_model().train())
+
+
+def test_a_final_norm_of_another_kind_is_refused():
+    module = small_model(pre_norm=True, norm="rms")
+    module.decoder.layer_norm = torch.nn.LayerNorm(48)
+    with pytest.raises(ValueError, match="the final norm is a LayerNorm behind layers of another norm; use RMSNorm"):
+        model_of(module)

@@ -1,0 +1,71 @@
+"""Engine on every library and any number of threads, for models of many shapes: what the modules compute."""
+
+import random
+
+import pytest
+import torch
+
+from lsq.csrc import loader, shared_library
+from lsq.decode.engine import Engine
+from lsq.decode.model import model_of
+from tests.decode.models import EOS, PADDING, batch, small_model
+
+LEVELS = [
+    level for level, needed in loader._REQUIRED.items()
+    if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
+]  # fmt: skip
+
+
+def drawn(chance: random.Random) -> dict:
+    """Options of `small_model`."""
+    heads = chance.choice([1, 2, 3, 4])
+    return {
+        "encoder_layers": chance.choice([0, 1, 2, 3]),
+        "decoder_layers": chance.choice([1, 2]),
+        "words": chance.randint(20, 90),
+        "heads": heads,
+        "hidden": 16 * heads * chance.choice([1, 2]),
+        "feed_forward": 16 * chance.randint(1, 9),
+        "activation": chance.choice(["relu", "gelu"]),
+        "pre_norm": chance.random() < 0.5,
+        "norm": chance.choice(["layer", "layer", "rms"]),
+        "tied": chance.random() < 0.5,
+        "shared": chance.random() < 0.5,
+        "embedding": {
+            "positions": chance.choice(["sinusoidal", "learned"]),
+            "layer_norm": chance.random() < 0.3,
+            "scale": chance.choice([None, 1.0]),
+        },
+        "quant": {
+            "weight_format": chance.choice(["int8", "int8", "int4"]),
+            "weight_granularity": chance.choice(["channel", "tensor"]),
+            "bits": chance.choice([8, 8, 6]),
+        },
+    }
+
+
+THOROUGH = [pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 40)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, *THOROUGH])
+def test_any_shape_on_any_library(seed, monkeypatch, request):
+    chance = random.Random(seed)
+    options, before = drawn(chance), torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+    lengths = [chance.randint(2, 40) for _ in range(chance.choice([1, 3, 37]))]
+    source = batch(options["words"], lengths, seed)
+    target = torch.randint(4, options["words"], (len(lengths), 5), generator=torch.Generator().manual_seed(seed))
+    target[:, 0] = EOS
+    for level in LEVELS:
+        library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
+        monkeypatch.setattr(loader, "library", lambda library=library: library)
+        torch.set_num_threads(chance.choice([1, 2, 3]))
+        module = small_model(**options)
+        engine = Engine(model_of(module))
+        engine.begin([row[row != PADDING] for row in source], rows=len(lengths), steps=5)
+        every = torch.arange(len(lengths))
+        found = torch.stack([engine.step_all(target[:, step], every) for step in range(5)], dim=1)
+        expected = module(source, target).log_softmax(2)
+        # where sums are added up in another order, a code that lies on a border may differ
+        differences = (found - expected).abs().amax(2)
+        assert differences.median() < 2e-5 and differences.max() < 0.1, (level, options)
