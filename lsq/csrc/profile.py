@@ -28,7 +28,7 @@ CALLED = {
     "emulator_load_matrices": "memory", "emulator_copy_async": "memory", "emulator_multiply": "mma",
     "emulator_begin_multiplication": "wgmma", "emulator_fence_shared": "barrier",
     "nearbyintf": "convert", "rintf": "convert",
-    "emulator_larger_magnitude": "float", "__fadd_rd": "float", "__byte_perm": "permute",
+    "emulator_larger_magnitude": "float", "__fadd_rd": "float", "__byte_perm": "permute", "__dp4a": "multiply",
     "floorf": "convert", "ceilf": "convert", "fmaf": "float", "fminf": "float", "fmaxf": "float", "fabsf": "float",
     "sqrtf": "root", "sqrt": "root", "logf": "logarithm",
 }  # fmt: skip

@@ -232,12 +232,21 @@ def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:
     Raises:
         ValueError: kernels have no such heads.
     """
-    check(
-        heads.width % VECTOR == 0 and 0 < heads.width <= WIDEST,
-        f"heads of {heads.width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up to {WIDEST}",
-    )
+    check_width(heads.width)
     wide = any(one.dtype == torch.float32 for one in (*_floats(heads), *floats))
     return TILE // ((1 + (heads.width > 64)) * (1 + wide))
+
+
+def check_width(width: int) -> None:
+    """Refuse heads that kernels do not have.
+
+    Raises:
+        ValueError: they have so many columns.
+    """
+    check(
+        width % VECTOR == 0 and 0 < width <= WIDEST,
+        f"heads of {width} columns cannot run on CUDA: the width must be a multiple of {VECTOR}, up to {WIDEST}",
+    )
 
 
 def threads(rows: int) -> int:

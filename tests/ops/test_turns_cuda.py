@@ -18,6 +18,7 @@ from lsq.ops.scales import TOGETHER
 from lsq.ops.sums import FinishSums, PartialSums
 from tests.ops import (
     cuda,
+    test_cached_attention_cuda,
     test_calibration_cuda,
     test_input_gradient_cuda,
     test_input_gradient_product_cuda,
@@ -190,7 +191,7 @@ def started_scales():
 
 CASES = {
     "adam.cu": adam_steps, "attention.cu": attentions, "attention_gradient.cu": attentions,
-    "attention_rows.cu": attentions,
+    "attention_rows.cu": attentions, "cached_attention.cu": test_cached_attention_cuda.turns,
     "calibration.cu": test_calibration_cuda.turns, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
     "input_gradient_product.cu": test_input_gradient_product_cuda.turns,

@@ -110,6 +110,12 @@ EMULATOR_INSTRUCTION unsigned __byte_perm(unsigned a, unsigned b, unsigned choic
     return chosen;
 }
 
+// sum plus the products of the bytes of a and b, as signed numbers.
+EMULATOR_INSTRUCTION int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 32; i += 8) sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+    return sum;
+}
+
 // The larger of two magnitudes, NaN if one is.
 EMULATOR_INSTRUCTION float emulator_larger_magnitude(float a, float b) {
     const float first = __builtin_fabsf(a), second = __builtin_fabsf(b);

@@ -3,24 +3,9 @@
 #pragma once
 
 #include "product.cuh"
-#include "vectors.cuh"
+#include "reduce.cuh"
 
 namespace lsq {
-
-// Whether this block is the last of its tile; leaves the tile's ticket at zero. What the others wrote before is there to
-// read. All threads of the block must call this.
-__device__ __forceinline__ bool last_of_tile(uint32_t* ticket) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(ticket, 1u) + 1 == gridDim.z;
-        if (last) atomicExch(ticket, 0u);
-    }
-    __syncthreads();
-    __threadfence();
-    return last;
-}
 
 // -> whether this block has the whole sums now. parts int32 [tiles, gridDim.z, TILE_M * TILE_N], each as it lies in
 // registers; a ticket a tile. All threads of the block must call this.
@@ -39,7 +24,7 @@ __device__ __forceinline__ bool add_up_parts(Sums& sums, int32_t* parts, uint32_
             store_words(quad(blockIdx.z, i, j), make_int4(four[0], four[1], four[2], four[3]));
         }
     }
-    if (!last_of_tile(tickets + tile)) return false;
+    if (!last_of(tickets + tile, gridDim.z)) return false;
 #pragma unroll 1
     for (int64_t part = 0; part < gridDim.z; ++part) {
         if (part == blockIdx.z) continue;

@@ -11,6 +11,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Sum {
     __device__ __forceinline__ static float join(float a, float b) { return a + b; }
+    __device__ __forceinline__ static int32_t join(int32_t a, int32_t b) { return a + b; }
 };
 // Of magnitudes as bits: NaN counts as larger than infinity.
 struct Largest {
@@ -65,6 +66,21 @@ __device__ __forceinline__ T group_reduce(T value) {
 template <int THREADS>
 __device__ __forceinline__ bool block_any(bool found) {
     return group_reduce<Largest, THREADS, THREADS>(static_cast<uint32_t>(found)) != 0;
+}
+
+// Whether this block is the last to call of `count` blocks with the same ticket, which is left at zero. What the others
+// wrote before is there to read. All threads of the block must call this.
+__device__ __forceinline__ bool last_of(uint32_t* ticket, uint32_t count) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(ticket, 1u) + 1 == count;
+        if (last) atomicExch(ticket, 0u);
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
 }
 
 // Whether this block is the last of all to call; `found` then says whether any thread of any block has found something.

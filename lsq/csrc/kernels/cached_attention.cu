@@ -1,0 +1,248 @@
+// Attention of one query a row to keys and values that a list finds in a cache of codes; lsq/ops/cached_attention.py is the
+// reference.
+//
+// Bound by reading the cache. A block has one head of one row, and a part of its list where few rows would leave
+// multiprocessors idle. A group of lanes has a key and its value, each lane 16 columns of both (8 where heads have no
+// multiple of 16), and asks for several keys before it looks at the first one. Scores are exact sums of codes. Each group
+// keeps a running maximum, sum and context (Milakov and Gimelshein 2018); the block joins those of its groups, and the
+// last block of a head those of its list's parts (Flash-Decoding, Dao et al. 2023), always in the same order.
+//
+// -DWIDTH: columns of a head, a multiple of 8 up to 128; -DLEAST: keys of a list for which another block is worth its while.
+#include "rounding.cuh"
+
+namespace {
+
+constexpr int kThreads = 128, kWarps = kThreads / kWarp;
+constexpr int kBytes = WIDTH % 16 == 0 ? 16 : 8;  // of a key that a lane has
+constexpr int kParts = WIDTH / kBytes;            // lanes that have some
+constexpr int kGroup = kParts > 8 ? 16 : kParts > 4 ? 8 : kParts > 2 ? 4 : kParts;  // lanes of a key
+constexpr int kGroups = kThreads / kGroup;
+constexpr int kTurn = 4;                // keys that a group asks for at a time
+constexpr int32_t kNone = -(1 << 30);   // the largest score of no keys
+
+// A lane's codes of a key or a value.
+struct Piece {
+    uint32_t word[kBytes / 4] = {};
+
+    __device__ __forceinline__ void load(const int8_t* from) {
+        if constexpr (kBytes == 16) {
+            const uint4 words = load_words<uint4>(from);
+            word[0] = words.x, word[1] = words.y, word[2] = words.z, word[3] = words.w;
+        } else {
+            const uint2 words = load_words<uint2>(from);
+            word[0] = words.x, word[1] = words.y;
+        }
+    }
+    __device__ __forceinline__ void store(int8_t* to) const {
+        if constexpr (kBytes == 16) {
+            store_words(to, make_uint4(word[0], word[1], word[2], word[3]));
+        } else {
+            store_words(to, make_uint2(word[0], word[1]));
+        }
+    }
+    __device__ __forceinline__ int32_t dot(const Piece& other) const {
+        int32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) {
+            sum = __dp4a(static_cast<int32_t>(word[i]), static_cast<int32_t>(other.word[i]), sum);
+        }
+        return sum;
+    }
+    // One code as a float: put in the last bits of 2^23 with its sign bit flipped, it stands 128 above itself.
+    __device__ __forceinline__ float value(int i) const {
+        return float_of(__byte_perm(word[i / 4] ^ 0x80808080u, 0x4B000000u, 0x7650u + i % 4)) - (8388608.0f + 128.0f);
+    }
+};
+
+// What some keys of a list come to: p = exp((score - largest) * factor), and p times the values, summed.
+struct alignas(16) State {
+    float context[WIDTH];
+    float total;
+    int32_t largest;
+};
+
+// What p is multiplied by where another score is the largest.
+__device__ __forceinline__ float shrink(int32_t largest, int32_t to, float factor) {
+    return bounded_exponential(static_cast<float>(largest - to) * factor);
+}
+
+// A lane's part of the state of the keys that its group has seen.
+struct Running {
+    float context[kBytes] = {}, total = 0.0f;
+    int32_t largest = kNone;
+
+    __device__ __forceinline__ void rise(int32_t to, float factor) {
+        const float by = shrink(largest, to, factor);
+        total *= by, largest = to;
+#pragma unroll
+        for (int i = 0; i < kBytes; ++i) context[i] *= by;
+    }
+    __device__ __forceinline__ void add(float p, const Piece& value) {
+        total += p;
+#pragma unroll
+        for (int i = 0; i < kBytes; ++i) context[i] = fmaf(p, value.value(i), context[i]);
+    }
+    // All groups of the warp together. All lanes must call this.
+    __device__ __forceinline__ void join_warp(float factor) {
+        int32_t highest = largest;
+#pragma unroll
+        for (int apart = kGroup; apart < kWarp; apart *= 2) {
+            highest = max(highest, __shfl_xor_sync(kAllLanes, highest, apart));
+        }
+        rise(highest, factor);
+#pragma unroll
+        for (int apart = kGroup; apart < kWarp; apart *= 2) {
+            total += __shfl_xor_sync(kAllLanes, total, apart);
+#pragma unroll
+            for (int i = 0; i < kBytes; ++i) context[i] += __shfl_xor_sync(kAllLanes, context[i], apart);
+        }
+    }
+};
+
+// Eight columns of several states as one.
+struct Joined {
+    float context[kVector] = {}, total = 0.0f;
+    int32_t largest = kNone;
+
+    __device__ __forceinline__ Joined(const State* states, int count, int column, float factor) {
+        for (int i = 0; i < count; ++i) largest = max(largest, states[i].largest);
+        for (int i = 0; i < count; ++i) {
+            const float by = shrink(states[i].largest, largest, factor);
+            float more[kVector];
+            load8(states[i].context + column, more);
+            total += by * states[i].total;
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) context[j] += by * more[j];
+        }
+    }
+};
+
+// One head of one row, on one block or several.
+struct Reader {
+    const CachedAttention& op;
+    const int head;
+    const int64_t row, list;
+    const int length, parts;  // of the list: keys, and blocks that share them
+    const int64_t* places;
+    const int part = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
+    const bool has = part < kParts;  // columns
+    const int8_t* own;               // the lane's part of the query, and of the key and value that it brings along
+    int8_t* cache;                   // the lane's part of the first key
+    const float factor;
+
+    __device__ __forceinline__ explicit Reader(const CachedAttention& op)
+        : op(op), head(blockIdx.x % op.heads), row(blockIdx.x / op.heads), list(op.owned[row]),
+          length(static_cast<int>(op.lengths[list])),
+          parts(max(1, min((length + LEAST - 1) / LEAST, static_cast<int>(gridDim.y)))),
+          places(op.lists + list * op.capacity),
+          own(op.queries.codes + (row * op.query_columns + head * WIDTH + part * kBytes)),
+          cache(op.cache + (head * WIDTH + part * kBytes)),
+          factor(op.queries.scale[0] * op.cache_scale[0] * static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)))) {}
+
+    // The lane's part of key j; that of its value lies a row's width behind.
+    __device__ __forceinline__ const int8_t* key(int j) const {
+        return op.appends && j == length - 1 ? own + op.columns : cache + places[j] * (2 * op.columns);
+    }
+
+    // The block's part of the list; a state for each of its warps.
+    __device__ __forceinline__ void read(State* states) const {
+        const int each = (length + parts - 1) / parts, begin = blockIdx.y * each, end = min(length, begin + each);
+        Running running;
+        Piece query;
+        if (has) query.load(own);
+        const int8_t* keys[kTurn];
+        const auto find = [&](int first) {  // one turn ahead: what is read next waits for it
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i) {
+                const int j = first + i * kGroups + group;
+                keys[i] = j < end ? key(j) : nullptr;
+            }
+        };
+        find(begin);
+        for (int first = begin; first < end; first += kTurn * kGroups) {
+            Piece of_keys[kTurn], values[kTurn];
+            bool there[kTurn];
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i) {
+                there[i] = keys[i] != nullptr;
+                if (there[i] && has) of_keys[i].load(keys[i]), values[i].load(keys[i] + op.columns);
+            }
+            find(first + kTurn * kGroups);
+            int32_t scores[kTurn], highest = running.largest;
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i) {
+                scores[i] = warp_reduce<Sum, kGroup>(query.dot(of_keys[i]));
+                if (there[i]) highest = max(highest, scores[i]);
+            }
+            running.rise(highest, factor);
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i) {
+                running.add(there[i] ? shrink(scores[i], highest, factor) : 0.0f, values[i]);
+            }
+        }
+        running.join_warp(factor);
+        State& state = states[threadIdx.x / kWarp];
+        if (threadIdx.x % kWarp < kGroup && has) {
+#pragma unroll
+            for (int i = 0; i < kBytes; i += 4) {
+                const float* four = running.context + i;
+                store_words(state.context + (part * kBytes + i), make_float4(four[0], four[1], four[2], four[3]));
+            }
+        }
+        if (threadIdx.x % kWarp == 0) state.total = running.total, state.largest = running.largest;
+    }
+
+    // Puts the key and value that the row brings along where its list ends.
+    __device__ __forceinline__ void append() const {
+        if (!op.appends || length == 0 || blockIdx.y != 0 || group != 0 || !has) return;
+        int8_t* to = cache + places[length - 1] * (2 * op.columns);
+#pragma unroll
+        for (int of_value = 0; of_value < 2; ++of_value) {
+            Piece piece;
+            piece.load(own + (1 + of_value) * op.columns);
+            piece.store(to + of_value * op.columns);
+        }
+    }
+};
+
+}  // namespace
+
+// all: [rows * heads, gridDim.y], states of parts of lists. grid: rows * heads, by blocks that may share a list.
+LSQ_KERNEL __launch_bounds__(kThreads)
+    lsq_cached_attention(const CachedAttention op, Out<uint32_t> ticket, Out<State> all) {
+    __shared__ State states[kWarps];
+    const CodeSink codes{op.context};
+    bool missing = false;
+    if (op.rows > 0) {
+        const Reader reader(op);
+        const int column = threadIdx.x * kVector;
+        const bool joins = column < WIDTH;
+        if (static_cast<int>(blockIdx.y) < reader.parts) {
+            reader.append();
+            reader.read(states);
+            __syncthreads();
+            const State* from = states;
+            int count = kWarps;
+            if (reader.parts > 1) {
+                State* parts = all + static_cast<int64_t>(blockIdx.x) * gridDim.y;
+                if (joins) {
+                    const Joined joined(states, kWarps, column, reader.factor);
+                    State& mine = parts[blockIdx.y];
+                    store8(mine.context + column, joined.context);
+                    if (column == 0) mine.total = joined.total, mine.largest = joined.largest;
+                }
+                from = last_of(ticket + (2 + blockIdx.x), reader.parts) ? parts : nullptr;
+                count = reader.parts;
+            }
+            if (joins && from) {
+                Joined joined(from, count, column, reader.factor);
+                const float share = op.cache_scale[0] / joined.total;
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) joined.context[i] = reader.length ? joined.context[i] * share : 0.0f;
+                missing = codes.write8(reader.row * op.columns + (reader.head * WIDTH + column), joined.context);
+            }
+        }
+    }
+    codes.finish<kThreads>(ticket, missing);
+}
+LSQ_EXPORT(lsq_cached_attention)
