@@ -148,7 +148,7 @@ class Engine:
         codes, scale = (borders[tensor] for tensor in program.outputs)
         end = NextWords(
             x=Coded(format=architecture.decoder.config.quant.activations, codes=codes, scale=scale),
-            weight=self._projection, vocabulary=self.words,
+            packed_weight=self._projection, vocabulary=self.words,
             wanted=torch.zeros(rows, asked, dtype=torch.int64) if asked else None,
             wanted_scores=take((rows, asked), torch.float32) if asked else None,
             words=take((rows, top), torch.int64) if top else None,

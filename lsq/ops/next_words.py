@@ -1,26 +1,42 @@
-"""The projection onto the vocabulary whose end keeps what a search wants of each row: for decoding on the CPU.
+"""The projection onto the vocabulary whose end keeps what a search wants of each row.
 
     log_probability = logit - log(sum of exp(logits))
 
-The logits are never stored, unless all log-probabilities are wanted. R rows, V words, K best ones, W wanted ones.
+The logits are never stored, unless all log-probabilities are wanted. On CUDA a tile of the product leaves the largest
+logit of every eight words beside each other; the K best words of a row are among the K best of these groups, whose
+logits are then made again (integer sums are exact, so they are the same), as are those of the wanted words.
+R rows, V words, P padded words, H inputs, K best words, W wanted ones.
 """
 
 from __future__ import annotations
 
+import torch
+
 from lsq import gemm
+from lsq.csrc.geometry import VECTOR
+from lsq.csrc.launch import check, launch
 from lsq.ops.packed_weight import PackedWeight
+from lsq.ops.tiled_product import tiled
+from lsq.ops.vocabulary_loss import PRODUCT
 from lsq.program.declare import Floats, In, Indices, Out, extent
 from lsq.program.operation import Operation
-from lsq.program.values import Coded
+from lsq.program.values import Coded, Weight
 
 
 class NextWords(Operation):
-    """The best words of each row, and those that are asked for, or all."""
+    """The best words of each row, and those that are asked for, or all.
+
+    Raises:
+        ValueError: it has none or both of `weight` and `packed_weight`, or not the one that its device reads; on CUDA,
+            P or H is no multiple of 16.
+    """
 
     x: In[Coded]
     """[R, H]"""
-    weight: In[PackedWeight]
-    """[P, H]"""
+    weight: In[Weight] | None
+    """[P, H], codes and scale: on CUDA."""
+    packed_weight: In[PackedWeight] | None
+    """[P, H], in place of it: on the CPU."""
     vocabulary: int
     """V, at most P."""
     wanted: In[Indices] | None
@@ -35,18 +51,69 @@ class NextWords(Operation):
     """[R, V], of all words."""
 
     rows = extent(0, "x.codes")
+    columns = extent(0, "weight.codes", "packed_weight.scale")
+    """P."""
     best = extent(1, "words")
     """K."""
     asked = extent(1, "wanted")
     """W."""
 
+    def __post_init__(self):
+        check(
+            (self.weight is None) != (self.packed_weight is None),
+            "NextWords reads one weight: give it `packed_weight` on the CPU, or `weight`, of codes, on CUDA",
+        )
+
     def limits(self):
         return {"wanted": self.vocabulary}
 
     def reference(self):
-        sums = gemm.reference(self.x.codes, self.weight.codes()[: self.vocabulary]).float()
-        logits = sums * (self.x.scale * self.weight.scale[: self.vocabulary])
+        weight = self.packed_weight or self.weight
+        codes = weight.codes if self.packed_weight is None else weight.codes()
+        sums = gemm.reference(self.x.codes, codes[: self.vocabulary]).float()
+        logits = sums * (self.x.scale * weight.scale[: self.vocabulary])
         found = logits.log_softmax(dim=1)
         order = logits.argsort(dim=1, descending=True, stable=True)[:, : self.best]
         asked = None if self.wanted is None else found.gather(1, self.wanted)
         return order, found.gather(1, order), asked, found
+
+    def cpu(self):
+        check(self.packed_weight is not None, "NextWords reads packed weights on the CPU: give it `packed_weight`")
+        super().cpu()
+
+    @property
+    def _tile(self) -> gemm.TileConfiguration | None:
+        """How logits are made, which is that of the vocabulary's loss; None: there are no rows."""
+        check(self.weight is not None, "NextWords reads no packed weights on CUDA: give it `weight`")
+        return gemm.cuda_tile(PRODUCT, *self._shape)
+
+    def cuda_scratch(self):
+        """The largest logits of groups of eight words; what warps leave of the rows of a tile, (largest logit, sum of
+        exponentials); the best groups of each row, best first, and the logits of their words."""
+        tile = self._tile
+        across = 0 if tile is None else tile.blocks(*self._shape[:2])[0]
+        groups = across * tile.columns // VECTOR if tile is not None and self.best else 0
+        warps = across * tile.warps[1] if tile is not None else 0
+        chosen = min(self.best, -(-self.vocabulary // VECTOR))
+        return [
+            ((self.rows, groups), torch.float32), ((self.rows, warps, 2), torch.float32),
+            ((self.rows, chosen), torch.int32), ((self.rows, chosen * VECTOR), torch.float32),
+        ]  # fmt: skip
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        """(R, P, H)."""
+        return self.rows, self.columns, self.x.codes.shape[1]
+
+    def cuda(self, groups, parts, chosen, logits):
+        tile, inner = self._tile, self.x.codes.shape[1]
+        if tile is None:
+            return []
+        product = tiled(
+            "next_words_product.cu", "lsq_next_words_product", tile, self._shape, self, inner, groups, parts
+        )
+        join = launch(
+            "next_words.cu", "lsq_next_words", self, inner, groups, groups.shape[1], parts, parts.shape[1], chosen,
+            chosen.shape[1], logits, grid=self.rows,
+        )  # fmt: skip
+        return [product, join]

@@ -15,7 +15,7 @@ def example(rows, words, best, asked, *, every=False, instructions=None, inner=6
     padded = -(-words // 16) * 16
     codes, scale = torch.randint(-127, 128, (padded, inner), dtype=torch.int8), 0.001 + 0.001 * torch.rand(padded)
     return NextWords(
-        x=rounded(rows, inner).bare(), weight=PackedWeight.of(codes, scale, instructions), vocabulary=words,
+        x=rounded(rows, inner).bare(), packed_weight=PackedWeight.of(codes, scale, instructions), vocabulary=words,
         wanted=torch.randint(0, words, (rows, asked)) if asked else None,
         wanted_scores=empty(rows, asked) if asked else None,
         words=empty(rows, best, dtype=torch.int64) if best else None, scores=empty(rows, best) if best else None,
@@ -48,7 +48,7 @@ def test_every_instruction(instructions):
 
 def test_of_equal_words_the_lower_number_comes_first():
     operation = example(2, 800, 12, 0)
-    operation.weight = PackedWeight.of(torch.ones(800, 64, dtype=torch.int8), torch.full((800,), 0.01))
+    operation.packed_weight = PackedWeight.of(torch.ones(800, 64, dtype=torch.int8), torch.full((800,), 0.01))
     assert same(operation).words.tolist() == [list(range(12))] * 2
 
 

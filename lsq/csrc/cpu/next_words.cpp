@@ -62,7 +62,7 @@ public:
 
     // Words [begin, begin + words) of rows [first, first + rows).
     void operator()(int64_t begin, int64_t words, int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
-        const float input = op_.x.scale[0], *scale = op_.weight.scale + begin;
+        const float input = op_.x.scale[0], *scale = op_.packed_weight.scale + begin;
         float *alpha = alpha_.data(), *y = logits_.data();
         for (int64_t i = 0; i < words; ++i) alpha[i] = input * scale[i];
         for (int64_t row = first; row < first + rows; ++row, sums += stride) {
@@ -142,7 +142,7 @@ void finish_row(const NextWords& op, Shared& shared, int64_t row, std::vector<in
 }  // namespace
 
 LSQ_OPERATION(NextWords, op) {
-    const TileProduct product = packed_product(op.x, op.weight, op.rows);
+    const TileProduct product = packed_product(op.x, op.packed_weight, op.rows);
     Shared shared(op);
 #pragma omp parallel
     {

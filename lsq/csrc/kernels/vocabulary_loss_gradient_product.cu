@@ -47,7 +47,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     const int64_t own = block_row() + threadIdx.x;
     __syncthreads();  // all have read the last stage
     if (threadIdx.x < TILE_M && own < given.rows) store_words(of_rows + threadIdx.x, GradientRow::of(op, own));
-    const LogitColumns columns(given);
+    const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
     const float factor = gradient_factor(given), each = given.each, target_weight = given.target_weight;
 #if ROUNDED

@@ -25,7 +25,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
     const bool has_row = thread < TILE_M && own < rows;
     __syncthreads();  // all have read the last stage
     if (thread < TILE_M) places[thread] = has_row ? place_in_tile(given.target[own]) : -1;
-    const LogitColumns columns(given);
+    const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
         const int line = static_cast<int>(row - block_row());

@@ -1,4 +1,5 @@
-// A tile of logits of codes in the registers of a block: what both passes of the vocabulary's loss do with it.
+// A tile of logits of codes in the registers of a block: what both passes of the vocabulary's loss do with it, and the
+// search for the next words.
 //
 // product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows; logits never go to memory.
 #pragma once
@@ -21,11 +22,12 @@ struct LogitColumns {
     int words;  // of the vocabulary, among them
     float alpha[kVector] = {}, scale[kVector] = {};
 
-    __device__ __forceinline__ explicit LogitColumns(const Prediction& given) : first(sums_column()) {
-        words = static_cast<int>(min(max(given.vocabulary - first, int64_t{0}), int64_t{kVector}));
+    __device__ __forceinline__ LogitColumns(const Coded& x, const Weight& weight, int64_t vocabulary)
+        : first(sums_column()) {
+        words = static_cast<int>(min(max(vocabulary - first, int64_t{0}), int64_t{kVector}));
         if (!words) return;
-        load8(given.weight.scale + first, scale);
-        const float x_scale = given.x.coded.scale[0];
+        load8(weight.scale + first, scale);
+        const float x_scale = x.scale[0];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             scale[i] = i < words ? scale[i] : 0.0f;
