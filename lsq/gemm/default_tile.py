@@ -15,6 +15,8 @@ SIDES = {
     "wgmma": ((128, 256), (128, 128), (128, 64), (64, 64)),
 }  # fmt: skip
 """Rows and columns of tiles, the fastest first."""
+FEW = 64
+"""Rows of a product up to which a tile has no more: others would be multiplied for nothing."""
 SHARED_BYTES = {"mma": 48 * 1024, "wgmma": 192 * 1024}
 """Of a block: two of them fit a multiprocessor of every GPU; of Hopper one, and two of small tiles."""
 STAGES = {"mma": 4, "wgmma": 8}
@@ -40,6 +42,7 @@ def default_tile(key: ProductKey, sm: int | None = None) -> TileConfiguration | 
     parts = MOST_PARTS if key.request.tokens == "k" else 1
     parts = max(1, min(parts, key.k // INNER_OF_A_PART))
     for rows, columns in SIDES[instruction]:
+        rows = FEW if key.m <= FEW else rows
         tiles = -(-key.m // rows) * -(-key.n // columns)
         if tiles * parts >= BLOCKS:
             break

@@ -74,3 +74,10 @@ def test_what_a_rule_gives_runs(op):
 )  # fmt: skip
 def test_what_kernels_do_not_end_is_left_to_cublaslt(key):
     assert default_tile(key) is None
+
+
+@pytest.mark.parametrize(("sm", "columns"), [(None, 128), (90, 256)])
+@pytest.mark.parametrize(("m", "rows"), [(1, 64), (64, 64), (65, 128)])
+def test_few_rows_are_not_filled_up_to_128(m, rows, sm, columns):
+    found = default_tile(asked("vocabulary_loss", m, 32768, 512), sm)
+    assert (found.rows, found.columns) == (rows, columns)
