@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from operations import PADDING, PROCESSES, Size, layer_config, others, sizes, table, words
+from operations import PADDING, POSITIONS, PROCESSES, Size, layer_config, others, sizes, table, words
 from tqdm import tqdm
 
 from lsq import gemm
@@ -21,6 +21,8 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.csrc import compiler
 from lsq.csrc.compiler import Resources
 from lsq.csrc.launch import Kernel, Launch
+from lsq.decode.architecture import Architecture, StackArchitecture
+from lsq.decode.programs import encoder_program, step_program
 from lsq.gemm.configuration import WGMMA_SM
 from lsq.gemm.default_tile import default_tile
 from lsq.gemm.product_key import ProductKey
@@ -62,7 +64,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
 
 
 def needed_programs() -> Iterator[Program]:
-    """Every program of a training run and of decoding."""
+    """Every program of a training run, of decoding by modules and by the engine."""
     for size in sizes(TOKENS):
         sentences = Sentences(rows=size.tokens, count=size.sentences)
         step = Sentences(rows=size.sentences, count=size.sentences)
@@ -78,6 +80,21 @@ def needed_programs() -> Iterator[Program]:
                 yield decoding.decoder_step(config, 7, sentences, mode)
                 yield decoding.encoder_step(config, 7, sentences.count, mode)
                 yield programs.vocabulary_logits(quant, step.rows, words(size), mode)
+                if quant.quantized:
+                    architecture = translation_model(size, config)
+                    yield encoder_program(architecture, sentences, mode.backend)
+                    yield step_program(architecture, step.rows, mode.backend)
+
+
+def translation_model(size: Size, config: LayerConfig) -> Architecture:
+    """What the decoding engine needs to know of one, with a layer on each side."""
+    stack = StackArchitecture(
+        config=config, layers=1, words=size.vocabulary, max_positions=POSITIONS, positions="sinusoidal",
+        embedding_scale=size.hidden**0.5, embedding_norm=False, final_norm=config.pre_norm,
+    )
+    return Architecture(
+        encoder=stack, decoder=stack, shared_words=True, tied_projection=True, padding=PADDING, bos=0, eos=2, unk=3
+    )
 
 
 def messages(dtypes=DTYPES) -> Iterator[Operation]:

@@ -14,6 +14,7 @@ class CPU(Backend):
 
     name = "cpu"
     refillable = True
+    packs_weights = True
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         return operation.cpu_scratch()

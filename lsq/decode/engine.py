@@ -1,8 +1,8 @@
-"""Decoding in int8 on the CPU: prepared steps on fixed addresses, a whole step of all layers in one call.
+"""Decoding in int8: prepared steps on fixed addresses, a whole step of all layers in one call.
 
-Weights are packed once. Keys and values are kept as codes and never moved: each row of a step has a list of the places
-where its own lie, and going on from another row copies that list. The encoder's keys and values are made once for each
-sentence. R rows, V words, H hidden.
+Weights are put where products read them once, packed on the CPU. Keys and values are kept as codes and never moved:
+each row of a step has a list of the places where its own lie, and going on from another row copies that list. The
+encoder's keys and values are made once for each sentence. R rows, V words, H hidden.
 """
 
 from collections.abc import Sequence
@@ -17,36 +17,34 @@ from lsq.decode.programs import encoder_program, step_program
 from lsq.decode.steps import Candidates
 from lsq.layers.blocks import Sentences
 from lsq.ops.next_words import NextWords
+from lsq.ops.packed_weight import PackedWeight
 from lsq.program.values import Coded
-
-BACKENDS = ("cpu", "reference")
-"""Where the engine runs; "reference" for comparison."""
 
 
 class Engine:
     """A DecodingModel at work; satisfies lsq.decode.Steps. Not to be used by several threads at the same time.
 
+    Sources, words and parents may lie on the CPU, wherever the engine runs, and candidates lie where words do. Nothing
+    waits for a GPU inside a step but what copies candidates to the CPU; so the values of words and parents that lie on
+    one are not looked at.
+
     Args:
         model: which.
-        place: where; None: the CPU.
+        place: where it runs; None: the CPU.
 
     Raises:
-        ValueError: it is another backend than the CPU's, or its C++ library is missing.
+        ValueError: the C++ library is missing, or on a GPU kernels cannot take the model's widths.
     """
 
     def __init__(self, model: DecodingModel, place: Backend | None = None):
         place = place or backend("cpu")
-        if place.name not in BACKENDS:
-            raise ValueError(
-                f"the decoding engine runs on {' and '.join(BACKENDS)}, not on {place.name}; decode on the CPU, or "
-                "with the model's own incremental steps"
-            )
         self.model, self.place = model, place
         self.words = model.architecture.decoder.words
         self.longest = model.architecture.decoder.max_positions
         self._preparation = Preparation(model, place)
         hidden = model.architecture.decoder.config.hidden
-        self._projection = self._preparation.weight(f"decoder.{PROJECTION}.weight", hidden)
+        projection = self._preparation.weight(f"decoder.{PROJECTION}.weight", hidden)
+        self._projection = {"packed_weight" if isinstance(projection, PackedWeight) else "weight": projection}
         self._programs, self._encoders, self._runs = Recent(64), Recent(24), Recent(24)
         self._tensors: dict[str, Tensor] = {}
         self._sentences = self._rows = self._steps = 0
@@ -74,7 +72,8 @@ class Engine:
         self._memory("lists", (capacity, roomy(steps)), torch.int64)
         for name in ("lengths", "tokens", "places", "sentence"):
             self._memory(name, (capacity,), torch.int64)
-        self._memory("owned", (capacity,), torch.int64).copy_(torch.arange(len(self._tensors["owned"])))
+        owned = self._memory("owned", (capacity,), torch.int64)
+        torch.arange(len(owned), out=owned)
         if architecture.encoder is not None:
             self._encode(sources)
 
@@ -89,21 +88,21 @@ class Engine:
         if wanted is not None:
             self._check("wanted", wanted, self.words)
         found = self._run(words, parents, top, wanted)
-        rows = len(words)
+        rows, to = len(words), words.device
         return Candidates(
-            words=found.words[:rows].clone(), log_probabilities=found.scores[:rows].clone(),
-            wanted=None if wanted is None else found.wanted_scores[:rows].clone(),
+            words=found.words[:rows].to(to, copy=True), log_probabilities=found.scores[:rows].to(to, copy=True),
+            wanted=None if wanted is None else found.wanted_scores[:rows].to(to, copy=True),
         )
 
     def step_all(self, words: Tensor, parents: Tensor) -> Tensor:
         """The same, with the log-probabilities of all words: float32 [R, V]."""
-        return self._run(words, parents, 0, None).every[: len(words)].clone()
+        return self._run(words, parents, 0, None).every[: len(words)].to(words.device, copy=True)
 
     # A step
 
     @torch.no_grad()
     def _run(self, words: Tensor, parents: Tensor, top: int, wanted: Tensor | None) -> NextWords:
-        rows, taken, tensors = len(words), self._taken, self._tensors
+        rows, taken = len(words), self._taken
         if not 1 <= rows <= self._rows or len(parents) != rows:
             raise ValueError(
                 f"given {rows} words and {len(parents)} parents; there must be as many of both, from 1 to "
@@ -113,27 +112,31 @@ class Engine:
             raise ValueError(f"{taken} steps were taken, as many as announced; begin anew, with more steps")
         self._check("words", words, self.words)
         self._check("parents", parents, self._open if taken else self._sentences)
+        words, parents, *asked = self._here(words, parents, *([] if wanted is None else [wanted]))
         size = filled(rows)
-        lists, sentence = tensors["lists"], tensors["sentence"]
-        if taken:
-            lists[:rows, :taken] = lists[:, :taken].index_select(0, parents)
-            sentence[:rows] = sentence.index_select(0, parents)
-        else:
-            sentence[:rows] = parents
-        lists[:rows, taken] = torch.arange(self._used, self._used + rows)
-        sentence[rows:size] = 0
-        for name, value, filling in (
-            ("tokens", words, self.model.architecture.padding), ("lengths", taken + 1, 0),
-            ("places", self.model.architecture.padding + 1 + taken, 0),
-        ):  # fmt: skip
-            tensors[name][:rows] = value
-            tensors[name][rows:size] = filling
-        run, end = self._prepared(size, top, 0 if wanted is None else wanted.shape[1])
-        if wanted is not None:
-            end.wanted[:rows] = wanted
+        self._go_on(words, parents, size)
+        run, end = self._prepared(size, top, asked[0].shape[1] if asked else 0)
+        if asked:
+            end.wanted[:rows].copy_(asked[0])
         run()
         self._taken, self._used, self._open = taken + 1, self._used + rows, rows
         return end
+
+    def _go_on(self, words: Tensor, parents: Tensor, size: int) -> None:
+        """Make the lists and inputs of the next step's rows from those of their parents, and fill up to `size` rows."""
+        rows, taken, tensors, padding = len(words), self._taken, self._tensors, self.model.architecture.padding
+        lists, sentence = tensors["lists"], tensors["sentence"]
+        if taken:
+            lists[:rows, :taken].copy_(lists[:, :taken].index_select(0, parents))
+            parents = sentence.index_select(0, parents)
+        sentence[:rows].copy_(parents)
+        torch.add(tensors["owned"][:rows], self._used, out=lists[:rows, taken])
+        tensors["tokens"][:rows].copy_(words)
+        for name, value in (("lengths", taken + 1), ("places", padding + 1 + taken)):
+            tensors[name][:rows].fill_(value)
+        if rows < size:  # rows of nobody
+            for name, value in (("sentence", 0), ("tokens", padding), ("lengths", 0), ("places", 0)):
+                tensors[name][rows:size].fill_(value)
 
     def _prepared(self, rows: int, top: int, asked: int):
         """(what runs a step of so many rows, the operation that ends it); `top` 0: with all log-probabilities."""
@@ -148,14 +151,15 @@ class Engine:
         codes, scale = (borders[tensor] for tensor in program.outputs)
         end = NextWords(
             x=Coded(format=architecture.decoder.config.quant.activations, codes=codes, scale=scale),
-            packed_weight=self._projection, vocabulary=self.words,
-            wanted=torch.zeros(rows, asked, dtype=torch.int64) if asked else None,
+            **self._projection, vocabulary=self.words,
+            wanted=self.place.allocate((rows, asked), torch.int64).zero_() if asked else None,
             wanted_scores=take((rows, asked), torch.float32) if asked else None,
             words=take((rows, top), torch.int64) if top else None,
             scores=take((rows, top), torch.float32) if top else None,
             every=None if top else take((rows, self.words), torch.float32),
         )
-        return self.place.prepare([*calls, (end, ())]), end
+        scratch = [take(*spec) for spec in self.place.scratch(end)]
+        return self.place.prepare([*calls, (end, scratch)]), end
 
     # The beginning
 
@@ -168,7 +172,7 @@ class Engine:
                 f"sentences have {int(lengths.min())} to {int(lengths.max())} words; they must have from 1 to "
                 f"{stack.max_positions}: split long ones"
             )
-        tokens = torch.cat(list(sources))
+        tokens = torch.cat(list(sources)).cpu()
         self._check("sources", tokens, stack.words)
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         size, count = Sentences(rows=len(tokens), count=len(sources)).filled(), len(sources)
@@ -179,24 +183,26 @@ class Engine:
         longest = int(lengths.max())
         lists = self._memory("memory_lists", (roomy(count), roomy(longest)), torch.int64)
         run, borders = self._encoders.of(size, lambda: self._encoder(size))
-        place = torch.arange(len(tokens)) - starts[:-1].repeat_interleave(lengths) + architecture.padding + 1
+        places = torch.arange(len(tokens)) - starts[:-1].repeat_interleave(lengths) + architecture.padding + 1
+        tokens, places, starts, lengths = self._here(tokens, places, starts, lengths)
         for name, values, filling in (
-            ("tokens", tokens, architecture.padding), ("places", place, architecture.padding),
+            ("tokens", tokens, architecture.padding), ("places", places, architecture.padding),
             ("starts", starts, len(tokens)),
         ):  # fmt: skip
             borders[name][: len(values)] = values
             borders[name][len(values) :] = filling
         run()
         memory_lengths[:count] = lengths
-        lists[:count, :longest] = starts[:-1, None] + torch.arange(longest)
+        lists[:count, :longest] = starts[:-1, None] + torch.arange(longest, device=starts.device)
 
     @torch.inference_mode(False)
     def _encoder(self, size: Sentences):
         """(what encodes a batch of that size, its inputs by name)."""
         architecture = self.model.architecture
         program = self._programs.of(size, lambda: encoder_program(architecture, size, self.place))
-        inputs = {name: torch.zeros(size.rows, dtype=torch.int64) for name in ("tokens", "places")}
-        inputs["starts"] = torch.zeros(size.count + 1, dtype=torch.int32)
+        allocate = self.place.allocate
+        inputs = {name: allocate((size.rows,), torch.int64) for name in ("tokens", "places")}
+        inputs["starts"] = allocate((size.count + 1,), torch.int32)
         results = {}
         for index, (codes, scale) in enumerate(zip(program.outputs[::2], program.outputs[1::2], strict=True)):
             results[codes] = self._tensors[f"memory.{index}"][: size.rows]
@@ -218,10 +224,16 @@ class Engine:
             self._encoders.clear()
         return kept
 
+    def _here(self, *given: Tensor) -> list[Tensor]:
+        """The same on the engine's device."""
+        return self.place.send(given) if given[0].device.type == "cpu" else list(given)
+
     @staticmethod
     def _check(name: str, values: Tensor, limit: int) -> None:
         if values.dtype != torch.int64:
             raise ValueError(f"{name} are {values.dtype}; they must be int64")
+        if values.device.type != "cpu":  # to look at them would wait
+            return
         least, most = (int(one) for one in values.aminmax())
         if least < 0 or most >= limit:
             raise ValueError(f"{name} lie between {least} and {most}; they must lie from 0 to {limit - 1}")

@@ -1,8 +1,9 @@
-"""Programs of decoding bound to memory: weights packed once, temporary tensors that share memory, fixed addresses."""
+"""Programs of decoding bound to memory: weights put there once, temporary tensors that share it, fixed addresses."""
 
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -15,11 +16,11 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
-from lsq.ops.rounding import UnpackWeight
 from lsq.program.backend import Call
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Weight
 
 T = TypeVar("T")
 
@@ -92,22 +93,31 @@ class Preparation:
 
     def __init__(self, model: DecodingModel, place: Backend):
         self._model, self._place = model, place
-        self._packed: dict[str, PackedWeight] = {}
         self.blocks = Blocks(place)
-        self._tables = dict(model.tensors)
+        self._weights: dict[str, Weight | PackedWeight] = {}
+        self._tensors = dict(model.tensors)
         architecture = model.architecture
         for side, stack in architecture.stacks.items():
             if stack.positions == "sinusoidal":
                 rows = stack.max_positions + architecture.padding + 1
                 table = sinusoidal_table(rows, stack.config.hidden, architecture.padding)
-                self._tables[f"{side}.embed_tokens.position_weight"] = table
+                self._tensors[f"{side}.embed_tokens.position_weight"] = table
 
-    def weight(self, name: str, inner: int) -> PackedWeight:
-        """The weight of that name with `inner` inputs, packed."""
-        if name not in self._packed:
-            codes = self._model.codes(name, inner).contiguous()
-            self._packed[name] = PackedWeight.of(codes, self._model.tensors[name + ".scale"])
-        return self._packed[name]
+    def weight(self, name: str, inner: int) -> Weight | PackedWeight:
+        """The weight of that name with `inner` inputs as products read it: packed, or codes on the device."""
+        if name not in self._weights:
+            codes, scale = self._model.codes(name, inner).contiguous(), self._model.tensors[name + ".scale"]
+            if self._place.packs_weights:
+                self._weights[name] = PackedWeight.of(codes, scale)
+            else:
+                form, place = self._model.architecture.decoder.config.quant.weights, self._place.place
+                self._weights[name] = Weight(format=form, codes=codes.to(place), scale=scale.to(place))
+        return self._weights[name]
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor of the model on the device."""
+        self._tensors[name] = self._tensors[name].to(self._place.place)
+        return self._tensors[name]
 
     def calls(
         self, program: Program, inputs: Mapping[str, Tensor], results: Mapping[VirtualTensor, Tensor] | None = None
@@ -121,35 +131,38 @@ class Preparation:
             inputs: by name, those that are no tensors of the model.
             results: where outputs go that must stay.
         """
-        given = {**self._tables, **inputs}
         found: dict[VirtualTensor, Tensor] = dict(results or {})
+        of_weights = {tensor for weight in program.weights.values() for tensor in weight.written}
         for border in (*program.inputs, *program.parameters):
-            if border.name in given:
-                found[border] = given[border.name]
+            if border.name in inputs:
+                found[border] = inputs[border.name]
+            elif border.name in self._tensors and border not in of_weights:
+                found[border] = self._tensor(border.name)
         self.blocks.begin()
         calls = []
         for index, operation in enumerate(program.operations):
-            if not isinstance(operation, UnpackWeight):  # packed weights are unpacked already
-                for tensor in program.outputs_of[index]:
-                    if tensor not in found:
-                        found[tensor] = self.blocks.take(tensor.shape, tensor.dtype)
-                bound = self._packing(operation).bind(lambda one: one if isinstance(one, Tensor) else found[one])
-                scratch = [self.blocks.take(*spec) for spec in self._place.scratch(bound)]
-                calls.append((bound, scratch))
-                dead = (found[one] for one in program.dying[index] if one.role == "temporary" and one in found)
-                for tensor in (*dead, *scratch):
-                    self.blocks.give_back(tensor)
+            for tensor in program.outputs_of[index]:
+                if tensor not in found:
+                    found[tensor] = self.blocks.take(tensor.shape, tensor.dtype)
+            bound = self._weighted(operation).bind(lambda one: one if isinstance(one, Tensor) else found[one])
+            scratch = [self.blocks.take(*spec) for spec in self._place.scratch(bound)]
+            calls.append((bound, scratch))
+            dead = (found[one] for one in program.dying[index] if one.role == "temporary" and one in found)
+            for tensor in (*dead, *scratch):
+                self.blocks.give_back(tensor)
         return calls, found
 
-    def _packing(self, operation: Operation) -> Operation:
-        """The same with a packed weight."""
+    def _weighted(self, operation: Operation) -> Operation:
+        """The same with its weight."""
         if not isinstance(operation, Project):
             return operation
+        weight = self.weight(operation.weight.values.name, operation.x.tensor.shape[1])
+        if isinstance(weight, Weight):
+            return replace(operation, weight=weight)
         end = operation.nonlinearity
         return PackedProject(
-            x=operation.x.coded.bare(), bias=operation.bias, out=operation.out, rounded=operation.rounded,
-            weight=self.weight(operation.weight.values.name, operation.x.tensor.shape[1]),
-            activation=Activation.none if end is None else end.activation,
+            x=operation.x.coded.bare(), weight=weight, bias=operation.bias, out=operation.out,
+            rounded=operation.rounded, activation=Activation.none if end is None else end.activation,
         )
 
 

@@ -25,8 +25,9 @@ PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 
 def builder_of(name: str, architecture: Architecture, backend: Backend) -> Builder:
-    """An empty program that decodes there."""
-    return Mode(training=False, backward=False, backend=backend).builder(name, architecture.decoder.config.quant)
+    """An empty program that decodes there, with weights that need not be unpacked, however they are stored."""
+    quant = replace(architecture.decoder.config.quant, weight_format="int8")
+    return Mode(training=False, backward=False, backend=backend).builder(name, quant)
 
 
 def encoder_program(architecture: Architecture, sentences: Sentences, backend: Backend) -> Program:

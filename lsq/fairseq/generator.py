@@ -11,7 +11,7 @@ import torch
 from fairseq.data import Dictionary
 from torch import Tensor, nn
 
-from lsq.backends import backend
+from lsq.backends import Backend, backend
 from lsq.decode import Hypothesis, SearchOptions, Steps, Symbols, search
 from lsq.decode.engine import Engine
 from lsq.decode.fairseq_steps import FairseqSteps
@@ -73,13 +73,17 @@ def options_of(args: Any) -> SearchOptions:
     return SearchOptions(**found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False))
 
 
-def has_engine(models: Sequence[nn.Module]) -> bool:
-    """Whether the int8 engine decodes these: one model of lsq in int8 on the CPU."""
-    if len(models) != 1 or not isinstance(models[0], LSQModel) or next(models[0].parameters()).device.type != "cpu":
-        return False
-    layers = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
-    on_cpu = all(layer.backend in (None, backend("cpu")) for layer in layers)
-    return on_cpu and models[0].decoder.output_projection.quant.quantized
+def engine_place(models: Sequence[nn.Module]) -> Backend | None:
+    """Where the int8 engine decodes these, as their layers compute there; None: they decode by steps of their own.
+
+    The engine takes one model of lsq in int8 whose layers compute in one place, with compiled loops or kernels.
+    """
+    if len(models) != 1 or not isinstance(models[0], LSQModel):
+        return None
+    if not models[0].decoder.output_projection.quant.quantized:
+        return None
+    places = {module.target for module in models[0].modules() if isinstance(module, ProgramModule)}
+    return places.pop() if len(places) == 1 and backend("reference") not in places else None
 
 
 def steps_of(models: Sequence[nn.Module]) -> Steps:
@@ -88,7 +92,8 @@ def steps_of(models: Sequence[nn.Module]) -> Steps:
     Raises:
         ValueError: clips were never measured.
     """
-    return Engine(model_of(models[0])) if has_engine(models) else FairseqSteps(*models)
+    place = engine_place(models)
+    return FairseqSteps(*models) if place is None else Engine(model_of(models[0]), place)
 
 
 class LSQGenerator:

@@ -131,7 +131,7 @@ class LSQTask(GradientTask):
         special = {"seq_gen_cls": seq_gen_cls, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         reason = generator.obstacle(models, args, {**(extra_gen_cls_kwargs or {}), **special})
         if reason is None:
-            by = "its int8 engine" if generator.has_engine(models) else "the models' own steps"
+            by = "its int8 engine" if generator.engine_place(models) else "the models' own steps"
             logger.info("generating by lsq's search and %s", by)
             return generator.LSQGenerator(models, self.target_dictionary, args)
         logger.info("generating by fairseq's generator, because of %s", reason)

@@ -23,6 +23,7 @@ class Backend:
         leaves_sums: whether operations leave sums over rows in parts, for one operation to finish at the end of a pass.
         transposed_weights: whether the int8 products that go back read codes of weights transposed, which come in then.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
+        packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain codes.
         few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
     """
 
@@ -33,6 +34,7 @@ class Backend:
     leaves_sums: bool = False
     transposed_weights: bool = False
     refillable: bool = False
+    packs_weights: bool = False
     few_sizes: bool = False
 
     def __deepcopy__(self, memo):

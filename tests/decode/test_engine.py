@@ -7,7 +7,6 @@ import torch
 from torch.testing import assert_close
 
 from lsq.backends import backend
-from lsq.backends.absent import AbsentGPU
 from lsq.decode.engine import Engine, filled
 from lsq.decode.model import model_of
 from tests.decode.models import EOS, PADDING, batch, small_model
@@ -113,11 +112,6 @@ def test_what_cannot_be_is_refused():
     engine.step(every, every, top=1)
     with pytest.raises(ValueError, match="1 steps were taken"):
         engine.step(every, every, top=1)
-
-
-def test_other_backends_are_refused():
-    with pytest.raises(ValueError, match="runs on cpu and reference, not on"):
-        Engine(model_of(small_model()), AbsentGPU())
 
 
 def test_inference_mode_may_come_and_go():

@@ -17,7 +17,7 @@ from lsq.commands.plan import parse_step
 from lsq.commands.train import parse_training
 from lsq.config import QuantConfig
 from lsq.fairseq import checkpoint, language_model, memory, signals
-from lsq.fairseq.generator import LSQGenerator, has_engine
+from lsq.fairseq.generator import LSQGenerator, engine_place
 from lsq.fairseq.language_model import SUFFIXES, LSQTransformerLanguageModel
 from lsq.fairseq.products import products_of_training
 from lsq.layers.memory import plan_memory
@@ -138,7 +138,7 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
     prefixes = sample["target"][:, :3]
     found = decoded_alike(task, model, sample, Beam(beam=3, max_len_b=14), prefix_tokens=prefixes)
     generator = task.build_generator([model], Beam(beam=3, max_len_b=14))
-    assert has_engine([model]) == (mode == "int8") and isinstance(generator, LSQGenerator)
+    assert (engine_place([model]) is not None) == (mode == "int8") and isinstance(generator, LSQGenerator)
     searched = task.inference_step(generator, [model], sample, prefix_tokens=prefixes)
     for ours, theirs in zip(searched, found, strict=True):
         assert [list(h["tokens"]) for h in ours] == [list(h["tokens"]) for h in theirs]

@@ -25,8 +25,9 @@ def compared(operation):
 
 def turns():
     """Three turns of a block over keys, and of a block that joins three others."""
-    compared(example(1, 1, 16, 1537, appends=False, lengths=[1537]))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached_attention, "LEAST", 512)
+        compared(example(1, 1, 64, 385, appends=False, lengths=[385]))
         patch.setattr(cached_attention, "LEAST", 16)
         compared(example(2, 1, 16, 48, appends=True, lengths=[48, 40]))
 

@@ -171,12 +171,14 @@ struct Reader {
             int32_t scores[kTurn], highest = running.largest;
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) {
+                if (first + i * kGroups >= end) continue;  // of all groups
                 scores[i] = warp_reduce<Sum, kGroup>(query.dot(of_keys[i]));
                 if (there[i]) highest = max(highest, scores[i]);
             }
             running.rise(highest, factor);
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) {
+                if (first + i * kGroups >= end) continue;
                 running.add(there[i] ? shrink(scores[i], highest, factor) : 0.0f, values[i]);
             }
         }
