@@ -1,6 +1,7 @@
 """The kernels of NextWords: every tile, ties, more best words than a tile has, padding, and what they ask of a GPU."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,20 @@ from lsq.ops.packed_weight import PackedWeight
 from lsq.program.values import Weight
 from tests.ops.compare import empty, on_cpu, on_reference, rounded, weight_format_of
 from tests.ops.cuda import run
-from tests.ops.tiles import SMALL, TILES, WARPGROUPS, in_one, launches, names, with_tiles
+from tests.ops.tiles import (
+    SMALL,
+    TARGETS,
+    TILES,
+    WARPGROUPS,
+    assert_nothing_spills,
+    assert_two_blocks_fit,
+    in_one,
+    largest_tile,
+    launches,
+    names,
+    traffic,
+    with_tiles,
+)
 
 
 def example(rows, words, best, asked, *, every=False, inner=64, spread=127):
@@ -109,6 +123,15 @@ def test_a_wanted_word_outside_the_vocabulary_is_nan(word):
     assert run(operation).wanted_scores.isnan().tolist() == [[False, False], [True, False]]
 
 
+def test_one_word_of_nan():
+    """All scores of a row are NaN then, and its words those of the others."""
+    operation = example(2, 300, 300, 0)
+    operation.weight.scale[17] = math.nan
+    found = run(operation)
+    assert found.scores.isnan().all() and found.words[:, -1].eq(17).all()
+    assert torch.equal(found.words.sort(dim=1).values, torch.arange(300).expand(2, 300))
+
+
 def test_launches():
     """The same two whatever is wanted; none without rows."""
     for best, asked, every in ((8, 1, False), (0, 0, True), (0, 2, False)):
@@ -129,3 +152,33 @@ def test_what_the_kernels_do_not_take():
         on_cpu(operation)
     with pytest.raises(ValueError, match="reads one weight"):
         NextWords(x=operation.x, vocabulary=300)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
+def test_no_conflicts_whole_sectors_and_no_logits():
+    rows, words, inner, best, asked = 128, 256, 64, 3, 2
+    tile = TILES[0]
+    product, join = launches(example(rows, words, best, asked, inner=inner), tile)
+    found, of = traffic(product)
+    given, (_, _, groups, parts) = product.arguments[0], product.arguments
+    assert found.shared_passes == found.shared_least
+    assert found.instructions["mma"] == rows * inner * words // (16 * 32 * 8)
+    assert of[id(given.weight.codes)].reads.bytes == words * inner
+    assert of[id(groups)].writes.bytes == 4 * rows * words // 8 == of[id(groups)].writes.sectors * 32
+    assert of[id(parts)].writes.bytes == 8 * rows * words // (tile.columns // 2)
+    found, of = traffic(join)
+    codes = of[id(given.weight.codes)].reads
+    assert codes.bytes == rows * (8 * best + asked) * inner == codes.sectors * 32
+    assert of[id(parts)].reads.bytes == 2 * 8 * rows * words // (tile.columns // 2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_two_blocks_fit_and_nothing_spills(target):
+    for tile in (largest_tile(target), SMALL):
+        product, join = launches(example(7, 300, 4, 1), tile)
+        assert_two_blocks_fit(product, target)
+    assert_two_blocks_fit(join, target)
+
+
+def test_nothing_spills_by_warpgroups():
+    assert_nothing_spills(lambda tile: launches(example(7, 300, 4, 1), tile)[0])

@@ -9,12 +9,11 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp, kCodes = 16;  // codes that a lane reads at a time
 
-// A logit and which word, or group of words, it belongs to.
+// A logit, which is no NaN, and which word, or group of words, it belongs to.
 struct Candidate {
     float logit;
     int32_t number;
 
-    __device__ __forceinline__ static Candidate none() { return {-infinity(), 0x7FFFFFFF}; }
     __device__ __forceinline__ bool before(const Candidate& other) const {
         return logit > other.logit || (logit == other.logit && number < other.number);
     }
@@ -23,25 +22,21 @@ struct Candidate {
     }
 };
 
-// The best of `count` that come after `last`, of those that belong to this thread. NaN does not come after anything.
-template <class At>
-__device__ __forceinline__ Candidate next_of_thread(int64_t count, const At& at, const Candidate& last) {
-    Candidate best = Candidate::none();
-#pragma unroll 4
+// The best group that comes after `last`, of those that belong to this thread.
+__device__ __forceinline__ Candidate next_of_thread(const float* largest, int64_t count, const Candidate& last) {
+    Candidate best{-infinity(), 0x7FFFFFFF};
+#pragma unroll 8
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-        const Candidate found = at(i);
+        const Candidate found{largest[i], static_cast<int32_t>(i)};
         if (last.before(found)) best.join(found);
     }
     return best;
 }
 
-// Calls use(j, candidate) on one thread for the `wanted` best of `count` candidates, best first, none where there are no
-// more. at(i) is the i-th; their numbers differ. All threads must call this.
-template <class At, class Use>
-__device__ __forceinline__ void take_best(int64_t count, int64_t wanted, const At& at, const Use& use) {
+// chosen [wanted]: the best of `count` groups, one after another, of equal ones the first. All threads must call this.
+__device__ __forceinline__ void choose_groups(const float* largest, int64_t count, int64_t wanted, int32_t* chosen) {
     __shared__ Candidate of_warps[2][kWarps];  // in turn, so that one barrier a turn is enough
-    Candidate own = next_of_thread(count, at, {infinity(), -1});
-    __syncthreads();  // a call before has read what it left
+    Candidate own = next_of_thread(largest, count, {infinity(), -1});
 #pragma unroll 1
     for (int64_t j = 0; j < wanted; ++j) {
         Candidate best = own;
@@ -53,8 +48,29 @@ __device__ __forceinline__ void take_best(int64_t count, int64_t wanted, const A
         __syncthreads();
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp) best.join(of_warps[j % 2][warp]);
-        if (threadIdx.x == 0) use(j, best);
-        if (own.number == best.number) own = next_of_thread(count, at, best);
+        if (threadIdx.x == 0) chosen[j] = best.number;
+        if (own.number == best.number) own = next_of_thread(largest, count, best);
+    }
+}
+
+// Calls use(rank, word, logit) for the `wanted` best words of groups [count] with logits [count, 8]: each thread counts what
+// comes before its words.
+template <class Use>
+__device__ __forceinline__ void rank_words(
+    const int32_t* groups, const float* logits, int64_t count, int64_t wanted, const Use& use) {
+#pragma unroll 1
+    for (int64_t i = threadIdx.x; i < count * kVector; i += kThreads) {
+        const Candidate own{logits[i], groups[i / kVector] * kVector + static_cast<int32_t>(i % kVector)};
+        int32_t rank = 0;
+#pragma unroll 1
+        for (int64_t j = 0; j < count; ++j) {
+            const int32_t first = groups[j] * kVector;
+            float other[kVector];
+            load8(logits + j * kVector, other);
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) rank += Candidate{other[k], first + k}.before(own);
+        }
+        if (rank < wanted) use(rank, own.number, own.logit);
     }
 }
 
@@ -103,15 +119,9 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_next_words(
     const float x_scale = op.x.scale[0];
     const float normaliser = normaliser_of(reinterpret_cast<const float2*>(parts + 2 * row * parts_count), parts_count);
     if (op.words) {
-        const float* largest = groups + row * groups_stride;
         int32_t* own_groups = chosen + row * chosen_count;
         float* own_logits = logits + row * chosen_count * kVector;
-        const int64_t groups_count = (vocabulary + kVector - 1) / kVector;
-        take_best(groups_count, chosen_count,
-                  [&](int64_t i) { return Candidate{largest[i], static_cast<int32_t>(i)}; },
-                  [&](int64_t j, const Candidate& best) {
-                      own_groups[j] = static_cast<int32_t>(min(static_cast<int64_t>(best.number), groups_count - 1));
-                  });
+        choose_groups(groups + row * groups_stride, (vocabulary + kVector - 1) / kVector, chosen_count, own_groups);
         __syncthreads();
 #pragma unroll 1
         for (int64_t j = warp; j < chosen_count; j += kWarps) {
@@ -121,20 +131,16 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_next_words(
             int32_t sum = 0;
 #pragma unroll
             for (int i = 0; i < kVector; ++i) sum = lane == i ? sums[i] : sum;
-            if (lane < kVector) {
-                own_logits[j * kVector + lane] = static_cast<float>(sum) * (x_scale * op.weight.scale[first + lane]);
-            }
+            if (lane >= kVector) continue;
+            const float logit = static_cast<float>(sum) * (x_scale * op.weight.scale[first + lane]);
+            const bool counts = first + lane < vocabulary && logit == logit;
+            own_logits[j * kVector + lane] = counts ? logit : -infinity();
         }
         __syncthreads();
-        take_best(chosen_count * kVector, op.best,
-                  [&](int64_t i) {
-                      const int64_t word = static_cast<int64_t>(own_groups[i / kVector]) * kVector + i % kVector;
-                      return word < vocabulary ? Candidate{own_logits[i], static_cast<int32_t>(word)} : Candidate::none();
-                  },
-                  [&](int64_t j, const Candidate& best) {
-                      op.words[row * op.best + j] = min(static_cast<int64_t>(best.number), vocabulary - 1);
-                      op.scores[row * op.best + j] = best.logit - normaliser;
-                  });
+        rank_words(own_groups, own_logits, chosen_count, op.best, [&](int32_t rank, int32_t word, float logit) {
+            op.words[row * op.best + rank] = word;
+            op.scores[row * op.best + rank] = logit - normaliser;
+        });
     }
 #pragma unroll 1
     for (int64_t j = row * op.asked + warp; j < (row + 1) * op.asked; j += kWarps) {
