@@ -11,7 +11,9 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
+from lsq.backends import backend
 from lsq.fairseq import generator
+from lsq.fairseq.device import use
 from lsq.fairseq.generator import LSQGenerator, engine_place, options_of
 
 
@@ -51,6 +53,21 @@ def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
                 assert one.keys() == other.keys()
                 for name in ("score", "positional_scores"):
                     torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-5)
+
+
+def test_the_engine_decodes_where_the_layers_compute(build, batch):
+    task, model = build("--lsq-mode int8")
+    sample, args = batch(task), Namespace(beam=2, max_len_b=3)
+    model(**sample["net_input"])
+    found = []
+    for place in (None, backend("emulated")):
+        use(model, place)
+        assert engine_place([model]) is (place or backend("cpu"))
+        found.append(found_by(task, model, sample, args, LSQGenerator))
+    use(next(model.children()), None)  # the encoder
+    assert engine_place([model]) is None
+    for first, second in zip(*found, strict=True):
+        assert [each["tokens"].tolist() for each in first] == [each["tokens"].tolist() for each in second]
 
 
 @pytest.mark.parametrize("given, named, kind", [
