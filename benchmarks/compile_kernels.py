@@ -31,11 +31,14 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.next_words import NextWords
 from lsq.ops.rounding import RoundWeight
+from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Coded, Weight
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -49,6 +52,10 @@ TILES = tuple(
     for rows in many
 )
 """What the rule for products makes of many rows, fewer and few, on GPUs without wgmma and with it."""
+FEW_ROWS = tuple(default_tile(ProductKey(op="vocabulary_loss", m=64, n=32768, k=512), sm) for sm in (None, WGMMA_SM))
+"""What it makes of few rows of logits."""
+OF_LOGITS = (NextWords, VocabularyLoss, VocabularyLossGradient)
+"""Those that take so many words that few rows fill a GPU."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
@@ -114,19 +121,39 @@ def messages(dtypes=DTYPES) -> Iterator[Operation]:
         yield UnpackGradients(messages=written(rows, 1), x=tensor(TOKENS, dtype=dtype))
 
 
+def next_words(size: Size) -> Iterator[Operation]:
+    """What a search and what sampling ask of a decoding step; one operation, since nothing in it is specialised."""
+
+    def tensor(name, *shape, dtype=torch.float32):
+        return VirtualTensor(name=name, shape=shape, dtype=dtype)
+
+    rows, quant = size.sentences, QuantConfig()
+    yield NextWords(
+        x=Coded(
+            format=quant.activations, codes=tensor("x", rows, size.hidden, dtype=torch.int8), scale=tensor("x_scale", 1)
+        ),
+        weight=Weight(
+            format=quant.weights, codes=tensor("weight", size.padded, size.hidden, dtype=torch.int8),
+            scale=tensor("scale", size.padded),
+        ),
+        vocabulary=size.vocabulary, words=tensor("words", rows, 8, dtype=torch.int64), scores=tensor("scores", rows, 8),
+    )  # fmt: skip
+
+
 def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
     """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory.
 
     Products are ended by every tile that a GPU takes untuned, and by none.
     """
     found = set()
-    for operation, dtype, tile in itertools.product(operations, dtypes, (*TILES, None)):
+    for operation, dtype in itertools.product(operations, dtypes):
         on_meta = placed(operation, "meta", dtype)
         if hasattr(on_meta, "parts"):
             on_meta.parts = None  # planned for one of these ways
-        with gemm.ended_by(tile):
-            scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
-            found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
+        for tile in (*TILES, *(FEW_ROWS if isinstance(operation, OF_LOGITS) else ()), None):
+            with gemm.ended_by(tile):
+                scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
+                found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
     return found
 
 
@@ -139,7 +166,8 @@ def of_program(program: Program) -> Iterator[Operation]:
 def needed(dtypes=DTYPES) -> list[Kernel]:
     """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
     found = kernels(messages(dtypes), dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
-    for operations in (*map(of_program, needed_programs()), *map(others, sizes(TOKENS))):
+    outside = (operations(size) for size in sizes(TOKENS) for operations in (others, next_words))
+    for operations in (*map(of_program, needed_programs()), *outside):
         found |= kernels(operations, dtypes)
     return sorted(found, key=str)
 
