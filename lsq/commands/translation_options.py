@@ -10,6 +10,7 @@ import torch
 from lsq.commands.options import count
 from lsq.config import documentation
 from lsq.decode import SearchOptions
+from lsq.translate.device import DEVICES
 from lsq.translate.translator import BATCH_TOKENS, Translator
 
 SEARCH = tuple(fields(SearchOptions))
@@ -30,6 +31,10 @@ def add_model(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="of a checkpoint: its subwords; without it, lines are words of its dictionaries with spaces between them",
     )
+    model.add_argument(
+        "--device", choices=tuple(DEVICES), default="cpu",
+        help="where it computes; emulator: a GPU's kernels on the CPU, thousands of times as slow, for tests",
+    )  # fmt: skip
     model.add_argument("--threads", type=count, help="of the processor (default: as PyTorch chooses)")
     model.add_argument(
         "--batch-tokens",
@@ -78,6 +83,7 @@ def translator_of(given: Namespace) -> Translator:
         sentencepiece_model=given.sentencepiece_model,
         batch_tokens=given.batch_tokens,
         split_long=given.long_lines == "split",
+        device=given.device,
     )
 
 

@@ -86,14 +86,21 @@ def engine_place(models: Sequence[nn.Module]) -> Backend | None:
     return places.pop() if len(places) == 1 and backend("reference") not in places else None
 
 
-def steps_of(models: Sequence[nn.Module]) -> Steps:
+def steps_of(models: Sequence[nn.Module], place: Backend | None = None) -> Steps:
     """What the search asks: the int8 engine where it can decode `models`, else their own incremental steps.
 
+    Args:
+        place: where the engine decodes; None: where the layers compute.
+
     Raises:
-        ValueError: clips were never measured.
+        ValueError: clips were never measured, or the models need their own steps, and not on the CPU.
     """
-    place = engine_place(models)
-    return FairseqSteps(*models) if place is None else Engine(model_of(models[0]), place)
+    found = engine_place(models)
+    if found is not None:
+        return Engine(model_of(models[0]), place or found)
+    if place not in (None, backend("cpu")):
+        raise ValueError(f"only models in int8 are translated on {place.name}; translate on the CPU")
+    return FairseqSteps(*models)
 
 
 class LSQGenerator:

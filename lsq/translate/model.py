@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from lsq.backends import Backend, backend
 from lsq.decode import SearchOptions, Steps, Symbols
 from lsq.decode.engine import Engine
 from lsq.export import model_file
@@ -45,27 +46,30 @@ def stamp_of(file: Path) -> tuple:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def load(path: Path, data: Path | None = None, sentencepiece_model: Path | None = None) -> TranslationModel:
-    """Read a model from what `Translator` takes.
+def load(
+    path: Path, data: Path | None = None, sentencepiece_model: Path | None = None, place: Backend | None = None
+) -> TranslationModel:
+    """Read a model from what `Translator` takes, to compute on `place`; None: on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged, or of something else than a translation model.
+        ValueError: a file is damaged, or of something else than a translation model, or it cannot compute there.
     """
+    place = place or backend("cpu")
     if path.is_file() and model_file.is_model_file(path):
         if data is not None or sentencepiece_model is not None:
             raise ValueError(f"{path} has its words in it; leave --data and --sentencepiece-model out")
-        return _exported(path)
+        return _exported(path, place)
     for folder in (path, path.parent):
         if (folder / "model.bin").is_file() and (folder / "config.json").is_file():
             raise ValueError(
                 f"{folder} is a model of CTranslate2's, which lsq does not read; name the run, or what"
                 " `lsq export --to lsq` makes of it"
             )
-    return _trained(path, data, sentencepiece_model)
+    return _trained(path, data, sentencepiece_model, place)
 
 
-def _exported(path: Path) -> TranslationModel:
+def _exported(path: Path, place: Backend) -> TranslationModel:
     """What `lsq export` has written."""
     stamp = stamp_of(path)
     found = model_file.read(path)
@@ -77,8 +81,8 @@ def _exported(path: Path) -> TranslationModel:
         Words(symbols=symbols, beginning=architecture.bos, end=end, unknown=architecture.unk)
         for symbols in (found.source, found.target)
     )
-    steps = Engine(found.model)
-    steps.begin([torch.tensor([end])], rows=1, steps=1)  # packs all weights: the file may change from now on
+    steps = Engine(found.model, place)
+    steps.begin([torch.tensor([end])], rows=1, steps=1)  # puts all weights in place: the file may change from now on
     steps.step(torch.tensor([end]), torch.tensor([0]), top=1)
     return TranslationModel(
         file=path,
@@ -91,7 +95,9 @@ def _exported(path: Path) -> TranslationModel:
     )
 
 
-def _trained(path: Path, data: Path | None, sentencepiece_model: Path | None) -> TranslationModel:
+def _trained(
+    path: Path, data: Path | None, sentencepiece_model: Path | None, place: Backend
+) -> TranslationModel:
     """A checkpoint, or the best one of a run."""
     from lsq.commands import logs
 
@@ -100,23 +106,23 @@ def _trained(path: Path, data: Path | None, sentencepiece_model: Path | None) ->
     from lsq.commands.stages import read_marker
     from lsq.fairseq.generator import steps_of
 
-    place = trained.find(path, data, sentencepiece_model)
-    stamp = stamp_of(place.checkpoint)
-    found = trained.load(place)
+    files = trained.find(path, data, sentencepiece_model)
+    stamp = stamp_of(files.checkpoint)
+    found = trained.load(files)
     if found.source is None:
-        raise ValueError(f"{place.checkpoint} is a language model; it does not translate (see `lsq generate`)")
+        raise ValueError(f"{files.checkpoint} is a language model; it does not translate (see `lsq generate`)")
     source, target = (
         Words(symbols=words.symbols, beginning=words.bos(), end=words.eos(), unknown=words.unk())
         for words in (found.source, found.target)
     )
-    marker, words = read_marker(place.checkpoint.parent), found.target
+    marker, words = read_marker(files.checkpoint.parent), found.target
     length = marker and marker.key.get("--max-length")
     return TranslationModel(
-        file=place.checkpoint,
+        file=files.checkpoint,
         stamp=stamp,
-        steps=steps_of([found.model]),
+        steps=steps_of([found.model], place),
         symbols=Symbols(start=words.eos(), padding=words.pad(), end=words.eos(), unknown=words.unk()),
-        subwords=Subwords(source, target, place.subwords and processor_of(place.subwords)),
+        subwords=Subwords(source, target, files.subwords and processor_of(files.subwords)),
         longest_source=_longest(found.model.max_positions()[0], length),
         options=_options(length),
     )

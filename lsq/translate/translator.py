@@ -14,6 +14,7 @@ from torch import Tensor
 from lsq.decode import Hypothesis, SearchOptions, search
 from lsq.decode.search import most_words
 from lsq.translate.batches import BatchLimit, batches
+from lsq.translate.device import place_of
 from lsq.translate.model import load
 from lsq.translate.splitting import sentences
 
@@ -65,10 +66,12 @@ class Translator:
         sentencepiece_model: of a checkpoint: its subwords; without it, lines are words of its dictionaries.
         batch_tokens: words of a batch, with padding (see BatchLimit); a batch has one sentence at least.
         split_long: cut lines that are too long for the model at the ends of sentences, and do not refuse them.
+        device: where it computes: "cpu"; "cuda", a GPU; "emulator", a GPU's kernels on the CPU, for tests.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged, or something else; or batch_tokens is below 1.
+        ValueError: a file is damaged, or something else; batch_tokens is below 1; or the device does not work, or not
+            for this model.
     """
 
     _told_of_unknown = False
@@ -81,11 +84,12 @@ class Translator:
         sentencepiece_model: str | PathLike | None = None,
         batch_tokens: int = BATCH_TOKENS,
         split_long: bool = True,
+        device: str = "cpu",
     ):
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
         data, sentencepiece_model = (None if given is None else Path(given) for given in (data, sentencepiece_model))
-        self.model = load(Path(path), data, sentencepiece_model)
+        self.model = load(Path(path), data, sentencepiece_model, place_of(device))
         self.batch_tokens, self.split_long = batch_tokens, split_long
         self._at_work, self._process = threading.Lock(), os.getpid()
 
