@@ -125,9 +125,10 @@ struct Reader {
     const int length, parts;  // of the list: keys, and blocks that share them
     const int64_t* places;
     const int part = threadIdx.x % kGroup, group = threadIdx.x / kGroup;
-    const bool has = part < kParts;  // columns
-    const int8_t* own;               // the lane's part of the query, and of the key and value that it brings along
-    int8_t* cache;                   // the lane's part of the first key
+    const bool has = part < kParts;           // columns; a lane without any reads what the first one does, for nothing
+    const int column = has ? part * kBytes : 0;
+    const int8_t* own;  // the lane's part of the query, and of the key and value that it brings along
+    int8_t* cache;      // the lane's part of the first key
     const float factor;
 
     __device__ __forceinline__ explicit Reader(const CachedAttention& op)
@@ -135,8 +136,8 @@ struct Reader {
           length(static_cast<int>(op.lengths[list])),
           parts(max(1, min((length + LEAST - 1) / LEAST, static_cast<int>(gridDim.y)))),
           places(op.lists + list * op.capacity),
-          own(op.queries.codes + (row * op.query_columns + head * WIDTH + part * kBytes)),
-          cache(op.cache + (head * WIDTH + part * kBytes)),
+          own(op.queries.codes + (row * op.query_columns + head * WIDTH + column)),
+          cache(op.cache + (head * WIDTH + column)),
           factor(op.queries.scale[0] * op.cache_scale[0] * static_cast<float>(1.0 / sqrt(static_cast<double>(WIDTH)))) {}
 
     // The lane's part of key j; that of its value lies a row's width behind.
@@ -165,7 +166,7 @@ struct Reader {
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) {
                 there[i] = keys[i] != nullptr;
-                if (there[i] && has) of_keys[i].load(keys[i]), values[i].load(keys[i] + op.columns);
+                if (there[i]) of_keys[i].load(keys[i]), values[i].load(keys[i] + op.columns);
             }
             find(first + kTurn * kGroups);
             int32_t scores[kTurn], highest = running.largest;
@@ -188,7 +189,7 @@ struct Reader {
 #pragma unroll
             for (int i = 0; i < kBytes; i += 4) {
                 const float* four = running.context + i;
-                store_words(state.context + (part * kBytes + i), make_float4(four[0], four[1], four[2], four[3]));
+                store_words(state.context + (column + i), make_float4(four[0], four[1], four[2], four[3]));
             }
         }
         if (threadIdx.x % kWarp == 0) state.total = running.total, state.largest = running.largest;
