@@ -20,10 +20,10 @@ def model(**options):
     return model_of(small_model(heads=2, encoder_layers=1, **options))
 
 
-@pytest.mark.parametrize("searches_on_the_device", [False, True])
+@pytest.mark.parametrize("searches_on_the_device", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_search_finds_what_it_finds_on_the_cpu(searches_on_the_device):
     trained, source = model(), sentences(batch())
-    options = SearchOptions(beam=3, max_len_b=6, unk_penalty=0.5)
+    options = SearchOptions(beam=2, max_len_b=3, unk_penalty=0.5)
     prefixes = [None, torch.tensor([5, 6]), None]
     expected = search(Engine(trained), source, options, prefixes)
     given = [one.to(PLACE) for one in source] if searches_on_the_device else source
