@@ -57,9 +57,9 @@ class Attention(Operation):
         rows = tile_rows(self.heads)
         return [
             launch(
-                "attention.cu", "lsq_attention", self, TICKET, grid=_blocks(self.heads, self.heads.rows, rows),
-                block=threads(rows), **_defines(self.heads, rows, self.out),
-                **started(self.rounded),
+                "attention.cu", "lsq_attention", self, TICKET, block=threads(rows),
+                grid=_blocks(self.heads, self.heads.rows, rows, self.heads.count),
+                **_defines(self.heads, rows, self.out), **started(self.rounded),
             )
         ]  # fmt: skip
 
@@ -158,8 +158,8 @@ class AttentionGradient(Operation):
             dscores = weighted - probabilities * weighted.sum(dim=2, keepdim=True)
             for place, rows, of, gradient in (
                 (sums[0], one.queries, heads.q, dscores @ one.k * one.q_factor),
-                (sums[-1], one.keys, heads.k, dscores.transpose(1, 2) @ one.q * one.k_factor),
-                (sums[-1], one.keys, heads.v, one.dropped(probabilities).transpose(1, 2) @ upstream),
+                (sums[-1], one.keys, heads.k, heads.of_keys(dscores.transpose(1, 2) @ one.q * one.k_factor)),
+                (sums[-1], one.keys, heads.v, heads.of_keys(one.dropped(probabilities).transpose(1, 2) @ upstream)),
             ):
                 place[rows, heads.columns_of(of)] = rows_of(gradient)
         found = [end.encode(total, one.rows.coded) for total, (one, _, end) in zip(sums, self._sides, strict=True)]
@@ -196,9 +196,11 @@ class AttentionGradient(Operation):
         of_queries, of_keys = (
             functools.partial(
                 launch, "attention_gradient.cu", f"lsq_attention_{side}_gradient", self, sums, dq,
-                grid=_blocks(heads, among, rows), block=threads(rows), shared=shared, SHARED=shared, **defines,
+                grid=_blocks(heads, among, rows, count), block=threads(rows), shared=shared, SHARED=shared, **defines,
             )
-            for side, among in (("query", heads.rows), ("key", heads.key_rows))
+            for side, among, count in (
+                ("query", heads.rows, heads.count), ("key", heads.key_rows, heads.key_count)
+            )
         )
         entries = [of_queries(), of_keys(dkv)]
         for keys, ((one, _, end), gradient) in enumerate(zip(self._sides, gradients, strict=True)):
@@ -217,9 +219,9 @@ class AttentionGradient(Operation):
         ]  # fmt: skip
 
 
-def _blocks(heads: Heads, rows: int, tile: int) -> tuple[int, int]:
-    """Blocks of rows (see csrc/kernels/attention.cuh) and heads."""
-    return rows // tile + heads.sentences + 1, heads.count
+def _blocks(heads: Heads, rows: int, tile: int, count: int) -> tuple[int, int]:
+    """Blocks of rows (see csrc/kernels/attention.cuh) and of so many heads."""
+    return rows // tile + heads.sentences + 1, count
 
 
 def tile_rows(heads: Heads, *floats: torch.Tensor) -> int:

@@ -2,8 +2,9 @@
 
 M rows of queries and S rows of keys lie sentence after sentence: sentence b has rows starts[b] .. starts[b + 1] - 1.
 Rows from starts[B] on belong to no sentence: their context and their gradients are zeros. Head h of the queries stands
-in columns q.column + h * width of their tensor, and so for keys and values. N heads, T queries and S keys of one
-sentence, D columns of a head.
+in columns q.column + h * width of their tensor. Of G heads of queries that follow one another, all read the same head
+of keys and of values (grouped-query attention, Ainslie et al. 2023): head h reads number h // G of those, in columns
+k.column + h // G * width. N heads, T queries and S keys of one sentence, D columns of a head.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ class Heads(Value):
     key_starts: In[Offsets]
     """[B + 1], of keys. One of both may go on behind it: with sentences without a row, on both sides."""
     count: int
-    """N."""
+    """N, of queries."""
+    group: int = 1
+    """G, which divides N."""
     width: int
     """D."""
     causal: bool
     """Query i of a sentence sees its keys up to i + (keys - queries)."""
+    window: int = 0
+    """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden so."""
     dropout: In[Dropout] | None
     """Of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
 
@@ -57,6 +62,11 @@ class Heads(Value):
     def sentences(self) -> int:
         """B."""
         return min(self.starts.shape[0], self.key_starts.shape[0]) - 1
+
+    @size
+    def key_count(self) -> int:
+        """N / G, heads of keys and of values."""
+        return self.count // self.group
 
     rows = extent(0, "q.rows.tensor")
     """M."""
@@ -76,8 +86,11 @@ class Heads(Value):
                 self.split(one.rows.tensor[rows, self.columns_of(one)].float())
                 for one, rows in ((self.q, queries), (self.k, keys), (self.v, keys))
             )
+            k, v = (one.repeat_interleave(self.group, dim=0) for one in (k, v))
             scores = q @ k.transpose(1, 2) * (self.q.rows.scale * self.k.rows.scale * share)
-            hidden = torch.full(scores.shape[1:], self.causal).triu(1 + k.shape[1] - q.shape[1])
+            ahead = k.shape[1] - q.shape[1]
+            hidden = torch.full(scores.shape[1:], self.causal).triu(1 + ahead)
+            hidden |= torch.full(scores.shape[1:], self.window > 0).tril(ahead - self.window)
             yield Sentence(
                 queries=queries, keys=keys, q=q, k=k, v=v, hidden=hidden,
                 scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.rows.scale * share,
@@ -94,11 +107,16 @@ class Heads(Value):
 
     def columns_of(self, one: Projected) -> slice:
         """Where all heads stand."""
-        return slice(one.column, one.column + self.count * self.width)
+        count = self.count if one is self.q else self.key_count
+        return slice(one.column, one.column + count * self.width)
 
     def split(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T, N * D] -> [N, T, D]"""
-        return rows.view(rows.shape[0], self.count, self.width).transpose(0, 1)
+        """[T, N * D] -> [N, T, D], of any N."""
+        return rows.unflatten(1, (-1, self.width)).transpose(0, 1)
+
+    def of_keys(self, each: torch.Tensor) -> torch.Tensor:
+        """What every head of queries makes of a gradient [N, S, D], summed for the heads of keys [N / G, S, D]."""
+        return each.unflatten(0, (self.key_count, self.group)).sum(dim=1)
 
 
 def rows_of(values: torch.Tensor) -> torch.Tensor:

@@ -32,22 +32,23 @@ def values(rows: int, columns: int, coded: bool) -> Rows:
 
 
 def attention(
-    lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, behind=0, to=None
-):
+    lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, group=1, window=0,
+    behind=0, to=None,
+):  # fmt: skip
     """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats.
 
     So many rows of queries and of keys stand `behind` all sentences.
     """
-    hidden, rows = heads * width, sum(lengths) + behind
+    hidden, of_keys, rows = heads * width, heads * width // group, sum(lengths) + behind
     if others is None:
-        q = k = values(rows, 3 * hidden, coded)
+        q = k = values(rows, hidden + 2 * of_keys, coded)
     else:
-        q, k = values(rows, hidden, coded), values(sum(others) + behind, 2 * hidden, coded)
+        q, k = values(rows, hidden, coded), values(sum(others) + behind, 2 * of_keys, coded)
     keys, first = (lengths, hidden) if others is None else (others, 0)
     read = Heads(
-        q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + hidden),
-        starts=offsets(lengths), key_starts=offsets(keys), count=heads, width=width, causal=causal,
-        dropout=dropout_of(dropout),
+        q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + of_keys),
+        starts=offsets(lengths), key_starts=offsets(keys), count=heads, group=group, width=width, causal=causal,
+        window=window, dropout=dropout_of(dropout),
     )  # fmt: skip
     return Attention(
         heads=read, log_sum=empty(rows, heads), out=empty(rows, hidden) if to is None else None, rounded=to
@@ -75,19 +76,22 @@ def dense(operation, dtype):
     if heads.q.rows.tensor is heads.k.rows.tensor:
         leaves[1] = leaves[0]
     of_q, of_k = (one.diff().tolist() for one in (heads.starts, heads.key_starts))
-    width, hidden = heads.width, heads.count * heads.width
+    width = heads.width
 
-    def padded(rows, lengths, column):
-        sentences = rows[:, column : column + hidden].split(lengths)
+    def padded(rows, lengths, column, count):
+        sentences = rows[:, column : column + count * width].split(lengths)
         whole = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True)
         return whole.unflatten(2, (-1, width)).transpose(1, 2)
 
-    q = padded(leaves[0], of_q, heads.q.column)
-    k, v = (padded(leaves[1], of_k, one.column) for one in (heads.k, heads.v))
+    q = padded(leaves[0], of_q, heads.q.column, heads.count)
+    k, v = (padded(leaves[1], of_k, one.column, heads.count // heads.group) for one in (heads.k, heads.v))
+    shared = torch.arange(heads.count) // heads.group
+    k, v = k[:, shared], v[:, shared]
     scores = q @ k.transpose(2, 3) * width**-0.5
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     seen = torch.stack([
         (key < keys) & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
+        & (key > query + (keys - queries) - (heads.window or 10**6))
         for queries, keys in zip(of_q, of_k, strict=True)
     ])[:, None]  # fmt: skip
     scores = scores.masked_fill(~seen, -math.inf)
@@ -109,6 +113,11 @@ CASES = [
     {"width": 24}, {"width": 64}, {"width": 5, "heads": 3, "dropout": 0.1}, {"others": OTHERS},
     {"others": OTHERS, "causal": True}, {"others": OTHERS, "coded": False, "dropout": 0.2},
     {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True},
+    {"heads": 6, "group": 3}, {"heads": 4, "group": 4, "causal": True, "dropout": 0.2, "others": OTHERS},
+    {"heads": 4, "group": 2, "coded": False, "causal": True}, {"window": 1, "causal": True},
+    {"window": 6, "causal": True, "dropout": 0.2, "heads": 6, "group": 2},
+    {"window": 20, "causal": True, "coded": False},
+    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4},
 ]  # fmt: skip
 
 
@@ -146,11 +155,29 @@ def test_the_context_is_rounded(width, heads):
     assert all(map(torch.equal, (found.codes, found.scale, found.clipped, found.error), wanted))
 
 
-@pytest.mark.parametrize("options", [{}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}])
+@pytest.mark.parametrize("options", [
+    {}, {"others": OTHERS}, {"width": 5, "heads": 3}, {"coded": False}, {"heads": 4, "group": 2},
+])  # fmt: skip
 @pytest.mark.parametrize("to_rounded", [False, True])
 def test_ends_of_gradients(options, to_rounded):
     """Straight-through masks, clips, sums, rounding."""
     compare(gradient_of(attention(**options, dropout=0.1), to_rounded=to_rounded))
+
+
+@pytest.mark.parametrize("window", [40, 1000])
+def test_a_window_of_all_keys_hides_nothing(window):
+    plain, windowed = attention(causal=True), attention(causal=True, window=window)
+    windowed.heads.q.rows = windowed.heads.k.rows = windowed.heads.v.rows = plain.heads.q.rows
+    short = slice(0, sum(LENGTHS[:4]))
+    assert torch.equal(on_cpu(plain).out[short], on_cpu(windowed).out[short])
+
+
+def test_what_a_window_hides_changes_nothing():
+    forward = attention((40,), coded=False, causal=True, window=8)
+    before = on_cpu(forward).out
+    forward.heads.k.rows.floats[:20, 16:] = 1e30
+    assert torch.equal(on_cpu(forward).out[27:], before[27:])
+    assert not torch.equal(on_cpu(forward).out[26], before[26])
 
 
 def test_clips_that_learn_by_lsq():

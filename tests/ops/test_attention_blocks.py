@@ -15,6 +15,9 @@ LONG, MEMORY = (530, 3), (3, 1100)
 CASES = [
     {}, {"causal": True, "dropout": 0.2}, {"others": MEMORY, "dropout": 0.1}, {"others": MEMORY, "causal": True},
     {"coded": False, "causal": True}, {"width": 40, "heads": 1},
+    {"heads": 4, "group": 2, "causal": True, "dropout": 0.1}, {"window": 40, "causal": True},
+    {"window": 600, "causal": True, "others": (530, 1100), "dropout": 0.1},
+    {"window": 513, "causal": True, "coded": False, "heads": 4, "group": 4},
 ]  # fmt: skip
 
 

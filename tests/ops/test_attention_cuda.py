@@ -28,6 +28,8 @@ def compare_both(dtype=torch.float32, to_rounded=False, **options):
 @pytest.mark.parametrize("options", [
     {}, {"causal": True, "dropout": 0.3}, {"coded": False, "dropout": 0.2}, {"others": (3, 97, 2, 0)},
     {"others": (5, 90, 0, 7), "causal": True, "coded": False}, {"others": (3, 20, 2, 0), "causal": True},
+    {"heads": 4, "group": 2, "causal": True}, {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
+    {"window": 9, "causal": True, "dropout": 0.1}, {"window": 65, "causal": True, "others": (5, 90, 0, 20)},
 ])  # fmt: skip
 def test_in_float32(options):
     compare_both(lengths=LONG, **options)
@@ -35,6 +37,7 @@ def test_in_float32(options):
 
 @pytest.mark.parametrize("options", [
     {"coded": False}, {}, {"width": 128, "heads": 1}, {"others": (3, 20, 2, 0), "causal": True},
+    {"heads": 2, "group": 2, "window": 20, "causal": True},
 ])  # fmt: skip
 def test_in_half_precision(options):
     compare_both(torch.bfloat16, lengths=LONG, dropout=0.1, **options)
@@ -71,6 +74,11 @@ def test_rows_behind_all_sentences_are_zeros(lengths, others):
 def test_many_tiles():
     """Three turns of every loop over tiles, and of the search for a sentence."""
     compare_both(lengths=(1, 0, 140, 2, 0, 1, 3), width=8, heads=1, coded=False)
+
+
+def test_windows_over_many_tiles():
+    """Tiles of keys that a query's window has not reached yet, and those that it has left."""
+    compare_both(lengths=(1, 200, 3), heads=2, group=2, causal=True, window=40)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -39,12 +39,15 @@ private:
     // Adds what the block's keys make of the context.
     void add(const Block& block) {
         this->multiply_keys(block);
-        for (int64_t i = 0; i < block.queries; ++i) find_largest(block, i);
+        for (int64_t i = 0; i < block.queries; ++i) {
+            this->hide(block, i, scores_.get() + i * given_.wide, -infinity());
+            find_largest(block, i);
+        }
         for (int64_t first = 0; first == 0 || first < block.keys; first += kFew) {
             const int64_t keys = std::min(kFew, block.keys - first);
             probabilities_.start(keys);
             for (int64_t i = 0; i < block.queries; ++i) softmax(block, i, first, keys);
-            Products::multiply(probabilities_, values_, block.queries, heads_.width, keys, block.key || first,
+            Products::multiply(probabilities_, values_, block.queries, heads_.width, keys, !block.opens() || first,
                                contexts_.row(block.query), stride_, first);
         }
     }
@@ -59,7 +62,7 @@ private:
             most = larger_lanes(seen(lanes_at(x + j), -infinity()), most);
         });
         const float here = largest_lane(most) * given_.factor, largest = here > before ? here : before;
-        if (block.key && largest != before) contexts_.shrink(query, bounded_exponential(before - largest));
+        if (!block.opens() && largest != before) contexts_.shrink(query, bounded_exponential(before - largest));
         largest_[query] = largest;
     }
 
@@ -69,7 +72,9 @@ private:
         const float* x = scores_.get() + i * given_.wide + first;
         const int64_t n = std::clamp<int64_t>(block.seen(i) - first, 0, keys), query = block.query + i;
         this->draw(block, i, first, n);
-        const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest_[query]);
+        const float least = std::numeric_limits<float>::lowest();  // of a query that has seen no key of its window yet
+        const float largest = block.pair.window ? std::max(largest_[query], least) : largest_[query];
+        const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest);
         Lanes& to = contexts_.sum(query);
         Lanes sum = to;
         const auto kept = this->kept();
@@ -111,7 +116,7 @@ bool attend(const Attention& op, const Case& given, float* rows) {
     {
         Forward worker(op, given, rows);
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(Pair(op.heads, given.order[i]));
+        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(given.pair(given.order[i]));
     }
     return missing;
 }

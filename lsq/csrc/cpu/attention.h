@@ -1,8 +1,8 @@
 // What attention's forward and backward loops share: who computes what, and how operands are read.
 //
-// A pair of a sentence and a head is one thread's: it takes kKeyBlock keys at a time, and of the queries that see them
-// kQueryBlock, so that both fit a core's caches. T queries, S keys, D columns of a head. Matrices in scratch are whole
-// units (see products.h).
+// A pair of a sentence and a head, or in the backward pass all heads that read the same keys, is one thread's: it takes
+// up to kKeyBlock keys at a time, and of the queries that see them kQueryBlock, so that both fit a core's caches. T
+// queries, S keys, D columns of a head. Matrices in scratch are whole units (see products.h).
 #pragma once
 
 #include <atomic>
@@ -38,13 +38,15 @@ struct Operand : Projected {
     }
 };
 
-// A pair of a sentence and a head. Rows behind all sentences are one sentence more, without keys.
+// A pair of a sentence and a head, with those behind it. Rows behind all sentences are one sentence more, without keys.
 struct Pair {
     int64_t head, first, queries, first_key, keys;
     bool causal;
+    int64_t window, block;  // keys that a query sees, 0 for all; keys at a time
 
-    Pair(const Heads& heads, int64_t number) : head(number % heads.count), causal(heads.causal) {
-        const int64_t sentence = number / heads.count;
+    Pair(const Heads& heads, int64_t sentence, int64_t head)
+        : head(head), causal(heads.causal), window(heads.window),
+          block(window ? std::min(kKeyBlock, whole_units(window)) : kKeyBlock) {
         const bool behind = sentence == heads.sentences;
         first = heads.starts[sentence], first_key = heads.key_starts[sentence];
         queries = (behind ? heads.rows : heads.starts[sentence + 1]) - first;
@@ -52,31 +54,42 @@ struct Pair {
     }
 
     // Keys of a block that begins with `key`.
-    int64_t keys_from(int64_t key) const { return std::min(kKeyBlock, keys - key); }
+    int64_t keys_from(int64_t key) const { return std::min(block, keys - key); }
+
+    // Of the keys, how many stand before those that a query sees.
+    int64_t before(int64_t query) const { return window ? std::max<int64_t>(query + 1 + keys - queries - window, 0) : 0; }
 };
 
 // Some queries of a pair, and some keys of which the last of these queries sees all.
 struct Block {
     const Pair& pair;
     int64_t query, queries, key, keys;  // first of each, within the sentence, and how many
+    int64_t opening;                    // first key of the first block that these queries meet
 
     Block(const Pair& pair, int64_t query, int64_t key)
         : pair(pair), query(query), queries(std::min(kQueryBlock, pair.queries - query)), key(key),
-          keys(pair.keys_from(key)) {
+          keys(pair.keys_from(key)), opening(pair.before(query) / pair.block * pair.block) {
         keys = seen(queries - 1);
     }
+
+    bool opens() const { return key == opening; }
+    // The first keys meet their queries even if there are none.
+    bool meets() const { return opens() || (key > opening && keys); }
 
     // Of these keys, how many its query `i` sees.
     int64_t seen(int64_t i) const {
         if (!pair.causal) return keys;
         return std::clamp<int64_t>(query + i + 1 + pair.keys - pair.queries - key, 0, keys);
     }
+    // Of those, how many stand before the ones that it sees.
+    int64_t hidden(int64_t i) const { return std::clamp<int64_t>(pair.before(query + i) - key, 0, keys); }
     int64_t row() const { return pair.first + query; }  // of the first query
 };
 
 // What both passes make of the heads that they read.
 struct Case {
     const Heads& heads;
+    int64_t each;  // heads of queries that a pair has
     Operand q, k, v;
     float share, factor;  // 1 / sqrt(D); what a product of queries and keys is multiplied by
     int64_t stride;       // of rows of a head in scratch
@@ -86,14 +99,14 @@ struct Case {
     Blocks groups;        // of sentences, with the rows behind all of them as the last sentence
     std::vector<int64_t> order;  // pairs, group after group, those with the most work first
 
-    explicit Case(const Heads& heads)
-        : heads(heads), q{heads.q}, k{heads.k}, v{heads.v},
+    explicit Case(const Heads& heads, int64_t each = 1)
+        : heads(heads), each(each), q{heads.q}, k{heads.k}, v{heads.v},
           share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
           factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
           groups(heads.sentences + 1) {
         std::vector<int64_t> work(groups.count, 0), sorted(groups.count);
         for (int64_t sentence = 0; sentence <= heads.sentences; ++sentence) {
-            const Pair pair(heads, sentence * heads.count);
+            const Pair pair(heads, sentence, 0);
             queries = std::max(queries, whole_units(pair.queries));
             keys = std::max(keys, whole_units(pair.keys_from(0)));
             work[sentence / groups.size] += pair.queries * pair.keys;
@@ -102,13 +115,17 @@ struct Case {
         std::iota(sorted.begin(), sorted.end(), 0);
         std::stable_sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return work[a] > work[b]; });
         for (int64_t group : sorted) {
-            for (int64_t i = 0; i < pairs(group); ++i) order.push_back(groups.begin(group) * heads.count + i);
+            for (int64_t i = 0; i < pairs(group); ++i) order.push_back(groups.begin(group) * heads.count / each + i);
         }
     }
 
     bool coded() const { return q.coded() && k.coded() && v.coded(); }
-    int64_t pairs(int64_t group) const { return (groups.end(group) - groups.begin(group)) * heads.count; }
-    int64_t group_of(int64_t pair) const { return pair / heads.count / groups.size; }
+    Pair pair(int64_t number) const {
+        const int64_t of_sentence = heads.count / each;
+        return Pair(heads, number / of_sentence, number % of_sentence * each);
+    }
+    int64_t pairs(int64_t group) const { return (groups.end(group) - groups.begin(group)) * heads.count / each; }
+    int64_t group_of(int64_t number) const { return number * each / heads.count / groups.size; }
 
     // The same for the keys from the block's first on.
     int64_t wide_of(const Block& block) const { return whole_units(block.pair.keys_from(block.key)) + kSkew; }
@@ -120,34 +137,40 @@ protected:
     explicit PairWorker(const Case& given)
         : given_(given), heads_(given.heads), words_(given.keys + kPhiloxWords) {}
 
-    // Of a head, rows [first, first + count) of an operand -> body(Window).
-    template <class Body>
-    void window(const Operand& from, const Pair& pair, int64_t first, int64_t count, const Body& body) const {
-        from.window(first, count, pair.head * heads_.width, heads_.width, body);
-    }
+    // Where a head's columns begin: of queries, and of the keys and values that they read.
+    int64_t column(const Pair& pair) const { return pair.head * heads_.width; }
+    int64_t key_column(const Pair& pair) const { return pair.head / heads_.group * heads_.width; }
 
-    // The same of the block's queries, and of all keys or values that there are from the block's first on.
+    // Rows of an operand -> body(Window): the block's queries, and all keys or values from the block's first on.
     template <class Body>
     void queries(const Operand& from, const Block& block, const Body& body) const {
-        window(from, block.pair, block.row(), block.queries, body);
+        from.window(block.row(), block.queries, column(block.pair), heads_.width, body);
     }
     template <class Body>
     void keys(const Operand& from, const Block& block, const Body& body) const {
-        window(from, block.pair, block.pair.first_key + block.key, block.pair.keys_from(block.key), body);
+        const Pair& pair = block.pair;
+        from.window(pair.first_key + block.key, pair.keys_from(block.key), key_column(pair), heads_.width, body);
     }
 
-    // Calls body(block) for all that there are to see, keys after keys; the first keys meet all queries. Before,
+    // Calls body(block) for all that there are to see, keys after keys, and for each of the pair's heads. Before,
     // begin(block) for each block of keys, and end(block) after it.
     template <class Begin, class Body, class End>
-    static void for_blocks(const Pair& pair, const Begin& begin, const Body& body, const End& end) {
-        for (int64_t key = 0; key == 0 || key < pair.keys; key += kKeyBlock) {
+    void for_blocks(const Pair& pair, const Begin& begin, const Body& body, const End& end) const {
+        for (int64_t key = 0; key == 0 || key < pair.keys; key += pair.block) {
             begin(Block(pair, 0, key));
-            for (int64_t query = 0; query < pair.queries; query += kQueryBlock) {
-                const Block block(pair, query, key);
-                if (block.keys || key == 0) body(block);
+            for (Pair one = pair; one.head < pair.head + given_.each; ++one.head) {
+                for (int64_t query = 0; query < one.queries; query += kQueryBlock) {
+                    const Block block(one, query, key);
+                    if (block.meets()) body(block);
+                }
             }
             end(Block(pair, 0, key));
         }
+    }
+
+    // Where a row of scores has keys that stand before a window, puts a number there that no softmax sees.
+    static void hide(const Block& block, int64_t i, float* row, float number) {
+        if (block.pair.window) std::fill_n(row, block.hidden(i), number);
     }
 
     // Draws random words for the block's query `i` and n keys of the block from `first` on. Of few keys the words of

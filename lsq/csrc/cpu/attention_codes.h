@@ -78,14 +78,14 @@ public:
 
 private:
     Window<int8_t> codes(const Operand& keys, const Block& block) const {
-        const int64_t first = block.pair.first_key + block.key, column = block.pair.head * heads_.width;
-        return keys.codes(first, block.pair.keys_from(block.key), column, heads_.width);
+        const int64_t first = block.pair.first_key + block.key;
+        return keys.codes(first, block.pair.keys_from(block.key), key_column(block.pair), heads_.width);
     }
 
     // Adds what the block's keys make of the context.
     void add(const Block& block) {
         const Window<int8_t> queries =
-            given_.q.codes(block.row(), block.queries, block.pair.head * heads_.width, heads_.width);
+            given_.q.codes(block.row(), block.queries, column(block.pair), heads_.width);
         pack_rows<Bytes::kBiased>(queries, queries_.data());
         const int64_t distance = depths_ * kTileBytes;
         for (int64_t key = 0; key < block.keys; key += kUnit) {
@@ -105,12 +105,13 @@ private:
         const int32_t* x = scores_.data() + i * wide_;
         draw(block, i, 0, n);
         __m512i most = _mm512_set1_epi32(largest_[query]);
+        const int64_t hidden = block.hidden(i);
         for (int64_t j = 0; j < n; j += 16) {
-            most = _mm512_mask_max_epi32(most, first_bits(n - j), most, _mm512_load_si512(x + j));
+            most = _mm512_mask_max_epi32(most, seen(hidden - j, n - j), most, _mm512_load_si512(x + j));
         }
         const int32_t before = largest_[query], largest = _mm512_reduce_max_epi32(most);
         const float change = (static_cast<float>(before) - static_cast<float>(largest)) * given_.factor;
-        shrink_[i] = block.key == 0 ? 0.0f : before == largest ? 1.0f : bounded_exponential(all_lanes(change))[0];
+        shrink_[i] = block.opens() ? 0.0f : before == largest ? 1.0f : bounded_exponential(all_lanes(change))[0];
         largest_[query] = largest;
         most = _mm512_set1_epi32(largest);
         Lanes sum[4] = {contexts_.sum(query) * shrink_[i]};
@@ -121,16 +122,19 @@ private:
             for (int part = 0; part < 4; ++part) {
                 if (part == 2 && n - j <= kUnit) break;
                 const int64_t at = j + part * 16;
-                const __mmask16 seen = first_bits(n - at);
+                const __mmask16 mine = seen(hidden - at, n - at);
                 const __m512i difference = _mm512_sub_epi32(_mm512_load_si512(x + at), most);
                 const __m512 exact = exponential_(_mm512_cvtepi32_ps(difference));
-                sum[part] = _mm512_mask_add_ps(sum[part], seen, sum[part], exact);
-                p[part] = _mm512_maskz_cvtps_epi32(kept(at, seen), exact);
+                sum[part] = _mm512_mask_add_ps(sum[part], mine, sum[part], exact);
+                p[part] = _mm512_maskz_cvtps_epi32(kept(at, mine), exact);
             }
             pack_integers(p[0], p[1], p[2], p[3], to, kByteBlock);
         }
         contexts_.sum(query) = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
+
+    // Of 16 keys, those that are seen where the first `hidden` are not, nor any after the first n.
+    static __mmask16 seen(int64_t hidden, int64_t n) { return first_bits(n) & ~first_bits(hidden); }
 
     // Of the block's keys `seen` from `at` on, those that dropout keeps.
     __mmask16 kept(int64_t at, __mmask16 seen) const {
@@ -159,7 +163,7 @@ private:
                 const int64_t from = i * kUnit + at;
                 const __m512 upper = _mm512_fmadd_ps(sum(2, from), byte, sum(1, from));
                 const __m512 all = _mm512_fmadd_ps(upper, byte, sum(0, from)), old = _mm512_load_ps(row + at);
-                _mm512_store_ps(row + at, block.key == 0 ? all : _mm512_fmadd_ps(old, shrink, all));
+                _mm512_store_ps(row + at, block.opens() ? all : _mm512_fmadd_ps(old, shrink, all));
             }
         }
     }

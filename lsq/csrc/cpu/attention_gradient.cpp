@@ -16,13 +16,13 @@ public:
     BackwardWorker(const AttentionGradient& op, const Case& given, float* dq, float* dkv)
         : Base(given), op_(op), upstream_{{{Coded{}, op.dcontext}, 0, heads_.count * heads_.width}}, dq_to_(dq),
           dkv_to_(dkv), slopes_(kQueryBlock * given.wide), dq_(kQueryBlock * stride_), dk_(stride_ * given.wide),
-          dv_(stride_ * given.wide), sums_(given.queries), upstream_rows_(kQueryBlock, stride_, false),
+          dv_(stride_ * given.wide), sums_(given.each * given.queries), upstream_rows_(kQueryBlock, stride_, false),
           dscores_(kQueryBlock, given.keys, false), query_columns_(stride_, kQueryBlock, given.q.coded()),
           upstream_columns_(stride_, kQueryBlock, false), value_columns_(given.keys, stride_, given.v.coded()),
           key_rows_(stride_, given.keys, given.k.coded()), pair_rows_(given.keys, kQueryBlock, false) {}
 
     void run(const Pair& pair) {
-        const bool several = pair.keys > kKeyBlock;
+        const bool several = pair.keys > pair.block;
         if (several) sum(pair);
         const auto begin = [&](const Block& block) {
             read_keys(block);
@@ -33,7 +33,7 @@ public:
         };
         const auto end = [&](const Block& block) {
             const Operand& k = given_.k;
-            const int64_t first = (pair.first_key + block.key) * k.columns + pair.head * heads_.width;
+            const int64_t first = (pair.first_key + block.key) * k.columns + this->key_column(pair);
             write_turned(dk_, given_.q.scale() * given_.share, pair.keys_from(block.key), dkv_to_ + first + k.column);
             write_turned(dv_, this->keep(), pair.keys_from(block.key), dkv_to_ + first + given_.v.column);
         };
@@ -56,14 +56,18 @@ private:
 
     // The sums of each query's probabilities times their gradients, over all blocks of keys.
     void sum(const Pair& pair) {
-        std::fill_n(sums_.begin(), pair.queries, 0.0f);
+        std::fill(sums_.begin(), sums_.end(), 0.0f);
         const auto body = [&](const Block& block) {
             multiply(block);
             for (int64_t i = 0; i < block.queries; ++i) {
-                sums_[block.query + i] += probabilities(block, i, scores_row(i), slopes_row(i));
+                sum_of(block, i) += probabilities(block, i, scores_row(i), slopes_row(i));
             }
         };
         this->for_blocks(pair, [&](const Block& block) { read_keys(block); }, body, [](const Block&) {});
+    }
+
+    float& sum_of(const Block& block, int64_t i) {
+        return sums_[block.pair.head % given_.each * given_.queries + block.query + i];
     }
 
     // Adds what the block makes of all gradients; `summed`: sums_ is known.
@@ -99,6 +103,8 @@ private:
         const int64_t n = block.seen(i);
         const float log_sum = op_.log_sum[(block.row() + i) * heads_.count + block.pair.head];
         this->draw(block, i, 0, n);
+        this->hide(block, i, x, -infinity());
+        this->hide(block, i, g, 0.0f);
         const Lanes factor = all_lanes(given_.factor), base = all_lanes(log_sum);
         const Lanes scale = all_lanes(given_.v.scale() * this->keep());
         Lanes sum = {};
@@ -118,7 +124,7 @@ private:
         const int64_t n = block.seen(i);
         float *x = scores_row(i), *g = slopes_row(i);
         const float here = probabilities(block, i, x, g);
-        const Lanes sum = all_lanes(summed ? sums_[block.query + i] : here);
+        const Lanes sum = all_lanes(summed ? sum_of(block, i) : here);
         const auto kept = this->kept();
         const auto row = dscores_.row(i);
         const auto one = [&](int64_t j) {
@@ -136,9 +142,9 @@ private:
     void write_queries(const Block& block) const {
         const Operand& q = given_.q;
         const float factor = given_.k.scale() * given_.share, *from = dq_.get();
-        float* to = dq_to_ + block.row() * q.columns + q.column + block.pair.head * heads_.width;
+        float* to = dq_to_ + block.row() * q.columns + q.column + this->column(block.pair);
         for (int64_t row = 0; row < block.queries; ++row, from += stride_, to += q.columns) {
-            if (block.key == 0) std::fill_n(to, heads_.width, 0.0f);
+            if (block.opens()) std::fill_n(to, heads_.width, 0.0f);
 #pragma omp simd
             for (int64_t i = 0; i < heads_.width; ++i) to[i] += from[i] * factor;
         }
@@ -164,7 +170,7 @@ private:
     float *dq_to_, *dkv_to_;
     AlignedFloats slopes_, dq_, dk_, dv_;
     int64_t wide_ = 0;         // of rows of dk_ and dv_, [D, keys]
-    std::vector<float> sums_;  // see sum()
+    std::vector<float> sums_;  // see sum(); [heads, queries]
     typename Products::template Left<false> upstream_rows_, dscores_;
     typename Products::template Left<true> query_columns_, upstream_columns_;
     typename Products::template Right<true> value_columns_;
@@ -211,7 +217,7 @@ private:
 // the last pair of a group of sentences takes the group's rows to their ends, while they are in its caches.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
     const Heads& heads = op.heads;
-    const Case given(heads);
+    const Case given(heads, heads.group);
     const Blocks& groups = given.groups;
     float* keys = dkv ? dkv : dq;
     const int64_t behind = heads.key_starts[heads.sentences], columns = heads.k.columns;
@@ -233,7 +239,7 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
             BackwardWorker<decltype(products)> worker(op, given, dq, keys);
 #pragma omp for schedule(dynamic)
             for (size_t i = 0; i < given.order.size(); ++i) {
-                worker.run(Pair(heads, given.order[i]));
+                worker.run(given.pair(given.order[i]));
                 const int64_t group = given.group_of(given.order[i]);
                 if (--left[group] == 0) end(group);
             }

@@ -37,7 +37,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     const Operand q(op.heads.q), k(op.heads.k), v(op.heads.v);
     const float factor = q.scale * k.scale * score_share();
     const PairMask mask(op.heads);
-    const int head = blockIdx.y;
+    const int head = blockIdx.y, key_head = head / static_cast<int>(op.heads.group);
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     const int row = place.begin + place.first;  // of the first query
@@ -46,12 +46,12 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     float largest[2] = {-infinity(), -infinity()}, total[2] = {};
     Sums sums = {};
     const int last = place.count ? sentence.seen(place.first + place.count - 1) : 0;
-    for (int begin = 0; begin < last; begin += TILE) {
+    for (int begin = sentence.first_tile(place.first); begin < last; begin += TILE) {
         const int count = min(last - begin, TILE);
         __syncthreads();  // the tiles before have been read
-        load_tile(k, sentence.key + begin, count, head, tiles.keys);
+        load_tile(k, sentence.key + begin, count, key_head, tiles.keys);
         commit_copies();
-        load_tile(v, sentence.key + begin, count, head, tiles.values);
+        load_tile(v, sentence.key + begin, count, key_head, tiles.values);
         wait_copies<0>();
         __syncthreads();
         // Of these keys, what some query of the warp sees.
@@ -59,16 +59,19 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
         if (warp_row() >= place.count || mine == 0) continue;
         Score products[TILE / 8][4];
         multiply_rows(tiles.queries, tiles.keys, mine, products);
-        const int seen[2] = {
-            sentence.seen(place.first + lane_row(0), begin), sentence.seen(place.first + lane_row(1), begin)};
+        Sight sight;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            sight.first[half] = sentence.before(place.first + lane_row(half)) - begin;
+            sight.last[half] = sentence.seen(place.first + lane_row(half), begin);
+        }
         Pairs p;
         float highest[2] = {-infinity(), -infinity()};
 #pragma unroll
         for (int eight = 0; eight < TILE / 8; ++eight) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const bool sees = lane_column(eight) + i % 2 < seen[i / 2];
-                p[eight][i] = sees ? static_cast<float>(products[eight][i]) * factor : -infinity();
+                p[eight][i] = sight.sees(eight, i) ? static_cast<float>(products[eight][i]) * factor : -infinity();
                 highest[i / 2] = Maximum::join(p[eight][i], highest[i / 2]);
             }
         }

@@ -35,10 +35,11 @@ struct Place {
 // The queries and keys of a sentence. Rows behind all sentences have no keys, and no queries.
 struct Sentence {
     int query, queries, key, keys;  // first row of each, and how many there are
+    int window;                     // keys that a query sees at most; 0: all
     bool causal;
 
     __device__ __forceinline__ Sentence(const Heads& heads, int number)
-        : query(0), queries(0), key(0), keys(0), causal(heads.causal) {
+        : query(0), queries(0), key(0), keys(0), window(static_cast<int>(heads.window)), causal(heads.causal) {
         if (number == heads.sentences) return;
         const int32_t *starts = heads.starts, *key_starts = heads.key_starts;
         query = starts[number], queries = starts[number + 1] - query;
@@ -51,6 +52,25 @@ struct Sentence {
     }
     // The same of a tile's keys, which begin with `first`.
     __device__ __forceinline__ int seen(int i, int first) const { return max(0, min(seen(i) - first, TILE)); }
+
+    // Keys that stand before those that query `i` sees; without a window there are none.
+    __device__ __forceinline__ int before(int i) const { return window ? max(0, i + 1 + keys - queries - window) : 0; }
+    // Queries up to the last one whose window has that key.
+    __device__ __forceinline__ int queries_of(int key_number) const {
+        return window ? min(key_number + window + queries - keys, queries) : queries;
+    }
+    // The first key of the first tile that queries from `i` on see.
+    __device__ __forceinline__ int first_tile(int i) const { return before(i) / TILE * TILE; }
+};
+
+// What a lane's two queries see of a tile's keys: those from `first` up to `last`.
+struct Sight {
+    int first[2], last[2];
+
+    __device__ __forceinline__ bool sees(int eight, int i) const {
+        const int key = lane_column(eight) + i % 2;
+        return key < last[i / 2] && key >= first[i / 2];
+    }
 };
 
 // What dropout multiplies probabilities by.

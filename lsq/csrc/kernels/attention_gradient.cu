@@ -59,12 +59,13 @@ __device__ __forceinline__ void probabilities(const Backward& given, const Tiles
     multiply_rows(tiles.queries, tiles.keys, at.keys, p);
     multiply_rows(tiles.upstream, tiles.values, at.keys, g);
     const int row = sentence.query + at.query;
-    int seen[2];
+    Sight sight;
     float log_sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const bool inside = lane_row(half) < at.queries;
-        seen[half] = inside ? sentence.seen(at.query + lane_row(half), at.key) : 0;
+        sight.first[half] = sentence.before(at.query + lane_row(half)) - at.key;
+        sight.last[half] = inside ? sentence.seen(at.query + lane_row(half), at.key) : 0;
         log_sum[half] = inside ? given.log_sum[(row + lane_row(half)) * given.mask.heads + at.head] : 0.0f;
     }
 #pragma unroll
@@ -74,7 +75,7 @@ __device__ __forceinline__ void probabilities(const Backward& given, const Tiles
         given.mask.four(row, at.head, at.key + 8 * eight, four);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool sees = lane_column(eight) + i % 2 < seen[i / 2];
+            const bool sees = sight.sees(eight, i);
             p[eight][i] = sees ? bounded_exponential(p[eight][i] * given.factor - log_sum[i / 2]) : 0.0f;
             g[eight][i] = sees ? g[eight][i] * given.v.scale * four[i] : 0.0f;
             four[i] = sees ? p[eight][i] * four[i] : 0.0f;
@@ -120,7 +121,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     if (place.count == 0 || given.one_tile(sentence)) return;
-    const int head = blockIdx.y;
+    const int head = blockIdx.y, key_head = head / static_cast<int>(op.heads.group);
     const int row = place.begin + place.first;
     given.load_queries(row, place.count, head, tiles);
     // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g and p add up to with
@@ -128,10 +129,10 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     float total[2] = {};
     Sums of_weighted = {}, of_plain = {};
     const int last = sentence.seen(place.first + place.count - 1);
-    for (int begin = 0; begin < last; begin += TILE) {
+    for (int begin = sentence.first_tile(place.first); begin < last; begin += TILE) {
         const int count = min(last - begin, TILE);
         __syncthreads();
-        given.load_keys(sentence.key + begin, count, head, tiles);
+        given.load_keys(sentence.key + begin, count, key_head, tiles);
         __syncthreads();
         if (warp_row() >= place.count) continue;
         Pairs p, g;
@@ -174,56 +175,60 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     const Sentence sentence(op.heads, place.sentence);
     if (place.count == 0) return;
     const bool alone = given.one_tile(sentence);
-    const int head = blockIdx.y;
+    const int key_head = blockIdx.y, group = static_cast<int>(op.heads.group);
     const int row = place.begin + place.first;
-    given.load_keys(row, place.count, head, tiles);
+    given.load_keys(row, place.count, key_head, tiles);
     Sums dk = {}, dv = {};
-    // Under a causal mask, queries before this one see none of the keys; without any, their own gradients are zeros.
+    // Under a causal mask, queries before this one see none of the keys, nor do those to whom a window hides all; without
+    // any, their own gradients are zeros.
     const int earliest = sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
-    for (int begin = earliest / TILE * TILE; begin < sentence.queries; begin += TILE) {
-        const int count = min(sentence.queries - begin, TILE);
-        const int query = sentence.query + begin;
-        __syncthreads();
-        given.load_queries(query, count, head, tiles);
-        __syncthreads();
-        if (warp_row() < count) {
-            Pairs p, g;
-            probabilities(given, tiles, sentence, {begin, place.first, count, place.count, head}, p, g,
-                          [&](int eight, const float (&four)[4]) { store_pairs(four, eight, tiles.dropped); });
-            float total[2] = {};
-            if (alone) add_up(p, g, total);
+    const int latest = alone ? sentence.queries : sentence.queries_of(place.first + place.count - 1);
+    for (int head = key_head * group; head < (key_head + 1) * group; ++head) {
+        for (int begin = earliest / TILE * TILE; begin < latest; begin += TILE) {
+            const int count = min(sentence.queries - begin, TILE);
+            const int query = sentence.query + begin;
+            __syncthreads();
+            given.load_queries(query, count, head, tiles);
+            __syncthreads();
+            if (warp_row() < count) {
+                Pairs p, g;
+                probabilities(given, tiles, sentence, {begin, place.first, count, place.count, head}, p, g,
+                              [&](int eight, const float (&four)[4]) { store_pairs(four, eight, tiles.dropped); });
+                float total[2] = {};
+                if (alone) add_up(p, g, total);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                total[half] = warp_reduce<Sum, 4>(total[half]);
-                if (!alone && lane_row(half) < count) {
-                    total[half] = sums[(query + lane_row(half)) * op.heads.count + head];
+                for (int half = 0; half < 2; ++half) {
+                    total[half] = warp_reduce<Sum, 4>(total[half]);
+                    if (!alone && lane_row(half) < count) {
+                        total[half] = sums[(query + lane_row(half)) * op.heads.count + head];
+                    }
+                }
+#pragma unroll
+                for (int eight = 0; eight < TILE / 8; ++eight) {
+                    if (eight / 2 * kRows >= place.count) continue;
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) p[eight][i] *= g[eight][i] - total[i / 2];
+                    store_pairs(p[eight], eight, tiles.slopes);
+                }
+                // A few columns at a time: registers hold the sums of keys and values, too.
+                constexpr int kSteps = kColumns % 64 ? 1 : kSingle ? 2 : 4;
+#pragma unroll 1
+                for (int first = 0; alone && first < kColumns / 16; first += kSteps) {
+                    float mine[2 * kSteps][4] = {};
+                    add_products(OfRows{p}, tiles.keys, place.count, first, mine);
+                    store_sums(mine, given.k.scale * score_share(), count, first,
+                               dq + (query * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
                 }
             }
-#pragma unroll
-            for (int eight = 0; eight < TILE / 8; ++eight) {
-                if (eight / 2 * kRows >= place.count) continue;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) p[eight][i] *= g[eight][i] - total[i / 2];
-                store_pairs(p[eight], eight, tiles.slopes);
+            __syncthreads();
+            if (warp_row() < place.count) {
+                add_products(OfColumns{tiles.dropped}, tiles.upstream, count, 0, dv);
+                add_products(OfColumns{tiles.slopes}, tiles.queries, count, 0, dk);
             }
-            // A few columns at a time: registers hold the sums of keys and values, too.
-            constexpr int kSteps = kColumns % 64 ? 1 : kSingle ? 2 : 4;
-#pragma unroll 1
-            for (int first = 0; alone && first < kColumns / 16; first += kSteps) {
-                float mine[2 * kSteps][4] = {};
-                add_products(OfRows{p}, tiles.keys, place.count, first, mine);
-                store_sums(mine, given.k.scale * score_share(), count, first,
-                           dq + (query * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
-            }
-        }
-        __syncthreads();
-        if (warp_row() < place.count) {
-            add_products(OfColumns{tiles.dropped}, tiles.upstream, count, 0, dv);
-            add_products(OfColumns{tiles.slopes}, tiles.queries, count, 0, dk);
         }
     }
     const int64_t columns = given.k.columns;
-    float* out = dkv + (row * columns + head * WIDTH);
+    float* out = dkv + (row * columns + key_head * WIDTH);
     store_sums(dk, given.q.scale * score_share(), place.count, 0, out + given.k.column, columns);
     store_sums(dv, 1.0f, place.count, 0, out + given.v.column, columns);
 }
