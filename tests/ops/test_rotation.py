@@ -1,0 +1,167 @@
+"""Rotary embeddings and norms of heads, against plain PyTorch in float64."""
+
+import math
+
+import pytest
+import torch
+
+from lsq.backends import run
+from lsq.ops.attention import HeadsGradient
+from lsq.ops.rotation import HeadNorms, Rotate, RotateGradient, Rotation, rotation_table
+from tests.ops.compare import ROWS, assert_accurate, compare, empty, on_cpu, on_reference, to_round
+from tests.ops.compare import gradient_to_round as to_round_by_row
+
+PLACES = 50
+EPSILON = 1e-6
+
+
+def table(turned: int) -> torch.Tensor:
+    """Of PLACES, with the frequencies of Llama."""
+    return rotation_table(1e4 ** (-torch.arange(0, turned, 2) / turned), PLACES)
+
+
+def rotate(rows=41, *, width=16, turned=None, queries=4, keys=2, normed=False, to=None) -> Rotate:
+    """Of random projections, places and weights; `to`: the clip under which they are rounded, else floats."""
+    columns, norms = (queries + 2 * keys) * width, None
+    if normed:
+        weights = (1 + 0.2 * torch.randn(width) for _ in range(2))
+        norms = HeadNorms(query=next(weights), key=next(weights), rstd=empty(rows, queries + keys), epsilon=EPSILON)
+    return Rotate(
+        x=torch.randn(rows, columns).bfloat16().float(), norms=norms, out=empty(rows, columns) if to is None else None,
+        rotation=Rotation(
+            table=table(width if turned is None else turned), places=torch.randint(PLACES, (rows,)), width=width,
+            queries=queries, keys=keys,
+        ),
+        rounded=None if to is None else to_round(rows, columns, to),
+    )  # fmt: skip
+
+
+def gradient_of(forward: Rotate, *, to_rounded=False) -> RotateGradient:
+    """For a random gradient, as floats or rounded, with all sums; `forward` is run by the reference for its rstd."""
+    shape, width = forward.x.shape, forward.rotation.width
+    found = {"rounded": to_round_by_row(*shape)} if to_rounded else {"floats": empty(*shape)}
+    more = {}
+    if forward.norms is not None:
+        more = {"x": forward.x, "norms": on_reference(forward).norms, "dquery": empty(width), "dkey": empty(width)}
+    return RotateGradient(
+        gradient=torch.randn(shape).bfloat16().float(), rotation=forward.rotation,
+        dx=HeadsGradient(**found, sum=empty(shape[1])), **more,
+    )  # fmt: skip
+
+
+def by_torch(forward: Rotate, dtype):
+    """Complex numbers turn: (leaves, result)."""
+    rotation, norms, x = forward.rotation, forward.norms, forward.x.to(dtype).requires_grad_()
+    leaves, half = [x], rotation.turned // 2
+    q, k, v = x.unflatten(1, (-1, rotation.width)).split([rotation.queries, rotation.keys, rotation.keys], dim=1)
+    if norms is not None:
+        weights = [one.to(dtype).requires_grad_() for one in (norms.query, norms.key)]
+        leaves += weights
+        q, k = (
+            torch.nn.functional.rms_norm(one, (rotation.width,), weight, EPSILON)
+            for one, weight in zip((q, k), weights, strict=True)
+        )
+    angle = torch.complex(*rotation.table.to(dtype)[rotation.places].split(half, dim=1))[:, None]
+
+    def turned(one):
+        number = torch.complex(one[..., :half].contiguous(), one[..., half : 2 * half].contiguous()) * angle
+        return torch.cat([number.real, number.imag, one[..., 2 * half :]], dim=2)
+
+    return leaves, torch.cat([turned(q), turned(k), v], dim=1).flatten(1)
+
+
+CASES = [
+    {}, {"width": 64}, {"width": 24, "turned": 16}, {"width": 6, "turned": 2, "keys": 4}, {"queries": 0, "keys": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("options", CASES)
+def test_as_accurate_as_torch(options, normed):
+    forward = rotate(**options, normed=normed)
+    found = compare(forward)
+    (leaves, exact), (single_leaves, single) = (by_torch(forward, dtype) for dtype in (torch.float64, torch.float32))
+    assert_accurate(found.out, exact.detach(), single.detach())
+    backward = compare(gradient_of(forward))
+    wanted, near = (
+        torch.autograd.grad((result * backward.gradient).sum(), of)
+        for of, result in ((leaves, exact), (single_leaves, single))
+    )
+    for one, *values in zip((backward.dx.floats, backward.dquery, backward.dkey), wanted, near, strict=False):
+        assert_accurate(one, *values)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_ends(rows, normed):
+    """Rounding to codes; rounding of the gradient by rows."""
+    forward = rotate(rows, normed=normed, to=0.9)
+    found = compare(forward)
+    wanted = found.rounded.encode(found.unrounded(run))
+    assert all(map(torch.equal, (found.rounded.codes, found.rounded.scale, found.rounded.clipped), wanted))
+    compare(gradient_of(forward, to_rounded=True))
+
+
+def test_codes_are_the_references():
+    """No sum comes before the rounding: every device has the same numbers."""
+    forward = rotate(341, to=0.9)
+    assert torch.equal(on_cpu(forward).rounded.codes, on_reference(forward).rounded.codes)
+
+
+def test_scores_depend_on_distances_alone():
+    """Queries and keys that all are alike: q k^T is constant along each diagonal (Su et al. 2021, equation 16)."""
+    forward = rotate(PLACES, width=32, queries=1, keys=1)
+    forward.x[:] = forward.x[0]
+    forward.rotation.places = torch.arange(PLACES)
+    q, k, _ = on_cpu(forward).out.split(32, dim=1)
+    scores = q @ k.t()
+    for distance in range(-PLACES + 1, PLACES):
+        one = scores.diagonal(distance)
+        torch.testing.assert_close(one, one[:1].expand(len(one)), atol=2e-4, rtol=1e-4)
+
+
+def test_what_stays():
+    forward = rotate(width=24, turned=16, queries=2, keys=1)
+    forward.rotation.places.zero_()
+    assert torch.equal(on_cpu(forward).out, forward.x)
+    forward.rotation.places.fill_(3)
+    changed = (on_cpu(forward).out != forward.x).any(dim=0).unflatten(0, (-1, 24))
+    assert changed[:3, :16].all() and not changed[:, 16:].any() and not changed[3].any()
+
+
+def test_a_table_of_far_places_is_exact():
+    found = rotation_table(torch.tensor([1.0, 1e-3], dtype=torch.float64), 100_001, factor=2.0)[100_000]
+    wanted = torch.tensor([math.cos(1e5), math.cos(100.0), math.sin(1e5), math.sin(100.0)])
+    torch.testing.assert_close(found, 2.0 * wanted, atol=2e-7, rtol=0.0)
+
+
+@pytest.mark.parametrize("normed, value", [(False, math.nan), (True, math.nan), (True, math.inf)])
+def test_what_is_not_finite_stays_in_its_head_and_poisons_the_scale(normed, value):
+    forward = rotate(7, normed=normed, to=0.9)
+    forward.x[3, 21] = value
+    found = compare(forward)
+    assert found.rounded.scale.isnan()
+    bad = found.unrounded(run).isnan()
+    assert bad[3, 16:32].any() and bad[3, 16:32].sum() == bad.sum()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_empty_batch(normed):
+    forward = rotate(0, normed=normed, to=1.0)
+    assert compare(forward).rounded.scale.item() == pytest.approx(1 / 127)
+    found = compare(gradient_of(forward))
+    assert not found.dx.sum.any() and not (normed and found.dquery.any())
+
+
+def test_limits_of_places():
+    forward = rotate()
+    assert forward.limits() == gradient_of(forward).limits() == {"rotation.places": PLACES}
+
+
+def test_results_do_not_depend_on_threads():
+    backward, threads, results = gradient_of(rotate(341, normed=True)), torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(on_cpu(backward))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(results[0].outputs, results[1].outputs, strict=True))
