@@ -31,6 +31,11 @@ def require_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
 
 
+def require_whole(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+
+
 def documentation(dataclass: type) -> dict[str, str]:
     """The docstrings that stand under the fields of `dataclass`: field name -> text, "" where there is none."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(dataclass))).body
@@ -117,6 +122,42 @@ class QuantConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """How queries and keys turn by their places (RoFormer, Su et al. 2021), in halves as Llama's: lsq.ops.rotation."""
+
+    places: int
+    """Words of the longest sentence."""
+    base: float = 10000.0
+    """Column i of R / 2 turns by place * base ** (-2 i / R)."""
+    width: int | None = None
+    """R, columns of a head that turn, the first ones; None: all."""
+    frequencies: tuple[float, ...] | None = None
+    """In the place of base ** (-2 i / R), as models have them whose sentences were lengthened."""
+    factor: float = 1.0
+    """Of all cosines and sines (YaRN, Peng et al. 2023)."""
+
+    def __post_init__(self) -> None:
+        require_whole("places", self.places)
+        require_positive("base", self.base)
+        require_positive("factor", self.factor)
+        if self.width is not None and (not isinstance(self.width, int) or self.width < 2 or self.width % 2):
+            raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
+
+    def columns(self, head: int) -> int:
+        """R, for heads of so many columns.
+
+        Raises:
+            ValueError: they are too few, or an odd number, or there are not R / 2 frequencies.
+        """
+        found = head if self.width is None else self.width
+        if found > head or found % 2:
+            raise ValueError(f"{found} columns of a head cannot turn; give an even number up to its width, {head}")
+        if self.frequencies is not None and 2 * len(self.frequencies) != found:
+            raise ValueError(f"{len(self.frequencies)} frequencies are given; {found} columns need {found // 2}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """Shape and behaviour of one encoder or decoder layer; the names are fairseq's."""
 
@@ -124,6 +165,16 @@ class LayerConfig:
     """Width of the residual stream, H."""
     heads: int
     """Attention heads; must divide `hidden`."""
+    key_heads: int | None = None
+    """Heads of keys and of values; must divide `heads`, of which groups share one. None: as many as `heads`."""
+    head_width: int | None = None
+    """Columns of a head; None: hidden / heads."""
+    window: int | None = None
+    """Of the words up to its own, how many a word sees in causal self-attention; None: all."""
+    rotary: Rotary | None = None
+    """How queries and keys of self-attention turn; None: they do not."""
+    head_norm: float | None = None
+    """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it; None: there is none."""
     feed_forward: int
     """Inner width of the feed-forward block, F."""
     dropout: float = 0.0
@@ -144,14 +195,25 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "heads", "feed_forward"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
-        if self.hidden % self.heads:
+            require_whole(name, getattr(self, name))
+        for name in ("key_heads", "head_width", "window"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name))
+        if self.hidden % self.heads and self.head_width is None:
             raise ValueError(f"hidden size {self.hidden} is not divisible by {self.heads} heads")
+        if self.heads % self.of_keys:
+            raise ValueError(f"{self.heads} heads are not divisible by {self.of_keys} key_heads")
+        if self.rotary is not None:
+            self.rotary.columns(self.head_columns)
+        if self.head_norm is not None:
+            require_positive("head_norm", self.head_norm)
+            if self.rotary is None:
+                raise ValueError(f"head_norm is {self.head_norm!r}, but only heads that turn have norms: give `rotary`")
         if self.quant.quantized:
             for name in ("hidden", "feed_forward"):
                 check_dimension(name, getattr(self, name))
+            check_dimension("the width of all heads of queries", self.query_columns)
+            check_dimension("the width of all queries, keys and values", self.query_columns + 2 * self.key_columns)
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
@@ -159,6 +221,26 @@ class LayerConfig:
         require_choice("activation", self.activation, ACTIVATIONS)
         require_choice("norm", self.norm, NORMS)
         require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+
+    @property
+    def of_keys(self) -> int:
+        """Heads of keys."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    @property
+    def head_columns(self) -> int:
+        """Of a head."""
+        return self.hidden // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def query_columns(self) -> int:
+        """Of all heads of queries."""
+        return self.heads * self.head_columns
+
+    @property
+    def key_columns(self) -> int:
+        """Of all heads of keys, and of all heads of values."""
+        return self.of_keys * self.head_columns
 
 
 def check_dimension(name: str, value: int) -> None:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lsq.config import LayerConfig, QuantConfig, check_dimension, documentation
+from lsq.config import LayerConfig, QuantConfig, Rotary, check_dimension, documentation
 
 LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 
@@ -54,6 +54,10 @@ def test_quantisers_refuse(name, value, allowed):
     ("activation", "swish", "'relu', 'gelu'"),
     ("norm", "batch", "'layer', 'rms'"),
     ("layer_norm_epsilon", 0.0, "above 0"),
+    ("key_heads", 0, "whole number above 0"),
+    ("head_width", 8.0, "whole number above 0"),
+    ("window", 0, "whole number above 0"),
+    ("head_norm", 1e-6, "give `rotary`"),
 ])
 def test_layers_refuse(name, value, allowed):
     with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)):
@@ -63,6 +67,31 @@ def test_layers_refuse(name, value, allowed):
 def test_heads_divide_the_width():
     with pytest.raises(ValueError, match="hidden size 48 is not divisible by 5 heads"):
         LayerConfig(**LAYER | {"heads": 5})
+
+
+def test_heads_of_keys_divide_those_of_queries():
+    with pytest.raises(ValueError, match="3 heads are not divisible by 2 key_heads"):
+        LayerConfig(**LAYER | {"key_heads": 2})
+
+
+def test_widths_of_attention():
+    config = LayerConfig(hidden=64, heads=8, key_heads=2, head_width=20, feed_forward=64)
+    assert (config.of_keys, config.head_columns, config.query_columns, config.key_columns) == (2, 20, 160, 40)
+    assert LayerConfig(**LAYER).query_columns == LayerConfig(**LAYER).key_columns == 48
+    with pytest.raises(ValueError, match="the width of all heads of queries is 60.*use 64"):
+        LayerConfig(**LAYER | {"head_width": 20})
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"places": 0}, "places is 0; it must be a whole number above 0"),
+    ({"base": -1.0}, "base is -1.0.*above 0"),
+    ({"width": 3}, "width is 3; it must be an even number above 0, or None"),
+    ({"width": 18}, "18 columns of a head cannot turn; give an even number up to its width, 16"),
+    ({"frequencies": (1.0, 0.1)}, "2 frequencies are given; 16 columns need 8"),
+])
+def test_rotary_refuses(given, message):
+    with pytest.raises(ValueError, match=message):
+        LayerConfig(**LAYER, rotary=Rotary(**{"places": 64} | given))
 
 
 @pytest.mark.parametrize("name, value, use", [("hidden", 51, 64), ("feed_forward", 100, 112)])

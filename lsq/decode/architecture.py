@@ -7,6 +7,8 @@ from typing import Any
 from lsq.config import DIMENSION_MULTIPLE, LayerConfig, QuantConfig, require_choice, require_positive
 from lsq.layers.embedding import POSITIONS
 
+SELF_ATTENTION = ("key_heads", "head_width", "window", "rotary", "head_norm")
+"""What a LayerConfig may say of attention that no decoder of codes knows; files leave it out."""
 MOST = 2**24
 """Words, positions or layers of a stack, at most: a damaged file asks for no more memory than that."""
 
@@ -44,6 +46,9 @@ class StackArchitecture:
         require_positive("embedding_scale", self.embedding_scale)
         if self.final_norm and not self.config.pre_norm:
             raise ValueError("final_norm is True under post-norm, whose last layer ends with a norm of its own")
+        for name in SELF_ATTENTION:
+            if (value := getattr(self.config, name)) is not None:
+                raise ValueError(f"{name} is {value!r}; models that are kept as codes decode without: leave it out")
         if not self.config.quant.quantized:
             raise ValueError('mode is "float"; only models in int8 are kept as codes: train with mode "int8"')
 
@@ -104,7 +109,7 @@ class Architecture:
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(asdict(self, dict_factory=_written), sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> "Architecture":
@@ -127,16 +132,22 @@ KINDS = {
 OPTIONAL = ("encoder",)
 
 
+def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What is written of a dataclass, as names and values."""
+    return {name: value for name, value in pairs if name not in SELF_ATTENTION}
+
+
 def _read(cls: type, value: Any, where: str) -> Any:
     """An instance of that dataclass from parsed JSON, with every field there and of its type."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
-    names = [field.name for field in fields(cls)]
+    kept = [field for field in fields(cls) if field.name not in SELF_ATTENTION]
+    names = [field.name for field in kept]
     for problem, found in (("lacks", set(names) - set(value)), ("has unknown", set(value) - set(names))):
         if found:
             raise ValueError(f"{where} {problem} {', '.join(sorted(found))}; it was written by another version of lsq")
     given = {}
-    for field in fields(cls):
+    for field in kept:
         one, kind, name = value[field.name], KINDS.get(field.name, field.type), f"{where}.{field.name}"
         if one is None and field.name in OPTIONAL:
             given[field.name] = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lsq.config import LayerConfig
+from lsq.layers.rotation import turn_heads
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
 from lsq.ops.heads import Heads, Projected
@@ -116,46 +117,61 @@ def project(
 
 
 def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, parts: int) -> Rows:
-    """So many of queries, keys and values side by side [M, parts * H]; `name`: of the result and its parameters."""
-    hidden = config.hidden
-    return project(
-        builder, x, name + "_weight", (parts * hidden, hidden), End(name=name, clip=name + "_clip"),
-        bias=name + "_bias", bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
+    """Queries (parts 1), keys and values (2) or all three (3) side by side; `name`: of the result and its parameters.
+
+    All three are those of self-attention, in which queries and keys may turn.
+    """
+    hidden, turns = config.hidden, parts == 3 and config.rotary is not None
+    columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
+    heads = project(
+        builder, x, name + "_weight", (columns, hidden),
+        End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"), bias=name + "_bias",
+        bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
     )
+    if not turns:
+        return heads
+    turned = End(name=name, clip=name + "_clip").rows(builder, heads.floats.shape)
+    return turn_heads(builder, config, heads.floats, turned, name.removesuffix("qkv"))
 
 
 def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str) -> Rows:
-    """Keys and values side by side [S, 2H]."""
+    """Keys and values side by side [S, ...]."""
     return project_heads(builder, config, quantize(builder, memory, prefix + "memory_clip"), prefix + "key_value", 2)
 
 
 def attention(
     builder: Builder, config: LayerConfig, queries: Rows, starts: VirtualTensor, memory: Memory, prefix: str, *,
-    causal: bool,
+    causal: bool, window: int | None = None,
 ) -> VirtualTensor:  # fmt: skip
     """Attention of rows that begin with queries, and its output projection: floats [M, H], before dropout."""
-    hidden, rows = config.hidden, queries.tensor.shape[0]
-    context = End(name=prefix + "context", clip=prefix + "context_clip").rows(builder, (rows, hidden))
+    hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
+    context = End(name=prefix + "context", clip=prefix + "context_clip").rows(builder, (rows, columns))
     heads = Heads(
         q=Projected(rows=queries, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
-        v=Projected(rows=memory.rows, column=memory.key_column + hidden), starts=starts,
-        key_starts=memory.starts, count=config.heads, width=hidden // config.heads, causal=causal,
-        dropout=builder.dropout(config.attention_dropout),
+        v=Projected(rows=memory.rows, column=memory.key_column + config.key_columns), starts=starts,
+        key_starts=memory.starts, count=config.heads, group=config.heads // config.of_keys, width=config.head_columns,
+        causal=causal, window=window or 0, dropout=builder.dropout(config.attention_dropout),
     )  # fmt: skip
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
     return project(
-        builder, context, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"),
-        bias=prefix + "out_bias", bound=xavier(hidden, hidden),
+        builder, context, prefix + "out_weight", (hidden, columns), End(name=prefix + "out"),
+        bias=prefix + "out_bias", bound=xavier(columns, hidden),
     ).floats
 
 
 def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Sentences, starts, prefix: str, *,
                    causal: bool) -> VirtualTensor:  # fmt: skip
-    """Attention of packed sentences to themselves: normalised rows -> as `attention`."""
+    """Attention of packed sentences to themselves: normalised rows -> as `attention`.
+
+    Raises:
+        ValueError: the configuration has a window, but attention is not causal.
+    """
+    if config.window is not None and not causal:
+        raise ValueError(f"window is {config.window}, but only causal self-attention has one: leave it out")
     qkv = project_heads(builder, config, x, prefix + "qkv", 3)
-    memory = Memory(rows=qkv, key_column=config.hidden, starts=starts)
-    return attention(builder, config, qkv, starts, memory, prefix, causal=causal)
+    memory = Memory(rows=qkv, key_column=config.query_columns, starts=starts)
+    return attention(builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window)
 
 
 def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, memory: Memory,

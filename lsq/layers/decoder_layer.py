@@ -8,6 +8,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, check_memory, pack_time_major, packing_options, unpack_time_major
+from lsq.layers.rotation import rotation_inputs
 from lsq.layers.torch_compile import beside_the_graph
 
 
@@ -59,6 +60,7 @@ class TransformerDecoderLayer(ProgramModule):
             self.config, packing.sentences, memory_packing.sentences, self.mode(x, memory)
         )
         inputs = {"x": x, "starts": packing.starts, "memory": memory, "memory_starts": memory_packing.starts}
+        inputs |= rotation_inputs(self.config, packing.positions, packing.shape[1])
         (y,) = self.execute(program, inputs)
         return y
 
@@ -78,7 +80,7 @@ class TransformerDecoderLayer(ProgramModule):
             program = decoding.decoder_memory(config, batch * source, mode)
             memory = encoder_out.transpose(0, 1).reshape(batch * source, hidden)
             cross, *scale = self.execute(program, {"memory": memory})
-            state["cross"] = cross.view(batch, source, 2 * hidden)
+            state["cross"] = cross.view(batch, source, -1)
             if scale:
                 state["cross_scale"] = scale[0]
         memory_packing = Packing(padding, shape=(batch, source), backend=self.target)

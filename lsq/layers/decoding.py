@@ -1,6 +1,6 @@
 """Decoding one word at a time: programs of one step, and what layers keep between two steps.
 
-B sentences, P steps so far, H hidden; S rows of a memory.
+B sentences, P steps so far, H hidden; S rows of a memory; W columns of queries, keys and values, K of keys.
 """
 
 import torch
@@ -11,14 +11,15 @@ from lsq.layers import blocks
 from lsq.layers.blocks import Memory, Sentences
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
+from lsq.layers.rotation import rotation_inputs
 from lsq.program.builder import Builder
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Rows
 
 State = dict[str, torch.Tensor]
-"""What a layer keeps between two steps: "history" [B, P, 3H], queries, keys and values; a layer with a memory also
-"cross" [B, S, 2H] and, in int8, the "cross_scale" [1]."""
+"""What a layer keeps between two steps: "history" [B, P, W], queries, keys and values; a layer with a memory also
+"cross" [B, S, 2K] and, in int8, the "cross_scale" [1]."""
 
 
 def reorder(state: State, order: torch.Tensor) -> None:
@@ -46,20 +47,20 @@ def step_inputs(
     state: State, x: torch.Tensor, config: LayerConfig, backend: Backend
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """(P, inputs of a program of one step) for x float32 [B, H]; an empty state begins its history."""
-    batch, width = x.shape[0], 3 * config.hidden
+    batch, width = x.shape[0], config.query_columns + 2 * config.key_columns
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
     each = torch.arange(batch + 1, dtype=torch.int32)
-    starts, history_starts = backend.send([each, each * (past + 1)])
+    starts, history_starts, places = backend.send([each, each * (past + 1), torch.full((batch,), past)])
     return past, {
         "x": x, "starts": starts, "history": state["history"].reshape(batch * past, width),
-        "history_starts": history_starts,
+        "history_starts": history_starts, **rotation_inputs(config, places, past + 1),
     }  # fmt: skip
 
 
 def keep_history(state: State, history: torch.Tensor) -> None:
-    """Put what a step handed on, [B * (P + 1), 3H], into the state."""
+    """Put what a step handed on, [B * (P + 1), W], into the state."""
     state["history"] = history.view(len(state["history"]), -1, history.shape[1])
 
 
@@ -72,7 +73,7 @@ def codes_dtype(config: LayerConfig) -> torch.dtype:
 def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Program:
     """One step of a causal encoder layer: x [B, H] with what `past` steps left -> x; queries, keys, values of all.
 
-    `history` [B * P, 3H] holds the rows of the steps before.
+    `history` [B * P, W] holds the rows of the steps before.
     """
     b = mode.builder("encoder_step", config.quant)
     x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
@@ -85,7 +86,7 @@ def encoder_step(config: LayerConfig, past: int, batch: int, mode: Mode) -> Prog
 
 @cached
 def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
-    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2H], and the scale of their codes."""
+    """Keys and values of the cross-attention for decoding: memory [S, H] -> [S, 2K], and the scale of their codes."""
     b = mode.builder("decoder_memory", config.quant)
     memory = b.input("memory", (rows, config.hidden))
     found = blocks.project_memory(b, config, memory, "encoder_attn.")
@@ -97,11 +98,11 @@ def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
 
 @cached
 def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) -> Program:
-    """The same of a decoder layer. `cross` [S, 2H] is what decoder_memory made."""
+    """The same of a decoder layer. `cross` [S, 2K] is what decoder_memory made."""
     b = mode.builder("decoder_step", config.quant)
-    hidden, batch = config.hidden, source.count
+    batch = source.count
     x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
-    cross = b.input("cross", (source.rows, 2 * hidden), codes_dtype(config))
+    cross = b.input("cross", (source.rows, 2 * config.key_columns), codes_dtype(config))
     cross_scale = b.input("cross_scale", (1,)) if config.quant.quantized else None
     source_starts = source.starts(b, "source_starts")
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
@@ -121,11 +122,14 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
 def _attend_to_history(
     b: Builder, config: LayerConfig, rows: Rows, starts: VirtualTensor, past: int
 ) -> tuple[VirtualTensor, Rows]:
-    """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P + 1), 3H] of all)."""
-    hidden, batch = config.hidden, rows.tensor.shape[0]
-    history = b.input("history", (batch * past, 3 * hidden), codes_dtype(config))
+    """Self-attention of one word of each sentence: (floats [B, H] before dropout, rows [B * (P + 1), W] of all)."""
+    batch, width = rows.tensor.shape[0], config.query_columns + 2 * config.key_columns
+    history = b.input("history", (batch * past, width), codes_dtype(config))
     all_starts = b.input("history_starts", (batch + 1,), torch.int32)
     qkv = blocks.project_heads(b, config, rows, "self_attn.qkv", 3)
     every = blocks.append(b, history, qkv, batch)
-    memory = Memory(rows=every, key_column=hidden, starts=all_starts)
-    return blocks.attention(b, config, qkv, starts, memory, "self_attn.", causal=False), every
+    memory = Memory(rows=every, key_column=config.query_columns, starts=all_starts)
+    update = blocks.attention(
+        b, config, qkv, starts, memory, "self_attn.", causal=False, window=config.window
+    )
+    return update, every

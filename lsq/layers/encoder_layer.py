@@ -8,6 +8,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, pack_time_major, packing_options, unpack_time_major
+from lsq.layers.rotation import rotation_inputs
 from lsq.layers.torch_compile import beside_the_graph
 
 
@@ -22,7 +23,7 @@ class TransformerEncoderLayer(ProgramModule):
     def __init__(self, config: LayerConfig, *, causal: bool = False):
         super().__init__(config.quant)
         self.config, self.causal = config, causal
-        self.declare(lambda mode: programs.encoder_layer(config, Sentences(rows=1, count=1), mode))
+        self.declare(lambda mode: programs.encoder_layer(config, Sentences(rows=1, count=1), mode, causal=causal))
 
     def forward(self, x: torch.Tensor, key_padding_mask: torch.Tensor | None = None) -> torch.Tensor:
         """x float32 [T, B, H], key_padding_mask bool [B, T], True is padding -> float32 [T, B, H], zero in padding.
@@ -37,7 +38,8 @@ class TransformerEncoderLayer(ProgramModule):
     def rows(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
         """The same on packed rows: x float32 [M, H] -> [M, H]."""
         program = programs.encoder_layer(self.config, packing.sentences, self.mode(x), causal=self.causal)
-        (y,) = self.execute(program, {"x": x, "starts": packing.starts})
+        turning = rotation_inputs(self.config, packing.positions, packing.shape[1])
+        (y,) = self.execute(program, {"x": x, "starts": packing.starts, **turning})
         return y
 
     @beside_the_graph

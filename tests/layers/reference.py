@@ -49,15 +49,18 @@ class ReferenceLayer:
         return _SteppedGELU.apply(x) if self.config.quant.quantized else functional.gelu(x)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H] -> [B, N, T, D]."""
-        return x.unflatten(2, (self.config.heads, -1)).transpose(1, 2)
+        """[B, T, H] -> [B, N, T, D], of heads of queries or of keys."""
+        return x.unflatten(2, (-1, self.config.head_columns)).transpose(1, 2)
 
     def attend(self, q, k, v, prefix: str, padding: torch.Tensor | None, causal: bool) -> torch.Tensor:
         """Queries [B, T, H], keys and values [B, S, H] -> rounded context [B, T, H]."""
         q, k, v = map(self.split, (q, k, v))
+        k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+            window = self.config.window or scores.shape[-1]
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril(-window).bool(), float("-inf"))
         if padding is not None:
             scores = scores.masked_fill(padding[:, None, None], float("-inf"))
         probabilities = self.dropout(scores.softmax(-1), self.config.attention_dropout)
@@ -65,9 +68,27 @@ class ReferenceLayer:
 
     def self_attention(self, x, prefix: str, padding, causal: bool) -> torch.Tensor:
         """Normalised x [B, T, H] -> the output projection with its bias, before dropout."""
-        qkv = self.round(self.linear(self.round(x, prefix + "input_clip"), prefix + "qkv"), prefix + "qkv_clip")
-        context = self.attend(*qkv.chunk(3, dim=2), prefix, padding, causal)
+        config = self.config
+        sizes = [config.query_columns, config.key_columns, config.key_columns]
+        q, k, v = self.linear(self.round(x, prefix + "input_clip"), prefix + "qkv").split(sizes, dim=2)
+        if config.rotary is not None:
+            q, k = (self.turn(one, f"{prefix}{part}_norm.weight") for one, part in ((q, "query"), (k, "key")))
+        qkv = self.round(torch.cat([q, k, v], dim=2), prefix + "qkv_clip")
+        context = self.attend(*qkv.split(sizes, dim=2), prefix, padding, causal)
         return self.linear(context, prefix + "out")
+
+    def turn(self, x, norm: str) -> torch.Tensor:
+        """Queries or keys [B, T, ...] with their norm, if there is one, turned as complex numbers."""
+        config, heads = self.config, self.split(x)
+        if config.head_norm is not None:
+            heads = functional.rms_norm(heads, heads.shape[-1:], self.parameters[norm], config.head_norm)
+        turned = config.rotary.width or config.head_columns
+        frequencies = config.rotary.base ** -(torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        angle = torch.arange(x.shape[1])[:, None] * frequencies
+        table = torch.cat([angle.cos(), angle.sin()], dim=1).float().to(x.dtype)  # as programs are given it
+        low, high, stays = heads.split([turned // 2, turned // 2, heads.shape[-1] - turned], dim=-1)
+        numbers = torch.complex(low, high) * torch.complex(*table.chunk(2, dim=1))
+        return torch.cat([numbers.real, numbers.imag, stays], dim=-1).transpose(1, 2).flatten(2)
 
     def cross_attention(self, x, memory, prefix: str, padding) -> torch.Tensor:
         """The same over a memory [B, S, H]."""

@@ -2,21 +2,33 @@
 
 import torch
 
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import LayerConfig, QuantConfig, Rotary
 
 HIDDEN, HEADS, INNER = 48, 3, 112
+ATTENTIONS = {
+    "grouped": {"heads": 6, "key_heads": 3, "head_width": 16},
+    "rotary": {"rotary": Rotary(places=64)},
+    "half of a head turns": {"rotary": Rotary(places=64, width=8, base=500.0)},
+    "normed heads": {"rotary": Rotary(places=64), "head_norm": 1e-6},
+    "window": {"window": 3},
+    "all": {
+        "heads": 4, "key_heads": 2, "head_width": 8, "rotary": Rotary(places=64), "head_norm": 1e-5, "window": 4,
+    },
+}  # fmt: skip
+"""What else a LayerConfig may say of self-attention."""
 
 
 def config_of(*, dropout=0.0, pre_norm=False, norm="layer", activation="relu", heads=HEADS, hidden=HIDDEN,
-              inner=INNER, **quant):  # fmt: skip
-    """A LayerConfig with one dropout for all places; what remains goes to QuantConfig.
+              inner=INNER, attention=(), **quant):  # fmt: skip
+    """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to QuantConfig.
 
     Unless `backward` is given its products are of floats: nothing in it is random, and the reference has the same.
     """
     quant = {"backward": "float", **quant}
+    given = {"hidden": hidden, "heads": heads, "feed_forward": inner, **dict(attention)}
     return LayerConfig(
-        hidden=hidden, heads=heads, feed_forward=inner, dropout=dropout, attention_dropout=dropout,
-        activation_dropout=dropout, pre_norm=pre_norm, norm=norm, activation=activation, quant=QuantConfig(**quant),
+        dropout=dropout, attention_dropout=dropout, activation_dropout=dropout, pre_norm=pre_norm, norm=norm,
+        activation=activation, quant=QuantConfig(**quant), **given,
     )
 
 
