@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lsq.backends import backend
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import LayerConfig, QuantConfig, Rotary
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
@@ -65,8 +65,14 @@ def trained() -> list[Program]:
             programs.decoder_layer(config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode),
             programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
+            programs.self_attention(turning(config), Sentences(rows=21, count=3), mode, causal=True),
         ]
     return found
+
+
+def turning(config: LayerConfig) -> LayerConfig:
+    """The same with grouped queries, norms of heads, rotary embeddings and a window."""
+    return replace(config, key_heads=1, rotary=Rotary(places=9), head_norm=1e-6, window=5)
 
 
 def checks() -> Iterator[OperationCheck]:

@@ -1,9 +1,11 @@
 """Architecture: written and read again, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from lsq.config import Rotary
 from lsq.decode.architecture import Architecture
 from lsq.decode.model import model_of
 from tests.decode.models import small_model
@@ -35,6 +37,14 @@ def test_what_cannot_be_is_refused():
         Architecture.from_json(json.dumps({name: value for name, value in whole.items() if name != "eos"}))
     with pytest.raises(ValueError, match="no JSON"):
         Architecture.from_json("{")
+
+
+@pytest.mark.parametrize("change", [{"head_width": 32}, {"window": 3}, {"rotary": Rotary(places=8)}])
+def test_attention_that_no_decoder_of_codes_knows_is_refused(change):
+    decoder = model_of(small_model()).architecture.decoder
+    (name,) = change
+    with pytest.raises(ValueError, match=f"{name} is .*; models that are kept as codes decode without: leave it out"):
+        replace(decoder, config=replace(decoder.config, **change))
 
 
 def test_models_in_float_mode_are_refused():

@@ -2,6 +2,7 @@
 
 import torch
 
+from lsq import emulation
 from lsq.backends import Backend, backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import decoding, programs
@@ -78,6 +79,11 @@ def _programs():
         yield "memory" + suffix, lambda c=config, m=serving: decoding.decoder_memory(c, 23, m)
         yield "step" + suffix, lambda c=config, m=serving: decoding.decoder_step(c, 4, SOURCE, m)
         yield "causal step" + suffix, lambda c=config, m=serving: decoding.encoder_step(c, 4, 3, m)
+    for suffix, options in {"": {"backward": "int8"}, " float": {"mode": "float"}}.items():
+        turning = emulation.turning(config_of(**options))
+        yield "rotary self-attention" + suffix, lambda c=turning: programs.self_attention(
+            c, SENTENCES, mode, causal=True
+        )
     table = Table(vocabulary=13, hidden=48, positions=20, padding=1, scale=7.0, dropout=0.1, learned=True)
     yield "embedding float", lambda: programs.embedding(QuantConfig(mode="float"), 21, table, mode)
     wide = LayerConfig(hidden=512, heads=8, feed_forward=2048, dropout=0.1, quant=QuantConfig(backward="int8"))
