@@ -158,6 +158,26 @@ class Rotary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RelativeBias:
+    """What scores get for how far a key stands from its query: a learned number for each head and bucket of distances
+    (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the others of ranges that grow."""
+
+    buckets: int = 32
+    """Rows of the table; in attention that is not causal, half of them for keys behind the query."""
+    farthest: int = 128
+    """Distance from which on all are in one bucket."""
+
+    def __post_init__(self) -> None:
+        for name in ("buckets", "farthest"):
+            require_whole(name, getattr(self, name))
+        if self.buckets % 4 or self.farthest <= self.buckets // 2:
+            raise ValueError(
+                f"buckets is {self.buckets} and farthest {self.farthest}; buckets must be a multiple of 4, and "
+                "farthest above half of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """Shape and behaviour of one encoder or decoder layer; the names are fairseq's."""
 
@@ -169,12 +189,16 @@ class LayerConfig:
     """Heads of keys and of values; must divide `heads`, of which groups share one. None: as many as `heads`."""
     head_width: int | None = None
     """Columns of a head; None: hidden / heads."""
+    score_factor: float | None = None
+    """What a product of query and key counts in a score; None: head_width ** -0.5."""
     window: int | None = None
     """Of the words up to its own, how many a word sees in causal self-attention; None: all."""
     rotary: Rotary | None = None
     """How queries and keys of self-attention turn; None: they do not."""
     head_norm: float | None = None
     """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it; None: there is none."""
+    relative_bias: RelativeBias | None = None
+    """What scores of self-attention get for the distance of key and query; None: nothing."""
     feed_forward: int
     """Inner width of the feed-forward block, F."""
     dropout: float = 0.0
@@ -205,6 +229,8 @@ class LayerConfig:
             raise ValueError(f"{self.heads} heads are not divisible by {self.of_keys} key_heads")
         if self.rotary is not None:
             self.rotary.columns(self.head_columns)
+        if self.score_factor is not None:
+            require_positive("score_factor", self.score_factor)
         if self.head_norm is not None:
             require_positive("head_norm", self.head_norm)
             if self.rotary is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lsq.backends import backend
-from lsq.config import LayerConfig, QuantConfig, Rotary
+from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode, Table, Vocabulary
@@ -71,8 +71,11 @@ def trained() -> list[Program]:
 
 
 def turning(config: LayerConfig) -> LayerConfig:
-    """The same with grouped queries, norms of heads, rotary embeddings and a window."""
-    return replace(config, key_heads=1, rotary=Rotary(places=9), head_norm=1e-6, window=5)
+    """The same with grouped queries, norms of heads, rotary embeddings, a window and biases by distance."""
+    return replace(
+        config, key_heads=1, rotary=Rotary(places=9), head_norm=1e-6, window=5,
+        relative_bias=RelativeBias(buckets=8, farthest=6),
+    )
 
 
 def checks() -> Iterator[OperationCheck]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lsq.config import LayerConfig, QuantConfig, Rotary, check_dimension, documentation
+from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary, check_dimension, documentation
 
 LAYER = {"hidden": 48, "heads": 3, "feed_forward": 112}
 
@@ -58,6 +58,7 @@ def test_quantisers_refuse(name, value, allowed):
     ("head_width", 8.0, "whole number above 0"),
     ("window", 0, "whole number above 0"),
     ("head_norm", 1e-6, "give `rotary`"),
+    ("score_factor", 0.0, "above 0"),
 ])
 def test_layers_refuse(name, value, allowed):
     with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}") + ".*" + re.escape(allowed)):
@@ -80,6 +81,12 @@ def test_widths_of_attention():
     assert LayerConfig(**LAYER).query_columns == LayerConfig(**LAYER).key_columns == 48
     with pytest.raises(ValueError, match="the width of all heads of queries is 60.*use 64"):
         LayerConfig(**LAYER | {"head_width": 20})
+
+
+@pytest.mark.parametrize("given", [{"buckets": 30}, {"farthest": 16}])
+def test_biases_refuse(given):
+    with pytest.raises(ValueError, match="buckets is .* and farthest .*; buckets must be a multiple of 4"):
+        RelativeBias(**given)
 
 
 @pytest.mark.parametrize("given, message", [

@@ -7,7 +7,7 @@ from typing import Any
 from lsq.config import DIMENSION_MULTIPLE, LayerConfig, QuantConfig, require_choice, require_positive
 from lsq.layers.embedding import POSITIONS
 
-SELF_ATTENTION = ("key_heads", "head_width", "window", "rotary", "head_norm")
+SELF_ATTENTION = ("key_heads", "head_width", "score_factor", "window", "rotary", "head_norm", "relative_bias")
 """What a LayerConfig may say of attention that no decoder of codes knows; files leave it out."""
 MOST = 2**24
 """Words, positions or layers of a stack, at most: a damaged file asks for no more memory than that."""

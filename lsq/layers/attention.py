@@ -7,7 +7,7 @@ from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import check_memory, pack_time_major, packing_options, unpack_time_major
-from lsq.layers.rotation import rotation_inputs
+from lsq.layers.positions import position_inputs
 from lsq.layers.torch_compile import beside_the_graph
 
 
@@ -15,7 +15,7 @@ class MultiheadAttention(ProgramModule):
     """Multi-head attention with int8 projections (Vaswani et al. 2017), initialised as fairseq does.
 
     Args:
-        config: width, heads and dropout; window, rotary and head_norm are self-attention's alone.
+        config: width, heads and dropout; what looks at places is self-attention's alone.
         cross: attend over a memory instead of the input itself.
     """
 
@@ -49,8 +49,8 @@ class MultiheadAttention(ProgramModule):
         if memory is None:
             rows, packing = pack_time_major(x, key_padding_mask, width, **options)
             program = programs.self_attention(self.config, packing.sentences, self.mode(x), causal=causal)
-            turning = rotation_inputs(self.config, packing.positions, packing.shape[1])
-            (y,) = self.execute(program, {"x": rows, "starts": packing.starts, **turning})
+            positions = position_inputs(self.config, packing.positions, packing.shape[1], causal=causal)
+            (y,) = self.execute(program, {"x": rows, "starts": packing.starts, **positions})
         else:
             rows, packing = pack_time_major(x, None, width, **options)
             check_memory(memory, x)

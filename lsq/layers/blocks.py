@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from lsq.config import LayerConfig
-from lsq.layers.rotation import turn_heads
+from lsq.layers.positions import position_bias, turn_heads
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
-from lsq.ops.heads import Heads, Projected
+from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.prediction import Prediction
 from lsq.ops.project import Project
@@ -141,7 +141,7 @@ def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor,
 
 def attention(
     builder: Builder, config: LayerConfig, queries: Rows, starts: VirtualTensor, memory: Memory, prefix: str, *,
-    causal: bool, window: int | None = None,
+    causal: bool, window: int | None = None, bias: PositionBias | None = None,
 ) -> VirtualTensor:  # fmt: skip
     """Attention of rows that begin with queries, and its output projection: floats [M, H], before dropout."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
@@ -150,7 +150,8 @@ def attention(
         q=Projected(rows=queries, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
         v=Projected(rows=memory.rows, column=memory.key_column + config.key_columns), starts=starts,
         key_starts=memory.starts, count=config.heads, group=config.heads // config.of_keys, width=config.head_columns,
-        causal=causal, window=window or 0, dropout=builder.dropout(config.attention_dropout),
+        causal=causal, window=window or 0, bias=bias, share=config.score_factor or 0.0,
+        dropout=builder.dropout(config.attention_dropout),
     )  # fmt: skip
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
@@ -171,7 +172,8 @@ def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Se
         raise ValueError(f"window is {config.window}, but only causal self-attention has one: leave it out")
     qkv = project_heads(builder, config, x, prefix + "qkv", 3)
     memory = Memory(rows=qkv, key_column=config.query_columns, starts=starts)
-    return attention(builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window)
+    bias = position_bias(builder, config, prefix)
+    return attention(builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window, bias=bias)
 
 
 def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, memory: Memory,

@@ -8,7 +8,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, check_memory, pack_time_major, packing_options, unpack_time_major
-from lsq.layers.rotation import rotation_inputs
+from lsq.layers.positions import position_inputs
 from lsq.layers.torch_compile import beside_the_graph
 
 
@@ -60,7 +60,7 @@ class TransformerDecoderLayer(ProgramModule):
             self.config, packing.sentences, memory_packing.sentences, self.mode(x, memory)
         )
         inputs = {"x": x, "starts": packing.starts, "memory": memory, "memory_starts": memory_packing.starts}
-        inputs |= rotation_inputs(self.config, packing.positions, packing.shape[1])
+        inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=True)
         (y,) = self.execute(program, inputs)
         return y
 

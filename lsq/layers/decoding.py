@@ -10,8 +10,8 @@ from lsq.config import LayerConfig
 from lsq.layers import blocks
 from lsq.layers.blocks import Memory, Sentences
 from lsq.layers.module import ProgramModule
+from lsq.layers.positions import position_bias, position_inputs
 from lsq.layers.programs import Mode, cached, finish_with_feed_forward, packed
-from lsq.layers.rotation import rotation_inputs
 from lsq.program.builder import Builder
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
@@ -55,7 +55,7 @@ def step_inputs(
     starts, history_starts, places = backend.send([each, each * (past + 1), torch.full((batch,), past)])
     return past, {
         "x": x, "starts": starts, "history": state["history"].reshape(batch * past, width),
-        "history_starts": history_starts, **rotation_inputs(config, places, past + 1),
+        "history_starts": history_starts, **position_inputs(config, places, past + 1, causal=True),
     }  # fmt: skip
 
 
@@ -130,6 +130,7 @@ def _attend_to_history(
     every = blocks.append(b, history, qkv, batch)
     memory = Memory(rows=every, key_column=config.query_columns, starts=all_starts)
     update = blocks.attention(
-        b, config, qkv, starts, memory, "self_attn.", causal=False, window=config.window
+        b, config, qkv, starts, memory, "self_attn.", causal=False, window=config.window,
+        bias=position_bias(b, config, "self_attn."),
     )
     return update, every

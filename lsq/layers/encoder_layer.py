@@ -8,7 +8,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.decoding import State
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, pack_time_major, packing_options, unpack_time_major
-from lsq.layers.rotation import rotation_inputs
+from lsq.layers.positions import position_inputs
 from lsq.layers.torch_compile import beside_the_graph
 
 
@@ -38,8 +38,8 @@ class TransformerEncoderLayer(ProgramModule):
     def rows(self, x: torch.Tensor, packing: Packing) -> torch.Tensor:
         """The same on packed rows: x float32 [M, H] -> [M, H]."""
         program = programs.encoder_layer(self.config, packing.sentences, self.mode(x), causal=self.causal)
-        turning = rotation_inputs(self.config, packing.positions, packing.shape[1])
-        (y,) = self.execute(program, {"x": x, "starts": packing.starts, **turning})
+        positions = position_inputs(self.config, packing.positions, packing.shape[1], causal=self.causal)
+        (y,) = self.execute(program, {"x": x, "starts": packing.starts, **positions})
         return y
 
     @beside_the_graph

@@ -69,6 +69,7 @@ class Attention(Operation):
             AttentionGradient(
                 dcontext=builder.gradient_sum(self.out, self.rounded and self.rounded.codes), heads=self.heads,
                 log_sum=self.log_sum, dq=HeadsGradient.of(q, builder),
+                dbias=builder.parameter_gradient(self.heads.bias and self.heads.bias.table),
                 dkv=None if k.rows.tensor is q.rows.tensor else HeadsGradient.of(k, builder),
             )
         )  # fmt: skip
@@ -136,6 +137,8 @@ class AttentionGradient(Operation):
     dq: Out[HeadsGradient]
     dkv: Out[HeadsGradient] | None
     """None where `dq` holds everything."""
+    dbias: Out[Floats] | None
+    """[buckets, N], of the table of heads.bias."""
 
     def limits(self):
         return self.heads.limits()
@@ -150,6 +153,7 @@ class AttentionGradient(Operation):
     def reference(self):
         heads = self.heads
         sums = [torch.zeros(rows, one.columns) for one, rows, _ in self._sides]
+        dbias = None if heads.bias is None else torch.zeros_like(heads.bias.table)
         for one in heads.of_sentences():
             upstream = heads.split(self.dcontext[one.queries])
             probabilities = one.probabilities
@@ -162,8 +166,10 @@ class AttentionGradient(Operation):
                 (sums[-1], one.keys, heads.v, heads.of_keys(one.dropped(probabilities).transpose(1, 2) @ upstream)),
             ):
                 place[rows, heads.columns_of(of)] = rows_of(gradient)
+            if dbias is not None:
+                dbias.index_add_(0, one.pairs.flatten(), dscores.flatten(1).t())
         found = [end.encode(total, one.rows.coded) for total, (one, _, end) in zip(sums, self._sides, strict=True)]
-        return *found[0], *(found[1] if len(found) > 1 else (None,) * 6)
+        return *found[0], *(found[1] if len(found) > 1 else (None,) * 6), dbias
 
     def leave_sums(self, tensor):
         return [
@@ -181,14 +187,23 @@ class AttentionGradient(Operation):
         loader.call("lsq_AttentionGradient", self, *(*sums, None)[:2])
 
     def cuda_scratch(self) -> list[Spec]:
-        """Sums of each row's weighted probabilities; gradients in float32, and sums over them for each tensor."""
+        """Sums of each row's weighted probabilities; gradients in float32, and sums over them for each tensor; what
+        blocks add to the gradient of biases."""
         found = [((self.heads.rows, self.heads.count), torch.float32)]
         found += [((rows, one.columns), torch.float32) for one, rows, _ in self._sides]
-        return found + [parts_of(rows, one.columns, 1) for one, rows, end in self._sides if end.parts is None]
+        found += [parts_of(rows, one.columns, 1) for one, rows, end in self._sides if end.parts is None]
+        return found if self.dbias is None else [*found, self._bias_parts]
+
+    @property
+    def _bias_parts(self) -> Spec:
+        heads = self.heads
+        blocks, _ = _blocks(heads, heads.key_rows, tile_rows(heads, self.dcontext), 1)
+        return (blocks, self.dbias.numel()), torch.float32
 
     def cuda(self, sums, *scratch):
         heads, sides = self.heads, len(self._sides)
         gradients, left = scratch[:sides], iter(scratch[sides:])
+        of_biases = None if self.dbias is None else scratch[-1]
         dq, dkv = gradients[0], gradients[-1]
         rows = tile_rows(heads, self.dcontext)
         shared = shared_bytes(heads, rows, self.dcontext.dtype)
@@ -202,7 +217,9 @@ class AttentionGradient(Operation):
                 ("query", heads.rows, heads.count), ("key", heads.key_rows, heads.key_count)
             )
         )
-        entries = [of_queries(), of_keys(dkv)]
+        entries = [of_queries(), of_keys(dkv, of_biases)]
+        if of_biases is not None:
+            entries += finish(PartialSums.of(of_biases, self.dbias.numel(), (self.dbias,)), leaves=False)
         for keys, ((one, _, end), gradient) in enumerate(zip(self._sides, gradients, strict=True)):
             entries += self._finish(keys, one, end, gradient, next(left) if end.parts is None else end.parts)
         return entries
@@ -279,4 +296,6 @@ def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str,
     among = _floats(heads)
     check(len(among) in (0, 3), "queries, keys and values must all be codes, or all floats: round all three or none")
     found = [one for one in (*among, *floats) if one is not None]
-    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **(float_define(*found) if found else {})}
+    bias = {} if heads.bias is None else {"DISTANCES": heads.bias.distances, "BUCKETS": heads.bias.buckets}
+    floats = float_define(*found) if found else {}
+    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **bias, **floats}

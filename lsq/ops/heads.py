@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.program.declare import In, Offsets, Value, extent, size
+from lsq.program.declare import Floats, In, Indices, Offsets, Value, extent, size
 from lsq.program.values import Dropout, Rows
 
 KEYS = 2**31
@@ -31,6 +31,27 @@ class Projected(Value):
     """With which the first head begins."""
 
     columns = extent(1, "rows.tensor")
+
+
+class PositionBias(Value):
+    """What is added to scores for how far a key stands from its query (T5, Raffel et al. 2020).
+
+    Query i of a sentence stands where key i + (keys - queries) does.
+    """
+
+    table: In[Floats]
+    """[buckets, N]"""
+    bucket: In[Indices]
+    """[2L + 1], of keys from L before to L behind a query; what is farther is as L."""
+
+    buckets = extent(0, "table")
+    distances = extent(0, "bucket")
+
+    def of_pairs(self, queries: int, keys: int) -> torch.Tensor:
+        """Reference: the bucket of each pair, int64 [T, S]."""
+        distance = torch.arange(keys) - torch.arange(keys - queries, keys)[:, None]
+        limit = self.distances // 2
+        return self.bucket[distance.clamp(-limit, limit) + limit]
 
 
 class Heads(Value):
@@ -55,6 +76,9 @@ class Heads(Value):
     """Query i of a sentence sees its keys up to i + (keys - queries)."""
     window: int = 0
     """Query i of a sentence sees no key up to i + (keys - queries) - window; 0: nothing is hidden so."""
+    bias: In[PositionBias] | None
+    share: float = 0.0
+    """What a product of query and key counts in a score; 0: D ** -0.5."""
     dropout: In[Dropout] | None
     """Of probabilities: key j of row m and head h is element (m * count + h) * KEYS + j."""
 
@@ -75,11 +99,12 @@ class Heads(Value):
 
     def limits(self) -> dict[str, int]:
         """See Operation.limits."""
-        return {"heads.starts": self.rows, "heads.key_starts": self.key_rows}
+        found = {"heads.starts": self.rows, "heads.key_starts": self.key_rows}
+        return found if self.bias is None else found | {"heads.bias.bucket": self.bias.buckets}
 
     def of_sentences(self) -> Iterator[Sentence]:
         """Reference: sentence after sentence."""
-        share = torch.tensor(self.width**-0.5, dtype=torch.float32)
+        share = torch.tensor(self.share or self.width**-0.5, dtype=torch.float32)
         starts, key_starts = (one[: self.sentences + 1].tolist() for one in (self.starts, self.key_starts))
         for queries, keys in zip(map(slice, starts, starts[1:]), map(slice, key_starts, key_starts[1:]), strict=True):
             q, k, v = (
@@ -88,6 +113,9 @@ class Heads(Value):
             )
             k, v = (one.repeat_interleave(self.group, dim=0) for one in (k, v))
             scores = q @ k.transpose(1, 2) * (self.q.rows.scale * self.k.rows.scale * share)
+            pairs = None if self.bias is None else self.bias.of_pairs(*scores.shape[1:])
+            if pairs is not None:
+                scores = scores + self.bias.table[pairs].permute(2, 0, 1)
             ahead = k.shape[1] - q.shape[1]
             hidden = torch.full(scores.shape[1:], self.causal).triu(1 + ahead)
             hidden |= torch.full(scores.shape[1:], self.window > 0).tril(ahead - self.window)
@@ -95,6 +123,7 @@ class Heads(Value):
                 queries=queries, keys=keys, q=q, k=k, v=v, hidden=hidden,
                 scores=scores.masked_fill(hidden, -math.inf), q_factor=self.k.rows.scale * share,
                 k_factor=self.q.rows.scale * share, v_scale=self.v.rows.scale, mask=self._mask(queries, scores),
+                pairs=pairs,
             )
 
     def _mask(self, queries: slice, scores: torch.Tensor) -> torch.Tensor | None:
@@ -139,6 +168,8 @@ class Sentence:
     """bool [T, S]"""
     mask: torch.Tensor | None
     """[N, T, S], what dropout multiplies by."""
+    pairs: torch.Tensor | None
+    """int64 [T, S], of each pair the bucket of its bias."""
     q_factor: torch.Tensor | float
     """What one of dscores @ k is worth in dq."""
     k_factor: torch.Tensor | float

@@ -4,13 +4,14 @@ Independent of programs and fused operations, and slow: every other implementati
 Dropout is given as a function, so that it can draw the same masks as a program. Shapes as in the modules.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.ops.nonlinearity import SLOPE_UNIT
 from tests.quant.fake import fake_quantize
 
@@ -52,11 +53,11 @@ class ReferenceLayer:
         """[B, T, H] -> [B, N, T, D], of heads of queries or of keys."""
         return x.unflatten(2, (-1, self.config.head_columns)).transpose(1, 2)
 
-    def attend(self, q, k, v, prefix: str, padding: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    def attend(self, q, k, v, prefix: str, padding: torch.Tensor | None, causal: bool, bias=0.0) -> torch.Tensor:
         """Queries [B, T, H], keys and values [B, S, H] -> rounded context [B, T, H]."""
         q, k, v = map(self.split, (q, k, v))
         k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for one in (k, v))
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        scores = q @ k.transpose(-1, -2) * (self.config.score_factor or q.shape[-1] ** -0.5) + bias
         if causal:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
             window = self.config.window or scores.shape[-1]
@@ -74,7 +75,11 @@ class ReferenceLayer:
         if config.rotary is not None:
             q, k = (self.turn(one, f"{prefix}{part}_norm.weight") for one, part in ((q, "query"), (k, "key")))
         qkv = self.round(torch.cat([q, k, v], dim=2), prefix + "qkv_clip")
-        context = self.attend(*qkv.split(sizes, dim=2), prefix, padding, causal)
+        bias = 0.0
+        if config.relative_bias is not None:
+            bias = self.parameters[prefix + "relative_bias"][buckets(config.relative_bias, x.shape[1], causal)]
+            bias = bias.permute(2, 0, 1)
+        context = self.attend(*qkv.split(sizes, dim=2), prefix, padding, causal, bias)
         return self.linear(context, prefix + "out")
 
     def turn(self, x, norm: str) -> torch.Tensor:
@@ -139,6 +144,21 @@ class ReferenceLayer:
             x, "encoder_attn_layer_norm", lambda x: self.cross_attention(x, memory, "encoder_attn.", padding)
         )
         return self.block(x, "final_layer_norm", lambda x: self.feed_forward(x, "feed_forward.")).transpose(0, 1)
+
+
+def buckets(relative: RelativeBias, time: int, causal: bool) -> torch.Tensor:
+    """int64 [T, T]: the buckets of T5's relative positions, pair by pair."""
+    found = torch.empty(time, time, dtype=torch.int64)
+    for query, key in itertools.product(range(time), range(time)):
+        count, first, far = relative.buckets, 0, query - key
+        if not causal:
+            count //= 2
+            first, far = (count if far < 0 else 0), abs(far)
+        far, exact = max(far, 0), count // 2
+        if far >= exact:
+            far = exact + int(math.log(far / exact) / math.log(relative.farthest / exact) * (count - exact))
+        found[query, key] = first + min(far, count - 1)
+    return found
 
 
 class _SteppedGELU(torch.autograd.Function):

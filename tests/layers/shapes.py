@@ -2,7 +2,7 @@
 
 import torch
 
-from lsq.config import LayerConfig, QuantConfig, Rotary
+from lsq.config import LayerConfig, QuantConfig, RelativeBias, Rotary
 
 HIDDEN, HEADS, INNER = 48, 3, 112
 ATTENTIONS = {
@@ -11,8 +11,10 @@ ATTENTIONS = {
     "half of a head turns": {"rotary": Rotary(places=64, width=8, base=500.0)},
     "normed heads": {"rotary": Rotary(places=64), "head_norm": 1e-6},
     "window": {"window": 3},
+    "biases": {"relative_bias": RelativeBias(buckets=8, farthest=6), "score_factor": 1.0},
     "all": {
         "heads": 4, "key_heads": 2, "head_width": 8, "rotary": Rotary(places=64), "head_norm": 1e-5, "window": 4,
+        "relative_bias": RelativeBias(),
     },
 }  # fmt: skip
 """What else a LayerConfig may say of self-attention."""

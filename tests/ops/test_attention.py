@@ -8,7 +8,7 @@ import torch
 
 from lsq.backends import run
 from lsq.ops.attention import Attention, AttentionGradient, HeadsGradient
-from lsq.ops.heads import Heads, Projected
+from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.program.values import Rows
 from lsq.quant import random
 from tests.ops.compare import KEY, assert_accurate, compare, dropout_of, empty, on_cpu, on_reference, to_round
@@ -31,9 +31,15 @@ def values(rows: int, columns: int, coded: bool) -> Rows:
     return Rows(coded=codes_of(rows, columns)) if coded else Rows(floats=torch.randn(rows, columns).bfloat16().float())
 
 
+def bias_of(heads: int) -> PositionBias:
+    """Of 7 buckets for distances up to 9."""
+    bucket = torch.arange(-9, 10).clamp(-6, 6).div(2, rounding_mode="floor") + 3
+    return PositionBias(table=torch.randn(7, heads), bucket=bucket)
+
+
 def attention(
     lengths=LENGTHS, others=None, *, width=8, coded=True, causal=False, dropout=0.0, heads=HEADS, group=1, window=0,
-    behind=0, to=None,
+    share=0.0, biased=False, behind=0, to=None,
 ):  # fmt: skip
     """Self-attention, or cross-attention to the keys of `others`; `to`: a Coded for the context, else floats.
 
@@ -48,7 +54,7 @@ def attention(
     read = Heads(
         q=Projected(rows=q, column=0), k=Projected(rows=k, column=first), v=Projected(rows=k, column=first + of_keys),
         starts=offsets(lengths), key_starts=offsets(keys), count=heads, group=group, width=width, causal=causal,
-        window=window, dropout=dropout_of(dropout),
+        window=window, dropout=dropout_of(dropout), share=share, bias=bias_of(heads) if biased else None,
     )  # fmt: skip
     return Attention(
         heads=read, log_sum=empty(rows, heads), out=empty(rows, hidden) if to is None else None, rounded=to
@@ -65,16 +71,19 @@ def gradient_of(forward: Attention, *, to_rounded=False) -> AttentionGradient:
         asked.append(HeadsGradient(**gradient, sum=empty(shape[1]), clip=clip))
     return AttentionGradient(
         dcontext=torch.randn(heads.rows, heads.count * heads.width), heads=heads,
-        log_sum=on_reference(forward).log_sum, **dict(zip(("dq", "dkv"), asked, strict=False)),
+        log_sum=on_reference(forward).log_sum, dbias=heads.bias and empty(*heads.bias.table.shape),
+        **dict(zip(("dq", "dkv"), asked, strict=False)),
     )  # fmt: skip
 
 
 def dense(operation, dtype):
-    """Padded [B, N, T, S] attention on the decoded values: leaves (of q and of k), context."""
+    """Padded [B, N, T, S] attention on the decoded values: leaves (of q, of k, of biases), context."""
     heads = operation.heads
     leaves = [(one.rows.tensor.to(dtype) * float(one.rows.scale)).requires_grad_() for one in (heads.q, heads.k)]
     if heads.q.rows.tensor is heads.k.rows.tensor:
         leaves[1] = leaves[0]
+    if heads.bias is not None:
+        leaves.append(heads.bias.table.to(dtype).requires_grad_())
     of_q, of_k = (one.diff().tolist() for one in (heads.starts, heads.key_starts))
     width = heads.width
 
@@ -87,8 +96,12 @@ def dense(operation, dtype):
     k, v = (padded(leaves[1], of_k, one.column, heads.count // heads.group) for one in (heads.k, heads.v))
     shared = torch.arange(heads.count) // heads.group
     k, v = k[:, shared], v[:, shared]
-    scores = q @ k.transpose(2, 3) * width**-0.5
+    scores = q @ k.transpose(2, 3) * (heads.share or width**-0.5)
     query, key = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    if heads.bias is not None:
+        distances = [key - query - (keys - queries) for queries, keys in zip(of_q, of_k, strict=True)]
+        places = (torch.stack(distances) + 9).clamp(0, 18)
+        scores = scores + leaves[-1][heads.bias.bucket[places]].permute(0, 3, 1, 2)
     seen = torch.stack([
         (key < keys) & ((key <= query + (keys - queries)) | torch.tensor(not heads.causal))
         & (key > query + (keys - queries) - (heads.window or 10**6))
@@ -117,7 +130,9 @@ CASES = [
     {"heads": 4, "group": 2, "coded": False, "causal": True}, {"window": 1, "causal": True},
     {"window": 6, "causal": True, "dropout": 0.2, "heads": 6, "group": 2},
     {"window": 20, "causal": True, "coded": False},
-    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4},
+    {"lengths": (3, 5, 1), "others": (7, 40, 9), "causal": True, "window": 4}, {"share": 1.0, "coded": False},
+    {"biased": True}, {"biased": True, "coded": False, "causal": True, "dropout": 0.2, "heads": 4, "group": 2},
+    {"biased": True, "causal": True, "window": 5, "share": 0.5}, {"biased": True, "others": OTHERS},
 ]  # fmt: skip
 
 
@@ -137,10 +152,11 @@ def test_as_accurate_as_dense_attention(options):
         torch.autograd.grad((result * backward.dcontext).sum(), {id(one): one for one in of}.values())
         for of, result in ((leaves, exact), (single, context))
     )
-    gradients = [one.floats for one in (found.dq, found.dkv) if one is not None]
-    for name, *values in zip(("dq", "dkv"), gradients, wanted, near, strict=False):
-        assert_accurate(*values, name)
-    assert len(gradients) == len(wanted)
+    gradients = {name: one.floats for name in ("dq", "dkv") if (one := getattr(found, name)) is not None}
+    if found.dbias is not None:
+        gradients["dbias"] = found.dbias
+    for (name, one), *values in zip(gradients.items(), wanted, near, strict=True):
+        assert_accurate(one, *values, name)
 
 
 @pytest.mark.parametrize("width, heads", [(8, 2), (5, 3), (24, 1)])
@@ -302,3 +318,5 @@ def test_limits_of_offsets(others):
     heads = forward.heads
     limits = {"heads.starts": heads.starts[-1].item(), "heads.key_starts": heads.key_starts[-1].item()}
     assert forward.limits() == gradient_of(forward).limits() == limits
+    heads.bias = bias_of(HEADS)
+    assert forward.limits() == limits | {"heads.bias.bucket": 7}

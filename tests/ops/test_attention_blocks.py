@@ -18,6 +18,7 @@ CASES = [
     {"heads": 4, "group": 2, "causal": True, "dropout": 0.1}, {"window": 40, "causal": True},
     {"window": 600, "causal": True, "others": (530, 1100), "dropout": 0.1},
     {"window": 513, "causal": True, "coded": False, "heads": 4, "group": 4},
+    {"biased": True, "causal": True}, {"biased": True, "coded": False, "others": MEMORY, "dropout": 0.1},
 ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def compare_both(dtype=torch.float32, to_rounded=False, **options):
     {"others": (5, 90, 0, 7), "causal": True, "coded": False}, {"others": (3, 20, 2, 0), "causal": True},
     {"heads": 4, "group": 2, "causal": True}, {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
     {"window": 9, "causal": True, "dropout": 0.1}, {"window": 65, "causal": True, "others": (5, 90, 0, 20)},
+    {"biased": True, "causal": True, "share": 1.0}, {"biased": True, "heads": 4, "group": 2, "others": (5, 90, 0, 20)},
 ])  # fmt: skip
 def test_in_float32(options):
     compare_both(lengths=LONG, **options)
@@ -37,7 +38,7 @@ def test_in_float32(options):
 
 @pytest.mark.parametrize("options", [
     {"coded": False}, {}, {"width": 128, "heads": 1}, {"others": (3, 20, 2, 0), "causal": True},
-    {"heads": 2, "group": 2, "window": 20, "causal": True},
+    {"heads": 2, "group": 2, "window": 20, "causal": True}, {"biased": True},
 ])  # fmt: skip
 def test_in_half_precision(options):
     compare_both(torch.bfloat16, lengths=LONG, dropout=0.1, **options)

@@ -40,6 +40,7 @@ private:
     void add(const Block& block) {
         this->multiply_keys(block);
         for (int64_t i = 0; i < block.queries; ++i) {
+            this->add_bias(block, i, scores_.get() + i * given_.wide);
             this->hide(block, i, scores_.get() + i * given_.wide, -infinity());
             find_largest(block, i);
         }
@@ -61,7 +62,7 @@ private:
         for_lanes(block.seen(i), [&](int64_t j, auto seen) {
             most = larger_lanes(seen(lanes_at(x + j), -infinity()), most);
         });
-        const float here = largest_lane(most) * given_.factor, largest = here > before ? here : before;
+        const float here = largest_lane(most) * given_.left_factor(), largest = here > before ? here : before;
         if (!block.opens() && largest != before) contexts_.shrink(query, bounded_exponential(before - largest));
         largest_[query] = largest;
     }
@@ -74,7 +75,7 @@ private:
         this->draw(block, i, first, n);
         const float least = std::numeric_limits<float>::lowest();  // of a query that has seen no key of its window yet
         const float largest = block.pair.window ? std::max(largest_[query], least) : largest_[query];
-        const Lanes factor = all_lanes(given_.factor), base = all_lanes(largest);
+        const Lanes factor = all_lanes(given_.left_factor()), base = all_lanes(largest);
         Lanes& to = contexts_.sum(query);
         Lanes sum = to;
         const auto kept = this->kept();
@@ -124,7 +125,7 @@ bool attend(const Attention& op, const Case& given, float* rows) {
 bool attend(const Attention& op, float* rows) {
     const Case given(op.heads);
 #ifdef LSQ_BYTES
-    if (given.coded()) {
+    if (given.coded() && given.biases.empty()) {
         if (allowed(Instructions::amx)) return attend<CodedForward<AmxBytes>>(op, given, rows);
         if (allowed(Instructions::avx512_vnni)) return attend<CodedForward<VnniBytes>>(op, given, rows);
     }

@@ -91,7 +91,8 @@ struct Case {
     const Heads& heads;
     int64_t each;  // heads of queries that a pair has
     Operand q, k, v;
-    float share, factor;  // 1 / sqrt(D); what a product of queries and keys is multiplied by
+    float share, factor;  // what a score has of a product; the same of a product of codes
+    std::vector<float> biases;   // [N, distances]
     int64_t stride;       // of rows of a head in scratch
     int64_t queries;      // of the longest sentence
     int64_t keys;         // of the longest block of keys
@@ -101,9 +102,15 @@ struct Case {
 
     explicit Case(const Heads& heads, int64_t each = 1)
         : heads(heads), each(each), q{heads.q}, k{heads.k}, v{heads.v},
-          share(static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
+          share(heads.share ? heads.share : static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
           factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
           groups(heads.sentences + 1) {
+        const PositionBias& bias = heads.bias;
+        for (int64_t head = 0; bias.table && head < heads.count; ++head) {
+            for (int64_t i = 0; i < bias.distances; ++i) {
+                biases.push_back(bias.table[bias.bucket[i] * heads.count + head]);
+            }
+        }
         std::vector<int64_t> work(groups.count, 0), sorted(groups.count);
         for (int64_t sentence = 0; sentence <= heads.sentences; ++sentence) {
             const Pair pair(heads, sentence, 0);
@@ -120,6 +127,8 @@ struct Case {
     }
 
     bool coded() const { return q.coded() && k.coded() && v.coded(); }
+    // What products are multiplied by once biases are added.
+    float left_factor() const { return biases.empty() ? factor : 1.0f; }
     Pair pair(int64_t number) const {
         const int64_t of_sentence = heads.count / each;
         return Pair(heads, number / of_sentence, number % of_sentence * each);
@@ -166,6 +175,22 @@ protected:
             }
             end(Block(pair, 0, key));
         }
+    }
+
+    // Calls work(j, place) for each key j of the block's query `i`: where its bias stands among those of a head.
+    template <class Work>
+    void distances(const Block& block, int64_t i, const Work& work) const {
+        const int64_t limit = heads_.bias.distances / 2;
+        const int64_t first = block.key - (block.query + i + block.pair.keys - block.pair.queries);
+        for (int64_t j = 0; j < block.keys; ++j) work(j, std::clamp(first + j, -limit, limit) + limit);
+    }
+
+    // Products of the block's query `i` and its keys -> scores, where there are biases.
+    void add_bias(const Block& block, int64_t i, float* row) const {
+        if (given_.biases.empty()) return;
+        const float* bias = given_.biases.data() + block.pair.head * heads_.bias.distances;
+        const float factor = given_.factor;
+        distances(block, i, [=](int64_t j, int64_t place) { row[j] = row[j] * factor + bias[place]; });
     }
 
     // Where a row of scores has keys that stand before a window, puts a number there that no softmax sees.

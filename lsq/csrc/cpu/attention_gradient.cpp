@@ -21,7 +21,9 @@ public:
           upstream_columns_(stride_, kQueryBlock, false), value_columns_(given.keys, stride_, given.v.coded()),
           key_rows_(stride_, given.keys, given.k.coded()), pair_rows_(given.keys, kQueryBlock, false) {}
 
-    void run(const Pair& pair) {
+    // dbias: [heads of the pair, distances], where what its scores add to them goes; null without biases.
+    void run(const Pair& pair, double* dbias) {
+        dbias_ = dbias;
         const bool several = pair.keys > pair.block;
         if (several) sum(pair);
         const auto begin = [&](const Block& block) {
@@ -66,6 +68,12 @@ private:
         this->for_blocks(pair, [&](const Block& block) { read_keys(block); }, body, [](const Block&) {});
     }
 
+    void add_bias_gradient(const Block& block, int64_t i) const {
+        double* to = dbias_ + block.pair.head % given_.each * heads_.bias.distances;
+        const float* slopes = slopes_row(i);
+        this->distances(block, i, [=](int64_t j, int64_t place) { to[place] += slopes[j]; });
+    }
+
     float& sum_of(const Block& block, int64_t i) {
         return sums_[block.pair.head % given_.each * given_.queries + block.query + i];
     }
@@ -74,7 +82,10 @@ private:
     void add(const Block& block, bool summed) {
         multiply(block);
         dscores_.start(block.keys);
-        for (int64_t i = 0; i < block.queries; ++i) softmax_gradient(block, i, summed);
+        for (int64_t i = 0; i < block.queries; ++i) {
+            softmax_gradient(block, i, summed);
+            if (dbias_) add_bias_gradient(block, i);
+        }
         for (int64_t i = block.queries; i < whole_units(block.queries); ++i) {
             std::fill_n(scores_row(i), whole_units(block.keys), 0.0f);
             std::fill_n(slopes_row(i), whole_units(block.keys), 0.0f);
@@ -103,9 +114,10 @@ private:
         const int64_t n = block.seen(i);
         const float log_sum = op_.log_sum[(block.row() + i) * heads_.count + block.pair.head];
         this->draw(block, i, 0, n);
+        this->add_bias(block, i, x);
         this->hide(block, i, x, -infinity());
         this->hide(block, i, g, 0.0f);
-        const Lanes factor = all_lanes(given_.factor), base = all_lanes(log_sum);
+        const Lanes factor = all_lanes(given_.left_factor()), base = all_lanes(log_sum);
         const Lanes scale = all_lanes(given_.v.scale() * this->keep());
         Lanes sum = {};
         const auto kept = this->kept();
@@ -168,6 +180,7 @@ private:
     const AttentionGradient& op_;
     Operand upstream_;
     float *dq_to_, *dkv_to_;
+    double* dbias_ = nullptr;
     AlignedFloats slopes_, dq_, dk_, dv_;
     int64_t wide_ = 0;         // of rows of dk_ and dv_, [D, keys]
     std::vector<float> sums_;  // see sum(); [heads, queries]
@@ -175,6 +188,34 @@ private:
     typename Products::template Left<true> query_columns_, upstream_columns_;
     typename Products::template Right<true> value_columns_;
     typename Products::template Right<false> key_rows_, pair_rows_;
+};
+
+// What sentences make of the gradient of biases, and the sums of that in their order.
+class BiasGradient {
+public:
+    BiasGradient(const AttentionGradient& op, const Case& given)
+        : bias_(op.heads.bias), heads_(op.heads.count), to_(op.dbias), each_(given.each * bias_.distances),
+          partial_(to_ ? given.order.size() * each_ : 0, 0.0) {}
+
+    double* of_pair(int64_t number) { return to_ ? partial_.data() + number * each_ : nullptr; }
+
+    void finish() const {
+        if (!to_) return;
+        std::vector<double> sums(bias_.buckets * heads_, 0.0);
+        const int64_t lines = static_cast<int64_t>(partial_.size()) / std::max<int64_t>(bias_.distances, 1);
+        for (int64_t line = 0; line < lines; ++line) {
+            const double* from = partial_.data() + line * bias_.distances;
+            for (int64_t i = 0; i < bias_.distances; ++i) sums[bias_.bucket[i] * heads_ + line % heads_] += from[i];
+        }
+        std::copy(sums.begin(), sums.end(), to_);
+    }
+
+private:
+    const PositionBias& bias_;
+    int64_t heads_;
+    float* to_;
+    int64_t each_;  // numbers of a pair
+    std::vector<double> partial_;
 };
 
 // What becomes of the gradient [rows, columns] of a tensor: straight through its rounding, then to where it is wanted.
@@ -222,6 +263,7 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
     float* keys = dkv ? dkv : dq;
     const int64_t behind = heads.key_starts[heads.sentences], columns = heads.k.columns;
     std::fill(keys + behind * columns, keys + heads.key_rows * columns, 0.0f);
+    BiasGradient of_biases(op, given);
     Ending of_queries(heads.q, op.dq, groups, dq), of_keys(heads.k, op.dkv, groups, dkv);
     std::vector<std::atomic<int64_t>> left(groups.count);
     for (int64_t group = 0; group < groups.count; ++group) left[group] = given.pairs(group);
@@ -239,12 +281,13 @@ LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, fl
             BackwardWorker<decltype(products)> worker(op, given, dq, keys);
 #pragma omp for schedule(dynamic)
             for (size_t i = 0; i < given.order.size(); ++i) {
-                worker.run(given.pair(given.order[i]));
+                worker.run(given.pair(given.order[i]), of_biases.of_pair(given.order[i]));
                 const int64_t group = given.group_of(given.order[i]);
                 if (--left[group] == 0) end(group);
             }
         }
     });
+    of_biases.finish();
     of_queries.finish();
     of_keys.finish();
 }

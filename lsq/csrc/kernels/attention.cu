@@ -33,9 +33,10 @@ union Shared {
 
 LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Attention op, Out<uint32_t> ticket) {
     __shared__ Shared shared;
+    __shared__ Biases biases;
     Tiles& tiles = shared.tiles;
     const Operand q(op.heads.q), k(op.heads.k), v(op.heads.v);
-    const float factor = q.scale * k.scale * score_share();
+    const float factor = q.scale * k.scale * score_share(op.heads);
     const PairMask mask(op.heads);
     const int head = blockIdx.y, key_head = head / static_cast<int>(op.heads.group);
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
@@ -43,6 +44,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     const int row = place.begin + place.first;  // of the first query
     load_tile(q, row, place.count, head, tiles.queries);
     commit_copies();
+    biases.load(op.heads, head);
     float largest[2] = {-infinity(), -infinity()}, total[2] = {};
     Sums sums = {};
     const int last = place.count ? sentence.seen(place.first + place.count - 1) : 0;
@@ -71,7 +73,10 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
         for (int eight = 0; eight < TILE / 8; ++eight) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                p[eight][i] = sight.sees(eight, i) ? static_cast<float>(products[eight][i]) * factor : -infinity();
+                const int distance =
+                    sentence.distance(place.first + lane_row(i / 2), begin + lane_column(eight) + i % 2);
+                const float score = biases.add(static_cast<float>(products[eight][i]) * factor, distance);
+                p[eight][i] = sight.sees(eight, i) ? score : -infinity();
                 highest[i / 2] = Maximum::join(p[eight][i], highest[i / 2]);
             }
         }

@@ -1,7 +1,7 @@
 // Where a block stands in attention: its tile among the rows of all sentences, what a query sees, what dropout leaves.
 #pragma once
 
-#include "attention_tiles.cuh"
+#include "attention_bias.cuh"
 
 namespace lsq {
 
@@ -52,6 +52,9 @@ struct Sentence {
     }
     // The same of a tile's keys, which begin with `first`.
     __device__ __forceinline__ int seen(int i, int first) const { return max(0, min(seen(i) - first, TILE)); }
+
+    // How far a key stands behind a query.
+    __device__ __forceinline__ int distance(int i, int key_number) const { return key_number - (i + keys - queries); }
 
     // Keys that stand before those that query `i` sees; without a window there are none.
     __device__ __forceinline__ int before(int i) const { return window ? max(0, i + 1 + keys - queries - window) : 0; }

@@ -24,12 +24,13 @@ struct Backward {
     Operand q, k, v, upstream;
     PairMask mask;
     const float* log_sum;
-    float factor;
+    float share, factor;
+    Biases& biases;
 
-    __device__ __forceinline__ explicit Backward(const AttentionGradient& op)
+    __device__ __forceinline__ Backward(const AttentionGradient& op, Biases& biases)
         : q(op.heads.q), k(op.heads.k), v(op.heads.v),
           upstream(Projected{Coded{}, op.dcontext, 0, op.heads.count * WIDTH}), mask(op.heads), log_sum(op.log_sum),
-          factor(q.scale * k.scale * score_share()) {}
+          share(score_share(op.heads)), factor(q.scale * k.scale * share), biases(biases) {}
 
     __device__ __forceinline__ bool one_tile(const Sentence& sentence) const {
         return sentence.keys > 0 && sentence.keys <= TILE;
@@ -76,7 +77,10 @@ __device__ __forceinline__ void probabilities(const Backward& given, const Tiles
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const bool sees = sight.sees(eight, i);
-            p[eight][i] = sees ? bounded_exponential(p[eight][i] * given.factor - log_sum[i / 2]) : 0.0f;
+            const int distance =
+                sentence.distance(at.query + lane_row(i / 2), at.key + lane_column(eight) + i % 2);
+            const float score = given.biases.add(p[eight][i] * given.factor, distance);
+            p[eight][i] = sees ? bounded_exponential(score - log_sum[i / 2]) : 0.0f;
             g[eight][i] = sees ? g[eight][i] * given.v.scale * four[i] : 0.0f;
             four[i] = sees ? p[eight][i] * four[i] : 0.0f;
         }
@@ -117,13 +121,15 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     lsq_attention_query_gradient(const AttentionGradient op, Out<float> sums, Out<float> dq) {
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-    const Backward given(op);
+    __shared__ Biases biases;
+    const Backward given(op, biases);
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     if (place.count == 0 || given.one_tile(sentence)) return;
     const int head = blockIdx.y, key_head = head / static_cast<int>(op.heads.group);
     const int row = place.begin + place.first;
     given.load_queries(row, place.count, head, tiles);
+    biases.load(op.heads, head);
     // The gradient of a score is p * (g - total) with the total of p * g over all keys: what p * g and p add up to with
     // the keys is kept apart until the total is known.
     float total[2] = {};
@@ -160,22 +166,30 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
 #pragma unroll
         for (int i = 0; i < 4; ++i) of_weighted[eight][i] -= total[i / 2] * of_plain[eight][i];
     }
-    store_sums(of_weighted, given.k.scale * score_share(), place.count, 0,
+    store_sums(of_weighted, given.k.scale * given.share, place.count, 0,
                dq + (row * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
 }
 LSQ_EXPORT(lsq_attention_query_gradient)
 
-// dkv: float32 [S, k_columns], gradients of keys and values; sums and dq as above, dq of the other sentences.
+// dkv: float32 [S, k_columns], gradients of keys and values; sums and dq as above, dq of the other sentences. of_biases:
+// the block's sums for the table of biases.
 LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / kThreads)
-    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq, Out<float> dkv) {
+    lsq_attention_key_gradient(const AttentionGradient op, In<float> sums, Out<float> dq, Out<float> dkv,
+                               Out<float> of_biases) {
     extern __shared__ __align__(16) unsigned char shared[];
     Tiles& tiles = *reinterpret_cast<Tiles*>(shared);
-    const Backward given(op);
+    __shared__ Biases biases;
+    __shared__ BiasSums bias_sums;
+    const Backward given(op, biases);
     const Place place(op.heads.key_starts, op.heads.sentences, op.heads.key_rows);
     const Sentence sentence(op.heads, place.sentence);
-    if (place.count == 0) return;
-    const bool alone = given.one_tile(sentence);
     const int key_head = blockIdx.y, group = static_cast<int>(op.heads.group);
+    if (place.count == 0) {
+        bias_sums.clear();
+        for (int i = 0; i < group; ++i) bias_sums.write(op.heads, key_head * group + i, of_biases);
+        return;
+    }
+    const bool alone = given.one_tile(sentence);
     const int row = place.begin + place.first;
     given.load_keys(row, place.count, key_head, tiles);
     Sums dk = {}, dv = {};
@@ -184,6 +198,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     const int earliest = sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
     const int latest = alone ? sentence.queries : sentence.queries_of(place.first + place.count - 1);
     for (int head = key_head * group; head < (key_head + 1) * group; ++head) {
+        biases.load(op.heads, head);
+        bias_sums.clear();
         for (int begin = earliest / TILE * TILE; begin < latest; begin += TILE) {
             const int count = min(sentence.queries - begin, TILE);
             const int query = sentence.query + begin;
@@ -216,20 +232,22 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
                 for (int first = 0; alone && first < kColumns / 16; first += kSteps) {
                     float mine[2 * kSteps][4] = {};
                     add_products(OfRows{p}, tiles.keys, place.count, first, mine);
-                    store_sums(mine, given.k.scale * score_share(), count, first,
+                    store_sums(mine, given.k.scale * given.share, count, first,
                                dq + (query * given.q.columns + given.q.column + head * WIDTH), given.q.columns);
                 }
             }
             __syncthreads();
+            bias_sums.add(op.heads.bias, tiles.slopes, count, place.count, sentence.distance(begin, place.first));
             if (warp_row() < place.count) {
                 add_products(OfColumns{tiles.dropped}, tiles.upstream, count, 0, dv);
                 add_products(OfColumns{tiles.slopes}, tiles.queries, count, 0, dk);
             }
         }
+        bias_sums.write(op.heads, head, of_biases);
     }
     const int64_t columns = given.k.columns;
     float* out = dkv + (row * columns + key_head * WIDTH);
-    store_sums(dk, given.q.scale * score_share(), place.count, 0, out + given.k.column, columns);
+    store_sums(dk, given.q.scale * given.share, place.count, 0, out + given.k.column, columns);
     store_sums(dv, 1.0f, place.count, 0, out + given.v.column, columns);
 }
 LSQ_EXPORT(lsq_attention_key_gradient)

@@ -1,0 +1,104 @@
+"""Where self-attention looks at places: queries and keys that turn, biases by distance, and the inputs for both."""
+
+import math
+from functools import lru_cache
+
+import torch
+
+from lsq.config import LayerConfig, RelativeBias, Rotary
+from lsq.ops.heads import PositionBias
+from lsq.ops.rotation import HeadNorms, Rotate, Rotation, rotation_table
+from lsq.program.builder import Builder
+from lsq.program.parameters import Kind
+from lsq.program.tensor import VirtualTensor
+from lsq.program.values import Rows
+
+
+def turn_heads(builder: Builder, config: LayerConfig, x: VirtualTensor, y: Rows, prefix: str) -> Rows:
+    """Queries, keys and values x [M, ...] -> y, the queries and keys turned, before that normed if heads have norms.
+
+    Declares inputs of `position_inputs`.
+    """
+    rows, width, norms = x.shape[0], config.head_columns, None
+    if config.head_norm is not None:
+        query, key = (
+            builder.parameter(f"{prefix}{part}_norm.weight", (width,), Kind.NORM_WEIGHT, start=1.0)
+            for part in ("query", "key")
+        )
+        rstd = builder.tensor(prefix + "heads.rstd", (rows, config.heads + config.of_keys))
+        norms = HeadNorms(query=query, key=key, rstd=rstd, epsilon=config.head_norm)
+    rotation = Rotation(
+        table=builder.input("rotation", (config.rotary.places, config.rotary.columns(width))),
+        places=builder.input("places", (rows,), torch.int64), width=width, queries=config.heads, keys=config.of_keys,
+    )
+    builder.add(Rotate(x=x, rotation=rotation, norms=norms, out=y.floats, rounded=y.coded))
+    return y
+
+
+def position_bias(builder: Builder, config: LayerConfig, prefix: str) -> PositionBias | None:
+    """The biases of self-attention, if it has any. Declares inputs of `position_inputs`."""
+    relative = config.relative_bias
+    if relative is None:
+        return None
+    size = (relative.buckets, config.heads)
+    return PositionBias(
+        table=builder.parameter(prefix + "relative_bias", size, Kind.TABLE, deviation=config.hidden**-0.5),
+        bucket=builder.input("buckets", (2 * relative.farthest + 1,), torch.int64),
+    )
+
+
+def position_inputs(
+    config: LayerConfig, places: torch.Tensor, longest: int, causal: bool
+) -> dict[str, torch.Tensor]:
+    """Inputs of a program with the layer's self-attention, by name; none where that does not look at places.
+
+    Args:
+        config: of the layer.
+        places: int64 [M], of each row in its sentence.
+        longest: places are below this number.
+        causal: keys behind a query are not seen.
+
+    Raises:
+        ValueError: a sentence has more words than there are places to turn by.
+    """
+    rotary, found = config.rotary, {}
+    if config.relative_bias is not None:
+        found = {"buckets": _buckets(config.relative_bias, causal, places.device)}
+    if rotary is None:
+        return found
+    if longest > rotary.places:
+        raise ValueError(
+            f"a sentence of {longest} words has no more than {rotary.places} places to turn by; shorten it, or give "
+            "Rotary more places"
+        )
+    return found | {"places": places, "rotation": _table(rotary, config.head_columns, places.device)}
+
+
+@lru_cache(maxsize=16)
+def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
+    """The same for all layers of a model. Made outside of inference mode, so that training may use it as well."""
+    turned = rotary.columns(head_columns)
+    if rotary.frequencies is None:
+        frequencies = rotary.base ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+    else:
+        frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    with torch.inference_mode(False):
+        return rotation_table(frequencies, rotary.places, rotary.factor).to(device)
+
+
+@lru_cache(maxsize=16)
+def _buckets(relative: RelativeBias, causal: bool, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return bucket_of_distances(relative, causal).to(device)
+
+
+def bucket_of_distances(relative: RelativeBias, causal: bool) -> torch.Tensor:
+    """int64 [2L + 1]: the buckets of keys from L = `farthest` before to L behind a query, as T5 numbers them."""
+    distance = torch.arange(-relative.farthest, relative.farthest + 1)
+    buckets = relative.buckets if causal else relative.buckets // 2
+    behind = torch.zeros_like(distance) if causal else torch.where(distance > 0, buckets, 0)
+    far = (-distance).clamp(min=0) if causal else distance.abs()
+    exact = buckets // 2
+    growth = torch.log(far.clamp(min=1).float() / exact) / math.log(relative.farthest / exact)
+    ranges = (exact + (growth * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return behind + torch.where(far < exact, far, ranges)
