@@ -2,7 +2,7 @@
 
 lsq reads codes where a projection wrote them and makes float32; PyTorch reads bfloat16 or float32 that stand in heads
 already, and makes the same dtype. "ratio" is PyTorch's time in bfloat16 over the side's. PyTorch's kernel has no
-dropout: lsq's times with it stand alone.
+dropout, no shared keys here and no window: lsq's times with these stand alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +23,16 @@ HEADS, WIDTH = 8, 64
 LENGTHS = ((32, 32), (256, 4), (1024, 1), (4096, 1))
 """(tokens of a sentence, sentences)"""
 QUICK = ((5, 2),)
+GROUP, WINDOW = 4, 512
+"""Heads of queries that share keys, and keys that a query sees, on sides that have this."""
 
 
-def of_lsq(length: int, sentences: int, causal: bool, probability: float) -> tuple[Callable, Callable]:
+def of_lsq(
+    length: int, sentences: int, causal: bool, probability: float, *, group: int = 1, window: int = 0
+) -> tuple[Callable, Callable]:
     """Forward and backward pass of self-attention on codes, on the CPU's loops."""
-    rows, hidden = length * sentences, HEADS * WIDTH
-    codes = torch.randint(-127, 128, (rows, 3 * hidden), dtype=torch.int8)
+    rows, hidden, of_keys = length * sentences, HEADS * WIDTH, HEADS * WIDTH // group
+    codes = torch.randint(-127, 128, (rows, hidden + 2 * of_keys), dtype=torch.int8)
     coded = Coded(
         format=Format(name="activation", bits=8, grain=Grain.TENSOR), codes=codes, scale=torch.tensor([1.0 / 64]),
         clipped=None, error=None, clip=torch.tensor([127.0 / 64]),
@@ -37,13 +41,13 @@ def of_lsq(length: int, sentences: int, causal: bool, probability: float) -> tup
     dropout = Dropout(key=torch.tensor([7]), subsequence=1, probability=probability) if probability else None
     heads = Heads(
         q=Projected(rows=read, column=0), k=Projected(rows=read, column=hidden),
-        v=Projected(rows=read, column=2 * hidden), starts=starts, key_starts=starts, count=HEADS, width=WIDTH,
-        causal=causal, dropout=dropout,
+        v=Projected(rows=read, column=hidden + of_keys), starts=starts, key_starts=starts, count=HEADS, group=group,
+        width=WIDTH, causal=causal, window=window, dropout=dropout,
     )  # fmt: skip
     forward = Attention(heads=heads, out=torch.empty(rows, hidden), rounded=None, log_sum=torch.empty(rows, HEADS))
     backward = AttentionGradient(
         dcontext=torch.randn(rows, hidden), heads=heads, log_sum=forward.log_sum,
-        dq=HeadsGradient(floats=torch.empty(rows, 3 * hidden), rounded=None, sum=None, clip=None, parts=None), dkv=None,
+        dq=HeadsGradient(floats=torch.empty(codes.shape), rounded=None, sum=None, clip=None, parts=None), dkv=None,
     )  # fmt: skip
     place = backend("cpu")
     runs = [
@@ -78,7 +82,10 @@ def rows(length: int, sentences: int, causal: bool, options) -> Iterator[dict]:
         "torch float32": of_torch(length, sentences, causal, torch.float32),
         "lsq": of_lsq(length, sentences, causal, 0.0),
         "lsq, dropout": of_lsq(length, sentences, causal, options.dropout),
+        "lsq, shared keys": of_lsq(length, sentences, causal, 0.0, group=GROUP),
     }
+    if causal:
+        passes["lsq, window"] = of_lsq(length, sentences, causal, 0.0, window=WINDOW)
     for index, name in enumerate(("forward", "backward")):
         timings = common.alternate({side: both[index] for side, both in passes.items()}, rounds=options.rounds)
         for side, timing in timings.items():
@@ -109,8 +116,9 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows(length, sentences, causal, options)
     ]  # fmt: skip
     conditions = common.conditions(
-        options, baseline="PyTorch's flash attention in bfloat16", heads=HEADS, width=WIDTH, dropout=options.dropout,
-        library=loader.description(), allowed=options.instructions, dtypes=["int8", "float32", "bfloat16"],
+        options, baseline="PyTorch's flash attention in bfloat16", heads=HEADS, width=WIDTH, group=GROUP, window=WINDOW,
+        dropout=options.dropout, library=loader.description(), allowed=options.instructions,
+        dtypes=["int8", "float32", "bfloat16"],
     )  # fmt: skip
     common.report("attention", table, conditions, options)
 

@@ -7,6 +7,12 @@
 
 namespace lsq {
 
+#ifdef DISTANCES
+constexpr bool kBiased = true;
+#else
+constexpr bool kBiased = false;
+#endif
+
 // What is added to scores of one head for the distance of key and query.
 struct Biases {
 #ifdef DISTANCES

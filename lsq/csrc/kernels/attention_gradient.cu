@@ -8,7 +8,7 @@
 namespace {
 
 // Threads of these kernels that a multiprocessor holds at once, at least, by the registers that they need.
-constexpr bool kLarge = WIDTH > 64 || kSingle;
+constexpr bool kLarge = WIDTH > 64 || kSingle || kBiased;
 constexpr int kFewThreads = 256, kManyThreads = 384;
 
 struct Tiles {

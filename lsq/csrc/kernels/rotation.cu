@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int kHalf = TURNED / 2;
+constexpr int kHeld = NORMED ? kSumming : kMedium;  // blocks that a multiprocessor holds at once, at least
 
 static_assert(WIDTH % kVector == 0 && kHalf % kVector == 0, "vectors lie in a half of a head");
 
@@ -84,7 +85,7 @@ __device__ __forceinline__ void unpack(const PackedRow<Float>& packed, bool insi
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_rotate(const Rotate op, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kThreads, kHeld) lsq_rotate(const Rotate op, Out<uint32_t> ticket) {
     const Float* from = op.x;
     Float* out = op.out;
     const CodeSink codes{op.rounded};
