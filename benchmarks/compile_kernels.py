@@ -66,8 +66,11 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
         QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
         QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
     ):  # fmt: skip
-        for activation, pre_norm, norm in (("relu", False, "layer"), ("gelu", True, "layer"), ("relu", True, "rms")):
-            yield layer_config(size, quant, 0.1, activation=activation, pre_norm=pre_norm, norm=norm)
+        for options in (
+            {"activation": "relu"}, {"activation": "gelu", "pre_norm": True}, {"activation": "squared_relu"},
+            {"activation": "silu", "pre_norm": True, "norm": "rms", "gated": True, "bias": False},
+        ):  # fmt: skip
+            yield layer_config(size, quant, 0.1, **options)
 
 
 def needed_programs() -> Iterator[Program]:

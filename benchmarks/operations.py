@@ -128,6 +128,8 @@ def training(size: Size, quant: QuantConfig, dropout: float) -> Iterator[Program
     yield programs.encoder_layer(config, sentences, mode)
     yield programs.encoder_layer(layer_config(size, quant, dropout, norm="rms"), sentences, mode)
     yield programs.decoder_layer(config, sentences, sentences, mode)
+    gated = layer_config(size, quant, dropout, activation="silu", gated=True)
+    yield programs.feed_forward(gated, size.tokens, mode)
     yield programs.linear(quant, size.tokens, size.hidden, size.hidden, mode, bias=True)
     yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
 

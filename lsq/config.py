@@ -15,7 +15,7 @@ MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
 GRANULARITIES = ("tensor", "channel")
 PRODUCT_DTYPES = ("float32", "bfloat16")
-ACTIVATIONS = ("relu", "gelu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 NORMS = ("layer", "rms")
 DIMENSION_MULTIPLE = 16
 """Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI want them)."""
@@ -208,7 +208,11 @@ class LayerConfig:
     activation_dropout: float = 0.0
     """Dropout after the feed-forward activation."""
     activation: str = "relu"
-    """"relu" or "gelu" (the exact form, with erf)."""
+    """"relu", "gelu" (the exact form, with erf), "gelu_tanh" (its approximation), "silu" or "squared_relu"."""
+    gated: bool = False
+    """Whether the activation's result is multiplied by another projection of the same width (SwiGLU, GEGLU)."""
+    bias: bool = True
+    """Whether projections have a bias."""
     pre_norm: bool = False
     """A norm before each block (True) or after its residual addition (False)."""
     norm: str = "layer"

@@ -60,7 +60,9 @@ def trained() -> list[Program]:
         table = Table(
             vocabulary=11, hidden=config.hidden, positions=9, padding=1, scale=2.0, dropout=0.1, learned=True
         )
+        gated = replace(config, activation="silu", gated=True, bias=False)
         found += [
+            programs.feed_forward(gated, 21, mode),
             programs.linear(quant, 21, config.hidden, 32, mode, bias=True),
             programs.decoder_layer(config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode),
             programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),

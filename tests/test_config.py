@@ -51,7 +51,7 @@ def test_quantisers_refuse(name, value, allowed):
     ("dropout", 1.0, "at least 0 and below 1"),
     ("attention_dropout", -0.1, "at least 0 and below 1"),
     ("activation_dropout", float("nan"), "at least 0 and below 1"),
-    ("activation", "swish", "'relu', 'gelu'"),
+    ("activation", "swish", "'relu', 'gelu', 'gelu_tanh', 'silu', 'squared_relu'"),
     ("norm", "batch", "'layer', 'rms'"),
     ("layer_norm_epsilon", 0.0, "above 0"),
     ("key_heads", 0, "whole number above 0"),

@@ -166,14 +166,45 @@ LSQ_INLINE float gelu_slope(float x) {
     return 0.5f * (1.0f + error_function(x * 0.70710678118654752f)) + x * density;
 }
 
+struct Logistic {
+    float value, slope;
+};
+
+// 1 / (1 + exp(-x)) and its derivative.
+LSQ_INLINE Logistic logistic(float x) {
+    const float less = exponential(x < 0.0f ? x : -x), near = 1.0f / (1.0f + less), far = less * near;
+    return {x < 0.0f ? far : near, far * near};
+}
+
+// x * logistic(x), also called swish.
+LSQ_INLINE float silu(float x) { return x * logistic(x).value; }
+
+LSQ_INLINE float silu_slope(float x) {
+    const Logistic gate = logistic(x);
+    return gate.value + x * gate.slope;
+}
+
+// x / 2 * (1 + tanh(z / 2)) = x * logistic(z), z = sqrt(8 / pi) * (x + 0.044715 x^3).
+LSQ_INLINE float gelu_tanh(float x) { return x * logistic(1.5957691216057308f * x * (1.0f + 0.044715f * x * x)).value; }
+
+LSQ_INLINE float gelu_tanh_slope(float x) {
+    const float low = x < -10.0f ? -10.0f : x, y = low > 10.0f ? 10.0f : low, square = y * y;  // flat beyond
+    const Logistic gate = logistic(1.5957691216057308f * y * (1.0f + 0.044715f * square));
+    return gate.value + y * gate.slope * (1.5957691216057308f * (1.0f + 0.134145f * square));
+}
+
 constexpr float kSlopeUnit = 112.0f;  // a slope times this, rounded, is an int8
-constexpr float kSteepest = 1.13f;    // |gelu'| stays below
+constexpr float kSteepest = 1.13f;    // slopes of GELU, its form with tanh, and SiLU stay below
 
 LSQ_INLINE int8_t slope_code(float slope) { return code_of(slope * kSlopeUnit, kSteepest * kSlopeUnit); }  // 0 for NaN
 
 LSQ_INLINE float slope_of(int32_t code) { return static_cast<float>(code) * (1.0f / kSlopeUnit); }
 
 LSQ_INLINE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
+
+LSQ_INLINE float squared_relu(float x) { return relu(x) * relu(x); }
+
+LSQ_INLINE float squared_relu_slope(float x) { return 2.0f * relu(x); }
 
 constexpr int kPhiloxRounds = 7;
 constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;

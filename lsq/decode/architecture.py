@@ -130,6 +130,8 @@ KINDS = {
 }  # fmt: skip
 """Fields that hold others."""
 OPTIONAL = ("encoder",)
+ADDED = {"gated": False, "bias": True}
+"""What the layers of older files are."""
 
 
 def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,9 +140,13 @@ def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(cls: type, value: Any, where: str) -> Any:
-    """An instance of that dataclass from parsed JSON, with every field there and of its type."""
+    """An instance of that dataclass from parsed JSON, with every field there and of its type.
+
+    LayerConfig may lack fields that have come since: their defaults compute what there was before.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
+    value = (ADDED if cls is LayerConfig else {}) | value
     kept = [field for field in fields(cls) if field.name not in SELF_ATTENTION]
     names = [field.name for field in kept]
     for problem, found in (("lacks", set(names) - set(value)), ("has unknown", set(value) - set(names))):

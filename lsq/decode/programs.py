@@ -172,5 +172,6 @@ def attended(b: Builder, stack: StackArchitecture, prefix: str, queries: Rows, *
         )
     )
     return blocks.project(
-        b, context, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"), bias=prefix + "out_bias"
+        b, context, prefix + "out_weight", (hidden, hidden), End(name=prefix + "out"),
+        bias=blocks.bias_of(stack.config, prefix + "out"),
     ).floats

@@ -110,7 +110,16 @@ def _options(specs: ModuleType, stack: StackArchitecture) -> dict[str, Any]:
             f"norm is {config.norm!r} with an epsilon of {config.layer_norm_epsilon}; a model for CTranslate2 must have"
             f" 'layer' with {EPSILON}"
         )
-    activations = {"relu": specs.Activation.RELU, "gelu": specs.Activation.GELU}
+    activations = {
+        "relu": specs.Activation.RELU, "gelu": specs.Activation.GELU, "gelu_tanh": specs.Activation.GELUTanh,
+        "silu": specs.Activation.SWISH,
+    }  # fmt: skip
+    if config.gated or not config.bias:
+        raise ValueError(
+            f"gated is {config.gated} and bias {config.bias}; a model for CTranslate2 must have False and True"
+        )
+    if config.activation not in activations:
+        raise ValueError(f"activation is {config.activation!r}; CTranslate2 knows: {', '.join(activations)}")
     return {
         "num_layers": stack.layers, "num_heads": config.heads, "pre_norm": config.pre_norm,
         "no_final_norm": not stack.final_norm, "activation": activations[config.activation],

@@ -63,6 +63,10 @@ def quantization(args: Any) -> QuantConfig:
     return QuantConfig(**{field.name: getattr(args, PREFIX + field.name) for field in fields(QuantConfig)})
 
 
+ACTIVATIONS = {"gelu_accurate": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+"""What fairseq calls otherwise than LayerConfig."""
+
+
 def layer_config(args: Any, side: str) -> LayerConfig:
     """The LayerConfig of one side, "encoder" or "decoder", from fairseq's options.
 
@@ -76,7 +80,7 @@ def layer_config(args: Any, side: str) -> LayerConfig:
         dropout=float(args.dropout),
         attention_dropout=float(args.attention_dropout),
         activation_dropout=float(args.activation_dropout or getattr(args, "relu_dropout", 0.0) or 0.0),
-        activation=str(args.activation_fn),
+        activation=ACTIVATIONS.get(args.activation_fn, str(args.activation_fn)),
         pre_norm=getattr(args, f"{side}_normalize_before"),
         quant=quantization(args),
     )

@@ -91,29 +91,36 @@ class End:
         found = Nonlinearity(activation=self.activation, dropout=builder.dropout(self.dropout))
         if builder.backward and self.activation is Activation.relu:
             found.positive = builder.tensor(self.name + ".positive", (-(-math.prod(shape) // 8),), torch.uint8)
-        elif builder.backward and self.activation is Activation.gelu and builder.quant.quantized:
+        elif builder.backward and self.activation.bounded_slope and builder.quant.quantized:
             found.slope = builder.tensor(self.name + ".slope", shape, torch.int8)
-        elif builder.backward and self.activation is Activation.gelu:
+        elif builder.backward and self.activation is not Activation.none:
             found.before = builder.tensor(self.name + ".before", shape)
         return None if found.activation is Activation.none and found.dropout is None else found
 
 
 def project(
     builder: Builder, x: Rows, weight: str, shape, end: End, *, bias: str | None = None, rows: int | None = None,
-    **start,
+    joins: bool = False, **start,
 ) -> Rows:  # fmt: skip
     """x [M, K] times a weight of `shape` [N, K], transposed, with its bias [N] and its end.
 
     `rows` above N pads the weight's codes and so the columns of the result. start: see builder.weight; a bias begins at
-    0, or as the weight does where that has `bias_bound`.
+    0, or as the weight does where that has `bias_bound`. `joins`: x has a product before this one.
     """
     bias_bound = start.pop("bias_bound", 0.0)
     w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start))
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     size = (x.tensor.shape[0], rows or shape[0])
     y, nonlinearity = end.rows(builder, size), end.nonlinearity(builder, size)
-    builder.add(Project(x=x, weight=w, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity))
+    builder.add(
+        Project(x=x, weight=w, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity, joins=joins)
+    )
     return y
+
+
+def bias_of(config: LayerConfig, name: str) -> str | None:
+    """The name of a projection's bias, if projections have one."""
+    return name + "_bias" if config.bias else None
 
 
 def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, parts: int) -> Rows:
@@ -125,7 +132,7 @@ def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, par
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = project(
         builder, x, name + "_weight", (columns, hidden),
-        End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"), bias=name + "_bias",
+        End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"), bias=bias_of(config, name),
         bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
     )
     if not turns:
@@ -157,7 +164,7 @@ def attention(
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
     return project(
         builder, context, prefix + "out_weight", (hidden, columns), End(name=prefix + "out"),
-        bias=prefix + "out_bias", bound=xavier(columns, hidden),
+        bias=bias_of(config, prefix + "out"), bound=xavier(columns, hidden),
     ).floats
 
 
@@ -181,23 +188,6 @@ def cross_attention(builder: Builder, config: LayerConfig, x: Rows, starts: Virt
     """Attention to a memory: normalised rows -> as `attention`."""
     queries = project_heads(builder, config, x, prefix + "query", 1)
     return attention(builder, config, queries, starts, memory, prefix, causal=False)
-
-
-def feed_forward(builder: Builder, config: LayerConfig, x: Rows, prefix: str) -> VirtualTensor:
-    """Two projections with an activation between them: normalised rows -> floats [M, H], before dropout."""
-    hidden, inner = config.hidden, config.feed_forward
-    end = End(
-        name=prefix + "activation", clip=prefix + "activation_clip", activation=Activation[config.activation],
-        dropout=config.activation_dropout,
-    )
-    activated = project(
-        builder, x, prefix + "fc1_weight", (inner, hidden), end, bias=prefix + "fc1_bias", bound=fan_in(hidden),
-        bias_bound=fan_in(hidden),
-    )
-    return project(
-        builder, activated, prefix + "fc2_weight", (hidden, inner), End(name=prefix + "fc2"), bias=prefix + "fc2_bias",
-        bound=fan_in(inner), bias_bound=fan_in(inner),
-    ).floats
 
 
 @dataclass(frozen=True, kw_only=True)

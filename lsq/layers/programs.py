@@ -12,6 +12,7 @@ from lsq.config import LayerConfig, QuantConfig
 from lsq.gemm.cuda import choices
 from lsq.layers import blocks
 from lsq.layers.blocks import End, Memory, Residual, Sentences
+from lsq.layers.feed_forward_block import feed_forward_block
 from lsq.ops.embedding import Embed
 from lsq.ops.prediction import Prediction
 from lsq.ops.rounding import Add, unpacked
@@ -104,7 +105,7 @@ def feed_forward(config: LayerConfig, rows: int, mode: Mode) -> Program:
     """The feed-forward block by itself: x [M, H] -> [M, H]."""
     b = mode.builder("feed_forward", config.quant)
     x = b.input("x", (rows, config.hidden))
-    b.output(blocks.feed_forward(b, config, blocks.quantize(b, x, "input_clip"), ""))
+    b.output(feed_forward_block(b, config, blocks.quantize(b, x, "input_clip"), ""))
     return b.build()
 
 
@@ -236,5 +237,5 @@ def finish_with_feed_forward(
     residual = blocks.between(
         b, config, residual, update, own=own, following="final_layer_norm", clip="feed_forward.input_clip"
     )
-    update = blocks.feed_forward(b, config, residual.rows, "feed_forward.")
+    update = feed_forward_block(b, config, residual.rows, "feed_forward.")
     b.output(blocks.leave(b, config, residual, update, "final_layer_norm"))

@@ -2,9 +2,9 @@
 
     g[m, k] = scale[m] * sum_n codes[m, n] * weight[n, k]         under backward="int8"
 
-Then, in this order: the straight-through mask of x and the gradient of its clip, dropout, the slope of the activation,
-another gradient that is added; sums over rows for a bias; floats, or codes rounded per row. M rows, N outputs of the
-weight, padded to P in its codes, K columns.
+Then, in this order: the same from another product of x, the straight-through mask of x and the gradient of its clip,
+dropout, the slope of the activation, another gradient that is added; sums over rows for a bias; floats, or codes
+rounded per row. M rows, N outputs of the weight, padded to P in its codes, K columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import row_defines
 from lsq.csrc.launch import FLOATS, Product, check, float_define, launch
-from lsq.ops.input_gradient_product import clip_parts, input_gradient_product, tile_parts
+from lsq.ops.input_gradient_product import clip_parts, end_defines, input_gradient_product, tile_parts
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.products import (
     converted,
@@ -56,8 +56,10 @@ class ProjectInputGradient(Operation):
     """[M, K]; None in float mode."""
     nonlinearity: In[Nonlinearity] | None
     """Of the Project that made x; None if x was made otherwise."""
+    joined: In[Activations] | None
+    """[M, K], what comes from another product of x."""
     added: In[Activations] | None
-    """[M, K], another gradient of the same."""
+    """[M, K], another gradient of the same, as it will be in the end."""
     dx: Out[Activations] | None
     """[M, K]"""
     rounded: Out[RoundedGradient] | None
@@ -83,6 +85,7 @@ class ProjectInputGradient(Operation):
 
     def reference(self):
         dx, dclip = self._product(), torch.zeros(1)
+        dx = dx if self.joined is None else dx + self.joined
         if self.x is not None:
             dx, dclip = self.x.straight_through(dx)
         dx = dx if self.nonlinearity is None else self.nonlinearity.undo(dx)
@@ -198,10 +201,11 @@ class ProjectInputGradient(Operation):
 
     def _end(self, product, partial):
         before = self.nonlinearity and self.nonlinearity.before
-        given = [one for one in (self.floats, before, self.added, self.dx) if one is not None]
+        given = [one for one in (self.floats, before, self.joined, self.added, self.dx) if one is not None]
         return launch(
             "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
             PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
+            **end_defines(self),
             **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
         )
 

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from lsq.ops.input_gradient import ProjectInputGradient
 
 
+def end_defines(operation: ProjectInputGradient) -> dict[str, int]:
+    """-D for csrc/kernels/input_gradient_end.cuh, of what few ends have."""
+    end = operation.nonlinearity
+    slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
+    return slope | ({} if operation.joined is None else {"JOINED": 1})
+
+
 def clip_parts(tile: TileConfiguration, columns: int) -> int:
     """Numbers for the clip in each row of parts: one of each warp across."""
     return tile.warps[1] * tile.blocks(0, columns)[0]
@@ -46,9 +53,10 @@ def input_gradient_product(
     """
     check(operation.rounded is None, "a product that ends by tiles has floats: to round a row takes all of its tiles")
     before = operation.nonlinearity and operation.nonlinearity.before
-    given = [one for one in (before, operation.added, operation.dx) if one is not None]
+    given = [one for one in (before, operation.joined, operation.added, operation.dx) if one is not None]
     columns, inner = weight.shape
     return tiled(
         "input_gradient_product.cu", "lsq_input_gradient_product", tile, (operation.rows, columns, inner),
         operation, weight, inner, partial, partial.shape[1], **float_define(*given),
+        **end_defines(operation),
     )  # fmt: skip

@@ -1,21 +1,24 @@
 """Activation and dropout of a product, which stand at its end, and what is kept to undo them in the backward pass.
 
-M rows, P columns. GELU is the exact one, x * Phi(x) (Hendrycks & Gimpel 2016).
+M rows, P columns. GELU is x * Phi(x) (Hendrycks & Gimpel 2016), exactly or by the tanh of a polynomial; SiLU, also
+called swish, is x / (1 + exp(-x)) (Elfwing et al. 2018); squared ReLU is max(x, 0)^2 (So et al. 2021, Primer).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
+from torch.nn import functional
 
 from lsq.program.declare import Activations, Bits, Codes, In, Value
 from lsq.program.values import Dropout, dropped
 from lsq.quant import pack_bits, unpack_bits
 
 SLOPE_UNIT = 112
-"""|gelu'| < 1.13: the slope times this, rounded, is an int8 (csrc/arithmetic.h: kSlopeUnit)."""
+"""A slope below 1.13 times this, rounded, is an int8 (csrc/arithmetic.h: kSlopeUnit)."""
 
 
 class Activation(IntEnum):
@@ -24,6 +27,24 @@ class Activation(IntEnum):
     none = 0
     relu = 1
     gelu = 2
+    gelu_tanh = 3
+    silu = 4
+    squared_relu = 5
+
+    @property
+    def values(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Reference: of any tensor."""
+        return _VALUES[self]
+
+    @property
+    def slope(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Reference: the derivative."""
+        return _SLOPES[self]
+
+    @property
+    def bounded_slope(self) -> bool:
+        """Whether its slope is kept as an int8: it takes more than two values, all within +-1.13."""
+        return self in (Activation.gelu, Activation.gelu_tanh, Activation.silu)
 
 
 class Nonlinearity(Value):
@@ -34,21 +55,19 @@ class Nonlinearity(Value):
     positive: Bits | None
     """Of ReLU: y > 0."""
     slope: Codes | None
-    """Of GELU: [M, P], gelu'(y) * SLOPE_UNIT, rounded; 0 for NaN."""
+    """Of one with a bounded slope: [M, P], the slope at y times SLOPE_UNIT, rounded; 0 for NaN."""
     before: Activations | None
-    """Of GELU in float mode: [M, P], y."""
+    """Of others than ReLU in place of it, in float mode or where slopes have no bound: [M, P], y."""
 
     def apply(self, y: torch.Tensor) -> torch.Tensor:
         """Reference."""
-        if self.activation == Activation.relu:
-            y = y.clamp_min(0.0)
-        elif self.activation == Activation.gelu:
-            y = torch.nn.functional.gelu(y)
-        return dropped(y, self.dropout)
+        return dropped(Activation(self.activation).values(y), self.dropout)
 
     def keep(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Reference: what the written fields hold."""
-        slope = (gelu_slope(y) * SLOPE_UNIT).round().nan_to_num(nan=0.0).to(torch.int8)
+        slope = None
+        if self.slope is not None:
+            slope = (Activation(self.activation).slope(y) * SLOPE_UNIT).round().nan_to_num(nan=0.0).to(torch.int8)
         return pack_bits(y > 0), slope, y
 
     def undo(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -58,10 +77,40 @@ class Nonlinearity(Value):
             return torch.where(unpack_bits(self.positive, gradient.numel()).view(gradient.shape), gradient, 0.0)
         if self.slope is not None:
             return gradient * (self.slope.to(torch.float32) * (1.0 / SLOPE_UNIT))
-        return gradient if self.before is None else gradient * gelu_slope(self.before)
+        return gradient if self.before is None else gradient * Activation(self.activation).slope(self.before)
 
 
-def gelu_slope(y: torch.Tensor) -> torch.Tensor:
-    """The derivative of GELU."""
+def _gelu_slope(y: torch.Tensor) -> torch.Tensor:
     density = torch.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
     return 0.5 * (1 + torch.erf(y / math.sqrt(2))) + y * density
+
+
+def _gelu_tanh(y: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(y, approximate="tanh")
+
+
+def _gelu_tanh_slope(y: torch.Tensor) -> torch.Tensor:
+    y = y.clamp(-10, 10)  # flat beyond; the polynomial would overflow
+    gate = math.sqrt(8 / math.pi) * (y + 0.044715 * y**3)
+    return _gated_slope(y, gate, math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * y * y))
+
+
+def _silu_slope(y: torch.Tensor) -> torch.Tensor:
+    return _gated_slope(y, y, 1.0)
+
+
+def _gated_slope(y: torch.Tensor, gate: torch.Tensor, gate_slope: torch.Tensor | float) -> torch.Tensor:
+    """The derivative of y * sigmoid(gate)."""
+    return torch.sigmoid(gate) + y * torch.sigmoid(gate) * torch.sigmoid(-gate) * gate_slope
+
+
+_VALUES = {
+    Activation.none: lambda y: y, Activation.relu: functional.relu, Activation.gelu: functional.gelu,
+    Activation.gelu_tanh: _gelu_tanh, Activation.silu: functional.silu,
+    Activation.squared_relu: lambda y: functional.relu(y).square(),
+}  # fmt: skip
+_SLOPES = {
+    Activation.none: torch.ones_like, Activation.relu: lambda y: (y > 0).to(y.dtype), Activation.gelu: _gelu_slope,
+    Activation.gelu_tanh: _gelu_tanh_slope, Activation.silu: _silu_slope,
+    Activation.squared_relu: lambda y: 2 * functional.relu(y),
+}  # fmt: skip

@@ -5,7 +5,7 @@ from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Weight
 
 
-def append_gradients(builder, product, weight: Weight, upstream: tuple, **end) -> None:
+def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end) -> None:
     """Append both to a lsq.program.builder.Builder.
 
     Args:
@@ -13,13 +13,15 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, **end) -
         product: has Rows x [M, K]: a Project or a Prediction.
         weight: [N, K], as products read it.
         upstream: its gradient as floats or as a RoundedGradient [M, P]; the other one is None.
+        undoes: whether the rounding of x is undone; otherwise another product of x does that.
         end: fields of ProjectInputGradient: where its result goes, and what is done to it.
     """
     x, (floats, rounded) = product.x.coded, upstream
     narrow = x is not None and rounded is None
     common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
-    dclip = builder.parameter_gradient(product.x.clip)
-    builder.add(ProjectInputGradient(x=x, weight=weight.bare(), dclip=dclip, **common, **end))
+    if undoes:
+        end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
+    builder.add(ProjectInputGradient(weight=weight.bare(), **common, **end))
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
     builder.add(

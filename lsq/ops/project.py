@@ -4,7 +4,7 @@
 
 Of codes, the product is exact int32 sums; they become floats by one factor for each column. The backward pass undoes
 the end of a product in the operation that makes its gradient (ProjectInputGradient of the product that reads it), from
-what is kept here: a bit an element for ReLU, the slope as int8 for GELU. M rows, K inputs, P outputs.
+what is kept here: a bit an element for ReLU, the slope as int8 for GELU and SiLU. M rows, K inputs, P outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.project_product import project_product
 from lsq.ops.rounding import RoundGradient, unpacked
 from lsq.ops.scales import started
-from lsq.program.declare import Activations, Floats, In, Out, extent
+from lsq.program.declare import Activations, Floats, Host, In, Out, extent
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 
@@ -45,6 +45,8 @@ class Project(Operation):
     """[M, P]; of codes, P is a multiple of 8."""
     nonlinearity: Out[Nonlinearity] | None
     """What comes between bias and rounding."""
+    joins: Host[bool] = False
+    """Whether a product before this one reads x as well, whose gradient takes in that of this one."""
 
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight.matrix")
@@ -125,6 +127,9 @@ class Project(Operation):
         if upstream == (None, None):
             return
         source, weight = self.x.tensor, unpacked(builder, self.weight)
+        if self.joins:
+            append_gradients(builder, self, weight, upstream, undoes=False, dx=builder.join(source))
+            return
         producer = builder.producer(source)
         if isinstance(producer, Project):
             dx, rounded_dx = builder.product_gradient(source)
@@ -133,7 +138,7 @@ class Project(Operation):
         else:
             end = {"added": builder.take_gradient(source), "dx": builder.tensor("d_" + source.name, source.shape)}
             builder.accumulate(source, end["dx"])
-        append_gradients(builder, self, weight, upstream, **end)
+        append_gradients(builder, self, weight, upstream, joined=builder.take_joined(source), **end)
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
         """The gradient of the product, as floats or rounded; that of the bias is taken care of.

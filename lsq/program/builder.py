@@ -47,6 +47,7 @@ class Builder:
         self._producers: dict[VirtualTensor, Operation] = {}
         self._gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._product_gradients: dict[VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]] = {}
+        self._joined: dict[VirtualTensor, VirtualTensor] = {}
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._names: set[str] = set()
         self._subsequences = 0
@@ -190,6 +191,21 @@ class Builder:
         for one in same:
             self._gradients.pop(one, None)
         return total
+
+    def join(self, tensor: VirtualTensor) -> VirtualTensor:
+        """Where one of two products of `tensor` puts the gradient that the other one will take and undo.
+
+        Raises:
+            ValueError: a third one has done so.
+        """
+        if tensor in self._joined:
+            raise ValueError(f"{tensor.name} has three products in program {self.name}; two can join their gradients")
+        self._joined[tensor] = self.tensor("d_" + tensor.name + ".joined", tensor.shape)
+        return self._joined[tensor]
+
+    def take_joined(self, tensor: VirtualTensor) -> VirtualTensor | None:
+        """What `join` has put there, if it was called."""
+        return self._joined.pop(tensor, None)
 
     def _sum(self, a: VirtualTensor, b: VirtualTensor) -> VirtualTensor:
         total = self.like(a.name, a)

@@ -21,6 +21,12 @@ def test_what_is_written_is_read(options):
     assert Architecture.from_json(found.to_json()) == found
 
 
+def test_layers_of_before_gates_and_without_bias_are_read():
+    whole, side = written(), written()["decoder"]
+    side["config"] = {name: value for name, value in side["config"].items() if name not in ("gated", "bias")}
+    assert Architecture.from_json(json.dumps(whole | {"decoder": side})) == Architecture.from_json(json.dumps(whole))
+
+
 def test_what_cannot_be_is_refused():
     whole = written()
     for change, words in [

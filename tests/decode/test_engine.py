@@ -16,7 +16,8 @@ VARIANTS = [
     {}, {"encoder_layers": 0, "tied": False}, {"pre_norm": True, "shared": False, "embedding": {"layer_norm": True}},
     {"quant": {"weight_format": "int4"}, "encoder_layers": 1}, {"activation": "gelu", "decoder_layers": 3},
     {"embedding": {"positions": "learned", "scale": 1.0}}, {"quant": {"weight_granularity": "tensor", "bits": 5}},
-    {"encoder_layers": 0, "pre_norm": True, "words": 50},
+    {"encoder_layers": 0, "pre_norm": True, "words": 50}, {"activation": "silu", "gated": True, "bias": False},
+    {"activation": "squared_relu", "encoder_layers": 0},
 ]  # fmt: skip
 
 

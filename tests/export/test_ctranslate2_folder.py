@@ -13,7 +13,8 @@ from tests.decode.models import EOS, PADDING, SmallModel, small_model
 
 TRANSLATION = [
     {},
-    {"pre_norm": True, "activation": "gelu", "tied": False, "shared": False},
+    {"pre_norm": True, "activation": "gelu", "tied": False, "shared": False}, {"activation": "silu"},
+    {"activation": "gelu_tanh"},
     {"embedding": {"positions": "learned", "layer_norm": True, "scale": 1.0}, "quant": {"weight_format": "int4"}},
     {"encoder_layers": 1, "decoder_layers": 3, "quant": {"weight_granularity": "tensor", "bits": 7}},
 ]
@@ -165,6 +166,12 @@ def test_what_it_cannot_compute_is_refused(tmp_path, ctranslate2):
     model = model_of(small_model(encoder_layers=1, decoder_layers=1, layer_norm_epsilon=1e-3))
     with pytest.raises(ValueError, match="norm is 'layer' with an epsilon of 0.001; a model for CTranslate2 must"):
         write(tmp_path / "model", model)
+    for options, words in (
+        ({"gated": True}, "gated is True and bias True; a model for CTranslate2 must have False and True"),
+        ({"bias": False}, "gated is False and bias False"), ({"activation": "squared_relu"}, "'squared_relu'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            write(tmp_path / "model", model_of(small_model(encoder_layers=1, decoder_layers=1, **options)))
     model = model_of(small_model(encoder_layers=1, decoder_layers=1))
     with pytest.raises(ValueError, match="vocabulary .* has size 2"):
         ctranslate2_folder.write(tmp_path / "model", model, ["a", "b"], vocabularies(model)["decoder"])

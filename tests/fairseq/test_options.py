@@ -68,6 +68,7 @@ def test_layer_config_takes_each_side(parse):
     assert (decoder.hidden, decoder.heads, decoder.feed_forward, decoder.pre_norm) == (32, 4, 64, True)
     assert encoder.activation == "gelu" and encoder.quant.bits == 6
     assert (encoder.dropout, encoder.attention_dropout, encoder.activation_dropout) == (0.3, 0.2, 0.1)
+    assert options.layer_config(parse("--activation-fn gelu_accurate"), "encoder").activation == "gelu_tanh"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ VARIANTS = {
     " pre-norm": {"pre_norm": True, "dropout": 0.1},
     " gelu": {"activation": "gelu", "dropout": 0.1, "backward": "int8"},
     " rms": {"norm": "rms", "pre_norm": True, "dropout": 0.1, "backward": "int8"},
+    " gated": {"gated": True, "bias": False, "activation": "silu", "dropout": 0.1, "backward": "int8"},
     " float": {"mode": "float"},
 }
 SENTENCES, SOURCE = Sentences(rows=17, count=3), Sentences(rows=23, count=3)

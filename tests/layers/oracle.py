@@ -13,12 +13,12 @@ import torch
 from lsq.ops.nonlinearity import SLOPE_UNIT
 from lsq.quant import maximum_code, scale_of
 from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox_of
-from tests.layers.reference import ReferenceLayer, gelu_slope
+from tests.layers.reference import ACTIVATIONS, ReferenceLayer, slope_of
 
 MARGIN = 3e-5
 """Smallest distance of x / scale from a border between two codes; its float32 error is below this."""
 SLOPE_MARGIN = 2e-4
-"""The same of a slope of GELU, in steps; it is computed from a float32 polynomial."""
+"""The same of an activation's slope, in steps; it is computed from a float32 polynomial."""
 FLOOR = 1e-6
 """Allowed beside twice the error of the float32 reference, relative to the largest magnitude (at least 1)."""
 
@@ -48,8 +48,8 @@ class Recorder(ReferenceLayer):
 
 
     def activate(self, x):
-        if self.config.activation == "gelu" and self.config.quant.quantized:
-            scaled = gelu_slope(x.detach()) * SLOPE_UNIT
+        if self.steps:
+            scaled = slope_of(ACTIVATIONS[self.config.activation], x) * SLOPE_UNIT
             nearest = (scaled - scaled.floor() - 0.5).abs().min().item()
             self.margin = min(self.margin, nearest * MARGIN / SLOPE_MARGIN)
         return super().activate(x)

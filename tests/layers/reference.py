@@ -15,6 +15,12 @@ from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.ops.nonlinearity import SLOPE_UNIT
 from tests.quant.fake import fake_quantize
 
+ACTIVATIONS = {
+    "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "squared_relu": lambda x: functional.relu(x) ** 2,
+}  # fmt: skip
+STEPPED = ("gelu", "gelu_tanh", "silu")
+"""Whose slope is bounded, and takes more than two values."""
 Dropout = Callable[[torch.Tensor, float], torch.Tensor]
 
 
@@ -41,13 +47,17 @@ class ReferenceLayer:
     def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Product of rounded x with the rounded weight of that name, and its bias."""
         weight = self.round(self.parameters[name + "_weight"], name + "_weight_clip")
-        return functional.linear(x, weight, self.parameters[name + "_bias"])
+        return functional.linear(x, weight, self.parameters.get(name + "_bias"))
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """ReLU or GELU; where anything is rounded, GELU's slope is kept as integers for the backward pass."""
-        if self.config.activation == "relu":
-            return functional.relu(x)
-        return _SteppedGELU.apply(x) if self.config.quant.quantized else functional.gelu(x)
+        """The activation; without a gate, bounded slopes are kept as integers where anything is rounded."""
+        activation = ACTIVATIONS[self.config.activation]
+        return _Stepped.apply(x, activation) if self.steps else activation(x)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the slope is kept as integers."""
+        return self.config.activation in STEPPED and self.config.quant.quantized and not self.config.gated
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, H] -> [B, N, T, D], of heads of queries or of keys."""
@@ -105,8 +115,13 @@ class ReferenceLayer:
     def feed_forward(self, x, prefix: str) -> torch.Tensor:
         """Normalised x [B, T, H] -> [B, T, H], before dropout."""
         config = self.config
-        x = self.linear(self.round(x, prefix + "input_clip"), prefix + "fc1")
-        x = self.dropout(self.activate(x), config.activation_dropout)
+        x = self.round(x, prefix + "input_clip")
+        if config.gated:
+            gate, up = (self.round(self.linear(x, prefix + n), f"{prefix}{n}_clip") for n in ("gate", "up"))
+            x = self.activate(gate) * up
+        else:
+            x = self.activate(self.linear(x, prefix + "fc1"))
+        x = self.dropout(x, config.activation_dropout)
         return self.linear(self.round(x, prefix + "activation_clip"), prefix + "fc2")
 
     def block(self, x, norm: str, inner: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -161,23 +176,26 @@ def buckets(relative: RelativeBias, time: int, causal: bool) -> torch.Tensor:
     return found
 
 
-class _SteppedGELU(torch.autograd.Function):
-    """GELU whose slope in the backward pass is a multiple of 1 / SLOPE_UNIT."""
+class _Stepped(torch.autograd.Function):
+    """An activation whose slope in the backward pass is a multiple of 1 / SLOPE_UNIT."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, activation):
         ctx.save_for_backward(x)
-        return functional.gelu(x)
+        ctx.activation = activation
+        return activation(x)
 
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        return gradient * (gelu_slope(x) * SLOPE_UNIT).round() / SLOPE_UNIT
+        return gradient * (slope_of(ctx.activation, x) * SLOPE_UNIT).round() / SLOPE_UNIT, None
 
 
-def gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    """The derivative of x * Phi(x), Phi being the normal distribution (Hendrycks & Gimpel 2016)."""
-    return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+def slope_of(activation, x: torch.Tensor) -> torch.Tensor:
+    """The derivative of an activation at x."""
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(activation(leaf).sum(), leaf)[0]
 
 
 def vocabulary_loss(

@@ -21,7 +21,7 @@ ATTENTIONS = {
 
 
 def config_of(*, dropout=0.0, pre_norm=False, norm="layer", activation="relu", heads=HEADS, hidden=HIDDEN,
-              inner=INNER, attention=(), **quant):  # fmt: skip
+              inner=INNER, gated=False, bias=True, attention=(), **quant):  # fmt: skip
     """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to QuantConfig.
 
     Unless `backward` is given its products are of floats: nothing in it is random, and the reference has the same.
@@ -30,7 +30,7 @@ def config_of(*, dropout=0.0, pre_norm=False, norm="layer", activation="relu", h
     given = {"hidden": hidden, "heads": heads, "feed_forward": inner, **dict(attention)}
     return LayerConfig(
         dropout=dropout, attention_dropout=dropout, activation_dropout=dropout, pre_norm=pre_norm, norm=norm,
-        activation=activation, quant=QuantConfig(**quant), **given,
+        activation=activation, gated=gated, bias=bias, quant=QuantConfig(**quant), **given,
     )
 
 

@@ -44,6 +44,17 @@ def test_odd_shapes(time, batch):
     check(config_of(dropout=0.1), time=time, batch=batch, padded=time > 1)
 
 
+@pytest.mark.parametrize("clip_gradient", ["pact", "lsq"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gated_layers_without_biases(clip_gradient, norm):
+    """What most language models have had since Llama, but for attention."""
+    config = config_of(
+        pre_norm=True, norm=norm, activation="silu", gated=True, bias=False, clip_gradient=clip_gradient, dropout=0.1
+    )
+    assert not any(name.endswith("_bias") for name, _ in TransformerEncoderLayer(config).named_parameters())
+    check(config, padded=True)
+
+
 @pytest.mark.parametrize("heads", [1, 6])
 def test_other_head_widths(heads):
     check(config_of(heads=heads, pre_norm=True))

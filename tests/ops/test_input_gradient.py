@@ -22,6 +22,7 @@ from tests.ops.compare import (
     weight_format_of,
 )
 from tests.ops.products import WAYS, assert_same_bits
+from tests.ops.test_project import PLAIN, SMOOTH, slope_by_autograd
 from tests.quant.fake import fake_quantize
 
 BLOCK_ROWS = REQUESTS["project_input_gradient"].rows
@@ -63,40 +64,34 @@ def upstream(mode, weight, rows):
     return {"gradient": rounded}
 
 
-def activated(kind, y):
-    """float64 in, float64 out."""
-    return [lambda y: y, torch.relu, torch.nn.functional.gelu][kind](y)
-
-
 def end_of(kind, mask, y, mode):
     """An activation of y and its dropout, with what the forward pass keeps; None for neither."""
     found = Nonlinearity(activation=kind, dropout=mask)
     if kind == Activation.relu:
         found.positive = pack_bits(y > 0)
-    elif kind == Activation.gelu and mode == "float mode":
+    elif kind in SMOOTH and mode != "float mode":
+        found.slope = (slope_by_autograd(kind, y) * SLOPE_UNIT).round().to(torch.int8)
+    elif kind != Activation.none:
         found.before = y
-    elif kind == Activation.gelu:
-        leaf = y.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
-        found.slope = (slope * SLOPE_UNIT).round().to(torch.int8)
     return None if kind == Activation.none and mask is None else found
 
 
 def case(
-    rows, mode="int8", *, kind=Activation.none, dropout=0.0, lsq=False, added=False, rounded=False, clips=None,
-    columns=COLUMNS, dtype="float32", rest=True, padded=PADDED,
+    rows, mode="int8", *, kind=Activation.none, dropout=0.0, lsq=False, joined=False, added=False, rounded=False,
+    clips=None, columns=COLUMNS, dtype="float32", rest=True, padded=PADDED,
 ):  # fmt: skip
     """(operation, y before the activation); `rest`: sums are wanted as well; of a weight [padded - 3, columns]."""
     bits = 4 if lsq else 8
     weight = weight_of(padded - 3, columns, clips=clips, bits=bits, padded=padded)
     y, mask = torch.randn(rows, columns), dropout_of(dropout)
-    x = activated(kind, y)
+    x = PLAIN[kind](y)
     x = x if mask is None else mask.apply(x)
     float_mode = mode == "float mode"
     operation = ProjectInputGradient(
         **upstream(mode, weight, rows),
         weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight.bare(),
         x=None if float_mode else coded(x, bits=bits, lsq=lsq), nonlinearity=end_of(kind, mask, y, mode),
+        joined=torch.randn(rows, columns) if joined else None,
         added=torch.randn(rows, columns) if added else None, dx=None if rounded else empty(rows, columns),
         rounded=gradient_to_round(rows, columns) if rounded else None, sum=empty(columns) if rest else None,
         dclip=empty(1) if rest else None, dtype=dtype,
@@ -109,7 +104,7 @@ def by_autograd(operation, y):
     y = y.double().requires_grad_()
     clip = torch.full((1,), 1.2, dtype=torch.float64, requires_grad=True)
     end, weight = operation.nonlinearity or Nonlinearity(), operation.weight
-    x = activated(end.activation, y)
+    x = PLAIN[end.activation](y)
     if end.dropout is not None:
         x = x * end.dropout.apply(torch.ones(y.shape)).double()
     total = 0.0 * clip.sum()
@@ -124,6 +119,8 @@ def by_autograd(operation, y):
     else:
         given, matrix = operation.floats, weight.values.double()
     total = total + (x @ matrix.t() * given.double()).sum()
+    if operation.joined is not None:
+        total = total + (x * operation.joined.double()).sum()
     if operation.added is not None:
         total = total + (y * operation.added.double()).sum()
     return torch.autograd.grad(total, (y, clip))
@@ -146,7 +143,7 @@ def plain_of(operation):
     return ProjectInputGradient(
         gradient=operation.gradient, floats=operation.floats, weight=operation.weight, x=operation.x,
         nonlinearity=Nonlinearity(dropout=operation.nonlinearity.dropout), dx=empty(*operation.dx.shape),
-        sum=empty(COLUMNS), dclip=empty(1),
+        joined=operation.joined, sum=empty(COLUMNS), dclip=empty(1),
     )
 
 
@@ -157,6 +154,13 @@ def plain_of(operation):
 ])  # fmt: skip
 def test_gradients_are_autograds(mode, kind, rows, dropout, lsq, added, clips):
     operation, y = case(rows, mode, kind=kind, dropout=dropout, lsq=lsq, added=added, clips=clips)
+    assert_is_autograds(compare(operation), y)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind, lsq", [(Activation.none, False), (Activation.relu, True), (Activation.silu, False)])
+def test_another_product_joins_before_the_mask(mode, kind, lsq):
+    operation, y = case(41, mode, kind=kind, dropout=0.2, lsq=lsq, joined=True, added=True)
     assert_is_autograds(compare(operation), y)
 
 

@@ -25,7 +25,8 @@ def products_by_themselves():
 
 ENDS = [
     {"kind": Activation.none, "lsq": True}, {"kind": Activation.relu, "dropout": 0.3, "added": True},
-    {"kind": Activation.gelu, "dropout": 0.1, "clips": 1},
+    {"kind": Activation.gelu, "dropout": 0.1, "clips": 1}, {"kind": Activation.gelu_tanh}, {"kind": Activation.silu},
+    {"kind": Activation.squared_relu, "dropout": 0.1}, {"dropout": 0.3, "joined": True, "added": True},
 ]  # fmt: skip
 
 

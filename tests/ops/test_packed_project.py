@@ -35,6 +35,8 @@ def test_products_and_their_ends(instructions, rows, columns, inner):
         {"rounded": to_round(rows, columns, 2.0, clipped=False), "bias": torch.randn(columns)},
         {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.relu},
         {"rounded": to_round(rows, columns, 2.0, bits=5, clipped=False), "activation": Activation.gelu},
+        {"rounded": to_round(rows, columns, 2.0, clipped=False), "activation": Activation.silu},
+        {"out": empty(rows, columns), "activation": Activation.squared_relu},
     ):  # fmt: skip
         compare(PackedProject(x=rounded(rows, inner).bare(), weight=weight, **options))
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 from lsq import quant
 from lsq.backends import run
@@ -26,7 +27,13 @@ from tests.ops.compare import (
 from tests.ops.products import WAYS, assert_same_bits
 
 BLOCK_ROWS = REQUESTS[GEMM].rows
-PLAIN = {Activation.none: lambda x: x, Activation.relu: torch.relu, Activation.gelu: torch.nn.functional.gelu}
+PLAIN = {
+    Activation.none: lambda x: x, Activation.relu: torch.relu, Activation.gelu: functional.gelu,
+    Activation.gelu_tanh: lambda x: functional.gelu(x, approximate="tanh"), Activation.silu: functional.silu,
+    Activation.squared_relu: lambda x: torch.relu(x) ** 2,
+}  # fmt: skip
+SMOOTH = [Activation.gelu, Activation.gelu_tanh, Activation.silu]
+"""Whose slope is kept as an int8."""
 
 
 def operands(rows, inner=48, outputs=32):
@@ -51,9 +58,9 @@ def nonlinearity(activation, dropout, rows, columns, *, coded):
     found = Nonlinearity(activation=activation, dropout=dropout_of(dropout))
     if activation is Activation.relu:
         found.positive = empty(-(-rows * columns // 8), dtype=torch.uint8)
-    elif activation is Activation.gelu and coded:
+    elif activation in SMOOTH and coded:
         found.slope = empty(rows, columns, dtype=torch.int8)
-    elif activation is Activation.gelu:
+    elif activation is not Activation.none:
         found.before = empty(rows, columns)
     return found if dropout or activation is not Activation.none else None
 
@@ -101,16 +108,20 @@ def test_every_end_of_codes(activation, dropout, bias, error):
     y = values_of(found)
     result = dropped(PLAIN[activation](y), dropout_of(dropout))
     torch.testing.assert_close(found.unrounded(run), result)
-    if activation is not Activation.gelu:
+    if activation not in SMOOTH:
         codes, scale, clipped, _ = arithmetic.round_activation(result, torch.tensor([0.7]), bits=8, error=False)
         assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
         assert torch.equal(found.rounded.clipped, clipped) and clipped.any()
     if activation is Activation.relu:
         assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
-    if activation is Activation.gelu:
-        leaf = y.double().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(leaf).sum(), leaf)
+    if activation in SMOOTH:
+        slope = slope_by_autograd(activation, y.double())
         assert ((found.nonlinearity.slope / SLOPE_UNIT - slope).abs() <= 0.5001 / SLOPE_UNIT).all()
+
+
+def slope_by_autograd(activation, y):
+    leaf = y.clone().requires_grad_()
+    return torch.autograd.grad(PLAIN[activation](leaf).sum(), leaf)[0]
 
 
 @pytest.mark.parametrize("rows", [0, 7, 41])
@@ -129,7 +140,7 @@ def test_products_of_floats(activation, dropout, rows, outputs):
     torch.testing.assert_close(found.out, dropped(PLAIN[activation](y), dropout_of(dropout)), atol=2e-6, rtol=1e-5)
     if activation is Activation.relu:
         assert torch.equal(found.nonlinearity.positive, quant.pack_bits(y > 0))
-    if activation is Activation.gelu:
+    elif activation is not Activation.none:
         assert torch.equal(found.nonlinearity.before, y)
 
 
@@ -144,17 +155,18 @@ def through(x, activation):
     return float_project(1, len(x), activation, x=Rows(floats=torch.ones(1, 1)), weight=weight, bias=None)
 
 
-@pytest.mark.parametrize("activation", [Activation.relu, Activation.gelu])
+@pytest.mark.parametrize("activation", list(Activation)[1:])
 def test_values_are_as_accurate_as_torchs(activation):
     """Around 0, where GELU bends, and far out on both sides."""
     x = torch.cat([torch.linspace(-12, 12, 4801), torch.randn(4000), torch.tensor([-90.0, 90.0, -1e-6, 1e-20, 0.0])])
     assert_accurate(on_cpu(through(x, activation)).out[0], PLAIN[activation](x.double()), PLAIN[activation](x))
 
 
-def test_gelu_far_out():
-    x = torch.tensor([1e30, -1e30, 3e38, -3e38, math.inf, 40.0, -40.0])
-    found = on_cpu(through(x, Activation.gelu)).out[0]
-    assert torch.equal(found[[0, 2, 4, 5]], x[[0, 2, 4, 5]]) and not found[[1, 3, 6]].any()
+@pytest.mark.parametrize("activation", SMOOTH)
+def test_far_out(activation):
+    x = torch.tensor([1e30, -1e30, 3e38, -3e38, math.inf, 100.0, -100.0])
+    found = on_cpu(through(x, activation)).out[0]
+    assert torch.equal(found[[0, 2, 4, 5]], x[[0, 2, 4, 5]]) and found[[1, 3, 6]].abs().max() < 1e-35
 
 
 @pytest.mark.parametrize("poisoned", ["input", "weight", "bias"])
@@ -165,7 +177,7 @@ def test_nan_poisons_the_result(poisoned, activation):
     place[0] = math.nan
     found = compare(operation)
     assert found.rounded.scale.isnan() and not found.rounded.codes[:, 0].any()
-    assert activation is not Activation.gelu or not found.nonlinearity.slope[:, 0].any()
+    assert activation not in SMOOTH or not found.nonlinearity.slope[:, 0].any()
 
 
 @pytest.mark.parametrize("row, error", [(0, True), (BLOCK_ROWS + 8, True), (BLOCK_ROWS + 8, False)])

@@ -24,14 +24,16 @@ def builder(quant: QuantConfig = FLOAT, *, training=True, backward=True, where: 
     )
 
 
-def project(b: Builder, x, weight: str, shape, *, bias=None, rows=None, result="y", clip=None) -> VirtualTensor | Coded:
+def project(b: Builder, x, weight: str, shape, *, bias=None, rows=None, result="y", clip=None,
+            joins=False) -> VirtualTensor | Coded:  # fmt: skip
     """x [M, K], rounded or as floats, times a weight [N, K]: floats, or rounded under a clip."""
     w = b.weight(weight, shape, rows=rows)
     coded = isinstance(x, Coded)
     size = ((x.codes if coded else x).shape[0], rows or shape[0])
     rounded = b.coded(result, size, clip) if clip else None
     out = None if clip else b.tensor(result, size)
-    b.add(Project(x=Rows(coded=x) if coded else Rows(floats=x), weight=w, bias=bias, out=out, rounded=rounded))
+    rows = Rows(coded=x) if coded else Rows(floats=x)
+    b.add(Project(x=rows, weight=w, bias=bias, out=out, rounded=rounded, joins=joins))
     return rounded or out
 
 

@@ -1,4 +1,5 @@
 // What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
+#include "activation_kinds.h"
 #include "loops.h"
 #include "strips.h"
 
@@ -19,8 +20,10 @@ void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gra
         for (int64_t i = 0; i < n; ++i) gradient[i] *= slope_of(slope[i]);
     } else if (end.before) {
         const float* before = end.before + first;
+        with_activation(end.activation, [=](auto kind) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) gradient[i] *= gelu_slope(before[i]);
+            for (int64_t i = 0; i < n; ++i) gradient[i] *= activation_slope<kind>(before[i]);
+        });
     }
 }
 
@@ -59,7 +62,7 @@ private:
 #if defined(LSQ_WIDE)
     // Whether everything but the rounding of a row can be done in one pass.
     bool straight() const {
-        return n_ % 8 == 0 && !op_.x.error && op_.nonlinearity.activation != Activation::gelu;
+        return n_ % 8 == 0 && !op_.x.error && is_cut(op_.nonlinearity.activation);
     }
 
     void end_sums(int64_t row, const int32_t* sums) {
@@ -67,7 +70,8 @@ private:
         const int64_t at = row * n_;
         const bool is_relu = op_.nonlinearity.activation == Activation::relu, begins = row % op_.part_rows == 0;
         const uint8_t *clipped = op_.x.clipped, *positive = op_.nonlinearity.positive;
-        const float *added = op_.added, *weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
+        const float *joined = op_.joined, *added = op_.added;
+        const float* weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
         float *g = op_.dx ? op_.dx + at : scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
         uint32_t* words = scratch_.words.data();
         if (dropout.threshold) philox(dropout.key[0], dropout.subsequence, at, n_, words);
@@ -79,6 +83,7 @@ private:
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             const auto load = [&](const float* from) { return _mm512_maskz_loadu_ps(there, from + i); };
             __m512 x = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i)), scale);
+            if (joined) x = _mm512_add_ps(x, load(joined + at));
             if (clipped) {
                 const __m128i codes = _mm_maskz_loadu_epi8(there, op_.x.codes + at + i);
                 x = cut_clipped(x, bits_at(clipped, at + i, there), codes, clip_sum);
@@ -108,6 +113,7 @@ private:
             const int64_t row = first + i;
             float* g = op_.dx ? op_.dx + row * n_ : scratch_.a.data();
             read(i, g);
+            if (op_.joined) add(op_.joined + row * n_, g);
             clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
             undo(row, g);
             if (op_.sum) add_up(row, g);
@@ -119,10 +125,12 @@ private:
     void undo(int64_t row, float* g) {
         apply(op_.nonlinearity.dropout, row * n_, n_, g, scratch_.words.data());
         undo_activation(op_.nonlinearity, row, n_, g);
-        if (!op_.added) return;
-        const float* added = op_.added + row * n_;
+        if (op_.added) add(op_.added + row * n_, g);
+    }
+
+    void add(const float* other, float* g) const {
 #pragma omp simd
-        for (int64_t i = 0; i < n_; ++i) g[i] += added[i];
+        for (int64_t i = 0; i < n_; ++i) g[i] += other[i];
     }
 
     void add_up(int64_t row, const float* g) {

@@ -1,6 +1,7 @@
 // A product with a packed weight and its end: threads share the weight's outputs, and end the sums of theirs.
 #include <omp.h>
 
+#include "activation_kinds.h"
 #include "aligned.h"
 #include "packed.h"
 
@@ -47,7 +48,7 @@ private:
     // Whether rows go from sums to codes in registers.
     bool straight() const {
         const Coded& to = op_.rounded;
-        if (!to.codes || op_.out || op_.activation == Activation::gelu) return false;
+        if (!to.codes || op_.out || !is_cut(op_.activation)) return false;
         return WideClip::fits(to.clip[0]);
     }
 
@@ -73,13 +74,11 @@ private:
 
 #endif
     void activate(float* y, int64_t n) const {
-        if (op_.activation == Activation::relu) {
+        with_activation(op_.activation, [=](auto kind) {
+            if constexpr (kind == Activation::none) return;
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) y[i] = relu(y[i]);
-        } else if (op_.activation == Activation::gelu) {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) y[i] = gelu(y[i]);
-        }
+            for (int64_t i = 0; i < n; ++i) y[i] = activated<kind>(y[i]);
+        });
     }
 
     const PackedProject& op_;

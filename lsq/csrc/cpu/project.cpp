@@ -1,4 +1,5 @@
 // The end of a product with a weight: scale, bias, activation, dropout, rounding, in one pass over each row of it.
+#include "activation_kinds.h"
 #include "loops.h"
 #include "strips.h"
 
@@ -10,24 +11,29 @@ namespace {
 // n bytes, y > 0.
 void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t* flags) {
     if (end.before) std::memcpy(end.before + row * n, y, n * sizeof(float));
-    if (end.activation == Activation::gelu && end.slope) {
-        int8_t* slope = end.slope + row * n;
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) {
-            const float x = y[i];
-            slope[i] = slope_code(gelu_slope(x));
-            y[i] = gelu(x);
-        }
-    } else if (end.activation == Activation::gelu) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) y[i] = gelu(y[i]);
-    } else if (end.activation == Activation::relu) {
+    if (end.activation == Activation::relu) {
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) {
             flags[i] = y[i] > 0.0f;
             y[i] = relu(y[i]);
         }
+        return;
     }
+    int8_t* slope = end.slope ? end.slope + row * n : nullptr;
+    with_activation(end.activation, [=](auto kind) {
+        if constexpr (is_cut(kind)) return;
+        if (slope) {
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) {
+                const float x = y[i];
+                slope[i] = slope_code(activation_slope<kind>(x));
+                y[i] = activated<kind>(x);
+            }
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) y[i] = activated<kind>(y[i]);
+        }
+    });
 }
 
 // Ends rows of a product on one thread.
@@ -75,7 +81,7 @@ private:
     bool straight() const {
         const Coded& to = op_.rounded;
         const Nonlinearity& end = op_.nonlinearity;
-        if (!to.codes || to.error || op_.out || end.before || end.activation == Activation::gelu || n_ % 8) return false;
+        if (!to.codes || to.error || op_.out || end.before || !is_cut(end.activation) || n_ % 8) return false;
         return WideClip::fits(to.clip[0]);
     }
 

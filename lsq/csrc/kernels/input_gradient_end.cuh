@@ -1,8 +1,19 @@
 // The end of the product for the gradient of an input, 8 neighbouring columns of a row at a time: the straight-through
 // mask, dropout, the slope of the activation, another gradient. lsq/ops/input_gradient.py is the reference.
+//
+// -DACTIVATION is an Activation where its slope is made of what stands before it; -DJOINED=1: another product joins.
 #pragma once
 
 #include "rounding.cuh"
+
+#include "activations.h"
+
+#ifndef ACTIVATION
+#define ACTIVATION 0
+#endif
+#ifndef JOINED
+#define JOINED 0
+#endif
 
 namespace lsq {
 
@@ -31,7 +42,7 @@ struct ActivationSlope {
             float y[kVector];
             load8(before + element, y);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) gradient[i] *= gelu_slope(y[i]);
+            for (int i = 0; i < kVector; ++i) gradient[i] *= activation_slope<static_cast<Activation>(ACTIVATION)>(y[i]);
         }
     }
 };
@@ -41,13 +52,27 @@ struct InputGradientEnd {
     const DropoutMask dropout;
     const ActivationSlope slope;
     const Float* added;
+#if JOINED
+    const Float* joined;
+#endif
 
     __device__ __forceinline__ explicit InputGradientEnd(const ProjectInputGradient& op)
-        : straight(op.x), dropout(op.nonlinearity.dropout), slope(op.nonlinearity), added(op.added) {}
+        : straight(op.x), dropout(op.nonlinearity.dropout), slope(op.nonlinearity), added(op.added)
+#if JOINED
+          , joined(op.joined)
+#endif
+    {
+    }
 
     // Elements [element, element + 8) of the product with its scales -> of the gradient, in place. -> what they add to
     // the gradient of x's clip
     __device__ __forceinline__ float apply8(int64_t element, float (&gradient)[kVector]) const {
+#if JOINED
+        float more[kVector];
+        load8(joined + element, more);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) gradient[i] += more[i];
+#endif
         const float clip = straight.apply8(element, gradient);
         dropout.apply8(element, gradient);
         slope.apply8(element, gradient);

@@ -1,9 +1,11 @@
 // The end of a product with a weight, 8 neighbouring columns of a row at a time: scale, bias, activation, dropout, rounding.
 //
-// -DACTIVATION=0 none, 1 ReLU, 2 GELU. P columns, a multiple of 8; lsq/ops/project.py is the reference.
+// -DACTIVATION is an Activation. P columns, a multiple of 8; lsq/ops/project.py is the reference.
 #pragma once
 
 #include "rounding.cuh"
+
+#include "activations.h"
 
 #ifndef ACTIVATION
 #define ACTIVATION 0
@@ -47,17 +49,14 @@ struct ProjectEnd {
             for (int i = 0; i < kVector; ++i) bits |= static_cast<uint32_t>(y[i] > 0.0f) << i;
             static_cast<uint8_t*>(nonlinearity.positive)[element / kVector] = static_cast<uint8_t>(bits);
         }
-        if (kActivation == Activation::gelu && nonlinearity.slope) {
+        if (kActivation != Activation::none && kActivation != Activation::relu && nonlinearity.slope) {
             int8_t slope[kVector];
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) slope[i] = slope_code(gelu_slope(y[i]));
+            for (int i = 0; i < kVector; ++i) slope[i] = slope_code(activation_slope<kActivation>(y[i]));
             store8(static_cast<int8_t*>(nonlinearity.slope) + element, slope);
         }
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            if (kActivation == Activation::relu) y[i] = relu(y[i]);
-            if (kActivation == Activation::gelu) y[i] = gelu(y[i]);
-        }
+        for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]);
     }
 
     // Writes what elements [element, element + 8) of the product, before bias, become. -> whether one was NaN

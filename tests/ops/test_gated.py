@@ -1,0 +1,124 @@
+"""Gated: values, codes, gradients of every kind, dropout, NaN, and programs against autograd."""
+
+import math
+
+import pytest
+import torch
+
+from lsq.ops.attention import HeadsGradient
+from lsq.ops.gated import Gated, GatedGradient
+from lsq.ops.nonlinearity import Activation
+from lsq.program.values import Rows, dropped
+from lsq.quant import arithmetic
+from tests.ops.compare import compare, dropout_of, empty, gradient_to_round, on_cpu, rounded, to_round
+from tests.ops.test_project import PLAIN
+
+KINDS = list(Activation)[1:]
+
+
+def operands(rows, columns, *, coded=True, **options):
+    """Gate and up, of about unit magnitude."""
+    if coded:
+        return {name: Rows(coded=rounded(rows, columns, **options)) for name in ("gate", "up")}
+    return {name: Rows(floats=torch.randn(rows, columns)) for name in ("gate", "up")}
+
+
+def gated(rows, columns=48, kind=Activation.silu, dropout=0.0, *, coded=True, error=False):
+    """What a training step computes."""
+    end = {"rounded": to_round(rows, columns, 0.7, error=error)} if coded else {"out": empty(rows, columns)}
+    return Gated(**operands(rows, columns, coded=coded), activation=kind, dropout=dropout_of(dropout), **end)
+
+
+def side(rows, columns, *, to_codes, coded):
+    """Everything that is wanted of one gradient."""
+    end = {"rounded": gradient_to_round(rows, columns)} if to_codes else {"floats": empty(rows, columns)}
+    return HeadsGradient(**end, sum=empty(columns), clip=empty(1) if coded else None)
+
+
+def gated_gradient(
+    rows, columns=48, kind=Activation.silu, dropout=0.0, *, coded=True, to_codes=True, lsq=False, bits=8
+):  # fmt: skip
+    """Its gradient."""
+    both = operands(rows, columns, **({"error": lsq, "bits": bits} if coded else {}), coded=coded)
+    return GatedGradient(
+        gradient=torch.randn(rows, columns), **both, activation=kind, dropout=dropout_of(dropout),
+        dgate=side(rows, columns, to_codes=to_codes, coded=coded),
+        dup=side(rows, columns, to_codes=to_codes, coded=coded),
+    )
+
+
+def values_of(rows):
+    return rows.floats if rows.coded is None else rows.coded.codes.float() * rows.coded.scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_codes(kind, rows, columns, dropout):
+    found = compare(gated(rows, columns, kind, dropout, error=rows == 7))
+    y = dropped(PLAIN[kind](values_of(found.gate)) * values_of(found.up), dropout_of(dropout))
+    codes, scale, clipped, _ = arithmetic.round_activation(y, torch.tensor([0.7]), bits=8, error=False)
+    assert (found.rounded.codes != codes).sum() <= codes.numel() / 1000 and torch.equal(found.rounded.scale, scale)
+    assert (found.rounded.clipped != clipped).sum() <= 1 and (rows < 7 or clipped.any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns", [(0, 5), (1, 1), (41, 33)])
+def test_floats(kind, rows, columns):
+    found = compare(gated(rows, columns, kind, 0.2, coded=False))
+    y = dropped(PLAIN[kind](found.gate.floats) * found.up.floats, dropout_of(0.2))
+    torch.testing.assert_close(found.out, y, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("coded, to_codes", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("rows, columns, dropout, lsq", [
+    (0, 16, 0.0, False), (1, 16, 0.0, False), (41, 48, 0.3, True), (341, 88, 0.1, False),
+])  # fmt: skip
+def test_gradients_are_the_references(kind, coded, to_codes, rows, columns, dropout, lsq):
+    compare(gated_gradient(rows, columns, kind, dropout, coded=coded, to_codes=to_codes, lsq=lsq, bits=8 - lsq))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("coded", [True, False])
+def test_gradients_are_autograds(kind, coded):
+    found = on_cpu(gated_gradient(41, 33 if not coded else 48, kind, 0.2, coded=coded, to_codes=False))
+    leaves = [values_of(rows).double().requires_grad_() for rows in (found.gate, found.up)]
+    kept = found.dropout.apply(torch.ones(found.gradient.shape)).double()
+    exact = torch.autograd.grad(PLAIN[kind](leaves[0]) * leaves[1] * kept, leaves, found.gradient.double())
+    for rows, end, expected in zip((found.gate, found.up), (found.dgate, found.dup), exact, strict=True):
+        if coded:
+            sign = rows.coded.codes.double().sign()
+            inside, _ = rows.coded.straight_through(torch.ones(expected.shape))
+            outside = (expected * sign * (1 - inside)).sum()[None]
+            torch.testing.assert_close(end.clip.double(), outside, rtol=1e-4, atol=1e-4)
+            expected = expected * inside
+        torch.testing.assert_close(end.floats.double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(end.sum.double(), expected.sum(dim=0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poisoned", ["gate", "up"])
+def test_nan_poisons_the_result(poisoned):
+    operation = gated(41)
+    getattr(operation, poisoned).coded.scale[0] = math.nan
+    found = compare(operation)
+    assert found.rounded.scale.isnan() and not found.rounded.codes.any()
+
+
+def test_one_of_two_rounded_is_refused():
+    both = operands(7, 16)["gate"], operands(7, 16, coded=False)["up"]
+    with pytest.raises(ValueError, match="one of gate and up is codes and the other floats"):
+        Gated(gate=both[0], up=both[1], activation=Activation.silu, out=empty(7, 16))
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    operations, threads = (gated(341, 88, dropout=0.3), gated_gradient(341, 88, dropout=0.3)), torch.get_num_threads()
+    found = []
+    for number in (1, 2):
+        torch.set_num_threads(number)
+        found.append([on_cpu(one) for one in operations])
+    torch.set_num_threads(threads)
+    (forward, backward), (again, gradient) = found
+    assert torch.equal(forward.rounded.codes, again.rounded.codes)
+    assert torch.equal(backward.dgate.rounded.codes, gradient.dgate.rounded.codes)
+    assert torch.equal(backward.dup.sum, gradient.dup.sum) and torch.equal(backward.dgate.clip, gradient.dgate.clip)
