@@ -12,6 +12,7 @@ from lsq.backends import Backend
 from lsq.decode.architecture import Architecture, StackArchitecture
 from lsq.layers import blocks
 from lsq.layers.blocks import End, Residual, Sentences
+from lsq.layers.feed_forward_block import feed_forward_block
 from lsq.layers.programs import Mode
 from lsq.ops.cached_attention import CachedAttention
 from lsq.ops.embedding import Embed
@@ -145,7 +146,7 @@ def layers(
             b, config, residual, update, own=own, following=prefix + "final_layer_norm",
             clip=prefix + "feed_forward.input_clip",
         )
-        update = blocks.feed_forward(b, config, residual.rows, prefix + "feed_forward.")
+        update = feed_forward_block(b, config, residual.rows, prefix + "feed_forward.")
     return residual, update
 
 

@@ -19,6 +19,7 @@ OPTIONS = [
     {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
     {"mode": "float", "dropout": 0.1, "norm": "rms"},
     {"backward": "int8", "clip_gradient": "lsq", "weight_granularity": "tensor"},
+    {"backward": "int8", "dropout": 0.1, "gated": True, "activation": "silu", "pre_norm": True},
 ]  # fmt: skip
 KINDS = ("encoder", "decoder", "loss", "embedding")
 

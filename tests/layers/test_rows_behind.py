@@ -13,6 +13,7 @@ from tests.layers.shapes import config_of
 OPTIONS = [
     {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
     {"mode": "float", "dropout": 0.1, "norm": "rms"}, {"backward": "int8", "pre_norm": True, "activation": "gelu"},
+    {"backward": "int8", "gated": True, "activation": "silu", "pre_norm": True, "bias": False},
 ]  # fmt: skip
 PADDING = 1
 KINDS = (

@@ -7,6 +7,17 @@ using namespace lsq;
 
 namespace {
 
+// y -> activation(y), in place, with its slope in codes: n values.
+template <Activation KIND>
+void activate_with_slope(int64_t n, float* y, int8_t* slope) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+        const float x = y[i];
+        slope[i] = slope_code(activation_slope<KIND>(x));
+        y[i] = activated<KIND>(x);
+    }
+}
+
 // y -> activation(y), in place, and what the backward pass wants to know of y: row `row` of n values. `flags` is
 // n bytes, y > 0.
 void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t* flags) {
@@ -23,12 +34,7 @@ void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t
     with_activation(end.activation, [=](auto kind) {
         if constexpr (is_cut(kind)) return;
         if (slope) {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) {
-                const float x = y[i];
-                slope[i] = slope_code(activation_slope<kind>(x));
-                y[i] = activated<kind>(x);
-            }
+            activate_with_slope<kind>(n, y, slope);
         } else {
 #pragma omp simd
             for (int64_t i = 0; i < n; ++i) y[i] = activated<kind>(y[i]);
