@@ -20,7 +20,7 @@ def test_every_operation_agrees(capsys):
     shown = capsys.readouterr().out
     names = {operation.name for program in emulation.trained() for operation in program.operations}
     assert names >= {"Project", "ProjectWeightGradient", "Attention", "AttentionGradient", "Embed", "RoundGradient"}
-    assert names >= {"Rotate", "RotateGradient"}
+    assert names >= {"Rotate", "RotateGradient", "Gated", "GatedGradient"}
     assert names >= {"StartScales", "FinishSums"}, "the programs are those of a GPU"
     names.add("RoundWeight")
     assert all(f"\n{name} " in "\n" + shown for name in names)

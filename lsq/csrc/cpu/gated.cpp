@@ -16,6 +16,67 @@ const float* values_of(const Rows& rows, int64_t row, int64_t n, float* scratch)
     return scratch;
 }
 
+// x [n] -> its activations and, where that is not null, their slopes.
+void activate(Activation kind, int64_t n, const float* x, float* value, float* slope) {
+    with_activation(kind, [=](auto kind) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) value[i] = activated<kind>(x[i]);
+        if (!slope) return;
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) slope[i] = activation_slope<kind>(x[i]);
+    });
+}
+
+constexpr int kCodes = 256;  // places of a table: codes as unsigned bytes
+
+// Looks up n codes.
+#if defined(LSQ_WIDE)
+void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
+    __m512 part[kCodes / 16];  // in registers: gathering takes twice as long
+    for (int i = 0; i < kCodes / 16; ++i) part[i] = _mm512_loadu_ps(table + 16 * i);
+    each_sixteen(n, [&](int64_t i, __mmask16 there) {
+        const __m512i place = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, codes + i));
+        __m512 among[8];  // the last five bits choose within 32 places, one bit after the other between those
+        for (int j = 0; j < 8; ++j) among[j] = _mm512_permutex2var_ps(part[2 * j], place, part[2 * j + 1]);
+        for (int left = 4, bit = 32; left > 0; left /= 2, bit *= 2) {
+            const __mmask16 upper = _mm512_test_epi32_mask(place, _mm512_set1_epi32(bit));
+            for (int j = 0; j < left; ++j) among[j] = _mm512_mask_mov_ps(among[2 * j], upper, among[2 * j + 1]);
+        }
+        _mm512_mask_storeu_ps(found + i, there, among[0]);
+    });
+}
+#else
+void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) found[i] = table[static_cast<int32_t>(static_cast<uint8_t>(codes[i]))];
+}
+#endif
+
+// The activations of a gate. Codes have few values, so that a table is quicker than arithmetic; its bits are the same.
+class Gate {
+public:
+    Gate(const Rows& rows, Activation kind) : rows_(rows), kind_(kind) {
+        if (!rows.coded.codes) return;
+        const float scale = rows.coded.scale[0];
+        float x[kCodes];
+        for (int byte = 0; byte < kCodes; ++byte) x[byte] = static_cast<float>(static_cast<int8_t>(byte)) * scale;
+        activate(kind, kCodes, x, values_, slopes_);
+    }
+
+    // Those of row `row` of n values and, where that is not null, their slopes.
+    void read(int64_t row, int64_t n, float* value, float* slope) const {
+        if (!rows_.coded.codes) return activate(kind_, n, rows_.floats + row * n, value, slope);
+        const int8_t* codes = rows_.coded.codes + row * n;
+        look_up(values_, codes, n, value);
+        if (slope) look_up(slopes_, codes, n, slope);
+    }
+
+private:
+    const Rows& rows_;
+    Activation kind_;
+    float values_[kCodes], slopes_[kCodes];
+};
+
 // One of the two gradients, with the sums that blocks of rows leave.
 class Side {
 public:
@@ -45,13 +106,13 @@ private:
 
 LSQ_OPERATION(Gated, op) {
     const int64_t n = op.columns;
+    const Gate gate(op.gate, op.activation);
     const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) -> int {
         float* y = op.out ? op.out + row * n : scratch.a.data();
-        const float *gate = values_of(op.gate, row, n, y), *up = values_of(op.up, row, n, scratch.b.data());
-        with_activation(op.activation, [=](auto kind) {
+        const float* up = values_of(op.up, row, n, scratch.b.data());
+        gate.read(row, n, y, nullptr);
 #pragma omp simd
-            for (int64_t i = 0; i < n; ++i) y[i] = activated<kind>(gate[i]) * up[i];
-        });
+        for (int64_t i = 0; i < n; ++i) y[i] *= up[i];
         apply(op.dropout, row * n, n, y, scratch.words.data());
         return op.rounded.codes ? round_row(op.rounded, row * n, n, y, scratch.flags.data()) : 0;
     });
@@ -61,26 +122,24 @@ LSQ_OPERATION(Gated, op) {
 LSQ_OPERATION(GatedGradient, op) {
     const int64_t n = op.columns;
     const Blocks blocks(op.rows);
+    const Gate gate(op.gate, op.activation);
     Side of_gate(op.gate, op.dgate, blocks, n), of_up(op.up, op.dup, blocks, n);
 #pragma omp parallel
     {
-        Scratch scratch(n), values(n);
+        Scratch scratch(n), given(n);
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks.count; ++block) {
             for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                float *dgate = scratch.a.data(), *dup = scratch.b.data();
-                const float* gate = values_of(op.gate, row, n, values.a.data());
-                const float* up = values_of(op.up, row, n, values.b.data());
-                std::memcpy(dup, op.gradient + row * n, n * sizeof(float));
-                apply(op.dropout, row * n, n, dup, scratch.words.data());
-                with_activation(op.activation, [=](auto kind) {
+                float *dgate = scratch.a.data(), *dup = scratch.b.data(), *g = given.a.data();
+                const float* up = values_of(op.up, row, n, given.b.data());
+                std::memcpy(g, op.gradient + row * n, n * sizeof(float));
+                apply(op.dropout, row * n, n, g, scratch.words.data());
+                gate.read(row, n, dup, dgate);
 #pragma omp simd
-                    for (int64_t i = 0; i < n; ++i) {
-                        const float g = dup[i];
-                        dgate[i] = g * up[i] * activation_slope<kind>(gate[i]);
-                        dup[i] = g * activated<kind>(gate[i]);
-                    }
-                });
+                for (int64_t i = 0; i < n; ++i) {
+                    dgate[i] *= g[i] * up[i];
+                    dup[i] *= g[i];
+                }
                 of_gate.add(block, row, dgate);
                 of_up.add(block, row, dup);
             }
