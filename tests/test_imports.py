@@ -59,7 +59,10 @@ COLLECTIVES = {
     "scatter_object_list",
     "send",
 }
-TORCH = {"_C", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul", "_foreach_norm", "_int_mm"}
+TORCH = {
+    "_C", "_disable_dynamo", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul",
+    "_foreach_norm", "_int_mm",
+}  # fmt: skip
 """Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has them, too."""
 
 
