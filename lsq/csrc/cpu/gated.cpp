@@ -47,8 +47,7 @@ void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
 }
 #else
 void look_up(const float* table, const int8_t* codes, int64_t n, float* found) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) found[i] = table[static_cast<int32_t>(static_cast<uint8_t>(codes[i]))];
+    for (int64_t i = 0; i < n; ++i) found[i] = table[static_cast<uint8_t>(codes[i])];
 }
 #endif
 
