@@ -67,9 +67,9 @@ def trained() -> list[Program]:
             programs.decoder_layer(config, Sentences(rows=21, count=3), Sentences(rows=27, count=3), mode),
             programs.vocabulary_loss(quant, 41, words, mode, padding=1, smoothing=0.1),
             programs.embedding(quant, 15, table, mode),
-            programs.self_attention(turning(config), Sentences(rows=21, count=3), mode, causal=True),
         ]
-    return found
+    turned = turning(LayerConfig(hidden=48, heads=3, feed_forward=112))
+    return [*found, programs.self_attention(turned, Sentences(rows=21, count=3), mode, causal=True)]
 
 
 def turning(config: LayerConfig) -> LayerConfig:

@@ -60,7 +60,7 @@ def test_a_decoder_layer_one_by_one():
     torch.testing.assert_close(steps, whole, atol=1e-5, rtol=0.0)
 
 
-@pytest.mark.parametrize("kind", ["reference", "emulated"])
+@pytest.mark.parametrize("kind", ["reference", pytest.param("emulated", marks=pytest.mark.thorough)])
 def test_on_another_backend(kind):
     config = config_of(attention=ATTENTIONS["all"] | {"heads": 2, "key_heads": 1, "head_width": 16}, backward="int8")
     layer = TransformerEncoderLayer(config, causal=True)
