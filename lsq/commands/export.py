@@ -2,10 +2,13 @@
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from zipfile import BadZipFile, ZipFile
 
-from lsq.commands.options import HelpFormatter, one_line_errors
+from lsq.commands import interruption
+from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors
 from lsq.export import ctranslate2_folder, model_file
 from lsq.export.model_file import ExportedModel
+from lsq.lock import locked_file
 
 LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
 DESCRIPTION = """
@@ -40,13 +43,15 @@ def run(arguments: list[str]) -> int:
     Raises:
         FileNotFoundError, ValueError: a mistake in the options or the files.
         OSError: it cannot be written.
+        Interrupted: SIGTERM or SIGHUP.
     """
     given = parser().parse_args(arguments)
     check_output(given)
-    if given.model.is_file() and model_file.is_model_file(given.model):
-        export_file(given)
-    else:
-        export_training(given)
+    with interruption.raised(), locked_file(given.output, "choose another --output"):
+        if given.model.is_file() and model_file.is_model_file(given.model):
+            export_file(given)
+        else:
+            export_training(given)
     size = sum(path.stat().st_size for path in (given.output, *given.output.glob("*")) if path.is_file())
     print(f"{given.output}: {size / 1e6:.1f} MB for {given.to}")
     return 0
@@ -65,13 +70,24 @@ def check_output(given: Namespace) -> None:
         return
     if not given.overwrite:
         raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
-    inputs = filter(None, (given.model, given.data, given.sentencepiece_model))
-    if any(path.resolve().is_relative_to(output.resolve()) for path in inputs):
-        raise ValueError(f"--output {output} is what is exported; choose another")
-    if given.to == CTRANSLATE2 and not ctranslate2_folder.is_model_folder(output):
-        raise ValueError(f"--output {output} is there and is no folder of CTranslate2's; choose another")
-    if given.to != CTRANSLATE2 and not output.is_file():
-        raise ValueError(f"--output {output} is no file; choose another")
+    inputs = list(filter(None, (given.model, given.data, given.sentencepiece_model)))
+    if any(is_part_of(path, [output]) for path in inputs) or is_part_of(output, inputs):
+        raise ValueError(f"--output {output} is what is exported, or part of it; choose another")
+    if not is_exported(output, given.to):
+        raise ValueError(f"--output {output} is there and was not exported for {given.to}; choose another")
+
+
+def is_exported(path: Path, target: str) -> bool:
+    """Whether something is of the kind that is written for a target; for fairseq, any file of torch.save."""
+    if target == LSQ:
+        return model_file.is_exported(path)
+    if target == CTRANSLATE2:
+        return ctranslate2_folder.is_model_folder(path)
+    try:
+        with ZipFile(path) as file:
+            return any(name.endswith("/data.pkl") for name in file.namelist())
+    except (OSError, BadZipFile):
+        return False
 
 
 def export_file(given: Namespace) -> None:

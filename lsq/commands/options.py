@@ -4,6 +4,8 @@ import argparse
 import difflib
 import re
 from argparse import ArgumentParser
+from collections.abc import Iterable
+from pathlib import Path
 
 CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 MANY_CHOICES = 12
@@ -59,6 +61,11 @@ def count(text: str) -> int:
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
     return number
+
+
+def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
+    """Whether a path is one of these, or inside one, whatever links lead there."""
+    return any(path.resolve().is_relative_to(whole.resolve()) for whole in wholes)
 
 
 def seconds(text: str) -> float:

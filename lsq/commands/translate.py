@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from lsq import files
 from lsq.commands import interruption, logs
-from lsq.commands.options import HelpFormatter, count, one_line_errors
+from lsq.commands.options import HelpFormatter, count, is_part_of, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
 from lsq.decode import SearchOptions
+from lsq.lock import locked_file
 from lsq.text.corpus import check_file
 from lsq.translate import RefusedLine, Translation, Translator
 from lsq.translate.lines import read_lines
@@ -86,7 +87,7 @@ def run(arguments: list[str]) -> int:
     with contextlib.ExitStack() as opened:
         found = translated(lines_of(given, opened), translator, options, given)
         if given.output is not None:
-            with interruption.raised():
+            with interruption.raised(), locked_file(given.output, "choose another --output"):
                 files.write(given.output, lambda file: file.writelines(map(str.encode, found)))
             return 0
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -105,8 +106,8 @@ def check_files(given: Namespace) -> None:
 
     Raises:
         FileNotFoundError: a file or folder is not there.
-        ValueError: a file is a folder, --output is what is read, a device or a pipe, or text and prefixes are both
-            standard input.
+        ValueError: a file is a folder, --output is part of what is read, a device or a pipe, or text and prefixes are
+            both standard input.
     """
     if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
         raise ValueError("the text and --prefix cannot both be standard input; name a file for one of them")
@@ -121,8 +122,9 @@ def check_files(given: Namespace) -> None:
         raise ValueError(f"--output {given.output} is a folder; name a file")
     if given.output.absolute().parent == DEVICES or given.output.exists() and not given.output.is_file():
         raise ValueError(f"--output {given.output} is a device or a pipe, and would be replaced; use > instead")
-    if any(given.output.resolve() == path.resolve() for path in (*inputs, given.model)):
-        raise ValueError(f"--output {given.output} is what is read; choose another")
+    read = [*inputs, *filter(None, (given.model, given.data, given.sentencepiece_model))]
+    if given.output.exists() and is_part_of(given.output, read):
+        raise ValueError(f"--output {given.output} is what is read, or part of it; choose another")
 
 
 def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:

@@ -22,7 +22,8 @@ from lsq import files
 from lsq.decode.architecture import MOST, Architecture
 from lsq.decode.model import DecodingModel
 
-FORMAT = "lsq model 1"
+KIND = "lsq model "
+FORMAT = KIND + "1"
 CHECKSUM = "checksum"
 """Of the metadata, in the metadata."""
 FORMAT_NAME, CHECKSUMS, VERSION = "format", "tensors", "lsq"
@@ -61,6 +62,15 @@ def is_model_file(path: Path) -> bool:
     """Whether a file begins as safetensors do, and so is none of PyTorch's."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
+
+
+def is_exported(path: Path) -> bool:
+    """Whether something is a file of `write`, of this version or another one; its tensors are not looked at."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get(FORMAT_NAME, "").startswith(KIND)
+    except (OSError, SafetensorError):
+        return False
 
 
 def write(path: Path, exported: ExportedModel) -> None:

@@ -12,6 +12,7 @@ from lsq.commands import export, train, trained
 from lsq.commands.logs import logging_to
 from lsq.decode.model import model_of
 from lsq.export import model_file
+from lsq.lock import locked_file
 from tests.commands.small_runs import files_in
 from tests.fairseq.conftest import corpus  # noqa: F401
 from tests.translate.conftest import output  # noqa: F401
@@ -110,19 +111,40 @@ def test_outputs_that_are_refused(lsq_export, tmp_path, target):
     (tmp_path / "model.pt").write_bytes(b"PK")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_bytes(b"mine")
+    (tmp_path / "text").write_text("export {mine}\n" * 9)
     before = files_in(tmp_path)
     for path, options, message in (
         ("none/out", (), "there is no folder .*none; make it first"),
         ("model.pt", (), "is there already; choose another"),
-        ("model.pt", ("--overwrite",), "is what is exported; choose another"),
-        ("folder", ("--overwrite",), "is no file; choose|is there and is no folder of CTranslate2's; choose"),
-        (".", ("--overwrite",), "is what is exported; choose another"),
+        ("model.pt", ("--overwrite",), "is what is exported, or part of it; choose another"),
+        ("folder", ("--overwrite",), f"is there and was not exported for {target}; choose another"),
+        ("text", ("--overwrite",), f"is there and was not exported for {target}; choose another"),
+        (".", ("--overwrite",), "is what is exported, or part of it; choose another"),
     ):
         status, said = lsq_export(tmp_path / "model.pt", target, tmp_path / path, *options)
         assert status == 2
         with pytest.raises(ValueError, match=message):
             raise ValueError(said)
     assert files_in(tmp_path) == before
+
+
+def test_what_was_exported_is_replaced_and_never_the_run(lsq_export, output, tmp_path):  # noqa: F811
+    path, before = tmp_path / "made", files_in(output)
+    for target, other in (("lsq", "fairseq"), ("fairseq", "lsq")):
+        assert [lsq_export(output, target, path, *options)[0] for options in ((), ("--overwrite",))] == [0, 0]
+        assert lsq_export(output, other, path, "--overwrite")[0] == 2
+        path.unlink()
+        status, said = lsq_export(output, target, output / "int8" / CHECKPOINT, "--overwrite")
+        assert status == 2 and "is what is exported, or part of it" in said
+    assert files_in(output) == before
+
+
+def test_one_export_at_a_time(lsq_export, output, tmp_path):  # noqa: F811
+    path = tmp_path / "made"
+    with locked_file(path, ""):
+        status, said = lsq_export(output, "lsq", path)
+    assert status == 1 and f"is writing into {path}; wait for it, or choose another --output" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("target", export.TARGETS)

@@ -11,7 +11,9 @@ import pytest
 
 from lsq import cli
 from lsq.commands import translate
+from lsq.lock import Busy, locked_file
 from lsq.text.corpus import read_items
+from tests.commands.small_runs import files_in
 from tests.translate.conftest import output  # noqa: F401
 
 TEXT = "red cat five\n\n \ntwo dog\n"
@@ -97,6 +99,27 @@ def test_output_is_written_whole_or_not_at_all(lsq_translate, text, tmp_path):
     assert written.read_text() == found and sorted(tmp_path.iterdir()) == [text, written]
 
 
+def test_output_is_no_part_of_the_model(lsq_translate, output, text, tmp_path):  # noqa: F811
+    before = files_in(output)
+    for written in ("int8/model/checkpoint_best.pt", "vocabulary/sentencepiece.model", "data/dict.src.txt"):
+        with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
+            lsq_translate(text, "--output", output / written)
+    checkpoint, subwords = output / "int8/model/checkpoint_best.pt", output / "vocabulary/sentencepiece.model"
+    given = ("--model", checkpoint, "--data", output / "data", "--sentencepiece-model", subwords)
+    (tmp_path / "link").symlink_to(output / "data")
+    for written in (subwords, tmp_path / "link" / "dict.src.txt"):
+        with pytest.raises(ValueError, match="is what is read, or part of it; choose another"):
+            lsq_translate(text, *given, "--output", written)
+    assert files_in(output) == before
+
+
+def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
+    written = tmp_path / "out.txt"
+    with locked_file(written, ""), pytest.raises(Busy, match="is writing into .*out.txt; wait for it, or choose"):
+        lsq_translate(text, "--output", written)
+    assert list(tmp_path.iterdir()) == [text]
+
+
 @pytest.mark.parametrize(("content", "message"), [
     (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
     (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
@@ -130,7 +153,7 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
         (tmp_path / "pipe", ValueError, "pipe is a device or a pipe"),
         (Path("/dev/null"), ValueError, "/dev/null is a device or a pipe"),
         (Path("/dev/stdout"), ValueError, "/dev/stdout is a device or a pipe"),
-        (tmp_path / "." / "in.txt", ValueError, "is what is read; choose another"),
+        (tmp_path / "." / "in.txt", ValueError, "is what is read, or part of it; choose another"),
     ):
         with pytest.raises(error, match=message):
             translate.run(["--model", "m", str(text), "--output", str(written)])
