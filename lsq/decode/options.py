@@ -1,12 +1,16 @@
 """How a search goes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lsq.config import require_positive
 
 MOST_PENALTY = 10
 """Lengths to a higher power are no float32."""
+MOST_REWARD = 80
+"""A probability times e to a higher power is no float32."""
+MOST_STRENGTH = 1000
+"""What costs so much is never chosen, as far as anything else is possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +54,14 @@ class SearchOptions:
     """What is drawn at random follows from it."""
 
     def __post_init__(self):
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), (int, float) if field.type is float else (field.type,)
+            if type(value) is bool and field.type is not bool or not isinstance(value, kinds):
+                raise ValueError(f"{field.name} is {value!r:.100}; it must be of type {field.type.__name__}")
         for name, least in (("beam", 1), ("nbest", 1), ("max_len_b", 0), ("min_len", 0), ("no_repeat_ngram_size", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be a whole number of at least {least}")
         if self.nbest > self.beam:
             raise ValueError(f"nbest is {self.nbest} and beam {self.beam}; a search returns at most beam hypotheses")
         require_positive("temperature", self.temperature)
@@ -63,6 +71,13 @@ class SearchOptions:
         if abs(self.length_penalty) > MOST_PENALTY:
             raise ValueError(
                 f"length_penalty is {self.length_penalty}; it must be from -{MOST_PENALTY} to {MOST_PENALTY}"
+            )
+        if self.unk_penalty < -MOST_REWARD:
+            raise ValueError(f"unk_penalty is {self.unk_penalty}; it must be at least -{MOST_REWARD}")
+        if abs(self.diverse_beam_strength) > MOST_STRENGTH:
+            raise ValueError(
+                f"diverse_beam_strength is {self.diverse_beam_strength}; it must be from -{MOST_STRENGTH} to"
+                f" {MOST_STRENGTH}"
             )
         if self.max_len_a < 0:
             raise ValueError(f"max_len_a is {self.max_len_a}; it must be at least 0")

@@ -202,7 +202,7 @@ class _Search:
         word_scores = torch.cat([self.totals[rows], scores[:, None]], 1)
         word_scores = torch.cat([word_scores[:, :1], word_scores.diff(dim=1)], 1)
         if self.options.normalize_scores:
-            scores = scores / words.shape[1] ** self.options.length_penalty
+            scores = scores / float(words.shape[1]) ** self.options.length_penalty
         numbers = self.sentences[sentence].tolist()
         for number, each, score, of_words in zip(numbers, words, scores.tolist(), word_scores, strict=True):
             if len(self.found[number]) < self.beam:

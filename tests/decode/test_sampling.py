@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from lsq.decode import SearchOptions
+from lsq.decode import SearchOptions, search
 from lsq.decode.sampling import SamplingSelection
+from tests.decode.test_search import END, SOURCES, UNKNOWN, table
 
 PROBABILITIES = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
 
@@ -48,3 +49,10 @@ def test_a_row_without_words_does_not_stop_the_others(value):
     words, sentences = torch.arange(3).expand(1, 2, 3), torch.zeros(1, dtype=torch.int64)
     chosen = selection.choose(words, found, torch.zeros(1, 2), sentences)
     assert chosen.words[0, 1] == 1 and chosen.scores[0, 1] == 0 and not chosen.scores[0, 0] > -math.inf
+
+
+@pytest.mark.parametrize("given", [{}, {"sampling_topp": 0.9}, {"sampling_topk": 3}])
+def test_the_largest_reward_of_the_unknown_word_draws_it(given):
+    options = SearchOptions(sampling=True, beam=2, unk_penalty=-80, max_len_b=3, **given)
+    for found in search(table(), SOURCES, options):
+        assert found[0].words.tolist() == [UNKNOWN] * 3 + [END] and math.isfinite(found[0].score)

@@ -132,6 +132,14 @@ def test_limits_on_length():
         assert length_limit(table(), SOURCES, SearchOptions(**given)) == Table.longest - 1
 
 
+def test_whole_numbers_for_floats():
+    model = table()
+    model.longest = 101
+    found = [search(model, SOURCES, SearchOptions(min_len=100, length_penalty=number)) for number in (10, 10.0)]
+    scores = [[hypothesis.score for sentence in each for hypothesis in sentence] for each in found]
+    assert scores[0] == scores[1] and -1e-17 < scores[0][0] < 0  # 101**10 is no int64
+
+
 @pytest.mark.parametrize("given, prefixes, words", [
     ({"min_len": 12}, None, "min_len is 12, but a hypothesis may have 11 words at most"),
     ({}, [None], "there are 1 prefixes for 2 sentences"),
