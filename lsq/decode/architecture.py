@@ -10,7 +10,9 @@ from lsq.layers.embedding import POSITIONS
 SELF_ATTENTION = ("key_heads", "head_width", "score_factor", "window", "rotary", "head_norm", "relative_bias")
 """What a LayerConfig may say of attention that no decoder of codes knows; files leave it out."""
 MOST = 2**24
-"""Words, positions or layers of a stack, at most: a damaged file asks for no more memory than that."""
+"""Words or positions of a stack, at most: a damaged file asks for no more memory than that."""
+MOST_LAYERS = 1024
+"""Of a stack: each takes time before the first tensor is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +40,10 @@ class StackArchitecture:
     """Whether a norm follows the last layer."""
 
     def __post_init__(self) -> None:
-        for name, least in (("layers", 1), ("words", 2), ("max_positions", 1)):
+        for name, least, most in (("layers", 1, MOST_LAYERS), ("words", 2, MOST), ("max_positions", 1, MOST)):
             value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= MOST:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {MOST}")
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} to {most}")
         require_choice("positions", self.positions, POSITIONS)
         require_positive("embedding_scale", self.embedding_scale)
         if self.final_norm and not self.config.pre_norm:

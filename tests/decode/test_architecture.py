@@ -34,6 +34,7 @@ def test_what_cannot_be_is_refused():
         ({"extra": 1}, "has unknown extra"), ({"decoder": None}, "architecture.decoder is None"),
         ({"encoder": None}, "no encoder to share"), ({"encoder": 3}, "must be an object"),
         ({"encoder": whole["encoder"] | {"layers": 0}}, "layers is 0"),
+        ({"encoder": whole["encoder"] | {"layers": 1025}}, "layers is 1025; it must be a whole number from 1 to 1024"),
         ({"encoder": whole["encoder"] | {"words": 41}}, "those cannot be"),
         ({"encoder": whole["encoder"] | {"positions": "round"}}, "positions is 'round'"),
     ]:  # fmt: skip
