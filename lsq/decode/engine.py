@@ -219,9 +219,9 @@ class Engine:
         if kept is None or any(have < want for have, want in zip(kept.shape, shape, strict=True)):
             before = kept.shape if kept is not None else (0,) * len(shape)
             sizes = [max(have, want) for have, want in zip(before, shape, strict=True)]
-            self._tensors[name] = kept = self.place.allocate(sizes, dtype)  # CPU: a page is none before it is touched
-            self._runs.clear()
+            self._runs.clear()  # first: Ctrl-C may end this between any two lines, and those write into what is freed
             self._encoders.clear()
+            self._tensors[name] = kept = self.place.allocate(sizes, dtype)  # CPU: a page is none before it is touched
         return kept
 
     def _here(self, *given: Tensor) -> list[Tensor]:

@@ -140,3 +140,19 @@ def test_memory_depends_on_the_largest_batch_alone():
     for _ in range(60):
         run(chance.randint(1, 70))
     assert kept() <= 1.5 * before
+
+
+def test_memory_stays_while_anything_is_prepared_on_it(monkeypatch):
+    """Ctrl-C may come between any two lines."""
+    engine, source = Engine(model_of(small_model())), torch.tensor([5, EOS])
+    engine.begin([source], rows=1, steps=2)
+    engine.step(torch.tensor([EOS]), torch.tensor([0]), top=1)
+    before = dict(engine._tensors)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._runs, "clear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.begin([source] * 8, rows=8, steps=40)
+    assert all(engine._tensors[name] is tensor for name, tensor in before.items())
