@@ -54,7 +54,8 @@ def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) ->
     def translate(lines: Sequence[str]) -> list[str]:
         sources = [translator.model.subwords.source_words(line) for line in lines]
         found: dict[int, str] = {}
-        for batch in batches([len(source) for source in sources], BATCH_TOKENS):
+        limit = translator.limit(replace(translator.options, beam=beam))
+        for batch in batches([len(source) for source in sources], limit):
             given = [sources[number] for number in batch]
             tokens = collate_tokens(given, words.pad(), words.eos(), left_pad=True)
             sample = {"src_tokens": tokens, "src_lengths": torch.tensor([len(source) for source in given])}
