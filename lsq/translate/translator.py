@@ -119,7 +119,7 @@ class Translator:
 
         Raises:
             RefusedLine: a line or a prefix is too long, or holds what is no text.
-            ValueError: there are more or fewer prefixes than lines.
+            ValueError: lines or prefixes are no list of strings, or there are more or fewer prefixes than lines.
         """
         options = options or self.options
         parts = self.all_parts(lines, [""] * len(lines) if prefixes is None else prefixes)
@@ -141,6 +141,9 @@ class Translator:
         Raises:
             RefusedLine, ValueError: see `translate`.
         """
+        for name, texts in (("lines", lines), ("prefixes", prefixes)):
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{name} must be a list of strings, such as ['one line', 'another line']")
         if len(prefixes) != len(lines):
             raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
         pairs = enumerate(zip(lines, prefixes, strict=True))

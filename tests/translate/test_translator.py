@@ -164,3 +164,11 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(translator, 
             os._exit(7)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize("texts", ["a line", b"a line", [b"a line"], ["a line", None]])
+def test_texts_are_a_list_of_strings(texts, translator):
+    with pytest.raises(ValueError, match="lines must be a list of strings"):
+        translator.translate(texts)
+    with pytest.raises(ValueError, match="prefixes must be a list of strings"):
+        translator.translate(["a"] * len(texts), prefixes=texts)
