@@ -73,7 +73,10 @@ def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> 
     """
     if not path.is_dir():
         if data is None and path.exists():
-            raise ValueError(f"{path} is a checkpoint; give the folder of its dictionaries (dict.*.txt), too: --data")
+            raise ValueError(
+                f"{path} is no file of `lsq export --to lsq`; if it is a checkpoint, give the folder of its"
+                " dictionaries (dict.*.txt), too: --data"
+            )
         return Source(checkpoint=path, data=data or Path(), subwords=subwords)
     if data is not None or subwords is not None:
         raise ValueError(f"{path} is a folder, which has its data in it; leave --data and --sentencepiece-model out")

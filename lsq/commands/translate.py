@@ -26,7 +26,8 @@ from lsq.translate.lines import read_lines
 
 DESCRIPTION = """
 Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of line i of what is read. At
-a terminal, each line is translated as it is typed.
+a terminal, each line is translated as it is typed. With --nbest above 1, what is written begins with the number of the
+line that it translates, and a tab.
 """
 STANDARD_INPUT = Path("-")
 BUFFER = 4096

@@ -58,7 +58,7 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
 def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
     checkpoint, path = output / "int8" / CHECKPOINT, tmp_path / "model"
     status, said = lsq_export(checkpoint, "lsq", path)
-    assert status == 2 and "is a checkpoint; give the folder of its dictionaries" in said
+    assert status == 2 and "if it is a checkpoint, give the folder of its dictionaries" in said
     assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
     exported = model_file.read(path)
     assert same(trained.load(trained.find(output)).model, exported.model.tensors)
