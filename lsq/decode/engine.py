@@ -50,6 +50,10 @@ class Engine:
         self._sentences = self._rows = self._steps = 0
         self._taken = self._used = self._open = 0  # steps; places in the caches; rows of the last step
 
+    def __reduce__(self):
+        """Refuse: to send a tensor to a process moves its memory, and prepared steps have addresses in it."""
+        raise TypeError("a decoding engine is neither copied nor pickled; make one of its model where it is needed")
+
     @torch.no_grad()
     def begin(self, sources: Sequence[Tensor], *, rows: int, steps: int) -> None:
         """Encode sentences int64 [S] that end with the end of a sentence; forget what was before. See Steps.begin.

@@ -93,6 +93,10 @@ class Translator:
         self.batch_tokens, self.split_long = batch_tokens, split_long
         self._at_work, self._process = threading.Lock(), os.getpid()
 
+    def __reduce__(self):
+        """Refuse, as its engine does."""
+        raise TypeError("a Translator is neither copied nor pickled; make one in each process, from the same file")
+
     @property
     def options(self) -> SearchOptions:
         """How it searches where nothing else is said: as the run translated its test set."""

@@ -1,11 +1,15 @@
+import copy
 import os
+import pickle
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 
 import lsq
 from lsq.decode import SearchOptions
+from lsq.decode.engine import Engine
 from lsq.text.corpus import read_items
 from lsq.translate import RefusedLine, Translator
 
@@ -172,3 +176,15 @@ def test_texts_are_a_list_of_strings(texts, translator):
         translator.translate(texts)
     with pytest.raises(ValueError, match="prefixes must be a list of strings"):
         translator.translate(["a"] * len(texts), prefixes=texts)
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy, ForkingPickler.dumps])
+def test_it_is_neither_copied_nor_sent_to_a_process(translator, take):
+    """multiprocessing moves the memory of tensors that it sends, which prepared steps point to."""
+    before = translator.translate(["red cat"], BEAM)
+    with pytest.raises(TypeError, match="a Translator is neither copied nor pickled; make one in each process"):
+        take(translator)
+    assert isinstance(translator.model.steps, Engine)
+    with pytest.raises(TypeError, match="a decoding engine is neither copied nor pickled; make one of its model"):
+        take(translator.model.steps)
+    assert translator.translate(["red cat"], BEAM) == before
