@@ -37,6 +37,9 @@ class StubBuilder:
     def take_gradient(self, tensor):
         return self.filed.pop(tensor, None)
 
+    def take_joined(self, tensor):
+        """No two products join their gradients."""
+
     def accumulate(self, tensor, gradient):
         assert tensor not in self.filed
         self.filed[tensor] = gradient

@@ -37,11 +37,14 @@ from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
 from tests.ops.test_append import append_of
 from tests.ops.test_attention_cuda import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
+from tests.ops.test_gated import gated, gated_gradient
 from tests.ops.test_gradient_messages_cuda import check
 from tests.ops.test_project import rounded_project
 from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_residual_norm_cuda import compare_gradients
 from tests.ops.test_rms_norm import rms, rms_gradient
+from tests.ops.test_rotation import gradient_of as gradient_of_rotation
+from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
 from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
@@ -190,16 +193,36 @@ def started_scales():
     compare_cuda(scales([0.5 + number for number in range(TOGETHER)]))
 
 
+def gates():
+    compare_cuda(gated(341, 88))
+
+
+def gate_gradients():
+    for rows, columns in (FEW, WIDE):
+        for options in ({"lsq": True}, {"coded": False, "to_codes": False}):
+            compare_cuda(gated_gradient(rows, columns, **options))
+
+
+def rotations():
+    for rows, options in ((41, {}), (11, {"width": 128, "queries": 6})):
+        for normed in (False, True):
+            forward = rotate(rows, **options, normed=normed)
+            compare_cuda(forward)
+            compare_cuda(gradient_of_rotation(forward))
+
+
 CASES = {
     "adam.cu": adam_steps, "attention.cu": attentions, "attention_gradient.cu": attentions,
     "attention_rows.cu": attentions, "cached_attention.cu": test_cached_attention_cuda.turns,
     "calibration.cu": test_calibration_cuda.turns, "elementwise.cu": elementwise,
     "embedding.cu": embeddings, "gradient_messages.cu": messages, "input_gradient.cu": input_gradients,
+    "gated.cu": gates, "gated_gradient.cu": gate_gradients,
     "input_gradient_product.cu": test_input_gradient_product_cuda.turns,
     **dict.fromkeys(("next_words.cu", "next_words_product.cu"), test_next_words_cuda.turns),
     "operands.cu": float_operands, "project.cu": projects,
     "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
+    "rotation.cu": rotations,
     "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     **dict.fromkeys(
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
