@@ -46,7 +46,8 @@ def trained(streams, planned, wait):
             now, before = before, now
 
 
-@pytest.mark.parametrize("planned", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("planned", [False, True])
 def test_a_layer_trains_on_any_stream_that_waits_for_the_last_one(streams, planned):
     trained(streams, planned, wait=True)  # a use that nothing orders raises
 

@@ -107,20 +107,13 @@ def test_a_driver_older_than_the_compiler_is_refused():
         compiler.check_driver((12, 4))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("whole", [
-    pytest.param(False, id="one of each source"),
-    pytest.param(True, id="all", marks=pytest.mark.thorough),
-])  # fmt: skip
-def test_every_kernel_of_base_and_big_compiles_without_spills(monkeypatch, whole):
+def test_every_kernel_of_base_and_big_compiles_without_spills(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     compile_kernels = import_module("compile_kernels")
     wanted = compile_kernels.needed(dtypes=[compile_kernels.torch.bfloat16])
     names = {kernel.name for kernel in wanted}
     assert names >= {"lsq_round_weight", "lsq_start_scales", "lsq_finish_sums", "lsq_adam_codes_table"}
-    if whole:
-        found = compile_kernels.report(wanted)
-    else:
-        one_each = {kernel.source: kernel for kernel in wanted}.values()
-        found = compile_kernels.report(list(one_each), ["sm_90a", "sm_120"])
+    found = compile_kernels.report(wanted)
     assert not compile_kernels.spills(found)

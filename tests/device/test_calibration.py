@@ -32,7 +32,8 @@ def step(layer, *given: torch.Tensor) -> tuple[Record, int]:
     return record, len(runs)
 
 
-@pytest.mark.parametrize("name", [pytest.param("encoder", marks=pytest.mark.thorough), "decoder"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_step_that_calibrates_waits_once(name):
     layer = LAYERS[name](config_of(backward="int8")).to(PLACE)
     given = inputs(layer, PLACE)

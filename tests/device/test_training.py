@@ -103,6 +103,7 @@ MOST = {"translator": (6, 127), "language model": (1, 63), "plugin": (0, 66)}
 """(waits, launches of PyTorch) in a step that does not calibrate. Each Packing of a mask on the device waits for it."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FEW_BY_DEFAULT)
 def test_waits_and_launches_of_a_step(name):
     torch.manual_seed(1)

@@ -223,6 +223,7 @@ def test_evaluation_and_generation_as_of_fairseq(train, corpus, tmp_path, capsys
     assert found[0] == pytest.approx(found[1], abs=0.15) and found[1] < 2.4  # 3.5 bits before any training
 
 
+@pytest.mark.thorough
 def test_it_learns_as_fairseqs_does(pair, build, batch):
     """The same first weights and batches: after 60 updates the losses of int8 are those of float."""
     task, theirs, _ = pair("--decoder-normalize-before")

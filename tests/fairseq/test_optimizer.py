@@ -35,7 +35,10 @@ def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # n
             torch.testing.assert_close(ours["model"][name], tensor, rtol=1e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("options", ["--lsq-backward int8 --update-freq 2", "--clip-norm 0.5 --lsq-memory naive"])
+@pytest.mark.parametrize("options", [
+    pytest.param("--lsq-backward int8 --update-freq 2", marks=pytest.mark.thorough),
+    "--clip-norm 0.5 --lsq-memory naive",
+])  # fmt: skip
 def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):  # noqa: F811
     whole = train(tmp_path / "whole", f"--max-update 6 {OURS} {options}")["model"]
     expected = losses.copy()

@@ -31,7 +31,10 @@ def losses(monkeypatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("options", ["", "--lsq-backward int8 --update-freq 2", "--lsq-mode float"])
+@pytest.mark.parametrize("options", [
+    "--lsq-backward int8 --update-freq 2",
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float")),
+])  # fmt: skip
 def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):
     whole = train(tmp_path / "whole", f"--max-update 6 {options}")["model"]
     expected = losses.copy()

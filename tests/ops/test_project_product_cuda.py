@@ -112,6 +112,7 @@ def test_two_blocks_fit_and_nothing_spills(target):
         assert_two_blocks_fit(project_product(operation, tile), target)
 
 
+@pytest.mark.thorough
 def test_wgmma_spills_nothing():
     operation = rounded(7, 48, 32, Activation.gelu, 0.1)
     for started in (False, True):

@@ -113,8 +113,9 @@ def test_what_the_kernels_do_not_take():
         launches(of_codes(7, 33, 48, inner=40), SMALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [pytest.param(TILES[0], marks=pytest.mark.thorough), SMALL], ids=str)
+@pytest.mark.parametrize("tile", [TILES[0], SMALL], ids=str)
 def test_no_conflicts_whole_sectors_and_no_logits(tile):
     rows, inner, words = 128, 128, 256
     loss = on_cpu(of_codes(rows, words, words, inner=inner))

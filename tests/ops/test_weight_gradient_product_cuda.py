@@ -166,5 +166,6 @@ def test_two_blocks_fit_and_nothing_spills(target):
         assert_two_blocks_fit(entry, target)
 
 
+@pytest.mark.thorough
 def test_wgmma_spills_nothing():
     assert_nothing_spills(lambda tile: of_kernel(case(7), tile)[0])
