@@ -298,4 +298,5 @@ def _defines(heads: Heads, tile: int, *floats: torch.Tensor | None) -> dict[str,
     found = [one for one in (*among, *floats) if one is not None]
     bias = {} if heads.bias is None else {"DISTANCES": heads.bias.distances, "BUCKETS": heads.bias.buckets}
     floats = float_define(*found) if found else {}
-    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **bias, **floats}
+    group = {"SHARING": heads.group} if heads.group > 1 else {}
+    return {"WIDTH": heads.width, "TILE": tile, "CODED": int(not among), **group, **bias, **floats}

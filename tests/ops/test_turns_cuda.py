@@ -140,10 +140,11 @@ def sums():
 
 def attentions():
     """Tiles of one sentence in three turns, and sentences among which three steps of a search find a tile's; three
-    tiles of queries that all see one of keys, a few columns at a time."""
+    tiles of queries that all see one of keys, a few columns at a time; three heads of queries that share keys."""
     for width, others in ((8, None), (64, (40, 0, 9, 140, 2)), (48, (1, 0, 20, 2, 3)), (128, (4, 0, 140, 2, 3))):
         lengths = (1, 0, 140, 2, 3)
         compare_both(lengths=lengths, others=others, width=width, heads=1, causal=True, dropout=0.1)
+    compare_both(lengths=(1, 0, 40, 2, 3), others=(4, 0, 40, 2, 3), width=8, heads=3, group=3, causal=True)
     for width in (16, 344):  # of rows whose gradients are finished
         compare_both(lengths=(40, 1), width=8, heads=width // 8, to_rounded=True)
 

@@ -38,7 +38,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     const Operand q(op.heads.q), k(op.heads.k), v(op.heads.v);
     const float factor = q.scale * k.scale * score_share(op.heads);
     const PairMask mask(op.heads);
-    const int head = blockIdx.y, key_head = head / static_cast<int>(op.heads.group);
+    const int head = blockIdx.y, key_head = head / SHARING;
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     const int row = place.begin + place.first;  // of the first query

@@ -126,7 +126,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kFewThreads / kThreads)
     const Place place(op.heads.starts, op.heads.sentences, op.heads.rows);
     const Sentence sentence(op.heads, place.sentence);
     if (place.count == 0 || given.one_tile(sentence)) return;
-    const int head = blockIdx.y, key_head = head / static_cast<int>(op.heads.group);
+    const int head = blockIdx.y, key_head = head / SHARING;
     const int row = place.begin + place.first;
     given.load_queries(row, place.count, head, tiles);
     biases.load(op.heads, head);
@@ -183,10 +183,10 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     const Backward given(op, biases);
     const Place place(op.heads.key_starts, op.heads.sentences, op.heads.key_rows);
     const Sentence sentence(op.heads, place.sentence);
-    const int key_head = blockIdx.y, group = static_cast<int>(op.heads.group);
+    const int key_head = blockIdx.y;
     if (place.count == 0) {
         bias_sums.clear();
-        for (int i = 0; i < group; ++i) bias_sums.write(op.heads, key_head * group + i, of_biases);
+        for (int i = 0; i < SHARING; ++i) bias_sums.write(op.heads, key_head * SHARING + i, of_biases);
         return;
     }
     const bool alone = given.one_tile(sentence);
@@ -197,7 +197,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, (kLarge ? kFewThreads : kManyThreads) / k
     // any, their own gradients are zeros.
     const int earliest = sentence.causal && !alone ? max(place.first + sentence.queries - sentence.keys, 0) : 0;
     const int latest = alone ? sentence.queries : sentence.queries_of(place.first + place.count - 1);
-    for (int head = key_head * group; head < (key_head + 1) * group; ++head) {
+    for (int head = key_head * SHARING; head < (key_head + 1) * SHARING; ++head) {
         biases.load(op.heads, head);
         bias_sums.clear();
         for (int begin = earliest / TILE * TILE; begin < latest; begin += TILE) {

@@ -1,12 +1,16 @@
 // Tiles of queries and keys of one head of one sentence in shared memory, and their products on tensor cores.
 //
 // -DWIDTH: columns of a head, a multiple of 8 up to 128; -DTILE: queries or keys of a tile, a multiple of 16; -DCODED=1:
-// queries, keys and values are codes, 0: Float. A warp has 16 rows of a tile. Codes are exact in bfloat16; of a float32,
+// queries, keys and values are codes, 0: Float; -DGROUP: heads of queries that share keys, 1 unless given. A warp has 16 rows of a tile. Codes are exact in bfloat16; of a float32,
 // two bfloat16 leave at most 2^-18, and three 2^-27, which of all that is multiplied here is exact enough for float32.
 #pragma once
 
 #include "rounding.cuh"
 #include "tensor_core.cuh"
+
+#ifndef SHARING
+#define SHARING 1
+#endif
 
 namespace lsq {
 
