@@ -1,36 +1,129 @@
-"""QuantizedLinear: a projection by itself."""
+"""Projections by themselves, which take the place of float ones: QuantizedLinear, and that of transformers' Conv1D."""
+
+import dataclasses
+import functools
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from lsq.config import QuantConfig, check_dimension
 from lsq.layers import programs
 from lsq.layers.module import ProgramModule, rows_of
+from lsq.layers.programs import Mode
 from lsq.layers.torch_compile import beside_the_graph
+from lsq.program.program import Program
 
 
-class QuantizedLinear(ProgramModule):
-    """y = x weight^T + bias with an int8 product; float32 [..., inputs] in, float32 [..., outputs] out.
+class Projection(ProgramModule):
+    """y = x weight^T + bias with an int8 product; floats [..., inputs] in, [..., outputs] of the same dtype out.
+
+    Under torch.autocast the result has the dtype of that. What needs no gradient costs none. Of no rows, it is that of
+    the float layer. A state dict of the float layer is a whole one: the next pass measures the clips.
+    """
+
+    takes_float_states = watches_weights = True
+    by_inputs = False
+    """Whether the weight is [inputs, outputs]."""
+    float_class: type[nn.Module]
+    """What it takes the place of."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        raise NotImplementedError
+
+    def take_place(self, quant: QuantConfig) -> None:
+        """Begin to be what a float layer has become by its class; clips get their memory, and are not measured."""
+        self.begin(quant)
+        self.declare(functools.partial(self._program, 1), measure=False)
+        for clip in self.clips().values():
+            clip.requires_grad_(self.weight.requires_grad)
+
+    def give_place(self) -> None:
+        """Become the float layer again."""
+        for name in self.clips():
+            del self._parameters[name]
+        for name in self.STATE:
+            del self.__dict__[name]
+        self.__class__ = self.float_class
+
+    def _program(self, rows: int, mode: Mode) -> Program:
+        return programs.linear(
+            self.quant, rows, *self.sizes, mode, bias=self._parameters["bias"] is not None, by_inputs=self.by_inputs
+        )
+
+    def mode(self, *inputs: torch.Tensor) -> Mode:
+        mode = super().mode(*inputs)
+        leaves = {"x": inputs[0], **self._parameters}
+        wanted = frozenset(name for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad)
+        return dataclasses.replace(mode, wanted=wanted) if mode.backward else mode
+
+    @beside_the_graph
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inputs, outputs = self.sizes
+        if x.dim() and x.shape[-1] == inputs and x.numel() == 0:
+            return self._of_nothing(x)
+        rows = rows_of(x, inputs)
+        (y,) = self.execute(self._program(rows.shape[0], self.mode(x)), {"x": rows})
+        return y.view(*x.shape[:-1], outputs).to(_result_dtype(x))
+
+    def _of_nothing(self, x: torch.Tensor) -> torch.Tensor:
+        """No values, on which every parameter depends all the same: DistributedDataParallel waits for each of them."""
+        weight = self.weight.t() if self.by_inputs else self.weight
+        y = functional.linear(x.to(weight.dtype), weight, self.bias)
+        return (y + sum(clip.sum() for clip in self.clips().values())).to(_result_dtype(x))
+
+
+class QuantizedLinear(Projection, nn.Linear):
+    """A torch.nn.Linear with an int8 product: one for everybody else, with the same parameters beside its clips.
 
     Raises:
         ValueError: a width that int8 products cannot take.
     """
 
+    float_class = nn.Linear
+
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, quant: QuantConfig | None = None):
-        quant = quant or QuantConfig()
-        super().__init__(quant)
-        if quant.quantized:
+        super().__init__(quant or QuantConfig())
+        if self.quant.quantized:
             check_dimension("inputs", inputs)
             check_dimension("outputs", outputs)
-        self.inputs, self.outputs = inputs, outputs
+        self.in_features, self.out_features = inputs, outputs
         if not bias:
             self.register_parameter("bias", None)
-        self.declare(lambda mode: programs.linear(quant, 1, inputs, outputs, mode, bias=bias))
+        self.declare(lambda mode: programs.linear(self.quant, 1, inputs, outputs, mode, bias=bias))
 
-    @beside_the_graph
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = rows_of(x, self.inputs)
-        program = programs.linear(
-            self.quant, rows.shape[0], self.inputs, self.outputs, self.mode(x), bias=self.bias is not None
-        )
-        (y,) = self.execute(program, {"x": rows})
-        return y.view(*x.shape[:-1], self.outputs)
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+
+class ByInputs(Projection):
+    """Of a layer with a weight [nx, nf]: the Conv1D of transformers. Its class is `by_inputs_of(that class)`."""
+
+    by_inputs = True
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.nx, self.nf
+
+    def __reduce_ex__(self, protocol):
+        return _made_again, (self.float_class,), self.__getstate__()
+
+
+@functools.cache
+def by_inputs_of(float_class: type[nn.Module]) -> type[ByInputs]:
+    """The class of what takes the place of a `float_class`, and is one, too."""
+    return type(f"Quantized{float_class.__name__}", (ByInputs, float_class), {"float_class": float_class})
+
+
+def _made_again(float_class: type[nn.Module]) -> ByInputs:
+    made = by_inputs_of(float_class)
+    return made.__new__(made)
+
+
+def _result_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that a float product with x would have: its own, or that of torch.autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -37,6 +37,8 @@ class Mode:
     backward: bool
     """There is a backward pass."""
     backend: Backend
+    wanted: frozenset[str] | None = None
+    """Names of the inputs and parameters that need a gradient; None: all of them."""
 
     def builder(self, name: str, quant: QuantConfig) -> Builder:
         """An empty program of that name."""
@@ -44,7 +46,7 @@ class Mode:
         together |= {"finish": finish_together} if self.backend.leaves_sums else {}
         return Builder(
             name, quant, training=self.training, backward=self.backward, backend=self.backend,
-            add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
+            wanted=self.wanted, add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
         )
 
 
@@ -63,15 +65,17 @@ def cached(build):
 
 
 @cached
-def linear(quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool) -> Program:
-    """A projection by itself: x [M, K] -> y [M, N], float32."""
+def linear(
+    quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool, by_inputs: bool = False
+) -> Program:
+    """A projection by itself: x [M, K] -> y [M, N], floats. `by_inputs`: its weight is [K, N]."""
     b = mode.builder("linear", quant)
     x = blocks.quantize(b, b.input("x", (rows, inputs)), "input_clip")
     bound = blocks.fan_in(inputs)
     b.output(
         blocks.project(
             b, x, "weight", (outputs, inputs), End(name="y"), bias="bias" if bias else None, bound=bound,
-            bias_bound=bound,
+            bias_bound=bound, by_inputs=by_inputs,
         ).floats
     )
     return b.build()

@@ -14,12 +14,21 @@ WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
 
+NEVER = -1
+"""In place of the number of passes: clips hold nothing yet, and the first pass measures all of them."""
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is going on, which runs a forward pass again: gradient checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Schedule:
     """The state of one module.
 
     Attributes:
         calibrated: whether the clips of activations hold measured values.
-        passes: training passes so far.
+        passes: training passes so far, each counted once if gradient checkpointing runs it again; or NEVER.
     """
 
     NAMES = ("calibrated", "passes")
@@ -28,21 +37,37 @@ class Schedule:
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
         self.passes = self._activations_at = self._weights_at = 0
+        self._uncounted = False
+        """Whether the last pass had no gradients, but may be run again with them."""
         self.restart()
+
+    @property
+    def begun(self) -> bool:
+        """Whether clips hold anything."""
+        return self.passes != NEVER
 
     def restart(self) -> None:
         """The clips of activations are not measured any more; fixed ones need not be."""
         self.calibrated = self._quant.activation_init == "fixed"
 
-    def activations_due(self, training: bool) -> bool:
-        """Whether the next pass measures the clips of activations: the first does, and training passes 2, 4, 8, ..."""
-        again = training and self._within(ACTIVATIONS_AT) and self._activations_at != self.passes
-        return self._quant.quantized and (not self.calibrated or again)
+    def forget(self) -> None:
+        """No clip is measured any more."""
+        if self._quant.quantized:
+            self.passes = NEVER
+            self.restart()
 
-    def weights_due(self) -> bool:
-        """Whether the next training pass measures the clips of weights: passes 2, 3, 4, ..., each time 9 % later."""
-        wanted = self._quant.quantized and self._quant.weight_init != "fixed"
-        return wanted and self._within(WEIGHTS_AT) and self._weights_at != self.passes
+    def activations_due(self, training: bool, again: bool = False) -> bool:
+        """Whether the next pass measures the clips of activations: the first does, and training passes 2, 4, 8, ...
+
+        `again`: it is no new one, see `recomputing`.
+        """
+        anew = training and not again and self._within(ACTIVATIONS_AT) and self._activations_at != self.passes
+        return self._quant.quantized and (not self.calibrated or anew)
+
+    def weights_due(self, training: bool, again: bool = False) -> bool:
+        """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each time 9 % later."""
+        anew = training and not again and self._within(WEIGHTS_AT) and self._weights_at != self.passes
+        return self._quant.quantized and (not self.begun or (anew and self._quant.weight_init != "fixed"))
 
     def _within(self, passes: frozenset[int]) -> bool:
         return self.passes in passes and self.passes <= self._quant.calibration_passes
@@ -53,7 +78,17 @@ class Schedule:
 
     def measured_weights(self) -> None:
         """The same of weights."""
+        self.passes = max(self.passes, 0)
         self._weights_at = self.passes
+
+    def count(self, again: bool, *, trained: bool) -> None:
+        """A pass in training mode is through. `trained`: it goes back.
+
+        The kind of checkpointing that goes forward without gradients, and then again with them, counts the second time.
+        """
+        if trained and (not again or self._uncounted):
+            self.passes += 1
+        self._uncounted = not trained
 
     def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
         """Put the state into a state dict."""

@@ -28,6 +28,7 @@ class WeightCodes:
         self.kept: dict[str, torch.Tensor] = {}
         self._made_from: tuple = ()
         self._owners: dict[str, tuple[int, int]] = {}
+        self._probes: list[torch.Tensor] = []
 
     def __reduce__(self):
         return WeightCodes, ()  # a copy of a module makes its own
@@ -40,7 +41,7 @@ class WeightCodes:
     @torch.no_grad()
     def of(
         self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *,
-        every: Iterable[nn.Parameter], training: bool,
+        every: Iterable[nn.Parameter], training: bool, watched: bool = False,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Codes and scale of every weight of `program`, by the names of its inputs.
 
@@ -49,12 +50,18 @@ class WeightCodes:
             parameters: its parameters by name, whose codes are wanted.
             place: where it runs.
             every: all parameters of the module; when one of them changes in eval mode, nothing kept is right any more.
-            training: whether the module is in training mode.
+            training: whether the module is trained, so that its weights change with every pass.
+            watched: some values of every weight are compared (on the CPU), since others change them through `.data`.
         """
         made_from = () if training else tuple(
             (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in every
         )
-        kept, codes, lasting = self.kept if made_from == self._made_from else {}, {}, {}
+        probes = [] if training or not watched else [
+            one for virtual in program.weights.values() if virtual.codes is not None
+            for one in upkeep.probe(parameters[virtual.values.name], parameters[virtual.clip.name])
+        ]  # fmt: skip
+        unchanged = made_from == self._made_from and all(map(torch.equal, self._probes, probes))
+        kept, codes, lasting = self.kept if unchanged else {}, {}, {}
         for virtual in program.weights.values():
             if virtual.codes is None:
                 continue
@@ -65,15 +72,18 @@ class WeightCodes:
             if training or None in made.values():
                 _allocate(virtual, made, place)
                 tensors = {**parameters, **made}
-                weight = virtual.bind(lambda tensor, tensors=tensors: tensors[tensor.name].detach())
+                weight = virtual.bind(
+                    lambda tensor, tensors=tensors: tensors[tensor.name].detach().to(tensor.dtype).contiguous()
+                )
                 if not (training and upkeep.current(values, clip, weight)):
                     place.run(RoundWeight(weight=weight))
-                    if training:
+                    if training and not weight.by_inputs:  # which no optimizer rounds
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
             if isinstance(values, nn.Parameter):
                 lasting |= made
                 self._owners[virtual.values.name] = owner
+        self._probes = [one.clone() for one in probes]
         self.kept, self._made_from = kept | lasting, made_from  # when they are whole: other threads may look
         return codes
 

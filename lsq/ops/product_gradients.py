@@ -19,14 +19,20 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoe
     x, (floats, rounded) = product.x.coded, upstream
     narrow = x is not None and rounded is None
     common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
-    if undoes:
-        end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
-    builder.add(ProjectInputGradient(weight=weight.bare(), **common, **end))
+    if builder.needs_gradient(product.x.tensor):
+        if undoes:
+            end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
+        builder.add(ProjectInputGradient(weight=weight.bare(), **common, **end))
+    if not (builder.needs_gradient(weight.values) or builder.needs_gradient(weight.clip)):
+        return
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
+    dweight = builder.parameter_gradient(weight.values)
+    if dweight is None:  # its clip's alone
+        dweight = builder.like("d_" + weight.values.name, weight.values)
     builder.add(
         ProjectWeightGradient(
-            x=product.x.bare(), weight=weight, lsq=builder.quant.clip_gradient == "lsq",
-            dweight=builder.parameter_gradient(weight.values), dclip=builder.parameter_gradient(weight.clip), **common,
+            x=product.x.bare(), weight=weight, lsq=builder.quant.clip_gradient == "lsq", dweight=dweight,
+            dclip=builder.parameter_gradient(weight.clip), **common,
         )
     )  # fmt: skip

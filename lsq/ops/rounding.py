@@ -66,24 +66,30 @@ class RoundWeight(Operation):
     """The codes of a weight from its values and clips. The product of its gradient masks its own result."""
 
     weight: Out[Weight]
-    """values [N, K], clip [N] or [1] -> what is stored of codes [P, K], scale [P], on a GPU codes transposed [K, P].
+    """values [N, K] or [K, N], clip [N] or [1] -> what is stored of codes [P, K], scale [P], on a GPU codes transposed.
 
     Rows from N on: 0, and scale 1.
     """
 
     rows = extent(0, "weight.codes")
     """P."""
-    valid = extent(0, "weight.values")
-    """N."""
-    columns = extent(1, "weight.values")
-    """K."""
     stored = extent(1, "weight.codes")
     """Bytes of a row."""
     clips = extent(0, "weight.clip")
 
+    @size
+    def valid(self) -> int:
+        """N."""
+        return self.weight.values.shape[self.weight.by_inputs]
+
+    @size
+    def columns(self) -> int:
+        """K."""
+        return self.weight.values.shape[1 - self.weight.by_inputs]
+
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
-        codes, scale = weight.format.encode(weight.values, weight.clip)
+        codes, scale = weight.format.encode(weight.values_by_rows, weight.clip)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
         return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t()
 
@@ -93,6 +99,7 @@ class RoundWeight(Operation):
     def cuda(self):
         if self.weight.format.packed:
             _refuse_on_cuda(self.weight.format)
+        refuse_by_inputs(self.weight)
         kernels.check_columns(16, **{"the width of a weight": self.columns})
         grid, transposed = warp_blocks(self.rows), self.weight.transposed
         rounding = launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)
@@ -135,6 +142,15 @@ def unpacked(builder, weight: Weight) -> Weight:
     codes = builder.tensor(stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8)
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
     return dataclasses.replace(stored, codes=codes)
+
+
+def refuse_by_inputs(weight: Weight) -> None:
+    """Raise ValueError for a weight [K, N], which no kernel reads."""
+    if weight.by_inputs:
+        raise ValueError(
+            "a weight [inputs, outputs], as GPT-2's Conv1D has it, cannot be rounded on a GPU yet; leave these layers "
+            'as they are: lsq.convert(model, skip=lambda layer, name: type(layer).__name__ == "Conv1D")'
+        )
 
 
 def _refuse_on_cuda(form: WeightFormat) -> None:

@@ -24,10 +24,11 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
+from lsq.ops.rounding import refuse_by_inputs
 from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
 from lsq.ops.weight_gradient_product import split_scratch, sums_of_clips, tile_clip_sums, weight_gradient_product
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
@@ -55,7 +56,7 @@ class ProjectWeightGradient(Operation):
     lsq: bool = False
     """The clip learns by LSQ, not PACT."""
     dweight: Out[Floats]
-    """[N, K]"""
+    """[N, K], or [K, N] where the weight is by inputs."""
     dclip: Out[Floats] | None
     """[N] or [1], like the clip."""
     parts: Out[Floats] | None
@@ -64,9 +65,17 @@ class ProjectWeightGradient(Operation):
     """Of the product of floats."""
 
     rows = extent(0, "gradient.codes", "floats")
-    weight_rows = extent(0, "dweight")
-    columns = extent(1, "dweight")
     clips = extent(0, "weight.clip")
+
+    @size
+    def weight_rows(self) -> int:
+        """N."""
+        return self.dweight.shape[self.weight.by_inputs]
+
+    @size
+    def columns(self) -> int:
+        """K."""
+        return self.dweight.shape[1 - self.weight.by_inputs]
 
     @factor
     def clip_factor(self) -> float:
@@ -95,12 +104,13 @@ class ProjectWeightGradient(Operation):
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * self.x.scale) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
+        dweight = dweight.t() if self.weight.by_inputs else dweight
         found = None if self.parts is None else sums_of_clips(self.parts, self.clips, dclip)
         return dweight, dclip, as_parts(self.parts, found)
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
-        weight, clip = self.weight.values, self.weight.clip
+        weight, clip = self.weight.values_by_rows, self.weight.clip
         limit = clip.reshape(-1, 1)
         outside = weight.abs() > limit
         contribution = torch.where(outside, product * weight.sign(), 0.0)
@@ -186,6 +196,7 @@ class ProjectWeightGradient(Operation):
         return [*sums, (product, torch.float32), *operands]
 
     def cuda(self, *scratch):
+        refuse_by_inputs(self.weight)
         if self._float_mode:
             product = Product(a=self.floats, b=self.x.floats, out=self.dweight, transpose_a=True, transpose_b=True)
             return [product] if self.rows else [zero(self.dweight)]

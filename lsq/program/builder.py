@@ -27,6 +27,7 @@ class Builder:
         quant: what is rounded and how the backward products run.
         training: dropout is active.
         backward: the program gets a backward pass; without one, weights come in as codes.
+        wanted: names of the inputs and parameters that need a gradient; None: all of them.
         backend: where it will run, which decides how much scratch memory operations take and how wide activations are.
         add: makes the operation that adds two tensors into a third.
         begin: makes the first operations of a forward pass from the others.
@@ -35,10 +36,14 @@ class Builder:
 
     def __init__(
         self, name: str, quant: QuantConfig, *, training: bool, backward: bool, backend: Backend, add: Add,
+        wanted: frozenset[str] | None = None,
         begin: Begin = lambda operations: (), finish: Finish = lambda operations, tensor: (),
     ):  # fmt: skip
         self.name, self.quant = name, quant
         self.training, self.backward = training, backward
+        self._wanted = wanted
+        self._needless: set[VirtualTensor] = set()
+        """What depends on nothing that needs a gradient."""
         self._backend, self._make_add, self._begin, self._finish = backend, add, begin, finish
         self._operations: list[Operation] = []
         self._inputs: list[VirtualTensor] = []
@@ -72,7 +77,12 @@ class Builder:
         """A tensor that each run brings along."""
         tensor = self.tensor(name, shape, dtype, "input")
         self._inputs.append(tensor)
+        self._note_need(tensor)
         return tensor
+
+    def _note_need(self, leaf: VirtualTensor) -> None:
+        if self._wanted is not None and leaf.name not in self._wanted:
+            self._needless.add(leaf)
 
     def parameter(self, name: str, shape, kind: Kind, **start) -> VirtualTensor:
         """A float32 parameter, the same virtual tensor for each call with the same name; start: see Parameter."""
@@ -80,6 +90,7 @@ class Builder:
             tensor = self.tensor(name, shape, role="parameter")
             tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
             self._parameters[name] = tensor
+            self._note_need(tensor)
         return self._parameters[name]
 
     def output(self, tensor: VirtualTensor) -> None:
@@ -90,11 +101,16 @@ class Builder:
     def add(self, operation: Operation) -> Operation:
         """Append an operation."""
         self._operations.append(operation)
-        for leaf in operation.leaves():
-            tensor = leaf.of(operation)
-            if leaf.written and tensor is not None:
-                self._producers.setdefault(tensor, operation)
+        needless = self._wanted is not None and self._needless.issuperset(operation.inputs)
+        for tensor in operation.outputs:
+            self._producers.setdefault(tensor, operation)
+            if needless:
+                self._needless.add(tensor)
         return operation
+
+    def needs_gradient(self, tensor: VirtualTensor | None) -> bool:
+        """Whether anything that needs a gradient gets one by way of that of `tensor`."""
+        return tensor is not None and tensor not in self._needless
 
     def producer(self, tensor: VirtualTensor) -> Operation | None:
         """The operation that wrote `tensor`, if one did."""
@@ -125,18 +141,22 @@ class Builder:
             error=self.tensor(name + ".error", shape) if keeps_error else None,
         )
 
-    def weight(self, name: str, shape: tuple[int, int], *, rows: int | None = None, **start) -> Weight:
-        """A weight [N, K], the same for each call with the same name: rounded, or as it is in float mode.
+    def weight(
+        self, name: str, shape: tuple[int, int], *, rows: int | None = None, by_inputs: bool = False, **start
+    ) -> Weight:
+        """A weight of `shape` [N, K], one for all calls with the same name: rounded, or as it is in float mode.
 
         `start`: see Parameter. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come in
-        from outside, as their format stores them; whoever runs the program has rounded them.
+        from outside, as their format stores them; whoever runs the program has rounded them. `by_inputs`: the parameter
+        is [K, N].
         """
         if name in self._weights:
             return self._weights[name]
         form = self.quant.weights
         clip = name + "_clip" if self.quant.quantized else None
-        parameter = self.parameter(name, shape, Kind.WEIGHT, clip=clip, **start)
-        weight = Weight(format=form, values=parameter)
+        held = shape[::-1] if by_inputs else shape
+        parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, by_inputs=by_inputs, **start)
+        weight = Weight(format=form, values=parameter, by_inputs=by_inputs)
         if self.quant.quantized:
             padded = rows or shape[0]
             weight.clip = self.parameter(
@@ -178,7 +198,9 @@ class Builder:
         return total
 
     def accumulate(self, tensor: VirtualTensor, gradient: VirtualTensor) -> None:
-        """Add a contribution to the gradient of `tensor`."""
+        """Add a contribution to the gradient of `tensor`, if it needs one."""
+        if gradient is None or not self.needs_gradient(tensor):
+            return
         before = self._gradients.get(tensor)
         self._gradients[tensor] = gradient if before is None else self._sum(before, gradient)
 
@@ -213,12 +235,12 @@ class Builder:
         return total
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
-        """Where an operation writes the gradient of a parameter; each parameter has one reader.
+        """Where an operation writes the gradient of a parameter, if it needs one; each parameter has one reader.
 
         Raises:
             ValueError: it has two.
         """
-        if parameter is None:
+        if not self.needs_gradient(parameter):
             return None
         if parameter in self._leaf_gradients:
             raise ValueError(f"parameter {parameter.name} has two readers in program {self.name}")

@@ -7,7 +7,7 @@ goes operation by operation: outputs are allocated when it runs and dropped afte
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,6 +48,8 @@ class Hooks:
 
 
 NO_HOOKS = Hooks()
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What is converted at the borders of a program to the floats that it was built for."""
 
 
 class Execution:
@@ -59,21 +61,23 @@ class Execution:
         hooks: called around each operation of the forward pass.
         memory: planned memory for runs with a backward pass; without, all tensors get fresh memory.
         owner: who runs, for the memory.
+        fleeting: names of parameters that the backward pass may find with other values, so that it keeps copies.
     """
 
     def __init__(
         self, program: Program, backend: Backend, *, hooks: Hooks | None = None, memory: StepMemory | None = None,
-        owner: object = None,
-    ):
+        owner: object = None, fleeting: Collection[str] = (),
+    ):  # fmt: skip
         self.program, self.backend = program, backend
         self.hooks = hooks or NO_HOOKS
         self.memory = memory
         self.owner = owner
+        self.fleeting = fleeting
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run forward. Gradients flow to the inputs and parameters of a program that has a backward pass.
 
-        Activations may come as float32, whatever dtype the program was built for; outputs have that dtype.
+        Floats may come as any of FLOATS, whatever dtype the program was built for; outputs have that dtype.
 
         Raises:
             ValueError: a tensor is missing, or its shape or dtype is not the program's.
@@ -129,17 +133,13 @@ def _checked(virtual: VirtualTensor, tensors: dict[str, torch.Tensor], program: 
     tensor = tensors.get(virtual.name)
     if tensor is None:
         raise ValueError(f"program {program.name} needs a tensor called {virtual.name!r}")
-    if tuple(tensor.shape) != virtual.shape or tensor.dtype not in (virtual.dtype, _wide(virtual.dtype)):
+    fits = tensor.dtype == virtual.dtype or (virtual.dtype.is_floating_point and tensor.dtype in FLOATS)
+    if tuple(tensor.shape) != virtual.shape or not fits:
         raise ValueError(
             f"{virtual.name} is {tensor.dtype} {tuple(tensor.shape)}; program {program.name} was built for "
             f"{virtual.dtype} {virtual.shape}"
         )
     return tensor
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What is converted to `dtype` at the border of a program: float32 to narrower floats."""
-    return torch.float32 if dtype.is_floating_point else dtype
 
 
 def _placed(borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]) -> dict[VirtualTensor, torch.Tensor]:
@@ -164,14 +164,18 @@ class _Node(torch.autograd.Function):
         ctx.saved = tuple(
             tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
         )
-        ctx.save_for_backward(*(values[tensor] for tensor in ctx.saved))
+        given = {  # as they came, not a converted copy
+            virtual: tensor.clone() if virtual.name in execution.fleeting else tensor
+            for virtual, tensor in zip(borders, arguments, strict=True)
+        }
+        ctx.save_for_backward(*(given.get(tensor, values[tensor]) for tensor in ctx.saved))
         return tuple(values[output] for output in program.outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         program = ctx.execution.program
-        values = dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        values = _placed(ctx.saved, ctx.saved_tensors)
         values |= _placed(program.output_gradients, gradients)
         ctx.frame.homes = dict(homes.claim(program, ctx.next_functions))
         with ctx.frame.running(backward=True):

@@ -67,6 +67,11 @@ def measured(module: HasClips, clips: Mapping[str, Tensor]) -> None:
             seen[name] = weakref.ref(clip), value
 
 
+def unsettled(module: HasClips) -> set[str]:
+    """Names of clips that passes have measured, of which the shards know nothing yet."""
+    return set(_modules[module].measured) if module in _modules else set()
+
+
 def forget(module: HasClips) -> None:
     """Clips of `module` come from elsewhere: what was measured counts no more."""
     if module in _modules:

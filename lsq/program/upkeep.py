@@ -23,6 +23,8 @@ PROBES = 61
 class Upkeep:
     """Of one parameter."""
 
+    end: weakref.finalize | None = None
+    """What takes it out of what is kept."""
     optimizer: weakref.ref | None = None
     """Who limits the steps of a clip."""
     limit: float = 0.0
@@ -50,8 +52,22 @@ def of(parameter: torch.Tensor) -> Upkeep:
     found = _kept.get(id(parameter))
     if found is None:
         found = _kept[id(parameter)] = Upkeep()
-        weakref.finalize(parameter, _kept.pop, id(parameter)).atexit = False
+        found.end = weakref.finalize(parameter, _kept.pop, id(parameter))
+        found.end.atexit = False
     return found
+
+
+def before(clip: torch.Tensor) -> torch.Tensor | None:
+    """Where the last training pass saw a clip, if that limits it."""
+    kept = _kept.get(id(clip))
+    return None if kept is None else kept.before
+
+
+def drop(parameter: torch.Tensor) -> None:
+    """Leave nothing, not even a weak reference: torch.utils.swap_tensors wants none."""
+    kept = _kept.pop(id(parameter), None)
+    if kept is not None:
+        kept.end.detach()
 
 
 def remember(clips: Iterable[torch.Tensor], limit: float) -> None:
@@ -69,7 +85,8 @@ def remember(clips: Iterable[torch.Tensor], limit: float) -> None:
 
 def forget(clip: torch.Tensor) -> None:
     """`clip` is measured or loaded: where it was before is no limit."""
-    of(clip).before = None
+    if id(clip) in _kept:
+        of(clip).before = None
 
 
 def offer(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> None:
@@ -85,8 +102,9 @@ def offer(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> None:
 
 def withdraw(weight: torch.Tensor) -> None:
     """The codes of `weight` are of no use any more."""
-    kept = of(weight)
-    kept.rounded, kept.clip, kept.made_from, kept.probe = None, None, (), ()
+    if id(weight) in _kept:
+        kept = of(weight)
+        kept.rounded, kept.clip, kept.made_from, kept.probe = None, None, (), ()
 
 
 def made(weight: torch.Tensor) -> None:
@@ -95,7 +113,7 @@ def made(weight: torch.Tensor) -> None:
     clip = kept.clip()
     kept.made_from = (*_stamp(weight), *_stamp(clip))
     _made[kept.rounded.codes.data_ptr()] = kept
-    kept.probe = tuple(values.clone() for values in _probe(weight, clip))
+    kept.probe = tuple(values.clone() for values in probe(weight, clip))
 
 
 def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
@@ -110,7 +128,7 @@ def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
         and _made.get(rounded.codes.data_ptr()) is kept
         and not _limited_later(of(clip))
         and kept.made_from == (*_stamp(weight), *_stamp(clip))
-        and all(map(torch.equal, kept.probe, _probe(weight, clip)))
+        and all(map(torch.equal, kept.probe, probe(weight, clip)))
     )
 
 
@@ -136,8 +154,8 @@ def _stamp(parameter: torch.Tensor) -> tuple:
     return weakref.ref(parameter.untyped_storage()), parameter.data_ptr(), parameter._version
 
 
-def _probe(weight: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Values all over a weight, and its clips; nothing on a GPU, where comparing would wait."""
+def probe(weight: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of values all over a weight, and of its clips; nothing on a GPU, where comparing would wait."""
     if weight.device.type != "cpu":
         return ()
     return weight.detach().flatten()[:: max(1, weight.numel() // PROBES)], clip.detach()

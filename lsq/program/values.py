@@ -107,11 +107,13 @@ class Weight(Value):
     scale: Floats | None
     """[P]"""
     values: In[Floats] | None
-    """[N, K], the parameter."""
+    """[N, K], the parameter; [K, N] where it is by inputs."""
     clip: In[Floats] | None
     """[N] or [1], the parameter."""
     transposed: Codes | None
     """[K, P], the same codes, as the int8 product that goes back reads them on a GPU."""
+    by_inputs: bool = False
+    """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
 
     @factor
     def largest(self) -> float:
@@ -127,6 +129,11 @@ class Weight(Value):
     def matrix(self) -> torch.Tensor:
         """What is multiplied: codes, or the values in float mode."""
         return self.values if self.codes is None else self.codes
+
+    @property
+    def values_by_rows(self) -> torch.Tensor:
+        """Reference: [N, K]."""
+        return self.values.t() if self.by_inputs else self.values
 
     def bare(self) -> Weight:
         """Codes in both layouts and scale alone, of what is rounded."""

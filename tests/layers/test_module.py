@@ -94,7 +94,7 @@ def test_clips_of_weights_are_measured_more_often():
     assert measured == [*range(2, 17), 18, 20, 21, 23]
     with torch.no_grad():
         layer.weight.mul_(3)
-    assert not layer.schedule.weights_due()
+    assert not layer.schedule.weights_due(training=True)
 
 
 def test_what_a_pass_without_gradients_measures_stays():

@@ -18,6 +18,7 @@ LSQ_OPERATION(Round, op) {
 }
 
 LSQ_EXPORT void lsq_round_int8(const RoundWeight& op) {
+    if (op.weight.by_inputs) return round_by_inputs(op);
     round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float step, int8_t* codes) {
         int missing = 0;
 #pragma omp simd reduction(| : missing)

@@ -21,6 +21,7 @@ public:
 
     // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+        if (op_.weight.by_inputs) return end_by_inputs(first, rows, sums, stride);
         return end(first, rows, [&](int64_t row, float* g) {
             const int32_t* line = sums + row * stride;
             const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
@@ -32,6 +33,7 @@ public:
 
     // Of floats.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
+        if (op_.weight.by_inputs) return end_by_inputs(first, rows, product, stride);
         return end(first, rows, [&](int64_t row, float* g) {
             std::memcpy(g, product + row * stride, n_ * sizeof(float));
         });
@@ -47,6 +49,51 @@ private:
             const float sum = op_.lsq ? lsq_sum(row, g) : 0.0f;
             clip_sums_[row] = sum + cut(row, g);
             stream(g, n_, op_.dweight + row * n_);
+        }
+        finish_stream();
+        return 0;
+    }
+
+    // The same of a weight [K, N], in blocks that are transposed.
+    template <class T>
+    int end_by_inputs(int64_t first, int64_t rows, const T* product, int64_t stride) {
+        constexpr int64_t kSide = 16;
+        const int64_t past = std::min(first + rows, op_.weight_rows), width = op_.weight_rows;
+        for (int64_t row = first; row < past; row += kSide) {
+            const int64_t count = std::min(kSide, past - row);
+            float sums[kSide] = {}, limits[kSide], inverse[kSide], block[kSide][kSide], g[kSide];
+            for (int64_t j = 0; j < count; ++j) {
+                limits[j] = limit(row + j);
+                inverse[j] = column_scale_ ? 1.0f / op_.weight.scale[row + j] : 1.0f;
+            }
+            for (int64_t begin = 0; begin < n_; begin += kSide) {
+                const int64_t columns = std::min(kSide, n_ - begin);
+                for (int64_t j = 0; j < count; ++j) {
+                    const T* line = product + (row - first + j) * stride + begin;
+                    const float* scale = column_scale_ ? column_scale_ + begin : nullptr;
+#pragma omp simd
+                    for (int64_t i = 0; i < columns; ++i) {
+                        block[i][j] = static_cast<float>(line[i]) * (scale ? scale[i] : 1.0f) * inverse[j];
+                    }
+                }
+                for (int64_t i = 0; i < columns; ++i) {
+                    const float* w = op_.weight.values + (begin + i) * width + row;
+                    const int8_t* codes = op_.lsq ? op_.weight.codes + row * n_ + begin + i : nullptr;
+                    for (int64_t j = 0; j < count; ++j) {
+                        const bool outside = std::fabs(w[j]) > limits[j];
+                        const float x = block[i][j], across = w[j] > 0.0f ? x : -x;
+                        float inside = 0.0f;
+                        if (codes) {
+                            const float decoded = static_cast<float>(codes[j * n_]) * op_.weight.scale[row + j];
+                            inside = x * (decoded - w[j]) / limits[j];
+                        }
+                        sums[j] += outside ? across : inside;
+                        g[j] = outside ? 0.0f : x;
+                    }
+                    stream(g, count, op_.dweight + (begin + i) * width + row);
+                }
+            }
+            std::copy(sums, sums + count, clip_sums_ + row);
         }
         finish_stream();
         return 0;

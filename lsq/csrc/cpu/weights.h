@@ -27,6 +27,46 @@ void round_weight(const RoundWeight& op, const Round& round) {
     if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + op.valid, not_a_number());
 }
 
+// The codes of values [K, N], in blocks of so many rows and columns.
+inline void round_by_inputs(const RoundWeight& op) {
+    constexpr int64_t kSide = 64;
+    const Weight& weight = op.weight;
+    const int64_t n = op.valid;
+    const float q = weight.largest;
+    int missing_anywhere = 0;
+#pragma omp parallel for schedule(static) reduction(| : missing_anywhere)
+    for (int64_t first = 0; first < n; first += kSide) {
+        const int64_t rows = std::min(kSide, n - first);
+        alignas(64) int8_t block[kSide][kSide];
+        float steps[kSide];
+        int missing[kSide] = {};
+        for (int64_t j = 0; j < rows; ++j) steps[j] = weight.clip[op.clips > 1 ? first + j : 0] / q;
+        for (int64_t begin = 0; begin < op.columns; begin += kSide) {
+            const int64_t columns = std::min(kSide, op.columns - begin);
+            for (int64_t i = 0; i < columns; ++i) {
+                const float* values = weight.values + (begin + i) * n + first;
+#pragma omp simd
+                for (int64_t j = 0; j < rows; ++j) {
+                    const float ratio = values[j] / steps[j];
+                    missing[j] |= ratio != ratio;
+                    block[i][j] = code_of(ratio, q);
+                }
+            }
+            for (int64_t j = 0; j < rows; ++j) {
+                int8_t* stored = weight.codes + (first + j) * op.stored + begin;
+                for (int64_t i = 0; i < columns; ++i) stored[i] = block[i][j];
+            }
+        }
+        for (int64_t j = 0; j < rows; ++j) {
+            weight.scale[first + j] = poisoned(steps[j], missing[j]);
+            missing_anywhere |= missing[j];
+        }
+    }
+    std::memset(weight.codes + n * op.stored, 0, (op.rows - n) * op.stored);
+    std::fill(weight.scale + n, weight.scale + op.rows, 1.0f);
+    if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + n, not_a_number());
+}
+
 // Calls unpack(stored, n, codes) for each row.
 template <class Unpack>
 void unpack_weight(const UnpackWeight& op, const Unpack& unpack) {

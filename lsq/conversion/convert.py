@@ -1,0 +1,105 @@
+"""The linear layers of a model as int8 ones with learned clips, in place, and back."""
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lsq.config import QuantConfig
+from lsq.conversion.report import Report
+from lsq.conversion.selection import Skip, choose
+from lsq.layers.linear import Projection, QuantizedLinear, by_inputs_of
+from lsq.layers.schedule import Schedule
+from lsq.program import shards
+
+Model = TypeVar("Model", bound=nn.Module)
+MINIMUM_WIDTH = 64
+"""Narrower products are over before anything is gained, such as those of LoRA's adapters and of small heads."""
+
+
+def convert(
+    model: nn.Module, quant: QuantConfig | None = None, *, skip: Skip = (), minimum_width: int = MINIMUM_WIDTH,
+    tied: bool = False,
+) -> Report:  # fmt: skip
+    """Let the linear layers of `model` multiply in int8, forward and backward, under clips that learn.
+
+    It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the same
+    parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. New are the clips, which are
+    measured in the first pass: weights may be loaded before or afterwards, and the model may be on the meta device.
+
+    Args:
+        model: any. Convert it before its optimizer is made, which shall train the clips, before DistributedDataParallel
+            and fully_shard, and before or after PEFT.
+        quant: what is rounded, and how.
+        skip: modules to leave as they are with all inside them: names, their ends from a dot on ("lm_head"), patterns
+            with * and ?, or a function of (layer, name) that says whether to leave that layer.
+        minimum_width: layers with fewer inputs or outputs are left as they are.
+        tied: convert layers whose weight is an embedding's, too.
+
+    Returns:
+        What was converted, and why the others were not; print it.
+
+    Raises:
+        ValueError: nothing can be converted, a pattern in `skip` fits nothing, the model is wrapped already, or the
+            mode is "float".
+    """
+    quant = quant or QuantConfig()
+    if not quant.quantized:
+        raise ValueError("mode is 'float', in which nothing is rounded; take 'int8', or leave the model as it is")
+    _check_bare(model, "convert")
+    choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied)
+    report = Report(layers=tuple(choice.layer for choice in choices))
+    if not report.converted:
+        raise ValueError(f"{type(model).__name__} has no linear layer to convert. {report}")
+    for choice in choices:
+        if choice.layer.reason is None:
+            _quantize(choice.module, quant)
+    return report
+
+
+def _quantize(module: nn.Module, quant: QuantConfig) -> None:
+    """By its class alone: whoever holds the layer or its parameters holds them still."""
+    module.__class__ = QuantizedLinear if type(module) is nn.Linear else by_inputs_of(type(module))
+    module.take_place(quant)
+
+
+def revert(model: Model) -> Model:
+    """Make the layers of `convert` what they were, with the weights that they have now; the clips are gone.
+
+    Works in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model is wrapped, or a layer has got a forward of its own since.
+    """
+    _check_bare(model, "revert")
+    found = [module for module in model.modules() if isinstance(module, Projection)]
+    for module in found:
+        if "forward" in vars(module):
+            raise ValueError("a converted layer has a forward of its own; remove the hooks that have put it in, first")
+    for module in found:
+        module.give_place()
+    return model
+
+
+def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of `model` without what its converted layers add: that of the float model."""
+    names = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Projection)
+        for name in (*module.clips(), *Schedule.NAMES)
+    }
+    return {name: value for name, value in model.state_dict().items() if name not in names}
+
+
+def _check_bare(model: nn.Module, what: str) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            where = f"{name!r} is" if name else "the model is"
+            raise ValueError(f"{where} wrapped in DistributedDataParallel; {what} what is inside, before it is wrapped")
+        if any(map(shards.is_shard, module.parameters(recurse=False))):
+            raise ValueError(f"parameters of {name!r} are shards of FSDP2; {what} the model before fully_shard")

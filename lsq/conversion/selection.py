@@ -1,0 +1,134 @@
+"""Which layers of a model `convert` takes, and why it leaves the others."""
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lsq.config import DIMENSION_MULTIPLE, QuantConfig
+from lsq.conversion.report import Layer
+from lsq.layers.linear import Projection
+
+Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
+"""Names or patterns of modules to leave as they are, or a function of a linear layer and its name that says so."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A linear layer of a model, and what is to become of it."""
+
+    module: nn.Module
+    layer: Layer
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the Conv1D of transformers, which GPT-2 has: a linear layer with a weight [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nx") and _is_matrix(getattr(module, "weight", None))
+
+
+def choose(model: nn.Module, quant: QuantConfig, skip: Skip, *, minimum_width: int, tied: bool) -> list[Choice]:
+    """Every linear layer in `model`.
+
+    Args:
+        model: whose.
+        quant: what they would become.
+        skip, minimum_width, tied: see lsq.convert.
+
+    Raises:
+        ValueError: a pattern in `skip` fits no module.
+    """
+    names = {name: module for name, module in model.named_modules()}
+    skips = _skipping(skip, names)
+    embeddings = {
+        id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    return [
+        Choice(module=module, layer=Layer(name=name, inputs=inputs, outputs=outputs, reason=reason))
+        for name, module, (inputs, outputs) in _linears(names)
+        for reason in [
+            _already(module)
+            or ("skip names it" if skips(module, name) else None)
+            or _unusual(module, quant)
+            or _unfit(inputs, outputs, minimum_width)
+            or (None if tied else _shared(module, embeddings))
+        ]
+    ]
+
+
+def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:
+    for name, module in names.items():
+        if isinstance(module, Projection):
+            yield name, module, module.sizes
+        elif isinstance(module, nn.Linear) and not isinstance(module, nn.LazyLinear):
+            yield name, module, (module.in_features, module.out_features)
+        elif is_conv1d(module):
+            yield name, module, tuple(module.weight.shape)
+
+
+def _already(module: nn.Module) -> str | None:
+    return "is lsq's already" if isinstance(module, Projection) else None
+
+
+def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
+    """What makes another linear layer of a module that is called so."""
+    kind = type(module)
+    if kind is not nn.Linear and not is_conv1d(module):
+        return f"is a {kind.__name__}, which may compute something else"
+    if "forward" in vars(module):
+        return "has a forward of its own, as hooks of accelerate put it in; convert first"
+    parameters = dict(module.named_parameters(recurse=False))
+    if not parameters.keys() <= {"weight", "bias"} or "weight" not in parameters:
+        return f"has the parameters {', '.join(parameters) or 'of nobody'} in place of weight and bias"
+    if type(module.weight) is not nn.Parameter:
+        return f"has a weight that is a {type(module.weight).__name__}"
+    if module.weight.dtype not in DTYPES:
+        return f"has a weight of {module.weight.dtype}"
+    if is_conv1d(module) and quant.weights.packed:
+        return f"has a weight [inputs, outputs], which {quant.weight_format} does not store"
+    return None
+
+
+def _unfit(inputs: int, outputs: int, minimum_width: int) -> str | None:
+    for name, width in (("inputs", inputs), ("outputs", outputs)):
+        if width < minimum_width:
+            return f"{width} {name}: narrower than {minimum_width} gains nothing (minimum_width)"
+        if width % DIMENSION_MULTIPLE:
+            return f"{width} {name}: int8 products need a multiple of {DIMENSION_MULTIPLE}"
+    return None
+
+
+def _shared(module: nn.Module, embeddings: dict[int, str]) -> str | None:
+    embedding = embeddings.get(id(module.weight))
+    return None if embedding is None else f"shares its weight with the embedding {embedding} (tied=True converts it)"
+
+
+def _is_matrix(weight: object) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dim() == 2
+
+
+def _skipping(skip: Skip, names: dict[str, nn.Module]) -> Callable[[nn.Module, str], bool]:
+    if callable(skip):
+        return skip
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    for pattern in patterns:
+        if not any(_fits(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, {part for name in names for part in _ends(name)}, n=3)
+            hint = f"; near are {', '.join(near)}" if near else ""
+            raise ValueError(f"skip names {pattern!r}, but no module of this model is called so{hint}")
+    return lambda module, name: any(_fits(name, pattern) for pattern in patterns)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a module or one around it has that name, or ends so from a dot on."""
+    parts = name.split(".")
+    around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return any(fnmatch.fnmatchcase(end, pattern) for one in around for end in _ends(one))
+
+
+def _ends(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))

@@ -1,0 +1,29 @@
+"""The report of a conversion as text."""
+
+from lsq.conversion import Layer, Report
+
+
+def test_layers_of_one_kind_share_a_line():
+    layers = [
+        *(Layer(name=f"h.{number}.up", inputs=64, outputs=256, reason=None) for number in range(12)),
+        Layer(name="h2.up", inputs=64, outputs=64, reason=None),
+        Layer(name="head", inputs=64, outputs=1000, reason="skip names it"),
+    ]
+    report = Report(layers=tuple(layers))
+    assert str(report) == repr(report) == "\n".join([
+        "13 of 14 linear layers run in int8, 200,704 of their 264,704 weights (75.8%):",
+        "    12 × h.*.up  64 → 256",
+        "     1 × h2.up   64 → 64",
+        "left as they are:",
+        "     1 × head  64 → 1000  skip names it",
+    ])  # fmt: skip
+    assert report.converted == (*(f"h.{number}.up" for number in range(12)), "h2.up")
+    assert report.left == {"head": "skip names it"}
+
+
+def test_of_a_model_without_layers():
+    assert str(Report(layers=())) == "0 of 0 linear layers run in int8:"
+
+
+def test_of_a_layer_by_itself():
+    assert "the model itself  64 → 64" in str(Report(layers=(Layer(name="", inputs=64, outputs=64, reason=None),)))

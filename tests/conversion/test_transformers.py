@@ -1,0 +1,101 @@
+"""Models of Hugging Face transformers, made from configurations, and PEFT's LoRA on top."""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+import lsq
+from lsq.conversion import float_state_dict
+from lsq.optim import Adam
+from tests.layers.shapes import decibels
+
+sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
+transformers = pytest.importorskip("transformers")
+
+WORDS = 512
+GPT = {"n_layer": 2, "n_embd": 64, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+MAKERS = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=WORDS, **GPT)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **SHAPE)),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=WORDS, **SHAPE)),
+}
+LAYERS = {"gpt2": (8, 1), "llama": (15, 0), "bert": (13, 1)}
+"""Converted, and left."""
+
+
+def made(name: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return MAKERS[name]().train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    words = torch.randint(WORDS, (3, 17), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": words, "labels": words}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_trains_and_comes_back(name, tmp_path):
+    model = made(name)
+    plain = copy.deepcopy(model)
+    report = lsq.convert(model)
+    assert (len(report.converted), len(report.left)) == LAYERS[name]
+    assert decibels(plain.eval()(**batch()).logits, model.eval()(**batch()).logits) > 25
+    optimizer = Adam(model.train().parameters(), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+    state = float_state_dict(model)
+    lsq.revert(model).save_pretrained(tmp_path)
+    again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(information.values())
+    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_transformers(reentrant):
+    model = made("llama")
+    lsq.convert(model)
+    twin = copy.deepcopy(model)
+    twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for one in (model, twin):
+        torch.manual_seed(3)
+        one(**batch()).loss.backward()
+    for (name, first), second in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(first.grad, second.grad, rtol=1e-4, atol=1e-5, msg=lambda text, at=name: at + text)
+
+
+@pytest.mark.parametrize(("name", "targets"), [("gpt2", ["c_attn"]), ("llama", ["q_proj", "v_proj"])])
+@pytest.mark.parametrize("first", ["convert", "peft"])
+def test_low_rank_adapters_on_a_frozen_base(name, targets, first):
+    peft = pytest.importorskip("peft")
+    model = made(name)
+    config = peft.LoraConfig(r=8, target_modules=targets)
+    if first == "convert":
+        lsq.convert(model)
+        adapted = peft.get_peft_model(model, config)
+    else:
+        adapted = peft.get_peft_model(model, config)
+        report = lsq.convert(adapted)
+        assert len(report.converted) == LAYERS[name][0]
+        assert all("lora_" in layer or layer.endswith("lm_head") for layer in report.left)
+    adapted(**batch()).loss.backward()
+    assert all("lora_" in key for key, parameter in adapted.named_parameters() if parameter.grad is not None)
+    adapted.eval()
+    with torch.no_grad():
+        before = adapted(**batch()).logits
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.02)
+        expected = adapted(**batch()).logits
+        adapted.merge_adapter()
+        assert decibels(expected, adapted(**batch()).logits) > decibels(expected, before) + 6
+        adapted.unmerge_adapter()
+        assert decibels(expected, adapted(**batch()).logits) > 30
