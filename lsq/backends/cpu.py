@@ -13,7 +13,7 @@ class CPU(Backend):
     """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call together."""
 
     name = "cpu"
-    refillable = True
+    refillable = either_border = True
     packs_weights = True
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:

@@ -9,6 +9,7 @@ class Reference(Backend):
     """Runs `Operation.reference`."""
 
     name = "reference"
+    either_border = True
 
     def prepare(self, calls: Sequence[Call]) -> Callable[[], None]:
         def run() -> None:

@@ -79,12 +79,14 @@ class End:
     """Rounded under the clip of this name, if anything is; else floats."""
     activation: Activation = Activation.none
     dropout: float = 0.0
+    dtype: torch.dtype = torch.float32
+    """Of floats; on a GPU they have that of its activations."""
 
     def rows(self, builder: Builder, shape: tuple[int, int]) -> Rows:
         """Where a result [M, N] with this end goes."""
         if self.clip and builder.quant.quantized:
             return Rows(coded=builder.coded(self.name, shape, self.clip))
-        return Rows(floats=builder.tensor(self.name, shape))
+        return Rows(floats=builder.tensor(self.name, shape, self.dtype))
 
     def nonlinearity(self, builder: Builder, shape: tuple[int, int]) -> Nonlinearity | None:
         """What the builder's mode wants of activation and dropout, if anything."""

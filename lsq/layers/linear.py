@@ -14,6 +14,9 @@ from lsq.layers.programs import Mode
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.program.program import Program
 
+FLOATS = {torch.float32, torch.bfloat16}
+"""What crosses the border of a program as it is, where the backend takes either."""
+
 
 class Projection(ProgramModule):
     """y = x weight^T + bias with an int8 product; floats [..., inputs] in, [..., outputs] of the same dtype out.
@@ -48,10 +51,14 @@ class Projection(ProgramModule):
             del self.__dict__[name]
         self.__class__ = self.float_class
 
-    def _program(self, rows: int, mode: Mode) -> Program:
+    def _program(self, rows: int, mode: Mode, dtypes=(torch.float32, torch.float32)) -> Program:
+        rounded = self.quant.quantized and self.quant.backward == "int8"
+        if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
+            dtypes = torch.float32, torch.float32
         return programs.linear(
-            self.quant, rows, *self.sizes, mode, bias=self._parameters["bias"] is not None, by_inputs=self.by_inputs
-        )
+            self.quant, rows, *self.sizes, mode, bias=self._parameters["bias"] is not None, by_inputs=self.by_inputs,
+            dtypes=dtypes,
+        )  # fmt: skip
 
     def mode(self, *inputs: torch.Tensor) -> Mode:
         mode = super().mode(*inputs)
@@ -65,8 +72,9 @@ class Projection(ProgramModule):
         if x.dim() and x.shape[-1] == inputs and x.numel() == 0:
             return self._of_nothing(x)
         rows = rows_of(x, inputs)
-        (y,) = self.execute(self._program(rows.shape[0], self.mode(x)), {"x": rows})
-        return y.view(*x.shape[:-1], outputs).to(_result_dtype(x))
+        wanted = _result_dtype(x)
+        (y,) = self.execute(self._program(rows.shape[0], self.mode(x), (x.dtype, wanted)), {"x": rows})
+        return y.view(*x.shape[:-1], outputs).to(wanted)
 
     def _of_nothing(self, x: torch.Tensor) -> torch.Tensor:
         """No values, on which every parameter depends all the same: DistributedDataParallel waits for each of them."""

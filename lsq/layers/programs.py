@@ -45,8 +45,8 @@ class Mode:
         together = {"begin": start_together} if self.backend.starts_scales else {}
         together |= {"finish": finish_together} if self.backend.leaves_sums else {}
         return Builder(
-            name, quant, training=self.training, backward=self.backward, backend=self.backend,
-            wanted=self.wanted, add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
+            name, quant, training=self.training, backward=self.backward if self.wanted is None else self.wanted,
+            backend=self.backend, add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
         )
 
 
@@ -66,16 +66,17 @@ def cached(build):
 
 @cached
 def linear(
-    quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool, by_inputs: bool = False
-) -> Program:
-    """A projection by itself: x [M, K] -> y [M, N], floats. `by_inputs`: its weight is [K, N]."""
+    quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool, by_inputs: bool = False,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+) -> Program:  # fmt: skip
+    """A projection by itself: x [M, K] -> y [M, N], floats of these dtypes. `by_inputs`: its weight is [K, N]."""
     b = mode.builder("linear", quant)
-    x = blocks.quantize(b, b.input("x", (rows, inputs)), "input_clip")
+    x = blocks.quantize(b, b.input("x", (rows, inputs), dtypes[0]), "input_clip")
     bound = blocks.fan_in(inputs)
     b.output(
         blocks.project(
-            b, x, "weight", (outputs, inputs), End(name="y"), bias="bias" if bias else None, bound=bound,
-            bias_bound=bound, by_inputs=by_inputs,
+            b, x, "weight", (outputs, inputs), End(name="y", dtype=dtypes[1]), bias="bias" if bias else None,
+            bound=bound, bias_bound=bound, by_inputs=by_inputs,
         ).floats
     )
     return b.build()

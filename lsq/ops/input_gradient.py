@@ -80,6 +80,10 @@ class ProjectInputGradient(Operation):
     columns = extent(1, "weight.matrix")
 
     @size
+    def dx_dtype(self) -> int:
+        return 0 if self.dx is None else FLOATS[self.dx.dtype]
+
+    @size
     def part_rows(self) -> int:
         return PART_ROWS
 

@@ -14,15 +14,15 @@ import torch
 from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR, patches
-from lsq.csrc.launch import TICKET, Product, float_define, launch
+from lsq.csrc.launch import FLOATS, TICKET, Product, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import converted, converted_scratch, int8_products
 from lsq.ops.project_product import project_product
-from lsq.ops.rounding import RoundGradient, unpacked
+from lsq.ops.rounding import Round, RoundGradient, unpacked
 from lsq.ops.scales import started
-from lsq.program.declare import Activations, Floats, Host, In, Out, extent
+from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Rows, Weight
 
@@ -40,7 +40,7 @@ class Project(Operation):
     bias: In[Floats] | None
     """[P]"""
     out: Out[Activations] | None
-    """[M, P]; of floats, always."""
+    """[M, P]; of floats, always. Of codes it has either dtype, on the CPU too."""
     rounded: Out[Coded] | None
     """[M, P]; of codes, P is a multiple of 8."""
     nonlinearity: Out[Nonlinearity] | None
@@ -51,6 +51,10 @@ class Project(Operation):
     rows = extent(0, "x.tensor")
     columns = extent(0, "weight.matrix")
     """P."""
+
+    @size
+    def out_dtype(self) -> int:
+        return 0 if self.out is None else FLOATS[self.out.dtype]
 
     @property
     def product_weight(self) -> Weight:
@@ -136,8 +140,10 @@ class Project(Operation):
             end = {"nonlinearity": producer.nonlinearity, "dx": dx, "rounded": rounded_dx}
             end["sum"] = builder.bias_gradient(source)
         else:
-            end = {"added": builder.take_gradient(source), "dx": builder.tensor("d_" + source.name, source.shape)}
-            builder.accumulate(source, end["dx"])
+            dtype = producer.x.dtype if isinstance(producer, Round) else torch.float32
+            dx = builder.tensor("d_" + source.name, source.shape, dtype)
+            end = {"added": builder.take_gradient(source), "dx": dx}
+            builder.accumulate(source, dx)
         append_gradients(builder, self, weight, upstream, joined=builder.take_joined(source), **end)
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:

@@ -13,7 +13,7 @@ import torch
 
 from lsq.csrc import loader
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
-from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.csrc.launch import FLOATS, TICKET, float_define, launch
 from lsq.ops import kernels
 from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
@@ -31,13 +31,17 @@ class Round(Operation):
     """An activation as codes under its clip."""
 
     x: In[Activations]
-    """[M, N]"""
+    """[M, N]; of either dtype, on the CPU too."""
     rounded: Out[Coded]
     """[M, N]"""
 
     @size
     def count(self) -> int:
         return self.x.numel()
+
+    @size
+    def x_dtype(self) -> int:
+        return FLOATS[self.x.dtype]
 
     def unrounded(self, run) -> torch.Tensor:
         return self.x
@@ -47,7 +51,7 @@ class Round(Operation):
         return self.x, self.rounded.codes
 
     def reference(self):
-        return self.rounded.encode(self.x)
+        return self.rounded.encode(self.x.float())
 
     def cuda(self):
         kernels.check_columns(VECTOR, **{"the width of what is rounded": self.x.shape[1]})
@@ -168,7 +172,7 @@ class RoundGradient(Operation):
     """The gradient of a product at the end of a program, for what goes back from there."""
 
     gradient: In[Activations]
-    """[M, N]"""
+    """[M, N]; of either dtype, on the CPU too."""
     rounded: Out[RoundedGradient] | None
     """[M, N]; None: the products that go back take floats."""
     sum: Out[Floats] | None
@@ -179,9 +183,14 @@ class RoundGradient(Operation):
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
 
+    @size
+    def gradient_dtype(self) -> int:
+        return FLOATS[self.gradient.dtype]
+
     def reference(self):
-        codes, scale = self.rounded.encode(self.gradient) if self.rounded is not None else (None, None)
-        total = self.gradient.sum(dim=0)
+        gradient = self.gradient.float()
+        codes, scale = self.rounded.encode(gradient) if self.rounded is not None else (None, None)
+        total = gradient.sum(dim=0)
         return codes, scale, total, as_parts(self.parts, self._sums(self.parts, total))
 
     def leave_sums(self, tensor):

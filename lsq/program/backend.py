@@ -24,6 +24,7 @@ class Backend:
         transposed_weights: whether the int8 products that go back read codes of weights transposed, which come in then.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
         packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain codes.
+        either_border: whether floats at the borders of a product may be float32 or bfloat16, whatever activations are.
         few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
     """
 
@@ -36,6 +37,7 @@ class Backend:
     refillable: bool = False
     packs_weights: bool = False
     few_sizes: bool = False
+    either_border: bool = False
 
     def __deepcopy__(self, memo):
         return self  # a copy of a module runs where the module does

@@ -26,8 +26,8 @@ class Builder:
         name: of the program.
         quant: what is rounded and how the backward products run.
         training: dropout is active.
-        backward: the program gets a backward pass; without one, weights come in as codes.
-        wanted: names of the inputs and parameters that need a gradient; None: all of them.
+        backward: the program gets a backward pass, or one for the inputs and parameters of these names alone; without
+            one, weights come in as codes.
         backend: where it will run, which decides how much scratch memory operations take and how wide activations are.
         add: makes the operation that adds two tensors into a third.
         begin: makes the first operations of a forward pass from the others.
@@ -35,13 +35,13 @@ class Builder:
     """
 
     def __init__(
-        self, name: str, quant: QuantConfig, *, training: bool, backward: bool, backend: Backend, add: Add,
-        wanted: frozenset[str] | None = None,
+        self, name: str, quant: QuantConfig, *, training: bool, backward: bool | frozenset[str], backend: Backend,
+        add: Add,
         begin: Begin = lambda operations: (), finish: Finish = lambda operations, tensor: (),
     ):  # fmt: skip
         self.name, self.quant = name, quant
-        self.training, self.backward = training, backward
-        self._wanted = wanted
+        self.training, self.backward = training, bool(backward)
+        self._wanted = None if isinstance(backward, bool) else backward
         self._needless: set[VirtualTensor] = set()
         """What depends on nothing that needs a gradient."""
         self._backend, self._make_add, self._begin, self._finish = backend, add, begin, finish
@@ -283,7 +283,7 @@ class Builder:
         output_gradients, differentiable, gradients = (), (), ()
         if self.backward:
             output_gradients = tuple(
-                self.tensor("d_" + output.name, output.shape, role="input") for output in self._outputs
+                self.tensor("d_" + output.name, output.shape, output.dtype, role="input") for output in self._outputs
             )
             self._gradients.update(zip(self._outputs, output_gradients, strict=True))
             for operation in reversed(forward):
@@ -313,7 +313,8 @@ class Builder:
             for leaf in operation.leaves():
                 kinds[leaf.of(operation)].add(leaf.kind)
         for tensor, found in kinds.items():
-            if found == {"Activations"} and tensor is not None and tensor.role != "parameter":
+            float_activation = found == {"Activations"} and tensor is not None and tensor.dtype == torch.float32
+            if float_activation and tensor.role != "parameter":
                 tensor.dtype = self._backend.activations
 
     def _scratch(self, operation: Operation) -> tuple[VirtualTensor, ...]:

@@ -4,6 +4,8 @@
 // lsq/csrc/launch.py.
 #pragma once
 
+#include <type_traits>
+
 #include "../arithmetic.h"
 
 namespace lsq {
@@ -47,6 +49,35 @@ inline bfloat16 narrow<bfloat16>(float x) {
     const uint32_t bits = bits_of(x), rounded = (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
     return {static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
 }
+
+// x [n] as bfloat16, and back.
+inline void narrow_row(const float* x, int64_t n, bfloat16* out) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i] = narrow<bfloat16>(x[i]);
+}
+
+inline void widen_row(const bfloat16* x, int64_t n, float* out) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i] = widen(x[i]);
+}
+
+// A tensor that crosses the border of a program as float32 or bfloat16, by the number of its dtype.
+template <class T>
+class Border {
+public:
+    Border(T* data, int64_t dtype) : data_(data), is_narrow_(dtype != 0) {}
+
+    bool is_narrow() const { return data_ && is_narrow_; }
+    T* wide(int64_t first) const { return data_ + first; }
+    auto* narrow(int64_t first) const {
+        using Bits = std::conditional_t<std::is_const_v<T>, const bfloat16, bfloat16>;
+        return reinterpret_cast<Bits*>(data_) + first;
+    }
+
+private:
+    T* data_;
+    bool is_narrow_;
+};
 
 // Calls body with a null pointer of the dtype with that number.
 template <class Body>

@@ -1,5 +1,6 @@
 // What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
 #include "activation_kinds.h"
+#include "floats.h"
 #include "loops.h"
 #include "strips.h"
 
@@ -32,7 +33,7 @@ void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gra
 class End {
 public:
     End(const ProjectInputGradient& op, float* partial, float* clip_sums)
-        : op_(op), n_(op.columns), partial_(partial), clip_sums_(clip_sums), scratch_(n_) {}
+        : op_(op), dx_(op.dx, op.dx_dtype), n_(op.columns), partial_(partial), clip_sums_(clip_sums), scratch_(n_) {}
 
     // Of codes: sums int32.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
@@ -72,7 +73,7 @@ private:
         const uint8_t *clipped = op_.x.clipped, *positive = op_.nonlinearity.positive;
         const float *joined = op_.joined, *added = op_.added;
         const float* weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
-        float *g = op_.dx ? op_.dx + at : scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
+        float *g = op_.dx && !dx_.is_narrow() ? dx_.wide(at) : scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
         uint32_t* words = scratch_.words.data();
         if (dropout.threshold) philox(dropout.key[0], dropout.subsequence, at, n_, words);
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
@@ -102,6 +103,7 @@ private:
             _mm512_mask_storeu_ps(g + i, there, x);
         });
         clip_sums_[row] = _mm512_reduce_add_ps(clip_sum);
+        if (dx_.is_narrow()) narrow_row(g, n_, dx_.narrow(at));
         if (weight_scale) round_scaled(op_.rounded, row, n_, g, float_of(_mm512_reduce_max_epu32(largest)));
     }
 
@@ -111,12 +113,13 @@ private:
     int end(int64_t first, int64_t rows, const Read& read) {
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t row = first + i;
-            float* g = op_.dx ? op_.dx + row * n_ : scratch_.a.data();
+            float* g = op_.dx && !dx_.is_narrow() ? dx_.wide(row * n_) : scratch_.a.data();
             read(i, g);
             if (op_.joined) add(op_.joined + row * n_, g);
             clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
             undo(row, g);
             if (op_.sum) add_up(row, g);
+            if (dx_.is_narrow()) narrow_row(g, n_, dx_.narrow(row * n_));
             if (op_.rounded.codes) round_row(op_.rounded, row, n_, g);
         }
         return 0;
@@ -144,6 +147,7 @@ private:
     }
 
     const ProjectInputGradient& op_;
+    Border<float> dx_;
     int64_t n_;
     float *partial_, *clip_sums_;
     Scratch scratch_;

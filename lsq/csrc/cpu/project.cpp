@@ -1,5 +1,6 @@
 // The end of a product with a weight: scale, bias, activation, dropout, rounding, in one pass over each row of it.
 #include "activation_kinds.h"
+#include "floats.h"
 #include "loops.h"
 #include "strips.h"
 
@@ -46,7 +47,7 @@ void activate(const Nonlinearity& end, int64_t row, int64_t n, float* y, uint8_t
 class End {
 public:
     explicit End(const Project& op)
-        : op_(op), n_(op.columns), scratch_(n_), flags_(unit() * n_), alpha_(op.x.coded.codes ? n_ : 0) {
+        : op_(op), out_(op.out, op.out_dtype), n_(op.columns), scratch_(n_), flags_(unit() * n_), alpha_(op.x.coded.codes ? n_ : 0) {
         for (size_t i = 0; i < alpha_.size(); ++i) alpha_[i] = op.x.coded.scale[0] * op.weight.scale[i];
     }
 
@@ -135,10 +136,11 @@ private:
             const int64_t past = std::min(begin + unit(), rows);
             for (int64_t i = begin; i < past; ++i) {
                 const int64_t row = first + i;
-                float* y = op_.out ? op_.out + row * n_ : scratch_.a.data();
+                float* y = op_.out && !out_.is_narrow() ? out_.wide(row * n_) : scratch_.a.data();
                 read(i, y);
                 activate(op_.nonlinearity, row, n_, y, flags_.data() + (i - begin) * n_);
                 apply(op_.nonlinearity.dropout, row * n_, n_, y, scratch_.words.data());
+                if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
                 if (!op_.rounded.codes) continue;
                 missing |= round_row(op_.rounded, row * n_, n_, y, scratch_.flags.data());
             }
@@ -149,6 +151,7 @@ private:
     }
 
     const Project& op_;
+    Border<float> out_;
     int64_t n_;
     Scratch scratch_;
     Aligned<uint8_t> flags_;

@@ -1,4 +1,5 @@
 // Rounding by itself: of activations, weights and the gradients of products; the sum of two gradients.
+#include "floats.h"
 #include "loops.h"
 #include "weights.h"
 
@@ -12,7 +13,11 @@ LSQ_OPERATION(Round, op) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         uint8_t outside[kChunk];
         const int64_t first = chunk * kChunk;
-        missing |= round_row(op.rounded, first, std::min(kChunk, op.count - first), op.x + first, outside);
+        const int64_t count = std::min(kChunk, op.count - first);
+        const Border<const float> x(op.x, op.x_dtype);
+        float wide[kChunk];
+        if (x.is_narrow()) widen_row(x.narrow(first), count, wide);
+        missing |= round_row(op.rounded, first, count, x.is_narrow() ? wide : x.wide(first), outside);
     }
     finish(op.rounded, missing);
 }
@@ -36,7 +41,12 @@ LSQ_OPERATION(RoundGradient, op) {
     const Blocks blocks(op.rows);
     GradientSink sink(blocks, n, nullptr, op.rounded, op.sum);
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
-        std::memcpy(scratch.a.data(), op.gradient + row * n, n * sizeof(float));
+        const Border<const float> gradient(op.gradient, op.gradient_dtype);
+        if (gradient.is_narrow()) {
+            widen_row(gradient.narrow(row * n), n, scratch.a.data());
+        } else {
+            std::memcpy(scratch.a.data(), gradient.wide(row * n), n * sizeof(float));
+        }
         sink.add(block, row, scratch.a.data());
     });
     sink.finish();

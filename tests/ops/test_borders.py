@@ -1,0 +1,90 @@
+"""What crosses the border of a program as it is: activations in bfloat16 on the CPU, and weights [inputs, outputs]."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.project import Project
+from lsq.ops.rounding import Round, RoundGradient, RoundWeight, refuse_by_inputs
+from lsq.program.values import Weight
+from lsq.quant import WEIGHT_FORMATS, Grain
+from tests.ops.compare import compare, empty, gradient_to_round, on_cpu, to_round, weight_format_of
+from tests.ops.test_input_gradient import coded, upstream, weight_of
+from tests.ops.test_project import operands
+from tests.ops.test_weight_gradient import case
+
+ROWS = (1, 7, 341)
+
+
+def same(found, expected) -> bool:
+    pairs = zip(found.outputs, expected.outputs, strict=True)
+    return all(torch.equal(one, other.to(one.dtype)) for one, other in pairs)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rounding_of_bfloat16_is_that_of_its_values(rows):
+    x = torch.randn(rows, 48).bfloat16()
+    found = compare(Round(x=x, rounded=to_round(rows, 48, 1.2)))
+    assert same(found, on_cpu(Round(x=x.float(), rounded=to_round(rows, 48, 1.2))))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_in_bfloat16_are_rounded_as_their_values(rows):
+    gradient, to = torch.randn(rows, 48).bfloat16(), gradient_to_round(rows, 48)
+    found = compare(RoundGradient(gradient=gradient, rounded=to, sum=empty(48)))
+    assert same(found, on_cpu(RoundGradient(gradient=gradient.float(), rounded=to, sum=empty(48))))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_product_ends_in_bfloat16(rows):
+    fields = operands(rows)
+    found = on_cpu(Project(**fields, out=empty(rows, 32, dtype=torch.bfloat16)))
+    assert torch.equal(found.out, on_cpu(Project(**fields, out=empty(rows, 32))).out.bfloat16())
+
+
+@pytest.mark.parametrize("lsq", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_gradient_of_an_input_ends_in_bfloat16(rows, lsq):
+    weight = weight_of(32)
+    fields = {
+        **upstream("int8", weight, rows), "weight": weight.bare(), "x": coded(torch.randn(rows, 48), lsq=lsq),
+        "dclip": empty(1),
+    }  # fmt: skip
+    found = on_cpu(ProjectInputGradient(**fields, dx=empty(rows, 48, dtype=torch.bfloat16)))
+    expected = on_cpu(ProjectInputGradient(**fields, dx=empty(rows, 48)))
+    assert torch.equal(found.dx, expected.dx.bfloat16()) and torch.equal(found.dclip, expected.dclip)
+
+
+@pytest.mark.parametrize("inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1), (16, 64, 64, 64)])
+def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padded, clips):
+    values, clip = torch.randn(outputs, inputs), 0.8 + torch.rand(clips)
+    values[outputs // 2, 3] = float("nan")
+    form = WEIGHT_FORMATS["int8"](8, Grain.ROW if clips > 1 else Grain.TENSOR)
+
+    def rounded(**fields):
+        codes = empty(padded, inputs, dtype=torch.int8)
+        return compare(RoundWeight(weight=Weight(format=form, codes=codes, scale=empty(padded), clip=clip, **fields)))
+
+    found, expected = rounded(values=values.t().contiguous(), by_inputs=True), rounded(values=values)
+    assert torch.equal(found.weight.codes, expected.weight.codes)
+    assert torch.equal(found.weight.scale.nan_to_num(9), expected.weight.scale.nan_to_num(9))
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+@pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)])
+def test_the_gradient_of_a_weight_by_inputs_is_that_of_its_transpose(mode, rows, lsq, clips):
+    plain = case(rows, mode, lsq=lsq, clips=clips)
+    weight = dataclasses.replace(plain.weight, values=plain.weight.values.t().contiguous(), by_inputs=True)
+    outputs, inputs = plain.weight.values.shape
+    found = compare(dataclasses.replace(plain, weight=weight, dweight=empty(inputs, outputs)))
+    expected = on_cpu(plain)
+    assert torch.equal(found.dweight, expected.dweight.t())
+    torch.testing.assert_close(found.dclip, expected.dclip, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpu_refuses_a_weight_by_inputs():
+    with pytest.raises(ValueError, match=r"a weight \[inputs, outputs\].*lsq.convert\(model, skip="):
+        refuse_by_inputs(Weight(format=weight_format_of(), by_inputs=True))
+    refuse_by_inputs(Weight(format=weight_format_of()))
