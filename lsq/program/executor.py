@@ -145,7 +145,7 @@ def _checked(virtual: VirtualTensor, tensors: dict[str, torch.Tensor], program: 
 def _placed(borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]) -> dict[VirtualTensor, torch.Tensor]:
     """What crosses a border, as the program reads it; no new view of what need not be copied. Autograd is off."""
     return {
-        virtual: tensor.to(virtual.dtype).contiguous()
+        virtual: (tensor.to(virtual.dtype) if tensor.dtype in FLOATS else tensor).contiguous()
         for virtual, tensor in zip(borders, tensors, strict=True)
     }
 

@@ -28,6 +28,9 @@ class StubBuilder:
     def add(self, operation):
         self.operations.append(operation)
 
+    def needs_gradient(self, tensor):
+        return tensor is not None
+
     def producer(self, tensor):
         return self.producers.get(tensor)
 

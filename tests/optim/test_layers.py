@@ -69,8 +69,8 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
     for number in range(1, 4):
         before = {name: clip.detach().clone() for name, clip in layer.clips().items()}
         layer.schedule.calibrated = True
-        monkeypatch.setattr(Schedule, "activations_due", lambda self, training: False)
-        monkeypatch.setattr(Schedule, "weights_due", lambda self: False)
+        monkeypatch.setattr(Schedule, "activations_due", lambda *_: False)
+        monkeypatch.setattr(Schedule, "weights_due", lambda *_: False)
         update(layer, optimizer, number)
         for name, clip in layer.clips().items():
             assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(clip, before[name]), name
@@ -194,7 +194,7 @@ def test_codes_that_a_pass_wrote_over_are_not_used(call):
 
 def test_codes_under_a_clip_that_another_optimizer_moved_too_far_are_not_used(monkeypatch):
     """Nor where values are not compared, as on a GPU."""
-    monkeypatch.setattr(upkeep, "_probe", lambda *_: ())
+    monkeypatch.setattr(upkeep, "probe", lambda *_: ())
     layer = QuantizedLinear(16, 16, quant=QuantConfig(calibration_passes=0, activation_init="fixed"))
     others = [one for one in layer.parameters() if one is not layer.weight_clip]
     mine, other, x = Adam(others, lr=0.01), torch.optim.SGD([layer.weight_clip], lr=10.0), torch.randn(5, 16)

@@ -3,6 +3,7 @@
 #include "loops.h"
 #include "stream.h"
 #include "strips.h"
+#include "tile_reader.h"
 
 using namespace lsq;
 
@@ -57,46 +58,56 @@ private:
     // The same of a weight [K, N], in blocks that are transposed.
     template <class T>
     int end_by_inputs(int64_t first, int64_t rows, const T* product, int64_t stride) {
-        constexpr int64_t kSide = 16;
         const int64_t past = std::min(first + rows, op_.weight_rows), width = op_.weight_rows;
-        for (int64_t row = first; row < past; row += kSide) {
-            const int64_t count = std::min(kSide, past - row);
-            float sums[kSide] = {}, limits[kSide], inverse[kSide], block[kSide][kSide], g[kSide];
+        for (int64_t row = first; row < past; row += kTileSide) {
+            const int64_t count = std::min(kTileSide, past - row);
+            float sums[kTileSide] = {}, limits[kTileSide] = {}, inverse[kTileSide] = {};
             for (int64_t j = 0; j < count; ++j) {
                 limits[j] = limit(row + j);
                 inverse[j] = column_scale_ ? 1.0f / op_.weight.scale[row + j] : 1.0f;
             }
-            for (int64_t begin = 0; begin < n_; begin += kSide) {
-                const int64_t columns = std::min(kSide, n_ - begin);
-                for (int64_t j = 0; j < count; ++j) {
-                    const T* line = product + (row - first + j) * stride + begin;
-                    const float* scale = column_scale_ ? column_scale_ + begin : nullptr;
-#pragma omp simd
-                    for (int64_t i = 0; i < columns; ++i) {
-                        block[i][j] = static_cast<float>(line[i]) * (scale ? scale[i] : 1.0f) * inverse[j];
+            for (int64_t begin = 0; begin < n_; begin += kTileSide) {
+                const int64_t columns = std::min(kTileSide, n_ - begin);
+                const T* from = product + (row - first) * stride + begin;
+                alignas(64) T block[kTileSide][kTileSide] = {};
+                if (count == kTileSide && columns == kTileSide) {
+                    transpose_units(
+                        reinterpret_cast<const int8_t*>(from), stride * sizeof(T), reinterpret_cast<int8_t*>(block));
+                } else {
+                    for (int64_t j = 0; j < count; ++j) {
+                        for (int64_t i = 0; i < columns; ++i) block[i][j] = from[j * stride + i];
                     }
                 }
                 for (int64_t i = 0; i < columns; ++i) {
-                    const float* w = op_.weight.values + (begin + i) * width + row;
-                    const int8_t* codes = op_.lsq ? op_.weight.codes + row * n_ + begin + i : nullptr;
-                    for (int64_t j = 0; j < count; ++j) {
+                    const int64_t at = (begin + i) * width + row;
+                    const float scale = column_scale_ ? column_scale_[begin + i] : 1.0f;
+                    alignas(64) float w[kTileSide] = {}, g[kTileSide];
+                    std::memcpy(w, op_.weight.values + at, count * sizeof(float));
+#pragma omp simd
+                    for (int64_t j = 0; j < kTileSide; ++j) {
+                        const float x = static_cast<float>(block[i][j]) * scale * inverse[j];
                         const bool outside = std::fabs(w[j]) > limits[j];
-                        const float x = block[i][j], across = w[j] > 0.0f ? x : -x;
-                        float inside = 0.0f;
-                        if (codes) {
-                            const float decoded = static_cast<float>(codes[j * n_]) * op_.weight.scale[row + j];
-                            inside = x * (decoded - w[j]) / limits[j];
-                        }
-                        sums[j] += outside ? across : inside;
+                        const float across = w[j] > 0.0f ? x : -x;
+                        sums[j] += outside ? across : 0.0f;
                         g[j] = outside ? 0.0f : x;
                     }
-                    stream(g, count, op_.dweight + (begin + i) * width + row);
+                    if (op_.lsq) add_lsq(row, count, begin + i, w, g, sums);
+                    stream(g, count, op_.dweight + at);
                 }
             }
             std::copy(sums, sums + count, clip_sums_ + row);
         }
         finish_stream();
         return 0;
+    }
+
+    // What the weights w of rows [row, row + count) in a column add to the clips' gradients, by LSQ; g is 0 outside.
+    void add_lsq(int64_t row, int64_t count, int64_t column, const float* w, const float* g, float* sums) const {
+        for (int64_t j = 0; j < count; ++j) {
+            const float step = op_.weight.scale[row + j];
+            const float decoded = static_cast<float>(op_.weight.codes[(row + j) * n_ + column]) * step;
+            if (std::fabs(w[j]) <= limit(row + j)) sums[j] += g[j] * (decoded - w[j]) / limit(row + j);
+        }
     }
 
     float limit(int64_t row) const { return op_.weight.clip[op_.clips > 1 ? row : 0]; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "rows.h"
+#include "tile_reader.h"
 
 namespace lsq {
 
@@ -29,7 +30,7 @@ void round_weight(const RoundWeight& op, const Round& round) {
 
 // The codes of values [K, N], in blocks of so many rows and columns.
 inline void round_by_inputs(const RoundWeight& op) {
-    constexpr int64_t kSide = 64;
+    constexpr int64_t kSide = kTileGroup;
     const Weight& weight = op.weight;
     const int64_t n = op.valid;
     const float q = weight.largest;
@@ -52,9 +53,14 @@ inline void round_by_inputs(const RoundWeight& op) {
                     block[i][j] = code_of(ratio, q);
                 }
             }
+            UnitBlock turned;
+            alignas(64) int8_t tile[kTileSide][kTileInner];
+            read_units({block[0], kSide, true}, 0, rows, 0, columns, turned);
             for (int64_t j = 0; j < rows; ++j) {
-                int8_t* stored = weight.codes + (first + j) * op.stored + begin;
-                for (int64_t i = 0; i < columns; ++i) stored[i] = block[i][j];
+                if (j % kTileSide == 0) {
+                    transpose_units(turned.bytes() + j / kTileSide * kTileInner, 4 * kTileGroup, tile[0]);
+                }
+                std::memcpy(weight.codes + (first + j) * op.stored + begin, tile[j % kTileSide], columns);
             }
         }
         for (int64_t j = 0; j < rows; ++j) {
