@@ -69,8 +69,8 @@ def test_clips_stay_near_and_no_copy_is_kept(monkeypatch):
     for number in range(1, 4):
         before = {name: clip.detach().clone() for name, clip in layer.clips().items()}
         layer.schedule.calibrated = True
-        monkeypatch.setattr(Schedule, "activations_due", lambda *_: False)
-        monkeypatch.setattr(Schedule, "weights_due", lambda *_: False)
+        monkeypatch.setattr(Schedule, "activations_due", lambda *_, **__: False)
+        monkeypatch.setattr(Schedule, "weights_due", lambda *_, **__: False)
         update(layer, optimizer, number)
         for name, clip in layer.clips().items():
             assert ((clip / before[name] - 1).abs() <= 0.0101).all() and not torch.equal(clip, before[name]), name
