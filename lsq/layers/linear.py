@@ -134,4 +134,5 @@ def _made_again(float_class: type[nn.Module]) -> ByInputs:
 def _result_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype that a float product with x would have: its own, or that of torch.autocast."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts else x.dtype

@@ -215,5 +215,5 @@ def test_wrong_shapes_are_named():
         layer(torch.randn(7, 3, HIDDEN), torch.ones(7, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"64.*48"):
         layer(torch.randn(7, 3, 64))
-    with pytest.raises(ValueError, match="x is torch.bfloat16"):
-        layer(torch.randn(7, 3, HIDDEN, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="x is torch.float64"):
+        layer(torch.randn(7, 3, HIDDEN, dtype=torch.float64))

@@ -98,8 +98,8 @@ def test_nothing_is_seen_outside():
 
 def test_an_error_inside_ends_the_watching():
     layer = QuantizedLinear(16, 16)
-    with pytest.raises(ValueError, match="not empty"), observe(layer):
-        layer(torch.randn(0, 16))
+    with pytest.raises(ValueError, match="must be"), observe(layer):
+        layer(torch.randn(3, 17))
     with recorded(layer) as outcome:
         layer(torch.randn(3, 16))
     assert outcome.codes.keys() == {"input_clip", "weight_clip"}
