@@ -13,8 +13,9 @@ class CPU(Backend):
     """Runs `Operation.cpu`; operations that are a C++ loop and nothing else run in one foreign call together."""
 
     name = "cpu"
-    refillable = either_border = True
+    refillable = True
     packs_weights = True
+    either_border = True
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         return operation.cpu_scratch()

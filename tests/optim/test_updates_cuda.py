@@ -142,7 +142,7 @@ def test_memory_that_kernels_cannot_take_is_refused(device):
 @pytest.mark.parametrize("granularity", ["channel", "tensor"])
 def test_codes_are_those_of_the_pass(device, granularity, monkeypatch):
     """They are written by the step and taken by the next pass, and are those that the pass would make."""
-    monkeypatch.setattr(Schedule, "weights_due", lambda self: False)
+    monkeypatch.setattr(Schedule, "weights_due", lambda *_: False)
     config = QuantConfig(weight_granularity=granularity, calibration_passes=0, activation_init="fixed", clip_step=0.01)
     layer = QuantizedLinear(48, 64, quant=config).to(device.place)
     layer.backend = device
