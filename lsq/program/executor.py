@@ -164,10 +164,11 @@ class _Node(torch.autograd.Function):
         ctx.saved = tuple(
             tensor for tensor in values if program.lifetimes[tensor][1] >= program.forward_length
         )
-        given = {  # as they came, not a converted copy
-            virtual: tensor.clone() if virtual.name in execution.fleeting else tensor
-            for virtual, tensor in zip(borders, arguments, strict=True)
-        }
+        given = dict(zip(borders, arguments, strict=True))  # as they came, not a converted copy
+        fleeting = [tensor for tensor in ctx.saved if tensor.name in execution.fleeting and tensor in given]
+        if fleeting:
+            copies = torch._foreach_mul([given[tensor].detach() for tensor in fleeting], 1)  # in one launch
+            given.update(zip(fleeting, copies, strict=True))
         ctx.save_for_backward(*(given.get(tensor, values[tensor]) for tensor in ctx.saved))
         return tuple(values[output] for output in program.outputs)
 
