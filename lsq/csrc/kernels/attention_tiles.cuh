@@ -1,8 +1,9 @@
 // Tiles of queries and keys of one head of one sentence in shared memory, and their products on tensor cores.
 //
 // -DWIDTH: columns of a head, a multiple of 8 up to 128; -DTILE: queries or keys of a tile, a multiple of 16; -DCODED=1:
-// queries, keys and values are codes, 0: Float; -DGROUP: heads of queries that share keys, 1 unless given. A warp has 16 rows of a tile. Codes are exact in bfloat16; of a float32,
-// two bfloat16 leave at most 2^-18, and three 2^-27, which of all that is multiplied here is exact enough for float32.
+// queries, keys and values are codes, 0: Float; -DSHARING: heads of queries that share keys, 1 unless given. A warp has
+// 16 rows of a tile. Codes are exact in bfloat16; of a float32, two bfloat16 leave at most 2^-18, and three 2^-27, which
+// of all that is multiplied here is exact enough for float32.
 #pragma once
 
 #include "rounding.cuh"
@@ -131,13 +132,14 @@ __device__ __forceinline__ void load_tile(const Operand& from, int64_t first, in
 template <class Mine, class Theirs, class T>
 __device__ __forceinline__ void multiply_rows(const Mine& mine, const Theirs& theirs, int count,
                                               T (&products)[TILE / 8][4]) {
+    constexpr int kAtOnce = Mine::kSteps > 4 ? 4 : Mine::kSteps;  // more of a wide head's would take too many registers
     constexpr int kMost = Mine::kCount > Theirs::kCount ? Mine::kCount : Theirs::kCount;
 #pragma unroll
     for (int eight = 0; eight < TILE / 8; ++eight) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) products[eight][i] = 0;
     }
-#pragma unroll
+#pragma unroll kAtOnce
     for (int step = 0; step < Mine::kSteps; ++step) {
         uint32_t left[Mine::kCount][4];
 #pragma unroll
