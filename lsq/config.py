@@ -213,6 +213,10 @@ class LayerConfig:
     """Whether the activation's result is multiplied by another projection of the same width (SwiGLU, GEGLU)."""
     bias: bool = True
     """Whether projections have a bias."""
+    head_bias: bool | None = None
+    """Whether those of queries, keys and values have one; None: as the others."""
+    by_inputs: bool = False
+    """Whether weights are [inputs, outputs], as GPT-2 has them, and not [outputs, inputs]."""
     pre_norm: bool = False
     """A norm before each block (True) or after its residual addition (False)."""
     norm: str = "layer"
@@ -251,6 +255,11 @@ class LayerConfig:
         require_choice("activation", self.activation, ACTIVATIONS)
         require_choice("norm", self.norm, NORMS)
         require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+
+    @property
+    def biased_heads(self) -> bool:
+        """Whether projections of queries, keys and values have a bias."""
+        return self.bias if self.head_bias is None else self.head_bias
 
     @property
     def of_keys(self) -> int:

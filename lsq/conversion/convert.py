@@ -1,4 +1,4 @@
-"""The linear layers of a model as int8 ones with learned clips, in place, and back."""
+"""A model's linear layers, and whole layers that are known, as int8 ones with learned clips, in place, and back."""
 
 from typing import TypeVar
 
@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
+from lsq.conversion.fusion import fusions, told
 from lsq.conversion.report import Report
 from lsq.conversion.selection import Skip, choose
-from lsq.layers.linear import Projection, QuantizedLinear, by_inputs_of
-from lsq.layers.schedule import Schedule
+from lsq.layers.in_place import InPlace
+from lsq.layers.linear import QuantizedLinear, by_inputs_of
 from lsq.program import shards
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -20,47 +21,52 @@ MINIMUM_WIDTH = 64
 
 def convert(
     model: nn.Module, quant: QuantConfig | None = None, *, skip: Skip = (), minimum_width: int = MINIMUM_WIDTH,
-    tied: bool = False,
+    tied: bool = False, fused: bool = True,
 ) -> Report:  # fmt: skip
     """Let the linear layers of `model` multiply in int8, forward and backward, under clips that learn.
 
     It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the same
-    parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. New are the clips, which are
-    measured in the first pass: weights may be loaded before or afterwards, and the model may be on the meta device.
+    parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. Whole layers of transformers
+    whose class lsq.huggingface knows become one program each. New are the clips, which are measured in the first pass:
+    weights may be loaded before or afterwards, and the model may be on the meta device.
 
     Args:
         model: any. Convert it before its optimizer is made, which shall train the clips, before DistributedDataParallel
-            and fully_shard, and before or after PEFT.
+            and fully_shard, and after PEFT, or with fused=False before it.
         quant: what is rounded, and how.
         skip: modules to leave as they are with all inside them: names, their ends from a dot on ("lm_head"), patterns
             with * and ?, or a function of (layer, name) that says whether to leave that layer.
         minimum_width: layers with fewer inputs or outputs are left as they are.
         tied: convert layers whose weight is an embedding's, too.
+        fused: False converts linear layers alone.
 
     Returns:
         What was converted, and why the others were not; print it.
 
     Raises:
         ValueError: nothing can be converted, a pattern in `skip` fits nothing, the model is wrapped already, or the
-            mode is "float".
+            mode is "float" where nothing is fused.
     """
     quant = quant or QuantConfig()
-    if not quant.quantized:
-        raise ValueError("mode is 'float', in which nothing is rounded; take 'int8', or leave the model as it is")
     _check_bare(model, "convert")
     choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied)
-    report = Report(layers=tuple(choice.layer for choice in choices))
+    whole = fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied)) if fused else []
+    report = Report(layers=told(choices, whole), whole=tuple(one.whole for one in whole))
     if not report.converted:
         raise ValueError(f"{type(model).__name__} has no linear layer to convert. {report}")
-    for choice in choices:
-        if choice.layer.reason is None:
-            _quantize(choice.module, quant)
+    for fusion in whole:
+        if fusion.whole.reason is None:
+            _swap(fusion.module, fusion.kind, quant)
+    for choice, layer in zip(choices, report.layers, strict=True):
+        if layer.reason is None and layer.within is None:
+            kind = QuantizedLinear if type(choice.module) is nn.Linear else by_inputs_of(type(choice.module))
+            _swap(choice.module, kind, quant)
     return report
 
 
-def _quantize(module: nn.Module, quant: QuantConfig) -> None:
+def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig) -> None:
     """By its class alone: whoever holds the layer or its parameters holds them still."""
-    module.__class__ = QuantizedLinear if type(module) is nn.Linear else by_inputs_of(type(module))
+    module.__class__ = kind
     module.take_place(quant)
 
 
@@ -76,7 +82,7 @@ def revert(model: Model) -> Model:
         ValueError: the model is wrapped, or a layer has got a forward of its own since.
     """
     _check_bare(model, "revert")
-    found = [module for module in model.modules() if isinstance(module, Projection)]
+    found = [module for module in model.modules() if isinstance(module, InPlace)]
     for module in found:
         if "forward" in vars(module):
             raise ValueError("a converted layer has a forward of its own; remove the hooks that have put it in, first")
@@ -90,8 +96,8 @@ def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     names = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Projection)
-        for name in (*module.clips(), *Schedule.NAMES)
+        if isinstance(module, InPlace)
+        for name in module.added_names()
     }
     return {name: value for name, value in model.state_dict().items() if name not in names}
 

@@ -15,6 +15,8 @@ class Layer:
     outputs: int
     reason: str | None
     """Why it was left as it is; None: it was converted."""
+    within: str | None = None
+    """The fused layer that it is a part of, if it is; that is called in its place."""
 
     @property
     def weights(self) -> int:
@@ -23,10 +25,29 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A layer of a model that there is a program for."""
+
+    name: str
+    """As in named_modules; "" is the model itself."""
+    kind: str
+    """The name of its class."""
+    reason: str | None
+    """Why it is not fused, but its linear layers by themselves; None: it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Every linear layer of a model. As text, layers that differ by numbers in their names alone share a line."""
 
     layers: tuple[Layer, ...]
+    whole: tuple[Whole, ...] = ()
+    """Layers that there is a program for."""
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        """Names of those that run as one."""
+        return tuple(one.name for one in self.whole if one.reason is None)
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -41,22 +62,29 @@ class Report:
     def __str__(self) -> str:
         converted = [layer for layer in self.layers if layer.reason is None]
         left = [layer for layer in self.layers if layer.reason is not None]
-        part, whole = (sum(layer.weights for layer in layers) for layers in (converted, self.layers))
-        share = f", {part:,} of their {whole:,} weights ({part / whole:.1%})" if whole else ""
-        lines = [f"{len(converted)} of {len(self.layers)} linear layers run in int8{share}:", *_lines(converted)]
-        return "\n".join([*lines, *(["left as they are:", *_lines(left)] if left else [])])
+        part, total = (sum(layer.weights for layer in layers) for layers in (converted, self.layers))
+        share = f", {part:,} of their {total:,} weights ({part / total:.1%})" if total else ""
+        whole = [(one.name, one.kind, f"not fused: {one.reason}" if one.reason else "fused") for one in self.whole]
+        first = f"{len(converted)} of {len(self.layers)} linear layers run in int8{share}:"
+        lines = [first, *_lines(map(_row, converted))]
+        lines += ["left as they are:", *_lines(map(_row, left))] if left else []
+        return "\n".join([*lines, *(["whole layers:", *_lines(whole)] if whole else [])])
 
     __repr__ = __str__
 
 
-def _lines(layers: Iterable[Layer]) -> list[str]:
+def _row(layer: Layer) -> tuple[str, str, str]:
+    what = "in a fused layer" if layer.within is not None else ""
+    return layer.name, f"{layer.inputs} → {layer.outputs}", layer.reason or what
+
+
+def _lines(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     counts: dict[tuple[str, str, str], int] = {}
-    for layer in layers:
-        name = re.sub(r"\b\d+\b", "*", layer.name) or "the model itself"
-        key = name, f"{layer.inputs} → {layer.outputs}", layer.reason or ""
+    for name, *others in rows:
+        key = re.sub(r"\b\d+\b", "*", name) or "the model itself", *others
         counts[key] = counts.get(key, 0) + 1
     widths = [max((len(key[column]) for key in counts), default=0) for column in range(2)]
     return [
-        f"  {count:>4} × {name:<{widths[0]}}  {shape:<{widths[1]}}  {reason}".rstrip()
-        for (name, shape, reason), count in counts.items()
+        f"  {count:>4} × {name:<{widths[0]}}  {what:<{widths[1]}}  {reason}".rstrip()
+        for (name, what, reason), count in counts.items()
     ]

@@ -10,6 +10,7 @@ from torch import nn
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.conversion.report import Layer
+from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
@@ -46,12 +47,14 @@ def choose(model: nn.Module, quant: QuantConfig, skip: Skip, *, minimum_width: i
     embeddings = {
         id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
+    inside = {id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()}
     return [
         Choice(module=module, layer=Layer(name=name, inputs=inputs, outputs=outputs, reason=reason))
         for name, module, (inputs, outputs) in _linears(names)
         for reason in [
-            _already(module)
+            ("is lsq's already" if id(module) in inside else None)
             or ("skip names it" if skips(module, name) else None)
+            or (None if quant.quantized else "mode is 'float', in which nothing is rounded")
             or _unusual(module, quant)
             or _unfit(inputs, outputs, minimum_width)
             or (None if tied else _shared(module, embeddings))
@@ -67,10 +70,6 @@ def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tupl
             yield name, module, (module.in_features, module.out_features)
         elif is_conv1d(module):
             yield name, module, tuple(module.weight.shape)
-
-
-def _already(module: nn.Module) -> str | None:
-    return "is lsq's already" if isinstance(module, Projection) else None
 
 
 def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:

@@ -134,8 +134,9 @@ def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, par
     columns = parts % 2 * config.query_columns + parts // 2 * 2 * config.key_columns
     heads = project(
         builder, x, name + "_weight", (columns, hidden),
-        End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"), bias=bias_of(config, name),
-        bound=xavier(hidden, hidden) / math.sqrt(2), bias_bound=fan_in(hidden),
+        End(name=name + ".unturned") if turns else End(name=name, clip=name + "_clip"),
+        bias=name + "_bias" if config.biased_heads else None, bound=xavier(hidden, hidden) / math.sqrt(2),
+        bias_bound=fan_in(hidden), by_inputs=config.by_inputs,
     )
     if not turns:
         return heads
@@ -166,7 +167,7 @@ def attention(
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
     return project(
         builder, context, prefix + "out_weight", (hidden, columns), End(name=prefix + "out"),
-        bias=bias_of(config, prefix + "out"), bound=xavier(columns, hidden),
+        bias=bias_of(config, prefix + "out"), bound=xavier(columns, hidden), by_inputs=config.by_inputs,
     ).floats
 
 

@@ -1,6 +1,6 @@
 """What every module with declared parameters shares: its parameters, and clips that are measured, limited and saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from lsq.layers.weight_codes import WeightCodes
 from lsq.ops.calibration import Calibration
 from lsq.program import shards, upkeep
 from lsq.program.parameters import CLIPS, Parameter
-from lsq.program.program import Program
 
 
 class ClippedModule(nn.Module):
@@ -30,11 +29,10 @@ class ClippedModule(nn.Module):
         self.codes = WeightCodes()
         self.schedule = Schedule(quantization)
 
-    def take_parameters(self, program: Program) -> None:
+    def take_parameters(self, every: Iterable[Parameter]) -> None:
         """Make the parameters that a program declares, beside those that are there already, which stay."""
         device = next((one.device for one in self.parameters()), None)
-        for virtual in program.parameters:
-            declared = virtual.declared
+        for declared in every:
             holder, name = self._holder(declared.name)
             self.declared[declared.name] = declared
             if holder._parameters.get(name) is None:
@@ -51,6 +49,10 @@ class ClippedModule(nn.Module):
                 holder.add_module(part, nn.Module())
             holder = holder.get_submodule(part)
         return holder, name
+
+    def state_name(self, name: str) -> str:
+        """What a declared parameter is called in this module's state dict."""
+        return name
 
     def own_parameter(self, name: str) -> nn.Parameter:
         """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several times."""

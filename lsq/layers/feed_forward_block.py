@@ -53,5 +53,5 @@ def project_feed_forward(
     inputs = x.tensor.shape[1]
     return project(
         builder, x, name + "_weight", (outputs, inputs), end, bias=bias_of(config, name), bound=fan_in(inputs),
-        bias_bound=fan_in(inputs), **options,
+        bias_bound=fan_in(inputs), by_inputs=config.by_inputs, **options,
     )

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from lsq.config import QuantConfig, check_dimension
 from lsq.layers import programs
-from lsq.layers.module import ProgramModule, rows_of
+from lsq.layers.in_place import InPlace, class_in_place
+from lsq.layers.module import rows_of
 from lsq.layers.programs import Mode
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.program.program import Program
@@ -18,18 +19,15 @@ FLOATS = {torch.float32, torch.bfloat16}
 """What crosses the border of a program as it is, where the backend takes either."""
 
 
-class Projection(ProgramModule):
+class Projection(InPlace):
     """y = x weight^T + bias with an int8 product; floats [..., inputs] in, [..., outputs] of the same dtype out.
 
     Under torch.autocast the result has the dtype of that. What needs no gradient costs none. Of no rows, it is that of
-    the float layer. A state dict of the float layer is a whole one: the next pass measures the clips.
+    the float layer.
     """
 
-    takes_float_states = watches_weights = True
     by_inputs = False
     """Whether the weight is [inputs, outputs]."""
-    float_class: type[nn.Module]
-    """What it takes the place of."""
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -37,19 +35,10 @@ class Projection(ProgramModule):
         raise NotImplementedError
 
     def take_place(self, quant: QuantConfig) -> None:
-        """Begin to be what a float layer has become by its class; clips get their memory, and are not measured."""
         self.begin(quant)
         self.declare(functools.partial(self._program, 1), measure=False)
         for clip in self.clips().values():
             clip.requires_grad_(self.weight.requires_grad)
-
-    def give_place(self) -> None:
-        """Become the float layer again."""
-        for name in self.clips():
-            del self._parameters[name]
-        for name in self.STATE:
-            del self.__dict__[name]
-        self.__class__ = self.float_class
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32, torch.float32)) -> Program:
         rounded = self.quant.quantized and self.quant.backward == "int8"
@@ -72,7 +61,7 @@ class Projection(ProgramModule):
         if x.dim() and x.shape[-1] == inputs and x.numel() == 0:
             return self._of_nothing(x)
         rows = rows_of(x, inputs)
-        wanted = _result_dtype(x)
+        wanted = result_dtype(x)
         (y,) = self.execute(self._program(rows.shape[0], self.mode(x), (x.dtype, wanted)), {"x": rows})
         return y.view(*x.shape[:-1], outputs).to(wanted)
 
@@ -80,7 +69,7 @@ class Projection(ProgramModule):
         """No values, on which every parameter depends all the same: DistributedDataParallel waits for each of them."""
         weight = self.weight.t() if self.by_inputs else self.weight
         y = functional.linear(x.to(weight.dtype), weight, self.bias)
-        return (y + sum(clip.sum() for clip in self.clips().values())).to(_result_dtype(x))
+        return (y + sum(clip.sum() for clip in self.clips().values())).to(result_dtype(x))
 
 
 class QuantizedLinear(Projection, nn.Linear):
@@ -116,22 +105,13 @@ class ByInputs(Projection):
     def sizes(self) -> tuple[int, int]:
         return self.nx, self.nf
 
-    def __reduce_ex__(self, protocol):
-        return _made_again, (self.float_class,), self.__getstate__()
 
-
-@functools.cache
-def by_inputs_of(float_class: type[nn.Module]) -> type[ByInputs]:
+def by_inputs_of(float_class: type[nn.Module]) -> type[InPlace]:
     """The class of what takes the place of a `float_class`, and is one, too."""
-    return type(f"Quantized{float_class.__name__}", (ByInputs, float_class), {"float_class": float_class})
+    return class_in_place(ByInputs, float_class, f"Quantized{float_class.__name__}")
 
 
-def _made_again(float_class: type[nn.Module]) -> ByInputs:
-    made = by_inputs_of(float_class)
-    return made.__new__(made)
-
-
-def _result_dtype(x: torch.Tensor) -> torch.dtype:
+def result_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype that a float product with x would have: its own, or that of torch.autocast."""
     device = x.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

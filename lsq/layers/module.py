@@ -53,7 +53,8 @@ class ProgramModule(ClippedModule):
         `build` is given how the program would be trained, and makes it for a batch of any size. Without `measure` the
         first pass measures them.
         """
-        self.take_parameters(build(Mode(training=True, backward=True, backend=backend("reference"))))
+        program = build(Mode(training=True, backward=True, backend=backend("reference")))
+        self.take_parameters(virtual.declared for virtual in program.parameters)
         if measure:
             self.calibrate_weights()
         else:
@@ -168,7 +169,7 @@ class ProgramModule(ClippedModule):
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *lists):
         """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint would bring it."""
-        clips = [prefix + name for name in self.clips()]
+        clips = [prefix + self.state_name(name) for name in self.clips()]
         for name in clips:
             if name in state_dict:
                 quant.check_clip(shards.local(state_dict[name]), name)

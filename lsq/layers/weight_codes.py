@@ -66,6 +66,7 @@ class WeightCodes:
             if virtual.codes is None:
                 continue
             values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
+            lasts = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
             owner = id(values), id(clip)
             mine = not training or owner == self._owners.get(virtual.values.name)
             made = {tensor.name: kept.get(tensor.name) if mine else None for tensor in virtual.written}
@@ -75,12 +76,12 @@ class WeightCodes:
                 weight = virtual.bind(
                     lambda tensor, tensors=tensors: tensors[tensor.name].detach().to(tensor.dtype).contiguous()
                 )
-                if not (training and upkeep.current(values, clip, weight)):
+                if not (training and lasts and upkeep.current(values, clip, weight)):
                     place.run(RoundWeight(weight=weight))
-                    if training and not weight.by_inputs:  # which no optimizer rounds
+                    if training and lasts and not weight.by_inputs:  # which no optimizer rounds
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
-            if isinstance(values, nn.Parameter):
+            if lasts:
                 lasting |= made
                 self._owners[virtual.values.name] = owner
         self._probes = [one.clone() for one in probes]

@@ -1,0 +1,69 @@
+"""Which whole layers of a model become one program each."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lsq.config import QuantConfig
+from lsq.conversion.report import Layer, Whole
+from lsq.conversion.selection import Choice
+from lsq.layers.in_place import InPlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """A layer that a program is known for, and whether it becomes one."""
+
+    module: nn.Module
+    kind: type[InPlace]
+    whole: Whole
+    linears: frozenset[str]
+    """Names of the linear layers in it."""
+
+
+def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> list[Fusion]:
+    """Every layer of `model` of a class that there is a program for: all its linear layers must be chosen.
+
+    `choices`: whatever the widths are, which a whole layer gains with.
+    """
+    if "transformers" not in sys.modules:  # whose layers they are
+        return []
+    from lsq.huggingface.architectures import fused_class
+
+    found = []
+    for name, module in model.named_modules():
+        kind = fused_class(module)
+        if kind is None:
+            continue
+        prefix = f"{name}." if name else ""
+        inside = [choice.layer for choice in choices if choice.layer.name.startswith(prefix)]
+        whole = Whole(name=name, kind=type(module).__name__, reason=_reason(module, kind, quant, inside, prefix))
+        found.append(Fusion(module=module, kind=kind, whole=whole, linears=frozenset(one.name for one in inside)))
+    return found
+
+
+def told(choices: Sequence[Choice], whole: Sequence[Fusion]) -> tuple[Layer, ...]:
+    """Every linear layer with the fused one that it is in."""
+    within = {name: one.whole.name for one in whole if one.whole.reason is None for name in one.linears}
+    return tuple(
+        dataclasses.replace(choice.layer, within=within[choice.layer.name], reason=None)
+        if choice.layer.name in within else choice.layer
+        for choice in choices
+    )  # fmt: skip
+
+
+def _reason(
+    module: nn.Module, kind: type[InPlace], quant: QuantConfig, inside: Sequence[Layer], prefix: str
+) -> str | None:
+    if "forward" in vars(module):
+        return "it has a forward of its own"
+    left = [layer for layer in inside if layer.reason is not None]
+    if left and quant.quantized:
+        return f"its {left[0].name.removeprefix(prefix)} is left: {left[0].reason}"
+    try:
+        kind.config_of(module, quant)
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers: their layers as fused ones."""

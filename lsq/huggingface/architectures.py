@@ -1,0 +1,27 @@
+"""Which layers of transformers have a program, by the names of their classes."""
+
+from importlib import import_module
+
+from torch import nn
+
+from lsq.huggingface.fused_layer import FusedLayer
+from lsq.layers.in_place import class_in_place
+
+LAYERS = {
+    "LlamaDecoderLayer": "llama.LlamaLayer",
+    "MistralDecoderLayer": "llama.LlamaLayer",
+    "Qwen2DecoderLayer": "llama.LlamaLayer",
+    "Qwen3DecoderLayer": "llama.LlamaLayer",
+}
+"""Their classes -> the file of this folder and the class in it."""
+
+
+def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
+    """What the class of a layer of transformers becomes; None: there is no program for it, or it is one's already."""
+    kind = type(layer)
+    found = LAYERS.get(kind.__name__)
+    if found is None or not kind.__module__.startswith("transformers.models."):
+        return None
+    file, name = found.split(".")
+    base = getattr(import_module(f"lsq.huggingface.{file}"), name)
+    return class_in_place(base, kind, f"Fused{kind.__name__}")

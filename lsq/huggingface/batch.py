@@ -1,0 +1,97 @@
+"""What all layers of a model see of a batch: which tokens are there, and how far each turns.
+
+B sentences, T time, D columns of a head. Models make both once for all layers, so it is looked at once.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from lsq.layers.packing import Packing
+
+Made = TypeVar("Made")
+_local = threading.local()
+KEPT = 4
+"""Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls another."""
+
+
+def packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, **options) -> Packing | None:
+    """How the tokens that `mask` leaves are packed.
+
+    Args:
+        mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or of which query sees
+            which key [B or 1, 1, T or 1, T], bool or with 0 where it does.
+        shape: (B, T).
+        seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
+        options: of Packing.
+
+    Returns:
+        None where queries see something else than `seen` says, as those of packed sentences do.
+    """
+    key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
+    return _remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
+
+
+def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    """cosine, sine [B or 1, T, D] of models whose heads turn in halves -> (table float32 [P, D], places int64 [R]).
+
+    P is filled up to a power of two, so that programs are made for few of them.
+    """
+    return _remembered("rotation", (cosine, sine, packing), None, lambda: _rotation_of(cosine, sine, packing))
+
+
+def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict) -> Packing | None:
+    if mask is None:
+        return Packing(shape=shape, **options)
+    batch, time = shape
+    if mask.dim() == 2:
+        present = (mask != 0).expand(shape)
+    else:
+        sees = mask if mask.dtype == torch.bool else mask == 0
+        sees = sees.expand(batch, *sees.shape[1:])[:, 0].expand(batch, time, time)
+        present = sees.any(dim=1)
+        if not torch.equal(sees & present[:, :, None], seen(present) & present[:, :, None]):
+            return None
+    return Packing(None if present.all() else ~present, shape=shape, **options)
+
+
+def _rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    (batch, time), half = packing.shape, cosine.shape[2] // 2
+    table = torch.cat([cosine[..., :half], sine[..., :half]], dim=2).flatten(0, 1).float()
+    places = torch.arange(len(table), device=table.device).view(len(cosine), time).expand(batch, time)
+    filled = 2 ** (len(table) - 1).bit_length()
+    return torch.nn.functional.pad(table, (0, 0, 0, filled - len(table))), packing.pack(places)
+
+
+def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
+    """bool [B, T] of what is there -> [B, T, T]: each query sees the last `window` keys up to its own, or all of them."""
+    time = present.shape[1]
+    distance = torch.arange(time, device=present.device)
+    distance = distance[:, None] - distance
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return present[:, None, :] & near
+
+
+def everything(present: torch.Tensor) -> torch.Tensor:
+    """bool [B, T] of what is there -> [B, T, T]: each query sees it all."""
+    return present[:, None, :].expand(-1, present.shape[1], -1)
+
+
+def _remembered(kind: str, objects: tuple, key: object, make: Callable[[], Made]) -> Made:
+    """What `make` gave for the same objects, unless these have changed in place since."""
+    kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
+    versions = [one._version if isinstance(one, torch.Tensor) and not one.is_inference() else None for one in objects]
+    for found, then, under, made in kept:
+        if under == key and then == versions and all(a() is b for a, b in zip(found, objects, strict=True)):
+            return made
+    made = make()
+    kept.append(([_reference(one) for one in objects], versions, key, made))
+    return made
+
+
+def _reference(one: object) -> Callable:
+    return (lambda: None) if one is None else weakref.ref(one)

@@ -1,0 +1,218 @@
+"""Whole layers of transformers as one program each, in the place of the layers, whose parameters stay theirs."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lsq.config import LayerConfig, QuantConfig
+from lsq.huggingface.batch import causal, everything, packing_of, rotation_of
+from lsq.layers import programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.in_place import InPlace
+from lsq.layers.module import ProgramModule
+from lsq.layers.packing import Packing, packing_options
+from lsq.layers.positions import position_inputs
+from lsq.layers.programs import Mode
+from lsq.layers.torch_compile import beside_the_graph
+from lsq.program import upkeep
+from lsq.program.parameters import Parameter
+from lsq.quant import WeightFormat
+
+
+class FusedLayer(InPlace):
+    """A layer of another model that runs as one program of lsq's.
+
+    The modules inside it hold its parameters and are not called in training: state dicts, optimizers and checkpoints
+    find everything where it was. Clips are parameters of the layer itself. Where a program has one parameter of
+    several, such as queries, keys and values, it gets them joined.
+
+    A pass that needs what the program does not give, such as a step of decoding with a cache, is the other layer's own,
+    on weights as the program rounds them.
+    """
+
+    STATE = (*ProgramModule.STATE, "config")
+    SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Names of the program's parameters -> those of the layer that they are made of, one after another."""
+    CAUSAL: ClassVar[bool]
+    """Whether queries see no keys behind them."""
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        """What the layer is.
+
+        Raises:
+            ValueError: something that no program is for.
+        """
+        raise NotImplementedError
+
+    def take_place(self, quant: QuantConfig) -> None:
+        config = self.config_of(self, quant)
+        self.begin(quant)
+        self.config = config
+        self.declare(partial(self._program, Sentences(rows=1, count=1)), measure=False)
+        trained = self.trained()
+        for clip in self.clips().values():
+            clip.requires_grad_(trained)
+
+    # Parameters, which others hold
+
+    def take_parameters(self, every: Iterable[Parameter]) -> None:
+        every = list(every)
+        super().take_parameters(one for one in every if one.name not in self.SOURCES)
+        for one in every:
+            self.declared[one.name] = one
+
+    def state_name(self, name: str) -> str:
+        return name.replace(".", "_")
+
+    def _holder(self, path: str) -> tuple[nn.Module, str]:
+        return self, self.state_name(path)
+
+    def sources(self, name: str) -> list[torch.Tensor]:
+        """The parameters that one of the program's is made of.
+
+        Raises:
+            ValueError: a module inside the layer is another one now.
+        """
+        found = []
+        for path in self.SOURCES[name]:
+            *modules, last = path.split(".")
+            holder = self
+            for part in modules:
+                holder = holder._modules[part]
+            if last not in holder._parameters:
+                raise ValueError(
+                    f"{path} of this {type(self).__name__} is gone: a {type(holder).__name__} has taken its place. "
+                    "Add adapters before lsq.convert, or convert with fused=False"
+                )
+            found.append(holder._parameters[last])
+        return found
+
+    def own_parameter(self, name: str) -> torch.Tensor:
+        if name not in self.SOURCES:
+            return self._parameters[self.state_name(name)]
+        found = self.sources(name)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _drop_codes(self) -> None:
+        self.codes.clear()
+        for name in self.SOURCES:
+            if name in self.declared:
+                for parameter in self.sources(name):
+                    upkeep.withdraw(parameter)
+
+    def mode(self, *inputs: torch.Tensor) -> Mode:
+        mode = super().mode(*inputs)
+        if not mode.backward:
+            return mode
+        needs = {name: self._trains(name) for name in self.declared}
+        if all(needs.values()) and inputs[0].requires_grad:
+            return mode
+        wanted = {name for name, needed in needs.items() if needed} | ({"x"} if inputs[0].requires_grad else set())
+        return dataclasses.replace(mode, wanted=frozenset(wanted))
+
+    def _trains(self, name: str) -> bool:
+        found = self.sources(name) if name in self.SOURCES else [self.own_parameter(name)]
+        return any(parameter.requires_grad for parameter in found)
+
+    # Passes
+
+    def _program(self, sentences: Sentences, mode: Mode, places: int | None = None):
+        return programs.encoder_layer(_with_places(self.config, places), sentences, mode, causal=self.CAUSAL)
+
+    def packing(self, x: torch.Tensor, mask: torch.Tensor | None, cache: object = None) -> Packing | None:
+        """How x [B, T, H] is packed under a mask of the model's.
+
+        `cache`: of keys and values. In training mode nothing is put there, since nobody decodes with it.
+
+        Returns:
+            None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
+        """
+        if (cache is not None and not self.training) or _attention_is_recorded():
+            return None
+        seen = _causal(self.config.window) if self.CAUSAL else everything
+        return packing_of(mask, tuple(x.shape[:2]), seen, **packing_options(self))
+
+    @beside_the_graph
+    def fused(
+        self, x: torch.Tensor, packing: Packing, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """x [B, T, H] -> the same after the layer, zero where there is padding. rotation: cosine, sine [B or 1, T, D]."""
+        rows, table = packing.pack(x), {}
+        if rotation is not None:
+            table = dict(zip(("rotation", "places"), rotation_of(*rotation, packing), strict=True))
+        else:
+            table = position_inputs(self.config, packing.positions, packing.shape[1], causal=self.CAUSAL)
+        program = self._program(
+            packing.sentences, self.mode(rows), len(table["rotation"]) if rotation is not None else None
+        )
+        (y,) = self.execute(program, {"x": rows, "starts": packing.starts, **table})
+        return packing.unpack(y).to(x.dtype)
+
+    def own_pass(self, *arguments, **options):
+        """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
+        with self._rounded_weights():
+            return self.float_class.forward(self, *arguments, **options)
+
+    @contextmanager
+    def _rounded_weights(self) -> Iterator[None]:
+        if not (self.quant.quantized and self.schedule.begun):
+            yield
+            return
+        held = []
+        try:
+            for name, declared in self.declared.items():
+                if declared.clip is not None:
+                    held += self._swap(name, declared)
+            yield
+        finally:
+            for holder, last, parameter in held:
+                holder._parameters[last] = parameter
+
+    def _swap(self, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        rounded = _as_rounded(
+            self.own_parameter(name), self.own_parameter(declared.clip), self.quant.weights, declared.by_inputs
+        )
+        sizes = [len(parameter) for parameter in self.sources(name)]
+        for path, part in zip(self.SOURCES[name], rounded.split(sizes), strict=True):
+            holder, _, last = path.rpartition(".")
+            module = self.get_submodule(holder)
+            yield module, last, module._parameters[last]
+            module._parameters[last] = part
+
+
+def _as_rounded(
+    weight: torch.Tensor, clip: torch.Tensor, form: WeightFormat, by_inputs: bool
+) -> torch.Tensor:
+    """The weight as products see it; its gradient goes straight through."""
+    with torch.no_grad():
+        rows = weight.detach().float()
+        rows = rows.t() if by_inputs else rows
+        stored, scale = form.encode(rows, clip)
+        seen = form.unpack(stored, rows.shape[1]) * scale[:, None]
+        change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
+    return weight + change
+
+
+def _attention_is_recorded() -> bool:
+    """Whether a model of transformers gathers probabilities of attention, by hooks on modules that programs pass by."""
+    from transformers.utils import output_capturing
+
+    return "attentions" in (output_capturing._active_collector.get() or ())
+
+
+@lru_cache(maxsize=64)
+def _causal(window: int | None):
+    return partial(causal, window)
+
+
+@lru_cache(maxsize=256)
+def _with_places(config: LayerConfig, places: int | None) -> LayerConfig:
+    if places is None:
+        return config
+    return dataclasses.replace(config, rotary=dataclasses.replace(config.rotary, places=places))

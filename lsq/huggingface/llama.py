@@ -1,0 +1,70 @@
+"""Layers of Llama and of those that share it: Mistral, Qwen2, Qwen3."""
+
+import torch
+from torch import nn
+
+from lsq.config import LayerConfig, QuantConfig, Rotary
+from lsq.huggingface.fused_layer import FusedLayer
+from lsq.huggingface.reading import activation_of, plain_linears
+
+
+class LlamaLayer(FusedLayer):
+    """RMSNorm, causal self-attention with heads that turn, RMSNorm, a feed-forward block with a gate."""
+
+    CAUSAL = True
+    SOURCES = {
+        "self_attn_layer_norm.weight": ("input_layernorm.weight",),
+        "self_attn.qkv_weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "self_attn.qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        "self_attn.query_norm.weight": ("self_attn.q_norm.weight",),
+        "self_attn.key_norm.weight": ("self_attn.k_norm.weight",),
+        "self_attn.out_weight": ("self_attn.o_proj.weight",),
+        "self_attn.out_bias": ("self_attn.o_proj.bias",),
+        "final_layer_norm.weight": ("post_attention_layernorm.weight",),
+        "feed_forward.gate_weight": ("mlp.gate_proj.weight",),
+        "feed_forward.gate_bias": ("mlp.gate_proj.bias",),
+        "feed_forward.up_weight": ("mlp.up_proj.weight",),
+        "feed_forward.up_bias": ("mlp.up_proj.bias",),
+        "feed_forward.fc2_weight": ("mlp.down_proj.weight",),
+        "feed_forward.fc2_bias": ("mlp.down_proj.bias",),
+    }
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        attention, mlp = layer.self_attn, layer.mlp
+        q, k, v, out = plain_linears(attention, "q_proj", "k_proj", "v_proj", "o_proj")
+        gate, up, down = plain_linears(mlp, "gate_proj", "up_proj", "down_proj")
+        biased = {linear.bias is not None for linear in (out, gate, up, down)}
+        if len(biased) > 1 or len({linear.bias is None for linear in (q, k, v)}) > 1:
+            raise ValueError("some of its projections have a bias and others have none")
+        norms = {layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon}
+        if len(norms) > 1:
+            raise ValueError("its norms have different epsilons")
+        width = attention.head_dim
+        return LayerConfig(
+            hidden=q.in_features, heads=q.out_features // width, key_heads=k.out_features // width, head_width=width,
+            score_factor=attention.scaling, window=_window(attention), rotary=Rotary(places=1),
+            head_norm=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else None,
+            feed_forward=gate.out_features, attention_dropout=attention.attention_dropout,
+            activation=activation_of(mlp.act_fn), gated=True, bias=biased.pop(), head_bias=q.bias is not None,
+            pre_norm=True, norm="rms", layer_norm_epsilon=norms.pop(), quant=quantization,
+        )  # fmt: skip
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, position_ids=None,
+        past_key_values=None, use_cache: bool | None = False, position_embeddings=None, **options,
+    ) -> torch.Tensor:  # fmt: skip
+        packing = self.packing(hidden_states, attention_mask, past_key_values)
+        if packing is not None:
+            return self.fused(hidden_states, packing, position_embeddings)
+        return self.own_pass(
+            hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            use_cache=use_cache, position_embeddings=position_embeddings, **options,
+        )  # fmt: skip
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Qwen2 and Qwen3 have one in some layers, Mistral in all or none."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None)

@@ -1,0 +1,58 @@
+"""Modules that take the place of others by their class alone, and give it back."""
+
+import functools
+
+from torch import nn
+
+from lsq.config import QuantConfig
+from lsq.layers.module import ProgramModule
+from lsq.layers.schedule import Schedule
+
+
+class InPlace(ProgramModule):
+    """A module of a model of others that has become lsq's, with the same parameters, hooks and places in the model.
+
+    New are its clips. A state dict of what it was is a whole one: the next pass measures the clips.
+    """
+
+    takes_float_states = watches_weights = True
+    float_class: type[nn.Module]
+    """What it takes the place of."""
+
+    def take_place(self, quant: QuantConfig) -> None:
+        """Begin to be what another module has become by its class; clips get their memory, and are not measured.
+
+        Raises:
+            ValueError: there is no program for a module like this one.
+        """
+        raise NotImplementedError
+
+    def give_place(self) -> None:
+        """Become the other module again."""
+        for name in self.clips():
+            del self._parameters[self.state_name(name)]
+        for name in self.STATE:
+            self.__dict__.pop(name, None)
+        self.__class__ = self.float_class
+
+    def added_names(self) -> tuple[str, ...]:
+        """What the state dict has beside the other module's."""
+        return *map(self.state_name, self.clips()), *Schedule.NAMES
+
+    def __reduce_ex__(self, protocol):
+        for kind in type(self).__mro__:
+            if "made_by" in vars(kind):  # FSDP2 makes classes of its own from ours
+                return _made_again, kind.made_by, self.__getstate__()
+        return super().__reduce_ex__(protocol)
+
+
+@functools.cache
+def class_in_place(kind: type[InPlace], float_class: type[nn.Module], name: str) -> type[InPlace]:
+    """The class of a `kind` that takes the place of a `float_class`, and is one, too."""
+    attributes = {"float_class": float_class, "made_by": (kind, float_class, name), "__module__": kind.__module__}
+    return type(name, (kind, float_class), attributes)
+
+
+def _made_again(kind: type[InPlace], float_class: type[nn.Module], name: str) -> InPlace:
+    made = class_in_place(kind, float_class, name)
+    return made.__new__(made)
