@@ -22,7 +22,7 @@ ALLOWED = {
     "tune": {"config", "csrc", "quant", "program", "gemm", "ops", "lock"},
     "backends": {"csrc", "program", "gemm"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
-    "conversion": {"config", "layers", "program"},
+    "conversion": {"config", "huggingface", "layers", "program"},
     "optim": {"csrc", "program", "ops", "backends"},
     "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},

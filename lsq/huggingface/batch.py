@@ -68,7 +68,7 @@ def _rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> 
 
 
 def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
-    """bool [B, T] of what is there -> [B, T, T]: each query sees the last `window` keys up to its own, or all of them."""
+    """present bool [B, T] -> [B, T, T]: each query sees the last `window` keys up to its own, or all of these."""
     time = present.shape[1]
     distance = torch.arange(time, device=present.device)
     distance = distance[:, None] - distance
@@ -77,7 +77,7 @@ def causal(window: int | None, present: torch.Tensor) -> torch.Tensor:
 
 
 def everything(present: torch.Tensor) -> torch.Tensor:
-    """bool [B, T] of what is there -> [B, T, T]: each query sees it all."""
+    """present bool [B, T] -> [B, T, T]: each query sees all that is there."""
     return present[:, None, :].expand(-1, present.shape[1], -1)
 
 

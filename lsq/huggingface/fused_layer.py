@@ -142,7 +142,7 @@ class FusedLayer(InPlace):
     def fused(
         self, x: torch.Tensor, packing: Packing, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """x [B, T, H] -> the same after the layer, zero where there is padding. rotation: cosine, sine [B or 1, T, D]."""
+        """x [B, T, H] -> the same after the layer, zero in padding. rotation: cosine, sine [B or 1, T, D]."""
         rows, table = packing.pack(x), {}
         if rotation is not None:
             table = dict(zip(("rotation", "places"), rotation_of(*rotation, packing), strict=True))
