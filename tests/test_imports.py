@@ -23,6 +23,7 @@ ALLOWED = {
     "backends": {"csrc", "program", "gemm"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
     "conversion": {"config", "huggingface", "layers", "program"},
+    "huggingface": {"config", "dist", "layers", "program", "quant"},
     "optim": {"csrc", "program", "ops", "backends"},
     "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},
