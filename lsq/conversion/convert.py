@@ -10,6 +10,7 @@ from lsq.config import QuantConfig
 from lsq.conversion.fusion import fusions, told
 from lsq.conversion.report import Report
 from lsq.conversion.selection import Skip, choose
+from lsq.layers.head import head_class
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import QuantizedLinear, by_inputs_of
 from lsq.program import shards
@@ -27,8 +28,9 @@ def convert(
 
     It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the same
     parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. Whole layers of transformers
-    whose class lsq.huggingface knows become one program each. New are the clips, which are measured in the first pass:
-    weights may be loaded before or afterwards, and the model may be on the meta device.
+    whose class lsq.huggingface knows become one program each, and a projection onto a vocabulary without a bias runs
+    together with the cross-entropy of what it gives (see lsq.layers.logits). New are the clips, which are measured in
+    the first pass: weights may be loaded before or afterwards, and the model may be on the meta device.
 
     Args:
         model: any. Convert it before its optimizer is made, which shall train the clips, before DistributedDataParallel
@@ -38,7 +40,8 @@ def convert(
             with * and ?, or a function of (layer, name) that says whether to leave that layer.
         minimum_width: layers with fewer inputs or outputs are left as they are.
         tied: convert layers whose weight is an embedding's, too.
-        fused: False converts linear layers alone.
+        fused: whole layers of transformers, and the projection onto the vocabulary with its loss, become programs;
+            False converts linear layers alone.
 
     Returns:
         What was converted, and why the others were not; print it.
@@ -49,7 +52,7 @@ def convert(
     """
     quant = quant or QuantConfig()
     _check_bare(model, "convert")
-    choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied)
+    choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
     whole = fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied)) if fused else []
     report = Report(layers=told(choices, whole), whole=tuple(one.whole for one in whole))
     if not report.converted:
@@ -59,9 +62,12 @@ def convert(
             _swap(fusion.module, fusion.kind, quant)
     for choice, layer in zip(choices, report.layers, strict=True):
         if layer.reason is None and layer.within is None:
-            kind = QuantizedLinear if type(choice.module) is nn.Linear else by_inputs_of(type(choice.module))
-            _swap(choice.module, kind, quant)
+            _swap(choice.module, head_class() if layer.head else _linear_class(type(choice.module)), quant)
     return report
+
+
+def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:
+    return QuantizedLinear if float_class is nn.Linear else by_inputs_of(float_class)
 
 
 def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig) -> None:

@@ -17,6 +17,8 @@ class Layer:
     """Why it was left as it is; None: it was converted."""
     within: str | None = None
     """The fused layer that it is a part of, if it is; that is called in its place."""
+    head: bool = False
+    """Whether it is the projection onto the vocabulary, whose logits are computed when they are asked for."""
 
     @property
     def weights(self) -> int:
@@ -74,7 +76,7 @@ class Report:
 
 
 def _row(layer: Layer) -> tuple[str, str, str]:
-    what = "in a fused layer" if layer.within is not None else ""
+    what = "in a fused layer" if layer.within is not None else "with its loss" if layer.head else ""
     return layer.name, f"{layer.inputs} → {layer.outputs}", layer.reason or what
 
 

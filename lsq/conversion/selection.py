@@ -15,6 +15,8 @@ from lsq.layers.linear import Projection
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
 """Names or patterns of modules to leave as they are, or a function of a linear layer and its name that says so."""
+VOCABULARY = 8192
+"""Outputs from which on a layer may be taken for a projection onto a vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,13 +33,16 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nx") and _is_matrix(getattr(module, "weight", None))
 
 
-def choose(model: nn.Module, quant: QuantConfig, skip: Skip, *, minimum_width: int, tied: bool) -> list[Choice]:
+def choose(
+    model: nn.Module, quant: QuantConfig, skip: Skip, *, minimum_width: int, tied: bool, heads: bool = False
+) -> list[Choice]:
     """Every linear layer in `model`.
 
     Args:
         model: whose.
         quant: what they would become.
         skip, minimum_width, tied: see lsq.convert.
+        heads: projections onto a vocabulary become heads, whose width may be any.
 
     Raises:
         ValueError: a pattern in `skip` fits no module.
@@ -48,16 +53,21 @@ def choose(model: nn.Module, quant: QuantConfig, skip: Skip, *, minimum_width: i
         id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
     inside = {id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()}
+    found = _heads(names) if heads and not quant.weights.packed else set()
     return [
-        Choice(module=module, layer=Layer(name=name, inputs=inputs, outputs=outputs, reason=reason))
+        Choice(
+            module=module, layer=Layer(
+                name=name, inputs=inputs, outputs=outputs, reason=reason, head=reason is None and id(module) in found
+            ),
+        )
         for name, module, (inputs, outputs) in _linears(names)
         for reason in [
             ("is lsq's already" if id(module) in inside else None)
             or ("skip names it" if skips(module, name) else None)
             or (None if quant.quantized else "mode is 'float', in which nothing is rounded")
             or _unusual(module, quant)
-            or _unfit(inputs, outputs, minimum_width)
-            or (None if tied else _shared(module, embeddings))
+            or _unfit(inputs, inputs if id(module) in found else outputs, minimum_width)
+            or (None if tied or id(module) in found else _shared(module, embeddings))
         ]
     ]
 
@@ -70,6 +80,17 @@ def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tupl
             yield name, module, (module.in_features, module.out_features)
         elif is_conv1d(module):
             yield name, module, tuple(module.weight.shape)
+
+
+def _heads(names: dict[str, nn.Module]) -> set[int]:
+    """Of the linear layers without a bias those that project onto a vocabulary: what models of transformers say is one;
+    in other models, what is as wide as one."""
+    asked = [module for module in names.values() if hasattr(module, "get_output_embeddings")]
+    found = [module.get_output_embeddings() for module in asked] or [
+        module for module in names.values()
+        if type(module) is nn.Linear and module.out_features >= max(VOCABULARY, 6 * module.in_features)
+    ]  # fmt: skip
+    return {id(one) for one in found if type(one) is nn.Linear and one.bias is None}
 
 
 def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:

@@ -27,6 +27,12 @@ from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
 
 
+def filled(rows: int) -> int:
+    """At least so many, one of four numbers between two powers of two."""
+    step = max(16, 2 ** (max(rows - 1, 1).bit_length() - 3))
+    return -(-rows // step) * step
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sentences:
     """Sizes of a batch of sentences that lie packed in rows, one after another."""
@@ -39,8 +45,7 @@ class Sentences:
     def filled(self) -> "Sentences":
         """At least as large, of few sizes: four numbers of rows between two powers of two, and with each of them one
         number of sentences as long as they have 16 tokens or more on average, twice as many from 8 on, ..."""
-        step = max(16, 2 ** (max(self.rows - 1, 1).bit_length() - 3))
-        rows = -(-self.rows // step) * step
+        rows = filled(self.rows)
         count = -(-rows // 16)
         while count < self.count:
             count *= 2

@@ -1,0 +1,103 @@
+"""The projection onto the vocabulary of a model of others, in its place, whose logits are computed when asked for."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lsq.config import DIMENSION_MULTIPLE, QuantConfig
+from lsq.layers import programs
+from lsq.layers.blocks import filled
+from lsq.layers.in_place import InPlace, class_in_place
+from lsq.layers.linear import result_dtype
+from lsq.layers.logits import Logits
+from lsq.layers.torch_compile import beside_the_graph
+
+IGNORED = -1
+"""In a program, the target that counts for nothing."""
+
+
+class Head(InPlace):
+    """A torch.nn.Linear [V, H] without a bias, for any V: int8 products padded to a multiple of 16.
+
+    While it trains, its result is a lsq.layers.logits.Logits: a cross-entropy on these runs as one program with the
+    projection, and nothing [M, V] is ever stored. Of targets that count for nothing no product is made on the CPU.
+    """
+
+    def take_place(self, quant: QuantConfig) -> None:
+        self.begin(quant)
+        multiple = DIMENSION_MULTIPLE if quant.quantized else 1
+        padded = -(-self.out_features // multiple) * multiple
+        self.vocabulary = programs.Vocabulary(words=self.out_features, hidden=self.in_features, padded=padded)
+        self.declare(partial(programs.vocabulary_logits, quant, 1, self.vocabulary), measure=False)
+        for clip in self.clips().values():
+            clip.requires_grad_(self.weight.requires_grad)
+
+    STATE = (*InPlace.STATE, "vocabulary")
+
+    @beside_the_graph
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = result_dtype(x)
+        if self.training and torch.is_grad_enabled() and x.numel():
+            return Logits(self, x, self.out_features, dtype)
+        if not x.numel():
+            return functional.linear(x, self.weight.to(x.dtype)).to(dtype)
+        rows = self.logits(x.reshape(-1, self.in_features))
+        return rows.view(*x.shape[:-1], self.out_features).to(dtype)
+
+    @beside_the_graph
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Floats [M, H] -> float32 [M, V]."""
+        program = programs.vocabulary_logits(self.quant, len(rows), self.vocabulary, self.mode(rows))
+        (found,) = self.execute(program, {"x": rows})
+        return found[:, : self.out_features].contiguous()
+
+    @beside_the_graph
+    def loss(
+        self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
+    ) -> torch.Tensor:
+        """Cross-entropy as PyTorch defines it, of rows [M, H] and target int64 [M], in float32.
+
+        Raises:
+            ValueError: a target lies outside the vocabulary and is not `ignore` (on a GPU the loss is NaN then).
+        """
+        words, counted = self.out_features, target != ignore
+        count = counted.sum()
+        if target.device.type == "cpu":
+            rows, target = self._chosen(rows, target, counted, int(count))
+        else:
+            target = target.where(counted, IGNORED)
+        if not len(rows):
+            return rows.sum() * 0.0 / (0.0 if mean else 1.0)
+        program = programs.vocabulary_loss(
+            self.quant, len(rows), self.vocabulary, self.mode(rows), padding=IGNORED,
+            smoothing=smoothing * (words - 1) / words,  # PyTorch spreads it over all words, fairseq over the others
+        )  # fmt: skip
+        loss, _ = self.execute(program, {"x": rows, "target": target})
+        return loss.squeeze(0) / count if mean else loss.squeeze(0)
+
+    def _chosen(
+        self, rows: torch.Tensor, target: torch.Tensor, counted: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that count, and others of zeros up to one of a few numbers, for which programs are made.
+
+        Raises:
+            ValueError: see `loss`.
+        """
+        if count < len(target):
+            index = counted.nonzero().squeeze(1)
+            rows, target = rows.index_select(0, index), target.index_select(0, index)
+        if count:
+            low, high = (int(one) for one in torch.aminmax(target))
+            if low < 0 or high >= self.out_features:
+                raise ValueError(f"targets lie between {low} and {high}; the vocabulary has {self.out_features} words")
+        if count in (0, counted.numel()) or self.calibration_due():
+            return rows, target
+        more = filled(count) - count
+        return functional.pad(rows, (0, 0, 0, more)), functional.pad(target, (0, more), value=IGNORED)
+
+
+def head_class() -> type[Head]:
+    """The class of what takes the place of a torch.nn.Linear."""
+    return class_in_place(Head, nn.Linear, "QuantizedHead")

@@ -1,0 +1,190 @@
+"""Logits that nobody has computed yet: a cross-entropy on them needs none.
+
+M rows, H hidden, V words. Models of others project onto the vocabulary, then reshape what they get and give it to
+torch.nn.functional.cross_entropy. A Logits goes along with that; anything else that is asked of it gets the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from lsq.layers.torch_compile import beside_the_graph
+
+
+class Head(Protocol):
+    """What makes logits of rows."""
+
+    weight: torch.Tensor
+    """[V, H]"""
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Floats [M, V] of rows [M, H]."""
+
+    def loss(
+        self, rows: torch.Tensor, target: torch.Tensor, *, ignore: int, smoothing: float, mean: bool
+    ) -> torch.Tensor:
+        """Cross-entropy of target int64 [M], whose values `ignore` count for nothing: a float32 scalar."""
+
+
+class Logits(torch.Tensor):
+    """Floats [..., V], of `hidden` [..., H] by a head.
+
+    Args:
+        head: whose they are.
+        hidden: what they are made of.
+        words: V.
+        dtype: of the logits.
+    """
+
+    head: Head
+    hidden: torch.Tensor
+    known: torch.Tensor | None
+    """The logits, once somebody wanted them where gradients are."""
+
+    @staticmethod
+    @beside_the_graph
+    def __new__(cls, head: Head, hidden: torch.Tensor, words: int, dtype: torch.dtype) -> Logits:
+        trains = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+        shape = *hidden.shape[:-1], words
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=trains)
+        made.head, made.hidden, made.known = head, hidden, None
+        if trains:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_lost)
+        return made
+
+    def computed(self) -> torch.Tensor:
+        """The real ones; with gradients they are the same for everybody who asks."""
+        if self.known is not None:
+            return self.known
+        rows = self.head.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
+        found = rows.view(self.shape).to(self.dtype)
+        self.known = found if torch.is_grad_enabled() else None
+        return found
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options: Mapping[str, Any] | None = None):
+        options = dict(options or {})
+        if function in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*arguments, **options)
+        if function in _FOLLOWED and not (isinstance(arguments[0], Logits) and arguments[0].known is not None):
+            found = _FOLLOWED[function](*arguments, **options)
+            if found is not NotImplemented:
+                return found
+        changes = getattr(function, "__name__", "").endswith("_") and not function.__name__.endswith("__")
+        if changes and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{function.__name__} would change logits that are computed for each who asks: take logits.clone()"
+            )
+        arguments, options = tree_map_only(Logits, Logits.computed, (arguments, options))
+        return function(*arguments, **options)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        """What reaches them past all of the above, as functions of autograd do."""
+        arguments, options = tree_map_only(Logits, lambda one: one.computed().detach(), (arguments, options or {}))
+        return function(*arguments, **options)
+
+    def __repr__(self) -> str:
+        return f"Logits({tuple(self.shape)}, not computed)"
+
+
+def _lost(gradient: torch.Tensor) -> None:
+    """A gradient has come to what has nothing before it.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("a function of autograd was given logits that were not computed yet; give it logits.clone()")
+
+
+def _again(logits: Logits, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
+    return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype)
+
+
+def _view(logits: Logits, *shape, **options):
+    """The last dimension stays, or is not looked at."""
+    if options or not shape or isinstance(shape[0], torch.dtype):
+        return NotImplemented
+    shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    words = logits.shape[-1]
+    if shape[-1] not in (words, -1):
+        return NotImplemented
+    if shape[-1] == -1 and logits.numel() != words * _product(shape[:-1]):
+        return NotImplemented
+    return _again(logits, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
+
+
+def _product(sizes) -> int:
+    whole = 1
+    for size in sizes:
+        whole *= size
+    return whole
+
+
+def _item(logits: Logits, index):
+    """An index of other dimensions than the last."""
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = all(part is Ellipsis or isinstance(part, int | slice) for part in parts)
+    masked = len(parts) == 1 and isinstance(parts[0], torch.Tensor) and parts[0].dim() < logits.dim()
+    if plain and (len(parts) >= logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)):
+        plain = parts[-1] == slice(None)
+    return _again(logits, logits.hidden[index]) if plain or masked else NotImplemented
+
+
+def _to(logits: Logits, *given, **options):
+    if options or len(given) != 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
+        return NotImplemented
+    return _again(logits, logits.hidden, given[0])
+
+
+def _cross_entropy(
+    logits, target, weight=None, size_average=None, ignore_index: int = -100, reduce=None, reduction: str = "mean",
+    label_smoothing: float = 0.0,
+):  # fmt: skip
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+    if not (plain and isinstance(logits, Logits) and logits.dim() == 2 and not target.is_floating_point()):
+        return NotImplemented
+    if target.shape != logits.shape[:1] or not 0.0 <= label_smoothing <= 1.0:
+        return NotImplemented
+    return logits.head.loss(
+        logits.hidden, target, ignore=ignore_index, smoothing=label_smoothing, mean=reduction == "mean"
+    ).to(logits.dtype)
+
+
+def _add(logits, other, *, alpha=1):
+    """A bias of zeros, as Marian's is."""
+    if not (isinstance(logits, Logits) and isinstance(other, torch.Tensor) and not isinstance(other, Logits)):
+        return NotImplemented
+    fits = other.shape[-1:] == logits.shape[-1:] and other.numel() == logits.shape[-1] and not other.requires_grad
+    return logits if fits and alpha == 1 and other.device.type == "cpu" and not other.any() else NotImplemented
+
+
+_getters = (
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes", "requires_grad"
+)  # fmt: skip
+_METADATA: set[Callable] = {getattr(torch.Tensor, name).__get__ for name in _getters}
+_METADATA |= {
+    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point,
+    torch.Tensor.is_contiguous, torch.Tensor.__len__, torch.is_floating_point, torch.numel, torch.Tensor.get_device,
+    torch.is_tensor,
+}  # fmt: skip
+"""What a wrapper without memory knows."""
+_FOLLOWED: dict[Callable, Callable] = {
+    torch.Tensor.view: _view,
+    torch.Tensor.reshape: _view,
+    torch.Tensor.__getitem__: _item,
+    torch.Tensor.to: _to,
+    torch.Tensor.float: lambda logits: _again(logits, logits.hidden, torch.float32),
+    torch.Tensor.contiguous: lambda logits, **options: NotImplemented if options else logits,
+    torch.Tensor.add: _add,
+    torch.Tensor.__add__: _add,
+    torch.add: _add,
+    functional.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,162 @@
+"""Logits that are computed when somebody asks for them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lsq
+from lsq.config import QuantConfig
+from lsq.layers.head import Head
+from lsq.layers.logits import Logits
+
+WORDS, HIDDEN = 53, 64
+
+
+class Model(nn.Module):
+    """An embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    report = lsq.convert(model, QuantConfig(backward="float"))
+    assert [layer.name for layer in report.layers if layer.head] == ["head"]
+    return model
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def test_what_they_know_needs_no_product(model, x, monkeypatch):
+    monkeypatch.setattr(Head, "logits", None)
+    logits = model(x)
+    assert type(logits) is Logits
+    assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == ((3, 5, WORDS), WORDS, 3, 3)
+    assert (logits.dtype, logits.device.type, logits.numel()) == (torch.float32, "cpu", 15 * WORDS)
+    assert logits.requires_grad
+    assert repr(logits) == "Logits((3, 5, 53), not computed)"
+
+
+@pytest.mark.parametrize(
+    "change", [
+        lambda logits: logits.view(-1, WORDS), lambda logits: logits.reshape((15, WORDS)),
+        lambda logits: logits.view(-1, logits.size(-1)), lambda logits: logits[:, :-1],
+        lambda logits: logits[..., 1:, :],
+        lambda logits: logits[:, 2, :], lambda logits: logits[1], lambda logits: logits[torch.tensor([0, 2])],
+        lambda logits: logits[torch.ones(3, 5, dtype=torch.bool)], lambda logits: logits.float().contiguous(),
+        lambda logits: logits.to(torch.bfloat16), lambda logits: logits + torch.zeros(1, WORDS),
+        lambda logits: logits.reshape(5, 3, -1), lambda logits: logits[:, :2, :].contiguous().view(-1, WORDS),
+    ],
+)  # fmt: skip
+def test_they_follow(model, x, change):
+    logits = model(x)
+    changed, expected = change(logits), change(logits.clone())
+    assert type(changed) is Logits
+    assert type(expected) is torch.Tensor
+    assert (changed.shape, changed.dtype) == (expected.shape, expected.dtype)
+    torch.testing.assert_close(changed.clone(), expected)
+
+
+@pytest.mark.parametrize(
+    "change", [
+        lambda logits: logits[..., 0], lambda logits: logits[:, :, :5], lambda logits: logits.view(-1),
+        lambda logits: logits.view(15, WORDS, 1), lambda logits: logits.softmax(-1), lambda logits: logits / 2,
+        lambda logits: logits + torch.ones(WORDS), lambda logits: 2 * logits,
+        lambda logits: torch.cat([logits, logits]), lambda logits: functional.log_softmax(logits, 2),
+        lambda logits: logits.argmax(-1), lambda logits: logits.to(torch.int64), lambda logits: logits.transpose(1, 2),
+        lambda logits: logits[:, None], lambda logits: logits.detach(),
+    ],
+)  # fmt: skip
+def test_anything_else_gets_the_real_ones(model, x, change):
+    logits = model(x)
+    found = change(logits)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, change(model(x).clone()))
+
+
+def test_gradients_go_back_through_the_real_ones(model, x):
+    for make in (lambda: model(x).square().sum(), lambda: model(x).clone().square().sum()):
+        torch.manual_seed(2)
+        model.zero_grad()
+        make().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+    for first, second in zip(found, (parameter.grad for parameter in model.parameters()), strict=True):
+        assert torch.equal(first, second)
+        assert first.any()
+
+
+def test_without_gradients_and_in_eval_mode_they_are_real(model, x):
+    model(x).sum().backward()
+    with torch.no_grad():
+        assert type(model(x)) is torch.Tensor
+    assert type(model.eval()(x)) is torch.Tensor
+
+
+def test_a_change_in_place_is_kept_or_refused(model, x):
+    logits = model(x)
+    logits[:, 0] = -5.0
+    assert (logits[:, 0] == -5.0).all()
+    logits = model(x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"take logits\.clone"):
+        logits.div_(2)
+
+
+def test_copies_are_real(model, x):
+    with torch.no_grad():
+        expected = model(x)
+    with torch.enable_grad():
+        logits = model(x)
+    with torch.no_grad():
+        torch.testing.assert_close(pickle.loads(pickle.dumps(logits.detach())), expected)
+        torch.testing.assert_close(copy.deepcopy(logits.detach()), expected)
+
+
+class Double(torch.autograd.Function):
+    """Passes by what Python sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+def test_functions_of_autograd_are_told(model, x):
+    doubled = Double.apply(model(x))
+    torch.testing.assert_close(doubled, 2 * model(x))
+    with pytest.raises(RuntimeError, match=r"give it logits\.clone"):
+        doubled.sum().backward()
+    Double.apply(model(x).clone()).sum().backward()
+
+
+def test_with_torch_compile(model, x):
+    compiled = torch.compile(model, backend="eager")
+    target = torch.arange(15) % WORDS
+
+    def loss(net):
+        torch.manual_seed(3)
+        return functional.cross_entropy(net(x).view(-1, WORDS), target)
+
+    torch.testing.assert_close(loss(compiled), loss(model))
+    whole = torch.compile(lambda: loss(model), backend="eager")
+    torch.testing.assert_close(whole(), loss(model))
