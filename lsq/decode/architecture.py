@@ -7,8 +7,11 @@ from typing import Any
 from lsq.config import DIMENSION_MULTIPLE, LayerConfig, QuantConfig, require_choice, require_positive
 from lsq.layers.embedding import POSITIONS
 
-SELF_ATTENTION = ("key_heads", "head_width", "score_factor", "window", "rotary", "head_norm", "relative_bias")
-"""What a LayerConfig may say of attention that no decoder of codes knows; files leave it out."""
+OF_OTHERS = (
+    "key_heads", "head_width", "score_factor", "window", "rotary", "head_norm", "relative_bias", "head_bias",
+    "by_inputs",
+)  # fmt: skip
+"""What a LayerConfig may say of models of others, which no decoder of codes knows; files leave it out."""
 MOST = 2**24
 """Words or positions of a stack, at most: a damaged file asks for no more memory than that."""
 MOST_LAYERS = 1024
@@ -48,8 +51,9 @@ class StackArchitecture:
         require_positive("embedding_scale", self.embedding_scale)
         if self.final_norm and not self.config.pre_norm:
             raise ValueError("final_norm is True under post-norm, whose last layer ends with a norm of its own")
-        for name in SELF_ATTENTION:
-            if (value := getattr(self.config, name)) is not None:
+        for field in fields(self.config):
+            name, value = field.name, getattr(self.config, field.name)
+            if name in OF_OTHERS and value != field.default:
                 raise ValueError(f"{name} is {value!r}; models that are kept as codes decode without: leave it out")
         if not self.config.quant.quantized:
             raise ValueError('mode is "float"; only models in int8 are kept as codes: train with mode "int8"')
@@ -138,7 +142,7 @@ ADDED = {"gated": False, "bias": True}
 
 def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """What is written of a dataclass, as names and values."""
-    return {name: value for name, value in pairs if name not in SELF_ATTENTION}
+    return {name: value for name, value in pairs if name not in OF_OTHERS}
 
 
 def _read(cls: type, value: Any, where: str) -> Any:
@@ -149,7 +153,7 @@ def _read(cls: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
     value = (ADDED if cls is LayerConfig else {}) | value
-    kept = [field for field in fields(cls) if field.name not in SELF_ATTENTION]
+    kept = [field for field in fields(cls) if field.name not in OF_OTHERS]
     names = [field.name for field in kept]
     for problem, found in (("lacks", set(names) - set(value)), ("has unknown", set(value) - set(names))):
         if found:

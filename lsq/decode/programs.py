@@ -37,9 +37,7 @@ def encoder_program(architecture: Architecture, sentences: Sentences, backend: B
     x, starts = embedded(b, architecture, "encoder", sentences.rows), sentences.starts(b, "starts")
 
     def attend(prefix: str, rows: Rows) -> VirtualTensor:
-        return blocks.self_attention(
-            b, stack.config, rows, sentences, starts, prefix + "self_attn.", causal=False
-        )
+        return blocks.self_attention(b, stack.config, rows, starts, prefix + "self_attn.", causal=False)
 
     residual, update = layers(b, "encoder", stack, x, attend)
     last = blocks.leave(b, stack.config, residual, update, last_norm("encoder", stack))

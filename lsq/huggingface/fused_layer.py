@@ -21,6 +21,7 @@ from lsq.layers.programs import Mode
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.program import upkeep
 from lsq.program.parameters import Parameter
+from lsq.program.program import Program
 from lsq.quant import WeightFormat
 
 
@@ -35,11 +36,13 @@ class FusedLayer(InPlace):
     on weights as the program rounds them.
     """
 
-    STATE = (*ProgramModule.STATE, "config")
+    STATE = (*ProgramModule.STATE, "config", "_rounded")
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
     """Names of the program's parameters -> those of the layer that they are made of, one after another."""
     CAUSAL: ClassVar[bool]
     """Whether queries see no keys behind them."""
+    ATTENTION: ClassVar[str] = "self_attn"
+    """The module inside that attends, and knows the layer's number."""
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
@@ -54,6 +57,7 @@ class FusedLayer(InPlace):
         config = self.config_of(self, quant)
         self.begin(quant)
         self.config = config
+        self._rounded = {}
         self.declare(partial(self._program, Sentences(rows=1, count=1)), measure=False)
         trained = self.trained()
         for clip in self.clips().values():
@@ -101,6 +105,7 @@ class FusedLayer(InPlace):
 
     def _drop_codes(self) -> None:
         self.codes.clear()
+        self._rounded.clear()
         for name in self.SOURCES:
             if name in self.declared:
                 for parameter in self.sources(name):
@@ -122,37 +127,60 @@ class FusedLayer(InPlace):
 
     # Passes
 
-    def _program(self, sentences: Sentences, mode: Mode, places: int | None = None):
-        return programs.encoder_layer(_with_places(self.config, places), sentences, mode, causal=self.CAUSAL)
+    def _program(self, sentences: Sentences, mode: Mode, places: int | None = None, heads: bool = False) -> Program:
+        config = _with_places(self.config, places)
+        return programs.encoder_layer(config, sentences, mode, causal=self.CAUSAL, heads=heads)
 
     def packing(self, x: torch.Tensor, mask: torch.Tensor | None, cache: object = None) -> Packing | None:
         """How x [B, T, H] is packed under a mask of the model's.
 
-        `cache`: of keys and values. In training mode nothing is put there, since nobody decodes with it.
+        `cache`: of keys and values. In training mode nothing is put there, since nobody decodes with it; in eval mode,
+        what is first to come there is the program's.
 
         Returns:
             None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
         """
-        if (cache is not None and not self.training) or _attention_is_recorded():
+        begins = cache is None or self.training or (
+            not torch.is_grad_enabled() and not cache.get_seq_length(self._number)
+        )  # fmt: skip
+        whole = mask is None or mask.shape[-1] == x.shape[1]
+        if not (begins and whole) or _attention_is_recorded():
             return None
         seen = _causal(self.config.window) if self.CAUSAL else everything
         return packing_of(mask, tuple(x.shape[:2]), seen, **packing_options(self))
 
     @beside_the_graph
     def fused(
-        self, x: torch.Tensor, packing: Packing, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+        self, x: torch.Tensor, packing: Packing, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: object = None,
+    ) -> torch.Tensor:  # fmt: skip
         """x [B, T, H] -> the same after the layer, zero in padding. rotation: cosine, sine [B or 1, T, D]."""
-        rows, table = packing.pack(x), {}
+        rows, fills = packing.pack(x), cache is not None and not self.training
         if rotation is not None:
             table = dict(zip(("rotation", "places"), rotation_of(*rotation, packing), strict=True))
         else:
             table = position_inputs(self.config, packing.positions, packing.shape[1], causal=self.CAUSAL)
-        program = self._program(
-            packing.sentences, self.mode(rows), len(table["rotation"]) if rotation is not None else None
-        )
-        (y,) = self.execute(program, {"x": rows, "starts": packing.starts, **table})
+        places = len(table["rotation"]) if rotation is not None else None
+        program = self._program(packing.sentences, self.mode(rows), places, fills)
+        y, *heads = self.execute(program, {"x": rows, "starts": packing.starts, **table})
+        if fills:
+            self._fill(cache, packing, x.dtype, *heads)
         return packing.unpack(y).to(x.dtype)
+
+    @property
+    def _number(self) -> int:
+        return self.get_submodule(self.ATTENTION).layer_idx
+
+    def _fill(
+        self, cache: object, packing: Packing, dtype: torch.dtype, heads: torch.Tensor,
+        scale: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Give keys and values, behind the queries in `heads` [M, ...], to a cache of transformers."""
+        values = (heads if scale is None else heads * scale).to(dtype)
+        columns = [self.config.query_columns, self.config.key_columns, self.config.key_columns]
+        _, *both = packing.unpack(values).split(columns, dim=2)
+        keys, values = (one.unflatten(2, (self.config.of_keys, -1)).transpose(1, 2) for one in both)
+        cache.update(keys, values, self._number)
 
     def own_pass(self, *arguments, **options):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
@@ -175,10 +203,14 @@ class FusedLayer(InPlace):
                 holder._parameters[last] = parameter
 
     def _swap(self, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        rounded = _as_rounded(
-            self.own_parameter(name), self.own_parameter(declared.clip), self.quant.weights, declared.by_inputs
-        )
-        sizes = [len(parameter) for parameter in self.sources(name)]
+        parameters, clip = self.sources(name), self.own_parameter(declared.clip)
+        stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip)]
+        kept, rounded = self._rounded.get(name, (None, None))
+        if kept != stamp or torch.is_grad_enabled():
+            rounded = _as_rounded(self.own_parameter(name), clip, self.quant.weights, declared.by_inputs)
+            if not torch.is_grad_enabled():
+                self._rounded[name] = stamp, rounded
+        sizes = [len(parameter) for parameter in parameters]
         for path, part in zip(self.SOURCES[name], rounded.split(sizes), strict=True):
             holder, _, last = path.rpartition(".")
             module = self.get_submodule(holder)

@@ -176,16 +176,17 @@ def attention(
     ).floats
 
 
-def self_attention(builder: Builder, config: LayerConfig, x: Rows, sentences: Sentences, starts, prefix: str, *,
-                   causal: bool) -> VirtualTensor:  # fmt: skip
-    """Attention of packed sentences to themselves: normalised rows -> as `attention`.
+def self_attention(builder: Builder, config: LayerConfig, x: Rows, starts: VirtualTensor, prefix: str, *, causal: bool,
+                   qkv: Rows | None = None) -> VirtualTensor:  # fmt: skip
+    """Attention of packed sentences to themselves: normalised rows -> as `attention`. `qkv`: what x is projected to, if
+    that is there already.
 
     Raises:
         ValueError: the configuration has a window, but attention is not causal.
     """
     if config.window is not None and not causal:
         raise ValueError(f"window is {config.window}, but only causal self-attention has one: leave it out")
-    qkv = project_heads(builder, config, x, prefix + "qkv", 3)
+    qkv = qkv or project_heads(builder, config, x, prefix + "qkv", 3)
     memory = Memory(rows=qkv, key_column=config.query_columns, starts=starts)
     bias = position_bias(builder, config, prefix)
     return attention(builder, config, qkv, starts, memory, prefix, causal=causal, window=config.window, bias=bias)

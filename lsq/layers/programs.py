@@ -88,9 +88,7 @@ def self_attention(config: LayerConfig, sentences: Sentences, mode: Mode, *, cau
     b = mode.builder("self_attention", config.quant)
     x, starts = packed(b, "x", sentences, config)
     b.output(
-        blocks.self_attention(
-            b, config, blocks.quantize(b, x, "input_clip"), sentences, starts, "", causal=causal
-        )
+        blocks.self_attention(b, config, blocks.quantize(b, x, "input_clip"), starts, "", causal=causal)
     )
     return b.build()
 
@@ -115,13 +113,23 @@ def feed_forward(config: LayerConfig, rows: int, mode: Mode) -> Program:
 
 
 @cached
-def encoder_layer(config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool = False) -> Program:
-    """x [M, H] -> [M, H]. Causal, it is the layer of a decoder without a memory, as language models have it."""
+def encoder_layer(
+    config: LayerConfig, sentences: Sentences, mode: Mode, *, causal: bool = False, heads: bool = False
+) -> Program:
+    """x [M, H] -> [M, H]. Causal, it is the layer of a decoder without a memory, as language models have it.
+
+    `heads`: queries, keys and values [M, ...] and the scale of their codes come out as well, for decoding.
+    """
     b = mode.builder("encoder_layer", config.quant)
     x, starts = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update = blocks.self_attention(b, config, residual.rows, sentences, starts, "self_attn.", causal=causal)
+    qkv = blocks.project_heads(b, config, residual.rows, "self_attn.qkv", 3)
+    update = blocks.self_attention(b, config, residual.rows, starts, "self_attn.", causal=causal, qkv=qkv)
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
+    if heads:
+        b.output(qkv.tensor)
+        if config.quant.quantized:
+            b.output(qkv.scale)
     return b.build()
 
 
@@ -131,7 +139,7 @@ def decoder_layer(config: LayerConfig, sentences: Sentences, source: Sentences, 
     b = mode.builder("decoder_layer", config.quant)
     x, starts = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
-    update = blocks.self_attention(b, config, residual.rows, sentences, starts, "self_attn.", causal=True)
+    update = blocks.self_attention(b, config, residual.rows, starts, "self_attn.", causal=True)
     residual = blocks.between(
         b, config, residual, update, own="self_attn_layer_norm", following="encoder_attn_layer_norm",
         clip="encoder_attn.input_clip",
