@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
-from lsq.conversion.fusion import fusions, told
+from lsq.conversion.fusion import fusions, name_classes, told
 from lsq.conversion.report import Report
 from lsq.conversion.selection import Skip, choose
 from lsq.layers.head import head_class
@@ -63,6 +63,7 @@ def convert(
     for choice, layer in zip(choices, report.layers, strict=True):
         if layer.reason is None and layer.within is None:
             _swap(choice.module, head_class() if layer.head else _linear_class(type(choice.module)), quant)
+    name_classes(model)
     return report
 
 
@@ -94,6 +95,7 @@ def revert(model: Model) -> Model:
             raise ValueError("a converted layer has a forward of its own; remove the hooks that have put it in, first")
     for module in found:
         module.give_place()
+    name_classes(model)
     return model
 
 

@@ -55,6 +55,23 @@ def told(choices: Sequence[Choice], whole: Sequence[Fusion]) -> tuple[Layer, ...
     )  # fmt: skip
 
 
+UNDIVIDED = "_no_split_modules"
+"""What models of transformers call the list of classes that accelerate and others wrap one by one."""
+
+
+def name_classes(model: nn.Module) -> None:
+    """Let lists of classes of layers name those that there are now: fused ones beside the others, or in their place."""
+    for module in model.modules():
+        listed = getattr(type(module), UNDIVIDED, None)
+        if isinstance(listed, list | set | tuple):
+            vars(module).pop(UNDIVIDED, None)
+            there = {type(one) for one in module.modules() if isinstance(one, InPlace)}
+            fused = {kind.__name__ for kind in there if kind.float_class.__name__ in listed}
+            if fused:
+                plain = {type(one).__name__ for one in module.modules()} & set(listed)
+                setattr(module, UNDIVIDED, sorted(fused | plain))
+
+
 def _reason(
     module: nn.Module, kind: type[InPlace], quant: QuantConfig, inside: Sequence[Layer], prefix: str
 ) -> str | None:

@@ -45,6 +45,8 @@ class Logits(torch.Tensor):
     hidden: torch.Tensor
     known: torch.Tensor | None
     """The logits, once somebody wanted them where gradients are."""
+    hooks: list[Callable]
+    """For the gradient of the logits, if they are ever computed: FSDP2 puts some on whatever a model gives."""
 
     @staticmethod
     @beside_the_graph
@@ -52,7 +54,7 @@ class Logits(torch.Tensor):
         trains = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
         shape = *hidden.shape[:-1], words
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=trains)
-        made.head, made.hidden, made.known = head, hidden, None
+        made.head, made.hidden, made.known, made.hooks = head, hidden, None, []
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_lost)
@@ -64,23 +66,28 @@ class Logits(torch.Tensor):
             return self.known
         rows = self.head.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
         found = rows.view(self.shape).to(self.dtype)
-        self.known = found if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled():
+            self.known = found
+            for hook in self.hooks if found.requires_grad else ():
+                found.register_hook(hook)
         return found
 
     @classmethod
+    @beside_the_graph
     def __torch_function__(cls, function, types, arguments=(), options: Mapping[str, Any] | None = None):
         options = dict(options or {})
-        if function in _METADATA:
+        name = getattr(function, "__name__", "")
+        if function in _METADATA or (name == "__get__" and function not in _VIEWS):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **options)
         if function in _FOLLOWED and not (isinstance(arguments[0], Logits) and arguments[0].known is not None):
             found = _FOLLOWED[function](*arguments, **options)
             if found is not NotImplemented:
                 return found
-        changes = getattr(function, "__name__", "").endswith("_") and not function.__name__.endswith("__")
+        changes = name.endswith("_") and not name.endswith("__")
         if changes and not torch.is_grad_enabled():
             raise RuntimeError(
-                f"{function.__name__} would change logits that are computed for each who asks: take logits.clone()"
+                f"{name} would change logits that are computed for each who asks: take logits.clone()"
             )
         arguments, options = tree_map_only(Logits, Logits.computed, (arguments, options))
         return function(*arguments, **options)
@@ -102,6 +109,14 @@ def _lost(gradient: torch.Tensor) -> None:
         RuntimeError: always.
     """
     raise RuntimeError("a function of autograd was given logits that were not computed yet; give it logits.clone()")
+
+
+def _hook(logits: Logits, hook: Callable):
+    if logits.known is not None:
+        return NotImplemented
+    logits.hooks.append(hook)
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.register_hook(lambda gradient: None)
 
 
 def _again(logits: Logits, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
@@ -166,17 +181,15 @@ def _add(logits, other, *, alpha=1):
     return logits if fits and alpha == 1 and other.device.type == "cpu" and not other.any() else NotImplemented
 
 
-_getters = (
-    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "itemsize", "nbytes", "requires_grad"
-)  # fmt: skip
-_METADATA: set[Callable] = {getattr(torch.Tensor, name).__get__ for name in _getters}
-_METADATA |= {
+_VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")}
+_METADATA: set[Callable] = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point,
     torch.Tensor.is_contiguous, torch.Tensor.__len__, torch.is_floating_point, torch.numel, torch.Tensor.get_device,
     torch.is_tensor,
 }  # fmt: skip
-"""What a wrapper without memory knows."""
+"""What a wrapper without memory knows, beside its attributes other than views."""
 _FOLLOWED: dict[Callable, Callable] = {
+    torch.Tensor.register_hook: _hook,
     torch.Tensor.view: _view,
     torch.Tensor.reshape: _view,
     torch.Tensor.__getitem__: _item,

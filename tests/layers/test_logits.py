@@ -52,6 +52,7 @@ def test_what_they_know_needs_no_product(model, x, monkeypatch):
     assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == ((3, 5, WORDS), WORDS, 3, 3)
     assert (logits.dtype, logits.device.type, logits.numel()) == (torch.float32, "cpu", 15 * WORDS)
     assert logits.requires_grad
+    assert (logits._base, logits.grad, logits.is_leaf) == (None, None, True)
     assert repr(logits) == "Logits((3, 5, 53), not computed)"
 
 
@@ -82,7 +83,8 @@ def test_they_follow(model, x, change):
         lambda logits: logits + torch.ones(WORDS), lambda logits: 2 * logits,
         lambda logits: torch.cat([logits, logits]), lambda logits: functional.log_softmax(logits, 2),
         lambda logits: logits.argmax(-1), lambda logits: logits.to(torch.int64), lambda logits: logits.transpose(1, 2),
-        lambda logits: logits[:, None], lambda logits: logits.detach(),
+        lambda logits: logits.data, lambda logits: logits.mT, lambda logits: logits[:, None],
+        lambda logits: logits.detach(),
     ],
 )  # fmt: skip
 def test_anything_else_gets_the_real_ones(model, x, change):
@@ -127,6 +129,17 @@ def test_copies_are_real(model, x):
     with torch.no_grad():
         torch.testing.assert_close(pickle.loads(pickle.dumps(logits.detach())), expected)
         torch.testing.assert_close(copy.deepcopy(logits.detach()), expected)
+
+
+def test_hooks_wait_for_the_real_ones(model, x):
+    logits, seen = model(x), []
+    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    functional.cross_entropy(logits.view(-1, WORDS), torch.arange(15)).backward()
+    assert not seen
+    logits = model(x)
+    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    logits.sum().backward()
+    assert seen == [(3, 5, WORDS)]
 
 
 class Double(torch.autograd.Function):

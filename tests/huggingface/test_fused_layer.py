@@ -1,0 +1,197 @@
+"""What every fused layer goes through: copies, files, checkpointing, adapters, frozen weights, torch.compile."""
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lsq
+from lsq.config import QuantConfig
+from lsq.conversion import float_state_dict
+from lsq.layers.memory import plan_memory, release_memory
+from lsq.layers.module import ProgramModule
+from tests.huggingface.checks import WORDS, fused, made, right_padded, transformers, words
+from tests.huggingface.test_llama import MAKERS, SHAPE
+from tests.layers.shapes import decibels
+
+BATCH = right_padded((11, 6))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A fused Llama that has measured its clips."""
+    model = fused(made(MAKERS["llama"]))
+    loss(model).backward()
+    model.zero_grad()
+    return model
+
+
+def loss(model: nn.Module, seed: int = 3) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return model(**BATCH).loss
+
+
+def gradients(model: nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss(model, seed).backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_twins(model: nn.Module, other: nn.Module, **tolerance) -> None:
+    """Both compute the same losses and gradients, of the same parameters."""
+    first, second = gradients(model), gradients(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], msg=lambda why, at=name: f"{at}: {why}", **tolerance)
+
+
+def test_copies(model):
+    assert_twins(model, copy.deepcopy(model), rtol=0, atol=0)
+    assert_twins(model, pickle.loads(pickle.dumps(model)), rtol=0, atol=0)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert_twins(model, torch.load(file, weights_only=False), rtol=0, atol=0)
+
+
+def test_state_dicts_go_both_ways(model):
+    again = fused(made(MAKERS["llama"], seed=5))
+    again.load_state_dict(model.state_dict())
+    assert_twins(model, again, rtol=0, atol=0)
+    plain = made(MAKERS["llama"], seed=5)
+    plain.load_state_dict(float_state_dict(model))
+    fresh = fused(made(MAKERS["llama"], seed=6))
+    fresh.load_state_dict(plain.state_dict())
+    present = BATCH["attention_mask"].bool()
+    assert decibels(plain(**BATCH).logits[present], fresh(**BATCH).logits[present]) > 20
+    with pytest.raises(RuntimeError, match="self_attn_qkv_weight_clip"):
+        plain.load_state_dict(model.state_dict())
+
+
+def test_it_comes_back(model):
+    assert model._no_split_modules == model.model._no_split_modules == ["FusedLlamaDecoderLayer"]
+    keys = model.state_dict().keys()
+    assert any(key.endswith("self_attn_qkv_weight_clip") for key in keys)
+    lsq.revert(model)
+    assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    assert model.state_dict().keys() == made(MAKERS["llama"]).state_dict().keys()
+    assert not vars(model.model.layers[0]).keys() & set(ProgramModule.STATE)
+    assert model._no_split_modules == ["LlamaDecoderLayer"]
+    loss(model).backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(model, reentrant):
+    twin = copy.deepcopy(model)
+    twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_twins(model, twin, rtol=1e-4, atol=1e-6)
+    assert model.model.layers[0].passes == twin.model.layers[0].passes
+
+
+def test_frozen_parameters_get_no_gradient(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("down_proj" in name or name.endswith("k_proj.weight"))
+    found = gradients(model)
+    assert len(found) == 4
+    assert all(gradient.any() for gradient in found.values())
+
+
+def test_a_frozen_model_gives_gradients_to_its_input(model):
+    model.requires_grad_(False)
+    x = model.model.embed_tokens(BATCH["input_ids"]).requires_grad_()
+    model(inputs_embeds=x, labels=BATCH["labels"]).loss.backward()
+    assert x.grad[:, :5].any(dim=2).all()
+
+
+def test_on_the_meta_device():
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = MAKERS["llama"]()
+    lsq.convert(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(made(MAKERS["llama"]).state_dict(), strict=False)
+    model.model.rotary_emb = MAKERS["llama"]().model.rotary_emb
+    expected = fused(made(MAKERS["llama"]))
+    assert_twins(expected, model.train(), rtol=1e-4, atol=1e-6)
+
+
+def test_torch_compile(model):
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    torch.testing.assert_close(loss(compiled), loss(model))
+
+
+def test_another_model_loads_and_saves(model, tmp_path):
+    model.save_pretrained(tmp_path, state_dict=float_state_dict(model))
+    again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(information.values()), information
+    assert again.config.architectures == ["LlamaForCausalLM"]
+    for name, value in float_state_dict(model).items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dtypes(dtype):
+    plain = made(MAKERS["qwen2"])
+    model = fused(plain).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        output = model(**BATCH)
+    output.loss.backward()
+    assert all(parameter.grad.dtype == parameter.dtype for parameter in model.parameters())
+    present = BATCH["attention_mask"].bool()
+    assert decibels(plain(**BATCH).logits[present], output.logits.float()[present]) > 20
+
+
+def test_adapters_before_and_after():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(made(MAKERS["llama"]), config)
+    report = lsq.convert(adapted)
+    assert not report.fused
+    assert "its q_proj is a Linear" in str(report) or "q_proj" in str(report)
+    loss(adapted).backward()
+    model = fused(made(MAKERS["llama"]))
+    after = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"self_attn\.q_proj\.weight .* is gone: .*fused=False"):
+        loss(after)
+
+
+def test_layers_that_have_no_program_stay():
+    def report_of(**changes) -> str:
+        return str(lsq.convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | changes))))
+
+    assert "not fused: its activation is Tanh; there are relu" in report_of(hidden_act="tanh")
+    assert "not fused: its mlp.gate_proj is left: 72 outputs" in report_of(intermediate_size=72)
+    model = made(MAKERS["llama"])
+    report = lsq.convert(model, skip="layers.0.mlp.up_proj")
+    assert report.fused == ("model.layers.1",)
+    assert "skip names it" in str(report)
+    loss(model).backward()
+    with pytest.raises(ValueError, match="has no linear layer to convert"):
+        lsq.convert(model, skip="layers.0.mlp.up_proj")
+
+
+def test_in_float_mode_layers_alone_are_fused():
+    model = made(MAKERS["llama"])
+    report = lsq.convert(model, QuantConfig(mode="float"))
+    assert len(report.fused) == 2
+    assert report.left == {"lm_head": "mode is 'float', in which nothing is rounded"}
+    with pytest.raises(ValueError, match="has no linear layer to convert"):
+        lsq.convert(made(MAKERS["llama"]), QuantConfig(mode="float"), fused=False)
+
+
+def test_memory_is_planned(model):
+    twin = copy.deepcopy(model)
+    plan_memory(twin, functools.partial(loss, twin))
+    assert_twins(model, twin, rtol=0, atol=0)
+    release_memory(twin)
+
+
+def test_one_word_and_no_words(model):
+    model.eval()
+    assert model(words(1, 1)).logits.shape == (1, 1, WORDS)
+    with torch.no_grad():
+        assert model(words(3, 1)).logits.shape == (3, 1, WORDS)
