@@ -55,21 +55,24 @@ def told(choices: Sequence[Choice], whole: Sequence[Fusion]) -> tuple[Layer, ...
     )  # fmt: skip
 
 
+FUSED = "Fused"
+"""With which names of fused layers' classes begin."""
 UNDIVIDED = "_no_split_modules"
-"""What models of transformers call the list of classes that accelerate and others wrap one by one."""
+"""What models of transformers call the names of the classes that accelerate and others wrap one by one."""
 
 
 def name_classes(model: nn.Module) -> None:
-    """Let lists of classes of layers name those that there are now: fused ones beside the others, or in their place."""
+    """Let these name the classes of layers that there are now: fused ones, beside the others or in their place."""
     for module in model.modules():
-        listed = getattr(type(module), UNDIVIDED, None)
-        if isinstance(listed, list | set | tuple):
-            vars(module).pop(UNDIVIDED, None)
-            there = {type(one) for one in module.modules() if isinstance(one, InPlace)}
-            fused = {kind.__name__ for kind in there if kind.float_class.__name__ in listed}
-            if fused:
-                plain = {type(one).__name__ for one in module.modules()} & set(listed)
-                setattr(module, UNDIVIDED, sorted(fused | plain))
+        listed = getattr(module, UNDIVIDED, None)
+        if listed:
+            plain = {name.removeprefix(FUSED) for name in listed}
+            kinds = {type(one) for one in module.modules()}
+            fused = {
+                kind.__name__ for kind in kinds if issubclass(kind, InPlace) and kind.float_class.__name__ in plain
+            }
+            left = {name for name in plain if FUSED + name not in fused} | {kind.__name__ for kind in kinds} & plain
+            setattr(module, UNDIVIDED, type(listed)(sorted(fused | left)))
 
 
 def _reason(

@@ -73,14 +73,14 @@ def test_state_dicts_go_both_ways(model):
 
 
 def test_it_comes_back(model):
-    assert model._no_split_modules == model.model._no_split_modules == ["FusedLlamaDecoderLayer"]
+    assert model._no_split_modules == model.model._no_split_modules == {"FusedLlamaDecoderLayer"}
     keys = model.state_dict().keys()
     assert any(key.endswith("self_attn_qkv_weight_clip") for key in keys)
     lsq.revert(model)
     assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
     assert model.state_dict().keys() == made(MAKERS["llama"]).state_dict().keys()
     assert not vars(model.model.layers[0]).keys() & set(ProgramModule.STATE)
-    assert model._no_split_modules == ["LlamaDecoderLayer"]
+    assert model._no_split_modules == {"LlamaDecoderLayer"}
     loss(model).backward()
 
 
