@@ -14,8 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lsq.backends import backend
 from lsq.csrc import loader, tiles
-from lsq.ops.attention import Attention, AttentionGradient, HeadsGradient
+from lsq.ops.attention import Attention, AttentionGradient
 from lsq.ops.heads import Heads, Projected
+from lsq.ops.summed_gradient import SummedGradient
 from lsq.program.values import Coded, Dropout, Rows
 from lsq.quant import Format, Grain
 
@@ -47,7 +48,7 @@ def of_lsq(
     forward = Attention(heads=heads, out=torch.empty(rows, hidden), rounded=None, log_sum=torch.empty(rows, HEADS))
     backward = AttentionGradient(
         dcontext=torch.randn(rows, hidden), heads=heads, log_sum=forward.log_sum,
-        dq=HeadsGradient(floats=torch.empty(codes.shape), rounded=None, sum=None, clip=None, parts=None), dkv=None,
+        dq=SummedGradient(floats=torch.empty(codes.shape), rounded=None, sum=None, clip=None, parts=None), dkv=None,
     )  # fmt: skip
     place = backend("cpu")
     runs = [

@@ -19,10 +19,11 @@ from lsq.csrc.geometry import VECTOR, row_defines
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.heads import Heads, Projected, rows_of
 from lsq.ops.scales import started
-from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
-from lsq.program.declare import Activations, Floats, In, Out, Value
+from lsq.ops.summed_gradient import SummedGradient
+from lsq.ops.sums import PartialSums, finish, parts_of
+from lsq.program.declare import Activations, Floats, In, Out
 from lsq.program.operation import Operation, Spec
-from lsq.program.values import Coded, RoundedGradient
+from lsq.program.values import Coded
 
 WIDEST = 128
 """Columns of a head on CUDA, at most."""
@@ -68,59 +69,11 @@ class Attention(Operation):
         builder.add(
             AttentionGradient(
                 dcontext=builder.gradient_sum(self.out, self.rounded and self.rounded.codes), heads=self.heads,
-                log_sum=self.log_sum, dq=HeadsGradient.of(q, builder),
+                log_sum=self.log_sum, dq=SummedGradient.of(q.rows, builder),
                 dbias=builder.parameter_gradient(self.heads.bias and self.heads.bias.table),
-                dkv=None if k.rows.tensor is q.rows.tensor else HeadsGradient.of(k, builder),
+                dkv=None if k.rows.tensor is q.rows.tensor else SummedGradient.of(k.rows, builder),
             )
         )  # fmt: skip
-
-
-class HeadsGradient(Value):
-    """The gradient of a tensor in which heads stand, before the rounding of that."""
-
-    floats: Activations | None
-    """Shaped as the tensor."""
-    rounded: RoundedGradient | None
-    """The same, rounded."""
-    sum: Floats | None
-    """Summed over rows: the gradient of the bias in the projection."""
-    clip: Floats | None
-    """[1], of the tensor."""
-    parts: Floats | None
-    """Of `sum` and `clip`, in place of these; see lsq.ops.sums."""
-
-    @classmethod
-    def of(cls, heads: Projected, builder) -> HeadsGradient:
-        """Where the gradient of that tensor goes in a program."""
-        tensor = heads.rows.tensor
-        floats, rounded = builder.product_gradient(tensor)
-        return cls(
-            floats=floats, rounded=rounded, sum=builder.bias_gradient(tensor),
-            clip=builder.parameter_gradient(heads.rows.clip),
-        )
-
-    def encode(self, gradient: torch.Tensor, coded: Coded | None) -> tuple:
-        """Reference: what the written fields hold of the gradient of codes * scale."""
-        clip = torch.zeros(1)
-        if coded is not None:
-            gradient, clip = coded.straight_through(gradient)
-        rounded = self.rounded.encode(gradient) if self.rounded is not None else (None, None)
-        sums = gradient.sum(dim=0), clip
-        return gradient, *rounded, *sums, as_parts(self.parts, self.sums(self.parts, gradient.shape[1], coded, *sums))
-
-    def sums(self, parts, columns: int, coded: Coded | None, *totals) -> PartialSums:
-        """What a kernel leaves in `parts`; `totals`: the sums where they are known."""
-        total, clip = totals or (self.sum, self.clip)
-        return PartialSums.of(parts, columns, (total,), clip, coded)
-
-    def leave_sums(self, tensor, rows: int, columns: int, coded: Coded | None) -> list[PartialSums]:
-        """See Operation.leave_sums."""
-        name = (self.floats if self.rounded is None else self.rounded.codes).name
-        found = self.sums(tensor(name + ".parts", *parts_of(rows, columns, 1)), columns, coded)
-        if not found.wanted:
-            return []
-        self.parts, self.sum, self.clip = found.parts, None, None
-        return [found]
 
 
 class AttentionGradient(Operation):
@@ -134,8 +87,8 @@ class AttentionGradient(Operation):
     heads: In[Heads]
     log_sum: In[Floats]
     """[M, N]"""
-    dq: Out[HeadsGradient]
-    dkv: Out[HeadsGradient] | None
+    dq: Out[SummedGradient]
+    dkv: Out[SummedGradient] | None
     """None where `dq` holds everything."""
     dbias: Out[Floats] | None
     """[buckets, N], of the table of heads.bias."""
@@ -144,7 +97,7 @@ class AttentionGradient(Operation):
         return self.heads.limits()
 
     @property
-    def _sides(self) -> list[tuple[Projected, int, HeadsGradient]]:
+    def _sides(self) -> list[tuple[Projected, int, SummedGradient]]:
         """For each tensor: what stands in it, its rows, its gradient."""
         heads = self.heads
         found = [(heads.q, heads.rows, self.dq), (heads.k, heads.key_rows, self.dkv)]
@@ -224,7 +177,7 @@ class AttentionGradient(Operation):
             entries += self._finish(keys, one, end, gradient, next(left) if end.parts is None else end.parts)
         return entries
 
-    def _finish(self, keys: int, one: Projected, end: HeadsGradient, gradient, partial) -> list[Launch]:
+    def _finish(self, keys: int, one: Projected, end: SummedGradient, gradient, partial) -> list[Launch]:
         """From float32 to what was asked for, a row at a time."""
         return [
             launch(

@@ -13,11 +13,10 @@ import torch
 
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
-from lsq.ops.attention import HeadsGradient
-from lsq.ops.heads import Projected
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.scales import started
+from lsq.ops.summed_gradient import SummedGradient
 from lsq.ops.sums import finish, parts_of
 from lsq.program.declare import Activations, In, Out, extent, size
 from lsq.program.operation import Operation
@@ -71,8 +70,7 @@ class Gated(Operation):
 
     def gradient(self, builder) -> None:
         result = self.out if self.rounded is None else self.rounded.codes
-        sides = (HeadsGradient.of(Projected(rows=rows, column=0), builder) for rows in (self.gate, self.up))
-        dgate, dup = sides
+        dgate, dup = (SummedGradient.of(rows, builder) for rows in (self.gate, self.up))
         builder.add(
             GatedGradient(
                 gradient=builder.gradient_of(result), gate=self.gate, up=self.up, activation=self.activation,
@@ -92,8 +90,8 @@ class GatedGradient(Operation):
     """[M, F]"""
     activation: Activation
     dropout: In[Dropout] | None
-    dgate: Out[HeadsGradient]
-    dup: Out[HeadsGradient]
+    dgate: Out[SummedGradient]
+    dup: Out[SummedGradient]
 
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
@@ -102,7 +100,7 @@ class GatedGradient(Operation):
         _check_same(self.gate, self.up)
 
     @property
-    def _sides(self) -> list[tuple[Rows, HeadsGradient]]:
+    def _sides(self) -> list[tuple[Rows, SummedGradient]]:
         return [(self.gate, self.dgate), (self.up, self.dup)]
 
     def reference(self):
@@ -128,7 +126,7 @@ class GatedGradient(Operation):
             entries += finish(end.sums(partial, self.columns, rows.coded), leaves=end.parts is not None)
         return entries
 
-    def _side(self, number: int, end: HeadsGradient, partial: torch.Tensor) -> Launch:
+    def _side(self, number: int, end: SummedGradient, partial: torch.Tensor) -> Launch:
         return launch(
             "gated_gradient.cu", "lsq_gated_gradient", self, partial, grid=len(partial), UP=number,
             ROUNDED=int(end.rounded is not None), **_defines(self, self.gradient, end.floats),

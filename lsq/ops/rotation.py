@@ -14,8 +14,8 @@ import torch
 
 from lsq.csrc.geometry import MANY_BLOCKS, VECTOR, row_blocks, row_defines
 from lsq.csrc.launch import TICKET, Launch, check, float_define, launch
-from lsq.ops.attention import HeadsGradient
 from lsq.ops.scales import started
+from lsq.ops.summed_gradient import SummedGradient
 from lsq.ops.sums import PartialSums, finish, parts_of
 from lsq.program.declare import Activations, Floats, In, Indices, Out, Value, extent, size
 from lsq.program.operation import Operation, Spec
@@ -144,7 +144,7 @@ class Rotate(Operation):
             RotateGradient(
                 gradient=builder.gradient_sum(self.out, self.rounded and self.rounded.codes), rotation=self.rotation,
                 norms=norms, **sums,
-                dx=HeadsGradient(floats=floats, rounded=rounded, sum=builder.bias_gradient(self.x)),
+                dx=SummedGradient(floats=floats, rounded=rounded, sum=builder.bias_gradient(self.x)),
             )
         )  # fmt: skip
 
@@ -158,7 +158,7 @@ class RotateGradient(Operation):
     norms: In[HeadNorms] | None
     x: In[Activations] | None
     """[M, C]; None without norms."""
-    dx: Out[HeadsGradient]
+    dx: Out[SummedGradient]
     """Without a clip."""
     dquery: Out[Floats] | None
     """[D], of the norms' weights."""

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lsq.csrc import loader, shared_library, tiles
+from tests.ops.attentions import attention, gradient_of
 from tests.ops.compare import compare, on_cpu
-from tests.ops.test_attention import attention, gradient_of
 
 LONG, MEMORY = (530, 3), (3, 1100)
 """Two blocks of keys; three, of which the queries of the first sentence see none."""

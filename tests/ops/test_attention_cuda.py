@@ -11,9 +11,9 @@ from lsq.csrc.launch import Kernel
 from lsq.program.operation import Operation
 from lsq.program.samples import placed
 from lsq.program.values import Rows
+from tests.ops.attentions import assert_zeros_behind, attention, codes_of, gradient_of
 from tests.ops.compare import to_round
 from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
-from tests.ops.test_attention import assert_zeros_behind, attention, codes_of, gradient_of
 
 LONG = (3, 70, 0, 17)
 """Two tiles of 64 or three of 32 that are not full, no row, and two fragments."""

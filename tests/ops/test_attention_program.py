@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lsq.program.values import RoundedGradient
+from tests.ops.attentions import OTHERS, attention
 from tests.ops.compare import empty
 from tests.ops.compare import gradient_to_round as to_round_by_row
-from tests.ops.test_attention import OTHERS, attention
 
 
 class Asked:

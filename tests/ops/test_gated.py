@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from lsq.ops.attention import HeadsGradient
 from lsq.ops.gated import Gated, GatedGradient
 from lsq.ops.nonlinearity import Activation
+from lsq.ops.summed_gradient import SummedGradient
 from lsq.program.values import Rows, dropped
 from lsq.quant import arithmetic
 from tests.ops.compare import compare, dropout_of, empty, gradient_to_round, on_cpu, rounded, to_round
@@ -32,7 +32,7 @@ def gated(rows, columns=48, kind=Activation.silu, dropout=0.0, *, coded=True, er
 def side(rows, columns, *, to_codes, coded):
     """Everything that is wanted of one gradient."""
     end = {"rounded": gradient_to_round(rows, columns)} if to_codes else {"floats": empty(rows, columns)}
-    return HeadsGradient(**end, sum=empty(columns), clip=empty(1) if coded else None)
+    return SummedGradient(**end, sum=empty(columns), clip=empty(1) if coded else None)
 
 
 def gated_gradient(

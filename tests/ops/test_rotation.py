@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lsq.backends import run
-from lsq.ops.attention import HeadsGradient
 from lsq.ops.rotation import HeadNorms, Rotate, RotateGradient, Rotation, rotation_table
+from lsq.ops.summed_gradient import SummedGradient
 from tests.ops.compare import ROWS, assert_accurate, compare, empty, on_cpu, on_reference, to_round
 from tests.ops.compare import gradient_to_round as to_round_by_row
 
@@ -45,7 +45,7 @@ def gradient_of(forward: Rotate, *, to_rounded=False) -> RotateGradient:
         more = {"x": forward.x, "norms": on_reference(forward).norms, "dquery": empty(width), "dkey": empty(width)}
     return RotateGradient(
         gradient=torch.randn(shape).bfloat16().float(), rotation=forward.rotation,
-        dx=HeadsGradient(**found, sum=empty(shape[1])), **more,
+        dx=SummedGradient(**found, sum=empty(shape[1])), **more,
     )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.rounding import Round
 from lsq.ops.scales import TOGETHER
 from lsq.program.values import Coded
+from tests.ops.attentions import attention
 from tests.ops.compare import empty, to_round
 from tests.ops.cuda import compare_cuda, run
-from tests.ops.test_attention import attention
 from tests.ops.test_project import rounded_project
 from tests.ops.test_scales import scales
 

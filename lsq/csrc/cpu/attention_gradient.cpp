@@ -222,7 +222,7 @@ private:
 // Changes it. One group of rows after the other is run, by any thread; their sums are added up in order at the end.
 class Ending {
 public:
-    Ending(const Projected& heads, const HeadsGradient& to, const Blocks& groups, float* gradient)
+    Ending(const Projected& heads, const SummedGradient& to, const Blocks& groups, float* gradient)
         : heads_(heads), to_(to), gradient_(gradient),
           wanted_(to.floats || to.rounded.codes || to.sum || to.clip), clips_(groups.count, 0.0),
           sink_(groups, heads.columns, to.floats == gradient ? nullptr : to.floats, to.rounded, to.sum) {}
@@ -245,7 +245,7 @@ public:
 
 private:
     const Projected& heads_;
-    const HeadsGradient& to_;
+    const SummedGradient& to_;
     float* gradient_;
     bool wanted_;
     std::vector<double> clips_;

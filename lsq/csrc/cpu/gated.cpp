@@ -79,7 +79,7 @@ private:
 // One of the two gradients, with the sums that blocks of rows leave.
 class Side {
 public:
-    Side(const Rows& of, const HeadsGradient& end, const Blocks& blocks, int64_t n)
+    Side(const Rows& of, const SummedGradient& end, const Blocks& blocks, int64_t n)
         : of_(of.coded), end_(end), n_(n), clips_(blocks.count, 0.0), sink_(blocks, n, end.floats, end.rounded, end.sum) {}
 
     // g [n] is row `row` of the gradient before the mask. Changes it.
@@ -95,7 +95,7 @@ public:
 
 private:
     const Coded& of_;
-    const HeadsGradient& end_;
+    const SummedGradient& end_;
     int64_t n_;
     std::vector<double> clips_;
     GradientSink sink_;
