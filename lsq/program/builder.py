@@ -8,8 +8,9 @@ import torch
 from lsq.config import QuantConfig
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
-from lsq.program.parameters import Kind, Parameter
+from lsq.program.parameters import Kind
 from lsq.program.program import Program, lifetimes_of
+from lsq.program.recorder import Recorder
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT
@@ -19,8 +20,8 @@ Begin = Callable[[Sequence[Operation]], Sequence[Operation]]
 Finish = Callable[[Sequence[Operation], Callable[..., VirtualTensor]], Sequence[Operation]]
 
 
-class Builder:
-    """Collects operations over virtual tensors.
+class Builder(Recorder):
+    """Records operations over virtual tensors, and appends their gradients.
 
     Args:
         name: of the program.
@@ -39,89 +40,24 @@ class Builder:
         add: Add,
         begin: Begin = lambda operations: (), finish: Finish = lambda operations, tensor: (),
     ):  # fmt: skip
+        super().__init__(wanted=None if isinstance(backward, bool) else backward)
         self.name, self.quant = name, quant
         self.training, self.backward = training, bool(backward)
-        self._wanted = None if isinstance(backward, bool) else backward
-        self._needless: set[VirtualTensor] = set()
-        """What depends on nothing that needs a gradient."""
         self._backend, self._make_add, self._begin, self._finish = backend, add, begin, finish
-        self._operations: list[Operation] = []
-        self._inputs: list[VirtualTensor] = []
-        self._parameters: dict[str, VirtualTensor] = {}
-        self._outputs: list[VirtualTensor] = []
-        self._producers: dict[VirtualTensor, Operation] = {}
         self._gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._product_gradients: dict[VirtualTensor, tuple[VirtualTensor | None, RoundedGradient | None]] = {}
         self._joined: dict[VirtualTensor, VirtualTensor] = {}
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
-        self._names: set[str] = set()
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
         self.key = self.input("random_key", (1,), torch.int64)
 
-    # Tensors and operations
-
-    def tensor(self, name: str, shape, dtype=torch.float32, role: str = "temporary") -> VirtualTensor:
-        """A new virtual tensor; a number is appended to a name that is taken."""
-        unique, number = name, 2
-        while unique in self._names:
-            unique, number = f"{name}.{number}", number + 1
-        self._names.add(unique)
-        return VirtualTensor(name=unique, shape=tuple(shape), dtype=dtype, role=role)
-
-    def like(self, name: str, tensor: VirtualTensor) -> VirtualTensor:
-        """A new tensor with the shape and dtype of another."""
-        return self.tensor(name, tensor.shape, tensor.dtype)
-
-    def input(self, name: str, shape, dtype=torch.float32) -> VirtualTensor:
-        """A tensor that each run brings along."""
-        tensor = self.tensor(name, shape, dtype, "input")
-        self._inputs.append(tensor)
-        self._note_need(tensor)
-        return tensor
-
-    def _note_need(self, leaf: VirtualTensor) -> None:
-        if self._wanted is not None and leaf.name not in self._wanted:
-            self._needless.add(leaf)
-
-    def parameter(self, name: str, shape, kind: Kind, **start) -> VirtualTensor:
-        """A float32 parameter, the same virtual tensor for each call with the same name; start: see Parameter."""
-        if name not in self._parameters:
-            tensor = self.tensor(name, shape, role="parameter")
-            tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
-            self._parameters[name] = tensor
-            self._note_need(tensor)
-        return self._parameters[name]
-
-    def output(self, tensor: VirtualTensor) -> None:
-        """Make `tensor` a result of the program."""
-        tensor.role = "output"
-        self._outputs.append(tensor)
-
-    def add(self, operation: Operation) -> Operation:
-        """Append an operation."""
-        self._operations.append(operation)
-        needless = self._wanted is not None and self._needless.issuperset(operation.inputs)
-        for tensor in operation.outputs:
-            self._producers.setdefault(tensor, operation)
-            if needless:
-                self._needless.add(tensor)
-        return operation
-
-    def needs_gradient(self, tensor: VirtualTensor | None) -> bool:
-        """Whether anything that needs a gradient gets one by way of that of `tensor`."""
-        return tensor is not None and tensor not in self._needless
-
-    def producer(self, tensor: VirtualTensor) -> Operation | None:
-        """The operation that wrote `tensor`, if one did."""
-        return self._producers.get(tensor)
+    # Values
 
     def next_subsequence(self) -> int:
         """Random numbers that no other operation of this program uses."""
         self._subsequences += 1
         return self._subsequences
-
-    # Values
 
     def dropout(self, probability: float) -> Dropout | None:
         """A new mask, or None where nothing is dropped."""

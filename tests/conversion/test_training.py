@@ -1,6 +1,8 @@
 """Converted models under what trainings do: other dtypes, checkpointing, frozen weights, torch.compile, no batch."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lsq
+from lsq.backends.cpu import CPU
 from lsq.config import QuantConfig
 from lsq.optim import Adam
 from tests.conversion.models import WIDTH, loss_of, model, tokens
@@ -166,31 +169,23 @@ def test_a_frozen_layer_does_nothing_for_its_weight():
     assert torch.equal(layer.codes.kept["weight.codes"], -codes)
 
 
-class recorded_operations:
+@contextmanager
+def recorded_operations() -> Iterator[list[str]]:
     """The names of the operations that run inside, in their order."""
+    names, prepare = [], CPU.prepare
 
-    def __enter__(self) -> list[str]:
-        from lsq.backends.cpu import CPU
-        from lsq.backends.reference import Reference
+    def noting(backend, calls):
+        run = prepare(backend, calls)
 
-        self.names, self.before = [], {kind: kind.prepare for kind in (CPU, Reference)}
-        for kind, prepare in self.before.items():
+        def noted():
+            names.extend(operation.name for operation, _ in calls)
+            run()
 
-            def noting(backend, calls, prepare=prepare):
-                run, names = prepare(backend, calls), [operation.name for operation, _ in calls]
+        return noted
 
-                def noted():
-                    self.names.extend(names)
-                    run()
-
-                return noted
-
-            kind.prepare = noting
-        return self.names
-
-    def __exit__(self, *_):
-        for kind, prepare in self.before.items():
-            kind.prepare = prepare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPU, "prepare", noting)
+        yield names
 
 
 # Running again

@@ -1,4 +1,4 @@
-"""The Builder: names, declared parameters, weights, and what a backend asks for."""
+"""The Builder: random numbers, weights, and what a backend asks for."""
 
 import pytest
 import torch
@@ -6,23 +6,10 @@ import torch
 from lsq.backends import backend
 from lsq.backends.cuda import CUDA, emulated_device
 from lsq.config import QuantConfig
-from lsq.ops.project import Project
 from lsq.program.parameters import Kind
 from tests.program.tiny import FLOAT, builder, project, rounded
 
 INT8 = QuantConfig(backward="int8")
-
-
-def test_taken_names_are_numbered():
-    b = builder()
-    assert [b.tensor("x", (1,)).name for _ in range(3)] == ["x", "x.2", "x.3"]
-    assert b.input("x", (1,)).name == "x.4"
-
-
-def test_a_tensor_like_another():
-    b = builder()
-    like = b.like("twin", b.tensor("codes", (3, 4), torch.int8))
-    assert (like.name, like.shape, like.dtype, like.role) == ("twin", (3, 4), torch.int8, "temporary")
 
 
 def test_subsequences_are_never_used_twice():
@@ -35,15 +22,7 @@ def test_dropout_is_off_outside_training():
     assert builder().dropout(0.3).probability == 0.3
 
 
-# Parameters and weights
-
-
-def test_a_parameter_is_one_tensor_and_says_what_it_is():
-    b = builder()
-    table = b.parameter("table", (3, 4), Kind.TABLE, deviation=0.5)
-    assert b.parameter("table", (3, 4), Kind.TABLE, deviation=0.5) is table and table.role == "parameter"
-    assert (table.declared.name, table.declared.shape, table.declared.kind) == ("table", (3, 4), Kind.TABLE)
-    assert (table.declared.deviation, table.declared.start, table.declared.bound) == (0.5, 0.0, 0.0)
+# Weights and activations
 
 
 @pytest.mark.parametrize("granularity, clips", [("channel", (3,)), ("tensor", (1,))])
@@ -102,10 +81,3 @@ def test_activations_are_as_wide_as_the_backend_has_them():
     assert {name for name, dtype in dtypes.items() if dtype == torch.bfloat16} == {"x", "y", "d_x.codes", "d_y"}
     assert y.size == 2 * 5 * 16 and dtypes["d_bias"] == dtypes["d_weight"] == torch.float32
     assert builder(FLOAT).tensor("x", (1,)).dtype == torch.float32
-
-
-def test_operations_know_who_wrote_a_tensor():
-    b = builder()
-    x = b.input("x", (5, 4))
-    y = project(b, x, "weight", (3, 4))
-    assert isinstance(b.producer(y), Project) and b.producer(x) is None
