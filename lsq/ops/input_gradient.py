@@ -51,7 +51,8 @@ class ProjectInputGradient(Operation):
     floats: In[Activations] | None
     """[M, P], otherwise; [M, N] in float mode."""
     weight: In[Weight]
-    """[N, K]; codes and scale alone, or, in float mode, values alone. A GPU transposes codes that did not come so."""
+    """[N, K]; codes and scale alone, or, in float mode, values alone, by inputs [K, N]. A GPU transposes codes that did
+    not come so."""
     x: In[Coded] | None
     """[M, K]; None in float mode."""
     nonlinearity: In[Nonlinearity] | None
@@ -77,7 +78,7 @@ class ProjectInputGradient(Operation):
         check(self.dx is None or self.rounded is None, "a ProjectInputGradient has dx and rounded; give it one of them")
 
     rows = extent(0, "gradient.codes", "floats")
-    columns = extent(1, "weight.matrix")
+    columns = extent(1, "weight")
 
     @size
     def dx_dtype(self) -> int:
@@ -104,7 +105,7 @@ class ProjectInputGradient(Operation):
             sums = gemm.reference(self.gradient.codes, self.weight.codes.t())
             return sums.to(torch.float32) * self.gradient.scale[:, None]
         if self.weight.codes is None:
-            return self.floats @ self.weight.values
+            return self.floats @ self.weight.values_by_rows
         return float_product(self.floats, self.weight.codes.to(torch.float32) * self.weight.scale[:, None], self.dtype)
 
     def cpu_scratch(self):
@@ -133,7 +134,7 @@ class ProjectInputGradient(Operation):
         """float32 [M, K]."""
         product, *scratch = scratch if self.dx is None else (self.dx, *scratch)
         if self.weight.codes is None:
-            return torch.mm(self.floats, self.weight.values, out=product)
+            return torch.mm(self.floats, self.weight.values_by_rows, out=product)
         weight, *narrow = scratch
         torch.mul(self.weight.codes, self.weight.scale[:, None], out=weight)
         float_product_into(product, self.floats, weight, narrow)
@@ -200,8 +201,8 @@ class ProjectInputGradient(Operation):
         product = self.dx if self._in_place else next(scratch)
         weights, weight = converted(self.weight.matrix, self.weight.scale, self._product_dtype, scratch)
         gradients, gradient = converted(self.floats, None, self._product_dtype, scratch)
-        products = [Product(a=gradient, b=weight, out=product, transpose_b=True)] if self.rows else []
-        return [*weights, *gradients, *products, self._end(product, partial)]
+        multiply = Product(a=gradient, b=weight, out=product, transpose_b=not self.weight.by_inputs)
+        return [*weights, *gradients, *([multiply] if self.rows else []), self._end(product, partial)]
 
     def _end(self, product, partial):
         before = self.nonlinearity and self.nonlinearity.before

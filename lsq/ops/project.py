@@ -49,7 +49,7 @@ class Project(Operation):
     """Whether a product before this one reads x as well, whose gradient takes in that of this one."""
 
     rows = extent(0, "x.tensor")
-    columns = extent(0, "weight.matrix")
+    columns = extent(0, "weight")
     """P."""
 
     @size
@@ -71,7 +71,7 @@ class Project(Operation):
 
     def reference(self):
         if self.x.coded is None:
-            y = self.x.floats @ self.weight.values.t()
+            y = self.x.floats @ self.weight.values_by_rows.t()
         else:
             y = gemm.reference(self.x.tensor, self.weight.codes).float() * (self.x.scale * self.weight.scale)
         y = y if self.bias is None else y + self.bias
@@ -85,7 +85,7 @@ class Project(Operation):
 
     def cpu(self, *scratch):
         if self.x.coded is None:
-            torch.mm(self.x.floats, self.weight.values.t(), out=self.out)
+            torch.mm(self.x.floats, self.weight.values_by_rows.t(), out=self.out)
             if self._ends:
                 loader.call("lsq_end_floats", self)
             return
@@ -113,7 +113,7 @@ class Project(Operation):
         if self.rows == 0:
             return []
         conversion, weight = converted(self.weight.values, None, self.x.floats.dtype, iter(scratch))
-        product = Product(a=self.x.floats, b=weight, out=self.out)
+        product = Product(a=self.x.floats, b=weight, out=self.out, transpose_b=self.weight.by_inputs)
         return [*conversion, product, *([self._end(None)] if self._ends else [])]
 
     def _end(self, sums):

@@ -93,7 +93,7 @@ class ProjectWeightGradient(Operation):
 
     def reference(self):
         if self._float_mode:
-            return self.floats.t() @ self.x.floats, None, None
+            return self._as_held(self.floats.t() @ self.x.floats), None, None
         if self.gradient is None:
             product = float_product(self.floats.t(), self.x.coded.decode(), self.dtype)
         else:
@@ -104,9 +104,13 @@ class ProjectWeightGradient(Operation):
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * self.x.scale) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
-        dweight = dweight.t() if self.weight.by_inputs else dweight
+        dweight = self._as_held(dweight)
         found = None if self.parts is None else sums_of_clips(self.parts, self.clips, dclip)
         return dweight, dclip, as_parts(self.parts, found)
+
+    def _as_held(self, dweight: torch.Tensor) -> torch.Tensor:
+        """[N, K] as the weight is, or the other way round."""
+        return dweight.t() if self.weight.by_inputs else dweight
 
     def _straight_through(self, product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
@@ -134,7 +138,7 @@ class ProjectWeightGradient(Operation):
 
     def cpu(self, *scratch):
         if self._float_mode:
-            torch.mm(self.floats.t(), self.x.floats, out=self.dweight)
+            torch.mm(self.floats.t(), self.x.floats, out=self._as_held(self.dweight))
         elif self.rows == 0:
             self.dweight.zero_()
             if self.dclip is not None:

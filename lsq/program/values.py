@@ -131,8 +131,13 @@ class Weight(Value):
         return self.values if self.codes is None else self.codes
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Of `matrix` by rows: [P, K], or [N, K] in float mode."""
+        return self.matrix.shape[::-1] if self.by_inputs and self.codes is None else self.matrix.shape
+
+    @property
     def values_by_rows(self) -> torch.Tensor:
-        """Reference: [N, K]."""
+        """[N, K]"""
         return self.values.t() if self.by_inputs else self.values
 
     def bare(self) -> Weight:

@@ -6,16 +6,23 @@ import pytest
 import torch
 
 from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from lsq.ops.rounding import Round, RoundGradient, RoundWeight, refuse_by_inputs
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
 from tests.ops.compare import compare, empty, gradient_to_round, on_cpu, to_round, weight_format_of
-from tests.ops.test_input_gradient import coded, upstream, weight_of
-from tests.ops.test_project import operands
+from tests.ops.test_input_gradient import MODES, coded, upstream, weight_of
+from tests.ops.test_input_gradient import case as input_gradient_case
+from tests.ops.test_project import float_project, operands
 from tests.ops.test_weight_gradient import case
 
 ROWS = (1, 7, 341)
+
+
+def by_inputs(weight: Weight) -> Weight:
+    """The same with its values transposed."""
+    return dataclasses.replace(weight, values=weight.values.t().contiguous(), by_inputs=True)
 
 
 def same(found, expected) -> bool:
@@ -72,16 +79,28 @@ def test_a_weight_by_inputs_has_the_codes_of_its_transpose(inputs, outputs, padd
     assert torch.equal(found.weight.scale.nan_to_num(9), expected.weight.scale.nan_to_num(9))
 
 
-@pytest.mark.parametrize("mode", ["int8", "float"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rows, lsq, clips", [(1, False, None), (41, True, 1), (341, True, None), (64, False, None)])
 def test_the_gradient_of_a_weight_by_inputs_is_that_of_its_transpose(mode, rows, lsq, clips):
     plain = case(rows, mode, lsq=lsq, clips=clips)
-    weight = dataclasses.replace(plain.weight, values=plain.weight.values.t().contiguous(), by_inputs=True)
     outputs, inputs = plain.weight.values.shape
-    found = compare(dataclasses.replace(plain, weight=weight, dweight=empty(inputs, outputs)))
+    found = compare(dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(inputs, outputs)))
     expected = on_cpu(plain)
+    if mode == "float mode":
+        torch.testing.assert_close(found.dweight, expected.dweight.t(), rtol=1e-5, atol=1e-5)
+        return
     assert torch.equal(found.dweight, expected.dweight.t())
     torch.testing.assert_close(found.dclip, expected.dclip, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_of_floats_by_inputs_are_those_of_the_transpose(rows):
+    project = float_project(rows, activation=Activation.relu)
+    back, _ = input_gradient_case(rows, "float mode", kind=Activation.gelu, added=True)
+    for plain in (project, back):
+        found = compare(dataclasses.replace(plain, weight=by_inputs(plain.weight)))
+        for one, other in zip(found.outputs, on_cpu(plain).outputs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_gpu_refuses_a_weight_by_inputs():
