@@ -8,6 +8,7 @@ from lsq.huggingface.fused_layer import FusedLayer
 from lsq.layers.in_place import class_in_place
 
 LAYERS = {
+    "GPT2Block": "gpt2.GPT2Layer",
     "LlamaDecoderLayer": "llama.LlamaLayer",
     "MistralDecoderLayer": "llama.LlamaLayer",
     "Qwen2DecoderLayer": "llama.LlamaLayer",

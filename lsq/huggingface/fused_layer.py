@@ -53,6 +53,11 @@ class FusedLayer(InPlace):
         """
         raise NotImplementedError
 
+    @staticmethod
+    def dropouts(layer: nn.Module) -> dict[str, float]:
+        """Probabilities that others may change: those of LayerConfig, by name. They are read in every training pass."""
+        return {}
+
     def take_place(self, quant: QuantConfig) -> None:
         config = self.config_of(self, quant)
         self.begin(quant)
@@ -155,6 +160,7 @@ class FusedLayer(InPlace):
         cache: object = None,
     ) -> torch.Tensor:  # fmt: skip
         """x [B, T, H] -> the same after the layer, zero in padding. rotation: cosine, sine [B or 1, T, D]."""
+        self._read_dropouts()
         rows, fills = packing.pack(x), cache is not None and not self.training
         if rotation is not None:
             table = dict(zip(("rotation", "places"), rotation_of(*rotation, packing), strict=True))
@@ -181,6 +187,11 @@ class FusedLayer(InPlace):
         _, *both = packing.unpack(values).split(columns, dim=2)
         keys, values = (one.unflatten(2, (self.config.of_keys, -1)).transpose(1, 2) for one in both)
         cache.update(keys, values, self._number)
+
+    def _read_dropouts(self) -> None:
+        now = self.dropouts(self) if self.training else {}
+        if any(getattr(self.config, name) != value for name, value in now.items()):
+            self.config = dataclasses.replace(self.config, **now)
 
     def own_pass(self, *arguments, **options):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""

@@ -5,7 +5,7 @@ from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig, Rotary
 from lsq.huggingface.fused_layer import FusedLayer
-from lsq.huggingface.reading import activation_of, plain_linears
+from lsq.huggingface.reading import activation_of, biases, plain_linears
 
 
 class LlamaLayer(FusedLayer):
@@ -34,9 +34,6 @@ class LlamaLayer(FusedLayer):
         attention, mlp = layer.self_attn, layer.mlp
         q, k, v, out = plain_linears(attention, "q_proj", "k_proj", "v_proj", "o_proj")
         gate, up, down = plain_linears(mlp, "gate_proj", "up_proj", "down_proj")
-        biased = {linear.bias is not None for linear in (out, gate, up, down)}
-        if len(biased) > 1 or len({linear.bias is None for linear in (q, k, v)}) > 1:
-            raise ValueError("some of its projections have a bias and others have none")
         norms = {layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon}
         if len(norms) > 1:
             raise ValueError("its norms have different epsilons")
@@ -46,8 +43,8 @@ class LlamaLayer(FusedLayer):
             score_factor=attention.scaling, window=_window(attention), rotary=Rotary(places=1),
             head_norm=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else None,
             feed_forward=gate.out_features, attention_dropout=attention.attention_dropout,
-            activation=activation_of(mlp.act_fn), gated=True, bias=biased.pop(), head_bias=q.bias is not None,
-            pre_norm=True, norm="rms", layer_norm_epsilon=norms.pop(), quant=quantization,
+            activation=activation_of(mlp.act_fn), gated=True, bias=biases(out, gate, up, down),
+            head_bias=biases(q, k, v), pre_norm=True, norm="rms", layer_norm_epsilon=norms.pop(), quant=quantization,
         )  # fmt: skip
 
     def forward(

@@ -8,19 +8,61 @@ from torch import nn
 from torch.nn import functional
 
 
-def plain_linears(module: nn.Module, *names: str) -> list[nn.Linear]:
-    """The torch.nn.Linear children of these names.
+def plain(kind: type[nn.Module], module: nn.Module, *names: str) -> list[nn.Module]:
+    """The children of these names, which are of this class.
 
     Raises:
         ValueError: one of them is something else, such as a layer with an adapter, or has a forward of its own.
     """
     found = [getattr(module, name) for name in names]
     for name, child in zip(names, found, strict=True):
-        if type(child) is not nn.Linear:
+        if type(child) is not kind:
             raise ValueError(f"its {name} is a {type(child).__name__}")
         if "forward" in vars(child):
             raise ValueError(f"its {name} has a forward of its own")
     return found
+
+
+plain_linears = partial(plain, nn.Linear)
+
+
+def biases(*linears: nn.Module) -> bool:
+    """Whether they have one.
+
+    Raises:
+        ValueError: some have, others have not.
+    """
+    found = {linear.bias is not None for linear in linears}
+    if len(found) > 1:
+        raise ValueError("some of its projections have a bias and others have none")
+    return found.pop()
+
+
+def layer_norm_epsilon(*norms: nn.Module) -> float:
+    """That of a layer's norms.
+
+    Raises:
+        ValueError: they have different ones, or are no torch.nn.LayerNorm with a weight and a bias.
+    """
+    for norm in norms:
+        if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
+            raise ValueError(f"one of its norms is {norm!r}, and no LayerNorm with a weight and a bias")
+    found = {norm.eps for norm in norms}
+    if len(found) > 1:
+        raise ValueError(f"its norms have different epsilons: {', '.join(map(str, sorted(found)))}")
+    return found.pop()
+
+
+def dropout_of(*dropouts: nn.Dropout) -> float:
+    """The probability of those of a layer's dropouts that a program has one for.
+
+    Raises:
+        ValueError: they have different ones.
+    """
+    found = {one.p for one in dropouts}
+    if len(found) > 1:
+        raise ValueError(f"its dropouts of residuals are different: {', '.join(map(str, sorted(found)))}")
+    return found.pop()
 
 
 FUNCTIONS = {

@@ -1,0 +1,65 @@
+"""Layers of GPT-2."""
+
+import torch
+from torch import nn
+
+from lsq.config import LayerConfig, QuantConfig
+from lsq.huggingface.fused_layer import FusedLayer
+from lsq.huggingface.reading import activation_of, dropout_of, layer_norm_epsilon, plain
+
+
+class GPT2Layer(FusedLayer):
+    """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs, outputs]."""
+
+    CAUSAL, ATTENTION = True, "attn"
+    SOURCES = {
+        "self_attn_layer_norm.weight": ("ln_1.weight",),
+        "self_attn_layer_norm.bias": ("ln_1.bias",),
+        "self_attn.qkv_weight": ("attn.c_attn.weight",),
+        "self_attn.qkv_bias": ("attn.c_attn.bias",),
+        "self_attn.out_weight": ("attn.c_proj.weight",),
+        "self_attn.out_bias": ("attn.c_proj.bias",),
+        "final_layer_norm.weight": ("ln_2.weight",),
+        "final_layer_norm.bias": ("ln_2.bias",),
+        "feed_forward.fc1_weight": ("mlp.c_fc.weight",),
+        "feed_forward.fc1_bias": ("mlp.c_fc.bias",),
+        "feed_forward.fc2_weight": ("mlp.c_proj.weight",),
+        "feed_forward.fc2_bias": ("mlp.c_proj.bias",),
+    }
+
+    @staticmethod
+    def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
+        from transformers.pytorch_utils import Conv1D
+
+        if hasattr(layer, "crossattention"):
+            raise ValueError("it has cross-attention")
+        attention, mlp = layer.attn, layer.mlp
+        plain(Conv1D, attention, "c_attn", "c_proj")
+        inner, _ = plain(Conv1D, mlp, "c_fc", "c_proj")
+        return LayerConfig(
+            hidden=attention.embed_dim, heads=attention.num_heads, score_factor=attention.scaling,
+            feed_forward=inner.nf, activation=activation_of(mlp.act), by_inputs=True, pre_norm=True,
+            layer_norm_epsilon=layer_norm_epsilon(layer.ln_1, layer.ln_2), quant=quantization,
+            **GPT2Layer.dropouts(layer),
+        )  # fmt: skip
+
+    @staticmethod
+    def dropouts(layer: nn.Module) -> dict[str, float]:
+        return {
+            "dropout": dropout_of(layer.attn.resid_dropout, layer.mlp.dropout),
+            "attention_dropout": layer.attn.attn_dropout.p,
+        }
+
+    def forward(
+        self, hidden_states: torch.Tensor, past_key_values=None, attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = False, **options,
+    ) -> torch.Tensor:  # fmt: skip
+        packing = self.packing(hidden_states, attention_mask, past_key_values)
+        if packing is not None and encoder_hidden_states is None:
+            return self.fused(hidden_states, packing, cache=past_key_values)
+        return self.own_pass(
+            hidden_states, past_key_values=past_key_values, attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask,
+            use_cache=use_cache, **options,
+        )  # fmt: skip
