@@ -8,12 +8,20 @@ from lsq.huggingface.fused_layer import FusedLayer
 from lsq.layers.in_place import class_in_place
 
 LAYERS = {
+    **dict.fromkeys(
+        ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"), "llama.LlamaLayer"
+    ),
     "GPT2Block": "gpt2.GPT2Layer",
-    "LlamaDecoderLayer": "llama.LlamaLayer",
-    "MistralDecoderLayer": "llama.LlamaLayer",
-    "Qwen2DecoderLayer": "llama.LlamaLayer",
-    "Qwen3DecoderLayer": "llama.LlamaLayer",
-}
+    **dict.fromkeys(
+        (
+            "BertLayer", "BertGenerationLayer", "CamembertLayer", "Data2VecTextLayer", "ElectraLayer", "ErnieLayer",
+            "RobertaLayer", "RoCBertLayer", "XLMRobertaLayer",
+        ), "bert.BertLayer",
+    ),
+    **dict.fromkeys(
+        ("ViTLayer", "ASTLayer", "DeiTLayer", "IJepaLayer", "ViTMAELayer", "ViTMSNLayer", "VivitLayer"), "vit.ViTLayer"
+    ),
+}  # fmt: skip
 """Their classes -> the file of this folder and the class in it."""
 
 

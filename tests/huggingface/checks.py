@@ -1,6 +1,7 @@
 """What holds for every architecture of transformers whose layers are fused."""
 
 import copy
+import importlib
 import sys
 
 import pytest
@@ -48,6 +49,14 @@ def left_padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {name: value.flip(1) for name, value in right_padded(lengths).items() if name != "labels"}
 
 
+def without_dropout(model: torch.nn.Module) -> torch.nn.Module:
+    """`model`, whose modules of dropout drop nothing any more, as TRL makes it of models."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def fused(model: torch.nn.Module, quant: QuantConfig | None = None, layers: int | None = None) -> torch.nn.Module:
     """A copy of `model` whose layers are fused: all that are known, so many."""
     model = copy.deepcopy(model)
@@ -69,6 +78,16 @@ def assert_same_in_float(model: torch.nn.Module, batch: dict, present: torch.Ten
         assert (first.grad is None) == (second.grad is None), name
         if first.grad is not None:
             torch.testing.assert_close(second.grad, first.grad, rtol=1e-3, atol=1e-5, msg=lambda why, at=name: at + why)
+
+
+def assert_same_alone(kind: str, **shape) -> None:
+    """A layer by itself of that class, fused in float mode, gives what it gave."""
+    config = getattr(transformers, kind.replace("Layer", "Config"))(**shape, attn_implementation="sdpa")
+    file = type(config).__module__.replace("configuration", "modeling")
+    layer = made(lambda: getattr(importlib.import_module(file), kind)(config))
+    mine, x = copy.deepcopy(layer), torch.randn(2, 7, config.hidden_size)
+    assert lsq.convert(mine, FLOAT).fused == ("",)
+    torch.testing.assert_close(mine(x), layer(x), rtol=1e-4, atol=1e-5)
 
 
 def _loss(output, chosen) -> torch.Tensor:

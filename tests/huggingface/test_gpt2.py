@@ -7,6 +7,7 @@ import torch
 
 import lsq
 from tests.huggingface.checks import (
+    FLOAT,
     PADDING,
     WORDS,
     assert_same_in_float,
@@ -16,6 +17,7 @@ from tests.huggingface.checks import (
     made,
     right_padded,
     transformers,
+    without_dropout,
     words,
 )
 from tests.layers.shapes import decibels
@@ -51,14 +53,12 @@ def test_trains_and_comes_back(tmp_path):
 
 
 def test_dropout_is_read_from_the_layer():
-    mine = fused(gpt2(attn_pdrop=0.125, resid_pdrop=0.25))
+    mine = fused(gpt2(attn_pdrop=0.125, resid_pdrop=0.25), FLOAT)
     batch, layer = right_padded((9, 9)), mine.transformer.h[0]
     first, second = (mine(**batch).logits for _ in range(2))
     assert (layer.config.attention_dropout, layer.config.dropout) == (0.125, 0.25)
     assert decibels(first, second) < 25
-    for module in mine.modules():  # as TRL does
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    without_dropout(mine)
     assert torch.equal(mine(**batch).logits, mine(**batch).logits)
     assert (layer.config.attention_dropout, layer.config.dropout) == (0.0, 0.0)
 
