@@ -1,0 +1,207 @@
+"""Training steps of Hugging Face's models: PyTorch in bfloat16, int8 of torchao and SDNQ, lsq's linears and layers.
+
+GPT-2 small, a Llama with 110 million weights, BERT base and ViT-B/16, made from configurations. A step is forward with
+labels, backward and AdamW (PyTorch's fused one; lsq's own where parameters are float32), on one batch, in train mode.
+PyTorch's, torchao's and SDNQ's sides take turns with one set of weights. A side that cannot run has a row with the
+reason.
+"""
+
+import argparse
+import ctypes
+import fnmatch
+import gc
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import limits
+import models_picture
+import torch
+from huggingface_models import RECIPES, Recipe, is_conv1d
+from model_sides import HEADS, OPPONENTS, SIDES, Bases, Side
+from torch import nn
+
+from lsq.commands.step_memory import saved_tensors
+from lsq.csrc import tiles
+
+LAYERS, TOKENS = 12, 2048
+QUICK_LAYERS, QUICK_TOKENS = 1, 32
+LONGEST_REASON = 200
+FIGURES = ("seconds", "fastest", "processor_seconds", "ratio", "ratio_of_fastest", "ratio_of_processor")
+FIGURES += ("saved_bytes", "saved_ratio", "peak_bytes", "first_pass", "loss", "failed")
+"""Of a row; first_pass: seconds of the first forward and backward, in which a side is compiled; loss: in that pass."""
+
+
+def fitting(pattern: str) -> list[str]:
+    """argparse type: the sides that a name or a pattern fits."""
+    found = fnmatch.filter(SIDES, pattern)
+    if not found:
+        raise argparse.ArgumentTypeError(f"no side is called {pattern!r}; there are {', '.join(map(repr, SIDES))}")
+    return found
+
+
+def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], dict]:
+    """The rows of one model, and what it is."""
+    torch.manual_seed(1)
+    try:
+        model = recipe.make(options.layers, options.quick).train()
+    except ImportError as error:
+        return [row(recipe, name, failed=reason(error)) for name in wanted], {}
+    length = recipe.quick_length if options.quick else recipe.length
+    batch = recipe.batch(model, max(1, round(options.tokens / length)))
+    bases, found, first, failed = Bases(model), {}, {}, {}
+    for name in wanted:
+        try:
+            found[name], first[name] = first_pass(name, bases, batch, options.quick)
+        except Exception as error:
+            failed[name] = reason(error)
+        print(f"{recipe.title}, {name}: {failed.get(name) or first[name]}", file=sys.stderr, flush=True)
+    clocks = {name: Clock(side.step) for name, side in found.items()}
+    timings = common.alternate(clocks, rounds=options.rounds, warm_up=1)
+    saved = {name: saved_tensors(side.loss, side.model.parameters()).total() for name, side in found.items()}
+    strongest = min(timings.keys() & set(OPPONENTS), key=lambda name: timings[name].median, default=None)
+    rows = [
+        row(
+            recipe, name, seconds=timing.median, fastest=timing.fastest, processor_seconds=clocks[name].median,
+            saved_bytes=saved[name], peak_bytes=peak_resident(found[name].step), **first[name],
+            **({} if strongest is None else beside(name, strongest, timings, clocks, saved)),
+        )
+        for name, timing in timings.items()
+    ]  # fmt: skip
+    torch.compiler.reset()
+    return rows + [row(recipe, name, failed=why) for name, why in failed.items()], {
+        "layers": options.layers,
+        "batch": {name: list(value.shape) for name, value in batch.items()},
+        "weights": sum(parameter.numel() for parameter in model.parameters()),
+        "weights_of_linears": linear_weights(model),
+        "strongest": strongest,
+    }
+
+
+class Clock:
+    """A function that is timed by what it takes of all processors, which hardly depends on what else runs."""
+
+    def __init__(self, run: Callable[[], object]):
+        self.run = run
+        self.seconds: list[float] = []
+
+    def __call__(self) -> None:
+        start = time.process_time()
+        self.run()
+        self.seconds.append(time.process_time() - start)
+
+    @property
+    def median(self) -> float:
+        """Seconds of all calls but the first, which is slower."""
+        return statistics.median(self.seconds[1:])
+
+
+def beside(name: str, strongest: str, timings: dict, clocks: dict, saved: dict) -> dict[str, float]:
+    """A side's figures beside those of the fastest in bfloat16."""
+    return {
+        "ratio": timings[strongest].median / timings[name].median,
+        "ratio_of_fastest": timings[strongest].fastest / timings[name].fastest,
+        "ratio_of_processor": clocks[strongest].median / clocks[name].median,
+        "saved_ratio": saved[name] / saved[strongest],
+    }
+
+
+def first_pass(name: str, bases: Bases, batch: dict, quick: bool) -> tuple[Side, dict[str, float]]:
+    """Make a side; what it is compiled in, and the loss of the weights that nobody has updated yet."""
+    side = Side(SIDES[name], bases, batch, backend="eager" if quick else "inductor")
+    losses = []
+    seconds = common.seconds(lambda: losses.append(side.gradients()))
+    side.model.zero_grad()
+    return side, {"first_pass": seconds, "loss": losses[0]}
+
+
+def row(recipe: Recipe, side: str, **figures) -> dict:
+    """Of the table; a figure that there is none of is None."""
+    return {"model": recipe.title, "side": side, **{name: figures.get(name) for name in FIGURES}}
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:LONGEST_REASON]
+
+
+def peak_resident(run: Callable[[], object]) -> int | None:
+    """Bytes of memory that this process has at most while `run` runs, beyond what it had before; None without Linux."""
+    if platform.system() != "Linux":
+        return None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
+    run()
+    return resident("VmHWM") - before
+
+
+def resident(name: str) -> int:
+    """Bytes of this process: now (VmRSS) or at most (VmHWM), as Linux counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def linear_weights(model: nn.Module) -> int:
+    """How many weights the layers have that int8 sides multiply by."""
+    return sum(
+        module.weight.numel()
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS)
+    )
+
+
+def possible() -> dict | None:
+    """What the processor's int8 instructions and its memory could do, see limits.py; None without such instructions."""
+    names = [name for name in tiles.usable() if name != tiles.PLAIN]
+    if not names:
+        return None
+    return {"operations_per_second": {name: limits.peak(name) for name in names}, "bytes_per_second": limits.triad()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES), help="these only")
+    parser.add_argument(
+        "--sides", nargs="+", type=fitting, default=[list(SIDES)], metavar="NAME", help="these only; may have * in it"
+    )
+    parser.add_argument("--layers", type=common.positive, default=LAYERS, metavar="N", help="of each model")
+    parser.add_argument("--tokens", type=common.positive, default=TOKENS, metavar="N", help="a batch, about")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the bars, see models_picture.py")
+    options = common.parse(parser, arguments)
+    if options.quick:
+        options.layers, options.tokens = QUICK_LAYERS, QUICK_TOKENS
+    chosen = {name for names in options.sides for name in names}
+    wanted = [name for name in SIDES if name in chosen]
+    rows, models = [], {}
+    for name in options.models:
+        recipe = RECIPES[name]
+        found, models[recipe.title] = measured(recipe, wanted, options)
+        rows += found
+    common.report(
+        "models",
+        rows,
+        common.conditions(
+            options,
+            baseline="the fastest of PyTorch's sides in bfloat16, of each model",
+            tokens=options.tokens,
+            optimizer="torch.optim.AdamW(fused=True); lsq on float32 parameters: lsq.optim.Adam with weight decay",
+            calibration="in the first pass only, which is not timed",
+            packages=("transformers", "torchao", "sdnq", "openvino"),
+        ),
+        options,
+        models=models,
+        limits=None if options.quick else possible(),
+    )
+    if options.picture is not None:
+        models_picture.draw(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The ways to train a model of Hugging Face transformers that bench_models.py puts side by side."""
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from huggingface_models import is_conv1d, sharing, with_linears
+from torch import nn
+
+import lsq
+from lsq.config import QuantConfig
+from lsq.layers.linear import Projection
+from lsq.layers.module import ProgramModule
+from lsq.optim import Adam
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-5, 0.01
+HEADS = "lm_head", "classifier"
+"""Layers that nobody multiplies in int8: what comes after a model's own layers."""
+LSQ = "lsq"
+"""How the names of lsq's sides begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A side before it has a model."""
+
+    dtype: torch.dtype = torch.float32
+    """Of parameters."""
+    autocast: bool = False
+    """Forward passes under torch.autocast in bfloat16."""
+    compiled: bool = False
+    change: Callable[[nn.Module], None] | None = None
+    """Makes an int8 model of the float one, in place."""
+    linears: bool = False
+    """Whether `change` takes torch.nn.Linear alone."""
+    own: bool = False
+    """Whether it trains weights of its own, with lsq's optimizer where that takes them."""
+    around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    """Within which its steps run."""
+
+
+class Contiguous(torch.autograd.Function):
+    """A tensor as it is, and its gradient made contiguous."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+def torchao(model: nn.Module) -> None:
+    """torchao's int8 mixed-precision training, in all layers but heads; it wants inputs and gradients contiguous."""
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
+    chosen = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.endswith(HEADS)
+    }
+    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True), filter_fn=lambda _, name: name in chosen)
+    for module in chosen.values():
+        module.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+        module.register_forward_hook(lambda _, inputs, output: Contiguous.apply(output))
+
+
+def sdnq(model: nn.Module) -> None:
+    """SDNQ's int8 products on weights that stay floats, its nearest to the others; it keeps int8 inputs."""
+    from sdnq.layers import SDNQLinear
+    from sdnq.training import sdnq_training_post_load_quant
+
+    sdnq_training_post_load_quant(
+        model, weights_dtype="int8", quantized_matmul_dtype="int8", use_quantized_matmul=True, group_size=-1,
+        use_static_quantization=False, use_grad_ckpt=False, quantization_device="cpu", return_device="cpu",
+        modules_to_not_convert=list(HEADS),
+    )  # fmt: skip
+    if not any(isinstance(module, SDNQLinear) for module in model.modules()):
+        raise ValueError("SDNQ converts no layer of this model; it takes weights of at least 16,384 values")
+
+
+def sdnq_openvino(model: nn.Module) -> None:
+    """The same with OpenVINO's products, on as many threads as PyTorch has."""
+    from sdnq import kernel_wrappers
+
+    if kernel_wrappers.openvino_int_mm is None:
+        raise ImportError("SDNQ finds no openvino")
+    from sdnq.kernels.openvino_mm import get_ov_core
+
+    core, _ = get_ov_core()
+    core.set_property("CPU", {"INFERENCE_NUM_THREADS": torch.get_num_threads()})
+    sdnq(model)
+
+
+@contextlib.contextmanager
+def without_openvino() -> Iterator[None]:
+    """SDNQ takes PyTorch's products within this context, as it does where openvino is not installed."""
+    from sdnq import kernel_wrappers
+
+    found = kernel_wrappers.openvino_int_mm
+    kernel_wrappers.openvino_int_mm = None
+    try:
+        yield
+    finally:
+        kernel_wrappers.openvino_int_mm = found
+
+
+def lsq_linears(model: nn.Module) -> None:
+    """Linear layers alone; clips are measured in the first pass."""
+    alone = {"fused": False} if "fused" in inspect.signature(lsq.convert).parameters else {}
+    lsq.convert(model, QuantConfig(calibration_passes=1), **alone)
+
+
+def lsq_fused(model: nn.Module) -> None:
+    """Whole layers."""
+    lsq.convert(model, QuantConfig(calibration_passes=1))
+    modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
+    if all(isinstance(module, Projection) for module in modules):
+        raise NotImplementedError(f"lsq.convert fuses no layer of {type(model).__name__}")
+
+
+HALF = {"autocast": Kind(autocast=True), "bfloat16": Kind(dtype=torch.bfloat16)}
+"""bfloat16 by autocast over float32 parameters, and in parameters as well."""
+ALL = {"float32": Kind(), **HALF}
+
+
+def _variants(prefix: str, kinds: dict[str, Kind], **changes) -> dict[str, Kind]:
+    return {f"{prefix} {name}": Kind(**{**vars(kind), **changes}) for name, kind in kinds.items()}
+
+
+PYTORCH = "PyTorch"
+SIDES: dict[str, Kind] = {
+    **_variants(PYTORCH, ALL),
+    **_variants(f"{PYTORCH} compiled", HALF, compiled=True),
+    **_variants("torchao int8", HALF, change=torchao, linears=True),
+    **_variants("torchao int8 compiled", HALF, change=torchao, linears=True, compiled=True),
+    **_variants("SDNQ int8", HALF, change=sdnq, linears=True, around=without_openvino),
+    **_variants("SDNQ int8 OpenVINO", HALF, change=sdnq_openvino, linears=True),
+    **_variants(f"{LSQ} linears", ALL, change=lsq_linears, own=True),
+    **_variants(f"{LSQ} fused", ALL, change=lsq_fused, own=True),
+}
+OPPONENTS = tuple(name for name in SIDES if name.startswith(PYTORCH) and "float32" not in name)
+"""bfloat16 of PyTorch; the fastest of them is the baseline."""
+
+
+class Bases:
+    """A model's weights in each form that a side trains, with their optimizers.
+
+    Sides take turns with one set of weights and moments, without which a dozen of them would not fit into memory.
+    """
+
+    def __init__(self, original: nn.Module):
+        """`original`: the model in float32."""
+        self.original = original
+        self.made: dict[tuple[torch.dtype, bool], nn.Module] = {}
+        self.optimizers: dict[tuple[torch.dtype, bool], torch.optim.Optimizer] = {}
+
+    def copied(self, kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        """A model for a side, and the optimizer of the weights in it where they are not its own.
+
+        With kind.linears, weights of a Conv1D are in a torch.nn.Linear.
+        """
+        key = kind.dtype, kind.linears and any(map(is_conv1d, self.original.modules()))
+        if key not in self.made:
+            half = kind.dtype is not torch.float32
+            model = copy.deepcopy(self.original).to(kind.dtype) if half else self.original
+            self.made[key] = with_linears(sharing(model)) if key[1] else model
+            self.optimizers[key] = adamw(self.made[key].parameters())
+        base = self.made[key]
+        return (copy.deepcopy(base), None) if kind.own else (sharing(base), self.optimizers[key])
+
+
+class Side:
+    """A model that trains in one way, on one batch."""
+
+    def __init__(self, kind: Kind, bases: Bases, batch: dict, *, backend: str = "inductor"):
+        """Make it.
+
+        Args:
+            kind: how it trains.
+            bases: whose weights.
+            batch: its forward's arguments.
+            backend: of torch.compile.
+
+        Raises:
+            ImportError: what it needs is not installed.
+        """
+        self.kind = kind
+        self.model, shared = bases.copied(kind)
+        if kind.change is not None:
+            kind.change(self.model)
+        if kind.compiled:
+            self.model.compile(backend=backend)
+        self.optimizer = shared or own_optimizer(self.model)
+        self.batch = {
+            name: value.to(kind.dtype) if value.is_floating_point() else value for name, value in batch.items()
+        }
+
+    def loss(self) -> torch.Tensor:
+        """Of the batch, float []."""
+        with self.kind.around(), torch.autocast("cpu", torch.bfloat16, enabled=self.kind.autocast):
+            return self.model(**self.batch).loss
+
+    def gradients(self) -> float:
+        """Forward and backward; the loss."""
+        loss = self.loss()
+        with self.kind.around():
+            loss.backward()
+        return loss.item()
+
+    def step(self) -> None:
+        """Forward, backward, update; gradients are dropped."""
+        self.gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+adamw = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """lsq's AdamW where all parameters are float32, else PyTorch's."""
+    if any(parameter.dtype is not torch.float32 for parameter in model.parameters()):
+        return adamw(model.parameters())
+    return Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
