@@ -11,6 +11,7 @@ from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
 from lsq.huggingface.batch import causal, everything, packing_of, rotation_of
+from lsq.huggingface.joined import Joined, lie_together
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.in_place import InPlace
@@ -64,6 +65,7 @@ class FusedLayer(InPlace):
         self.config = config
         self._rounded = {}
         self.declare(partial(self._program, Sentences(rows=1, count=1)), measure=False)
+        self._join()
         trained = self.trained()
         for clip in self.clips().values():
             clip.requires_grad_(trained)
@@ -106,7 +108,17 @@ class FusedLayer(InPlace):
         if name not in self.SOURCES:
             return self._parameters[self.state_name(name)]
         found = self.sources(name)
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return found[0] if len(found) == 1 else Joined.apply(*found)
+
+    def _join(self) -> None:
+        for name in self.SOURCES:
+            if name in self.declared:
+                lie_together(self.sources(name))
+
+    def _apply(self, *arguments, **options):
+        super()._apply(*arguments, **options)
+        self._join()
+        return self
 
     def _drop_codes(self) -> None:
         self.codes.clear()

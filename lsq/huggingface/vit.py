@@ -35,7 +35,8 @@ class ViTLayer(FusedLayer):
         return LayerConfig(
             hidden=q.in_features, heads=attention.num_attention_heads, head_width=attention.head_dim,
             score_factor=attention.scaling, feed_forward=first.out_features,
-            activation=activation_of(mlp.activation_fn), bias=biases(out, first, second), head_bias=biases(q, k, v), pre_norm=True,
+            activation=activation_of(mlp.activation_fn), bias=biases(out, first, second), head_bias=biases(q, k, v),
+            pre_norm=True,
             layer_norm_epsilon=layer_norm_epsilon(layer.layernorm_before, layer.layernorm_after), quant=quantization,
             **ViTLayer.dropouts(layer),
         )  # fmt: skip
