@@ -6,7 +6,7 @@ combinations holds every pair of their values. `make test` runs such a part; the
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 
 import pytest
 import torch
@@ -35,6 +35,17 @@ def pairwise(given: Sequence[Mapping[str, Hashable]]) -> list[int]:
         chosen.append(best)
         missing = {number: rest for number, pairs in missing.items() if (rest := pairs - found)}
     return sorted(chosen)
+
+
+def in_turn(several: Sequence, few: Sequence, times: int) -> list:
+    """Parameters (one of `several`, one of `few`): `times` of the few for each of the several, in turn; the other pairs
+    are marked `thorough`. For two options that have little to do with each other, and take long.
+    """
+    found = []
+    for turn, (number, one) in product(range(len(several)), enumerate(few)):
+        chosen = (number - turn * times) % len(few) < times
+        found.append(pytest.param(several[turn], one, marks=() if chosen else pytest.mark.thorough))
+    return found
 
 
 def mark_rest(items: Sequence[pytest.Item]) -> None:

@@ -60,6 +60,15 @@ def test_every_pair_is_in_the_sample(sizes):
     assert chosen == sorted(chosen) == sampling.pairwise(given)
 
 
+@pytest.mark.parametrize("several, few, times", [(12, 5, 2), (21, 7, 3), (4, 2, 1), (5, 2, 1), (3, 1, 2), (2, 3, 3)])
+def test_all_of_two_options_are_run_in_turn(several, few, times):
+    found = sampling.in_turn(range(several), range(few), times)
+    assert [one.values for one in found] == [(a, b) for a in range(several) for b in range(few)]
+    chosen = [one.values for one in found if not one.marks]
+    assert len(chosen) == several * min(times, few)
+    assert {a for a, _ in chosen} == set(range(several)) and {b for _, b in chosen} == set(range(few))
+
+
 def test_one_or_two_options_are_run_whole():
     assert sampling.pairwise([{"a": value} for value in range(9)]) == list(range(9))
     assert len(sampling.pairwise([{"a": a, "b": b} for a in range(3) for b in range(4)])) == 12

@@ -18,6 +18,7 @@ MARKS = {
     "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
     "bench_models": pytest.mark.thorough,  # torch.compile traces models; test_bench_models.py runs every other side
     "bench_numbers": pytest.mark.thorough,  # trains two models in processes of their own
+    "bench_host": pytest.mark.thorough,  # makes a list of launches of each of many passes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_start": pytest.mark.thorough,  # starts processes that import PyTorch
     "bench_step": pytest.mark.thorough,  # torch.compile traces a model; test_plain_transformer.py runs every side

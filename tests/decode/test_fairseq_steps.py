@@ -12,6 +12,7 @@ from lsq.decode.engine import Engine
 from lsq.decode.fairseq_steps import FairseqSteps, highest
 from lsq.fairseq.generator import as_fairseq
 from tests.decode.beside_fairseq import END, MODELS, VOCABULARY, assert_same, found_by_fairseq, model_of, sentences
+from tests.sampling import in_turn
 
 CASES = {
     "beam 5": {},
@@ -61,8 +62,7 @@ def compare(names: list[str], options: SearchOptions, prefixes=None, seed: int =
     assert_same(theirs, ours, options.nbest)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("case, name", in_turn([*CASES], SUBJECTS, 3))
 def test_hypotheses_are_those_of_fairseq(name, case):
     compare([name], SearchOptions(**CASES[case]))
 

@@ -35,7 +35,8 @@ DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
 
 
 @pytest.mark.parametrize("mode, given", [
-    *(("int8", given) for given in SEARCHES), *(("float", given) for given in SEARCHES + DRAWN),
+    *(("int8", given) for given in SEARCHES), *(("float", given) for given in DRAWN),
+    *(pytest.param("float", given, marks=pytest.mark.thorough) for given in SEARCHES),
 ])  # fmt: skip
 def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
     task, model = build(f"--lsq-mode {mode}")

@@ -148,7 +148,8 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
 
 
 @pytest.mark.parametrize("given", [
-    "", "--lsq-backward float --update-freq 2 --sample-break-mode none", "--lsq-mode float --criterion cross_entropy",
+    "--lsq-backward float --update-freq 2 --sample-break-mode none",
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float --criterion cross_entropy")),
 ])  # fmt: skip
 def test_resuming_continues_to_the_bit(train, tmp_path, given):
     whole = train(tmp_path / "whole", f"--max-update 9 {given}")["model"]

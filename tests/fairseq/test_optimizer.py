@@ -20,7 +20,10 @@ def config(**options):
     return SimpleNamespace(lr=[0.1], adam_betas="(0.9, 0.98)", adam_eps=1e-8, weight_decay=0.0, **options)
 
 
-@pytest.mark.parametrize("options", ["--clip-norm 1.0", "--lsq-backward int8 --update-freq 2", "--lsq-mode float"])
+@pytest.mark.parametrize("options", [
+    pytest.param("--clip-norm 1.0", marks=pytest.mark.thorough), "--lsq-backward int8 --update-freq 2",
+    "--lsq-mode float",
+])  # fmt: skip
 def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # noqa: F811
     """Within what rounding of floats makes of the first updates."""
     theirs = train(tmp_path / "theirs", f"--max-update 4 {THEIRS} {RATES} {options}")

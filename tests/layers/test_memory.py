@@ -17,9 +17,9 @@ from tests.layers.toy import Translator, batch, largest, losses, twins
 
 
 @pytest.mark.parametrize("options", [
-    {"backward": "int8"}, {"backward": "float", "pre_norm": True}, {"mode": "float"},
-    {"backward": "int8", "clip_gradient": "lsq", "twice": True},
-])
+    {"backward": "float", "pre_norm": True}, {"backward": "int8", "clip_gradient": "lsq", "twice": True},
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in ({"backward": "int8"}, {"mode": "float"})),
+])  # fmt: skip
 def test_many_updates_give_the_same_losses(options):
     planned, naive = twins(**options)
     memory = plan_memory(planned, largest(planned))

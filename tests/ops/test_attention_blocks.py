@@ -9,6 +9,7 @@ import torch
 from lsq.csrc import loader, shared_library, tiles
 from tests.ops.attentions import attention, gradient_of
 from tests.ops.compare import compare, on_cpu
+from tests.sampling import in_turn
 
 LONG, MEMORY = (530, 3), (3, 1100)
 """Two blocks of keys; three, of which the queries of the first sentence see none."""
@@ -42,7 +43,7 @@ def level(request, monkeypatch):
     loader.call("lsq_limit_attention", max(tiles.INSTRUCTIONS.values()))
 
 
-@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("options, level", in_turn(CASES, ways(), 2), indirect=["level"])
 def test_long_sentences(options, level):
     forward = attention(LONG, **options)
     compare(forward)

@@ -26,11 +26,12 @@ def compare_both(dtype=torch.float32, to_rounded=False, **options):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"causal": True, "dropout": 0.3}, {"coded": False, "dropout": 0.2}, {"others": (3, 97, 2, 0)},
-    {"others": (5, 90, 0, 7), "causal": True, "coded": False}, {"others": (3, 20, 2, 0), "causal": True},
-    {"heads": 4, "group": 2, "causal": True}, {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
+    {"causal": True, "dropout": 0.3}, {"coded": False, "dropout": 0.2}, {"others": (3, 97, 2, 0)},
+    {"others": (5, 90, 0, 7), "causal": True, "coded": False},
+    {"others": (3, 97, 2, 0), "heads": 3, "group": 3, "coded": False},
     {"window": 65, "causal": True, "others": (5, 90, 0, 20)}, {"biased": True, "causal": True, "share": 1.0},
     *(pytest.param(one, marks=pytest.mark.thorough) for one in (
+        {}, {"others": (3, 20, 2, 0), "causal": True}, {"heads": 4, "group": 2, "causal": True},
         {"window": 9, "causal": True, "dropout": 0.1},
         {"biased": True, "heads": 4, "group": 2, "others": (5, 90, 0, 20)},
     )),
@@ -40,14 +41,15 @@ def test_in_float32(options):
 
 
 @pytest.mark.parametrize("options", [
-    {"coded": False}, {}, {"width": 128, "heads": 1}, {"others": (3, 20, 2, 0), "causal": True},
-    {"heads": 2, "group": 2, "window": 20, "causal": True}, {"biased": True},
+    {"coded": False}, {"width": 128, "heads": 1}, {"others": (3, 20, 2, 0), "causal": True},
+    {"heads": 2, "group": 2, "window": 20, "causal": True},
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in ({}, {"biased": True})),
 ])  # fmt: skip
 def test_in_half_precision(options):
     compare_both(torch.bfloat16, lengths=LONG, dropout=0.1, **options)
 
 
-@pytest.mark.parametrize("width", [24, 48, 64, 128])
+@pytest.mark.parametrize("width", [24, pytest.param(48, marks=pytest.mark.thorough), 64, 128])
 def test_other_widths(width):
     compare_both(lengths=(20, 0, 5), width=width, heads=1, dropout=0.1)
 

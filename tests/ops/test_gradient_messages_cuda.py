@@ -44,7 +44,7 @@ def test_pack(values, shards, dtype, rows):
 
 @pytest.mark.parametrize("bits, stochastic", [(8, False), (4, True)])
 @pytest.mark.parametrize("block", [
-    pytest.param(block, marks=[] if block in (32, 128, 1024) else pytest.mark.thorough) for block in BLOCKS
+    pytest.param(block, marks=[] if block in (32, 1024) else pytest.mark.thorough) for block in BLOCKS
 ])  # fmt: skip
 def test_blocks(block, bits, stochastic):
     layout = MessageLayout.for_values(5000, 2, block=block, bits=bits)

@@ -112,7 +112,9 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL, WARPGROUPS[1], WARPGROUPS[-1]], ids=str)
+@pytest.mark.parametrize("tile", [
+    SMALL, WARPGROUPS[1], *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0], WARPGROUPS[-1])),
+], ids=str)  # fmt: skip
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     operation, _ = case(128, rest=False, columns=128, padded=128)
     (entry,) = of_kernel(in_dtype(operation, torch.bfloat16), tile)

@@ -25,6 +25,7 @@ from tests.ops.tiles import (
     traffic,
     with_tiles,
 )
+from tests.sampling import in_turn
 
 
 def example(rows, words, best, asked, *, every=False, inner=64, spread=127):
@@ -73,8 +74,7 @@ def test_any_number_of_best_words(words, best):
     assert_found(operation, in_one(operation, SMALL, exact=False))
 
 
-@pytest.mark.parametrize("best", [1, 7, 30, 150])
-@pytest.mark.parametrize("spread", [0, 1])
+@pytest.mark.parametrize("best, spread", in_turn([1, 7, 30, 150], [0, 1], 1))
 def test_of_equal_words_the_lower_number_comes_first(best, spread):
     operation = example(5, 901, best, 0, spread=spread, inner=16)
     found = in_one(operation, SMALL, exact=False)
@@ -82,7 +82,9 @@ def test_of_equal_words_the_lower_number_comes_first(best, spread):
     assert spread or found.words.tolist() == [list(range(best))] * 5
 
 
-@pytest.mark.parametrize("inner", [16, 80, 512, 1040])
+@pytest.mark.parametrize("inner", [
+    16, 80, *(pytest.param(more, marks=pytest.mark.thorough) for more in (512, 1040)),
+])  # fmt: skip
 def test_any_inner_width(inner):
     operation = example(7, 333, 6, 2, every=True, inner=inner)
     assert_found(operation, in_one(operation, SMALL, exact=False))

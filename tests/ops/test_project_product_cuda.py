@@ -86,7 +86,9 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL, WARPGROUPS[1], WARPGROUPS[-1]], ids=str)
+@pytest.mark.parametrize("tile", [
+    SMALL, WARPGROUPS[1], *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0], WARPGROUPS[-1])),
+], ids=str)  # fmt: skip
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     rows, inner, outputs = 128, 128, 128
     operation = rounded(rows, inner, outputs).bind(

@@ -23,10 +23,10 @@ def test_all_scales_of_a_pass(count):
 
 
 def rounding(kind: str, value: float):
-    """An operation that rounds 600 rows, and `value` among what it reads."""
+    """An operation that rounds the rows of several blocks, and `value` among what it reads."""
     if kind == "attention":
-        forward = attention((300, 300), coded=False, to=to_round(600, 16, 0.8))
-        forward.heads.q.rows.floats[500, 3] = value
+        forward = attention((80, 70), coded=False, to=to_round(150, 16, 0.8))
+        forward.heads.q.rows.floats[140, 3] = value
         return forward
     if kind == "project":
         forward = rounded_project(600)

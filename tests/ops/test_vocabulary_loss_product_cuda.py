@@ -60,7 +60,9 @@ def test_steps_along_the_inner_dimension(inner):
     in_one(rounded_of(found), SMALL, exact=False)
 
 
-@pytest.mark.parametrize("word", [0, 63, 64, 127, 128, 255, 256, 269])
+@pytest.mark.parametrize("word", [
+    0, 127, 128, 255, 269, *(pytest.param(one, marks=pytest.mark.thorough) for one in (63, 64, 256)),
+])  # fmt: skip
 def test_targets_at_the_edges_of_tiles(word):
     operation = of_codes(5, 270, 272)
     operation.prediction.target[:] = word

@@ -138,7 +138,9 @@ def test_what_the_kernel_does_not_take():
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="instructions are counted by objdump")
-@pytest.mark.parametrize("tile", [TILES[0], SMALL, in_parts(SMALL, 2), WARPGROUPS[1]], ids=str)
+@pytest.mark.parametrize("tile", [
+    SMALL, in_parts(SMALL, 2), WARPGROUPS[1], *(pytest.param(one, marks=pytest.mark.thorough) for one in (TILES[0],)),
+], ids=str)  # fmt: skip
 def test_no_conflicts_whole_sectors_and_no_more_multiplications_than_needed(tile):
     (entry,) = of_kernel(case(128, columns=128, outputs=128, padded=128), tile)
     found, of = traffic(entry)

@@ -1,6 +1,7 @@
 """Products that kernels of a GPU end themselves, for the tests of their operations."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -23,15 +24,23 @@ WARPGROUPS = [
     TileConfiguration(rows=rows, columns=columns, stages=stages, instruction="wgmma")
     for rows, columns, stages in ((128, 256, 8), (128, 128, 4), (64, 256, 3), (128, 64, 5), (64, 64, 3))
 ]  # fmt: skip
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ALIKE = (TILES[1], TILES[2], WARPGROUPS[4])
+"""Whose rows, columns and stages others have as well."""
+TARGETS = [
+    pytest.param(target, marks=() if target in ("sm_89", "sm_90a") else pytest.mark.thorough)
+    for target in ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+]
+"""Those with least shared memory and with most in the usual tests."""
 
 
 def with_tiles(sizes: Sequence[tuple[int, ...]]) -> list:
-    """Parameters (tile, *size): every tile with one of the sizes in turn; with the others in the thorough tests."""
-    found = []
-    for turn, tile in enumerate((*TILES, *WARPGROUPS)):
+    """Parameters (tile, *size): tiles that have every number of rows, columns and stages, each with one of the sizes in
+    turn; the rest in the thorough tests."""
+    found, turns = [], itertools.count()
+    for tile in (*TILES, *WARPGROUPS):
+        turn = None if tile in ALIKE else next(turns) % len(sizes)
         for number, size in enumerate(sizes):
-            marks = () if turn % len(sizes) == number else pytest.mark.thorough
+            marks = () if turn == number else pytest.mark.thorough
             found.append(pytest.param(tile, *size, id=f"{tile}-{size}", marks=marks))
     return found
 

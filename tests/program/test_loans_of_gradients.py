@@ -15,6 +15,7 @@ from lsq.layers.memory import plan_memory, release_memory
 from tests.layers.shapes import config_of
 from tests.layers.toy import batch, largest, twins
 from tests.program.lent import backward, both, equal, gradients, inside
+from tests.sampling import in_turn
 
 PACKING = Packing(shape=(2, 4))
 
@@ -37,8 +38,10 @@ def test_they_take_no_memory_beside_the_arena(pair):
     assert all(inside(memory, gradient) for gradient in gradients(planned) if gradient is not None)
 
 
-@pytest.mark.parametrize("pair", ["planned", "guard"], indirect=True)
-@pytest.mark.parametrize("dropped", ["before", "between", "after", "in part", "never"])
+@pytest.mark.parametrize(
+    "dropped, pair", in_turn(["before", "between", "after", "in part", "never"], ["planned", "guard"], 1),
+    indirect=["pair"],
+)  # fmt: skip
 def test_wherever_gradients_are_dropped(pair, dropped):
     planned, naive, memory = pair
 

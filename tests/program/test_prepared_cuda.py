@@ -16,7 +16,7 @@ from tests.ops import cuda
 pytestmark = pytest.mark.skipif(cuda.SANITIZE, reason="compiles the kernels of a layer")
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16])
+@pytest.fixture(params=[pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
 def layers(request):
     """(on planned memory, on fresh memory): the same layer, with measured clips."""
     torch.manual_seed(0)

@@ -28,10 +28,10 @@ def damaging(monkeypatch):
     ("arch", "name"),
     [
         ("", "encoder.embed_tokens.weight"),
-        ("", "decoder.layers.1.feed_forward.fc1_weight"),
-        ("", "decoder.layers.0.feed_forward.fc2_bias"),
+        pytest.param("", "decoder.layers.1.feed_forward.fc1_weight", marks=pytest.mark.thorough),
+        pytest.param("", "decoder.layers.0.feed_forward.fc2_bias", marks=pytest.mark.thorough),
         ("", "encoder.layers.0.feed_forward.activation_clip"),
-        ("--lsq-mode float", "decoder.output_projection.weight"),
+        pytest.param("--lsq-mode float", "decoder.output_projection.weight", marks=pytest.mark.thorough),
         (FAIRSEQ, "encoder.embed_tokens.weight"),
     ],
 )
