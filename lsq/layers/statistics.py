@@ -81,6 +81,7 @@ class _Observer:
             codes = tensors.get(name + ".codes")
             if declared.clip is not None and codes is not None:
                 weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
+                weight = weight.t() if declared.by_inputs else weight
                 codes = module.quant.weights.unpack(codes, weight.shape[1])
                 outside = int((weight.abs() > clip[:, None]).sum())
                 self._note(declared.clip, "weight", clip, codes[: weight.shape[0]], outside)
