@@ -14,36 +14,12 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from lsq.layers import TensorStatistics, observe, quantized_tensors
+from lsq.layers.signals import complaint
 
 logger = logging.getLogger(__name__)
 
-LEAST_INTERVAL = 25
-"""Updates between two collections, at least: an update that is looked at takes about half as long again."""
-LARGEST_CLIPPED_SHARE = 0.05
-"""A tensor with a larger share of its values clipped is warned of."""
-SMALLEST_CODE = 7
-"""An 8-bit tensor whose largest |code| is at most this uses fewer than 4 of the 7 bits of a magnitude."""
-
-
-def interval_of(log_interval: int) -> int:
-    """Updates between two collections in a training that logs that often: a multiple of it, LEAST_INTERVAL or more."""
-    log_interval = max(log_interval, 1)
-    return log_interval * -(-LEAST_INTERVAL // log_interval)
-
-
-def complaint(statistics: TensorStatistics, bits: int) -> str | None:
-    """What is wrong with a tensor of `bits`-bit codes, in words, or None."""
-    if statistics.clipped_share > LARGEST_CLIPPED_SHARE:
-        return (
-            f"{statistics.clipped_share:.1%} of its values are clipped (clip {statistics.clip:.4g}); the clip is too "
-            f"small: try --lsq-{statistics.kind}-init absmax or a lower learning rate"
-        )
-    if bits == 8 and statistics.largest_code <= SMALLEST_CODE:
-        return (
-            f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip {statistics.clip:.4g}); "
-            f"the clip is too large: try --lsq-{statistics.kind}-init mse"
-        )
-    return None
+OPTION = "--lsq-{}-init {}"
+"""What a complaint tells to try."""
 
 
 class TrainingSignals:
@@ -110,7 +86,7 @@ class TrainingSignals:
 
     def _warn(self, update: int) -> None:
         for name, statistics in self.last.items():
-            text = complaint(statistics, self.bits)
+            text = complaint(statistics, self.bits, OPTION)
             if text and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("%s, update %d: %s", name, update, text)

@@ -22,10 +22,11 @@ from lsq.fairseq.device import DeviceOptions
 from lsq.fairseq.gradients import GradientOptions, GradientTask
 from lsq.fairseq.memory import bounding_batch, plan_training
 from lsq.fairseq.paddings import Collater
-from lsq.fairseq.signals import TrainingSignals, interval_of
+from lsq.fairseq.signals import TrainingSignals
 from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
+from lsq.layers.signals import interval_of
 
 logger = logging.getLogger(__name__)
 

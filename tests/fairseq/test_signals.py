@@ -6,29 +6,12 @@ from dataclasses import replace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lsq.fairseq.signals import TrainingSignals, complaint, interval_of
-from lsq.layers import TensorStatistics, quantized_tensors
+from lsq.fairseq.signals import TrainingSignals
+from lsq.layers import quantized_tensors
+from tests.layers.test_signals import HEALTHY
 
 FACTOR = 0.25
 """What the optimizer will multiply gradients by."""
-HEALTHY = TensorStatistics(kind="activation", clip=2.0, clipped_share=0.01, zero_share=0.1, largest_code=127)
-
-
-@pytest.mark.parametrize(
-    ("changes", "bits", "said"),
-    [
-        ({}, 8, None),
-        ({"clipped_share": 0.05}, 8, None),
-        ({"clipped_share": 0.0501}, 8, "5.0% of its values are clipped .clip 2"),
-        ({"clipped_share": 0.3}, 4, "30.0% of its values are clipped"),
-        ({"largest_code": 8}, 8, None),
-        ({"largest_code": 7}, 8, "largest code is 7 of 127, fewer than 4 bits"),
-        ({"largest_code": 7}, 4, None),
-    ],
-)
-def test_complaint(changes, bits, said):
-    text = complaint(replace(HEALTHY, **changes), bits)
-    assert text is None if said is None else said.replace(".clip", "(clip") in text
 
 
 @pytest.fixture
@@ -50,11 +33,6 @@ def step(build, batch):
         return signals, one
 
     return step
-
-
-@pytest.mark.parametrize(("log_interval", "interval"), [(0, 25), (1, 25), (10, 30), (25, 25), (100, 100)])
-def test_seldom_enough_to_cost_little(log_interval, interval):
-    assert interval_of(log_interval) == interval
 
 
 def test_first_and_every_interval_are_collected(step):
@@ -139,7 +117,7 @@ def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
 
 
 def test_training_logs_signals_and_summary(train, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("lsq.fairseq.signals.LEAST_INTERVAL", 2)
+    monkeypatch.setattr("lsq.layers.signals.LEAST_INTERVAL", 2)
     caplog.set_level(logging.INFO)
     train(tmp_path / "save", f"--max-update 3 --log-interval 2 --tensorboard-logdir {tmp_path}/board")
     summaries = [record.message for record in caplog.records if "Quantised tensors at update 2" in record.message]
