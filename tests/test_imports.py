@@ -23,7 +23,7 @@ ALLOWED = {
     "backends": {"csrc", "program", "gemm"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
     "huggingface": {"config", "layers", "program", "quant"},
-    "conversion": {"config", "huggingface", "layers", "program"},
+    "conversion": {"config", "huggingface", "layers", "program", "quant"},
     "optim": {"csrc", "program", "ops", "backends"},
     "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},

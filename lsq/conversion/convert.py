@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
+from lsq.conversion.clip_state import clip_names, keep_apart
 from lsq.conversion.fusion import fusions, name_classes, told
 from lsq.conversion.report import Report
 from lsq.conversion.selection import Skip, choose
@@ -64,6 +65,7 @@ def convert(
         if layer.reason is None and layer.within is None:
             _swap(choice.module, head_class() if layer.head else _linear_class(type(choice.module)), quant)
     name_classes(model)
+    keep_apart(model)
     return report
 
 
@@ -93,6 +95,7 @@ def revert(model: Model) -> Model:
     for module in found:
         if "forward" in vars(module):
             raise ValueError("a converted layer has a forward of its own; remove the hooks that have put it in, first")
+    keep_apart(model, apart=False)
     for module in found:
         module.give_place()
     name_classes(model)
@@ -101,12 +104,7 @@ def revert(model: Model) -> Model:
 
 def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of `model` without what its converted layers add: that of the float model."""
-    names = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, InPlace)
-        for name in module.added_names()
-    }
+    names = clip_names(model)
     return {name: value for name, value in model.state_dict().items() if name not in names}
 
 

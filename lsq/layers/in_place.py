@@ -6,7 +6,6 @@ from torch import nn
 
 from lsq.config import QuantConfig
 from lsq.layers.module import ProgramModule
-from lsq.layers.schedule import Schedule
 
 
 class InPlace(ProgramModule):
@@ -34,10 +33,6 @@ class InPlace(ProgramModule):
         for name in self.STATE:
             self.__dict__.pop(name, None)
         self.__class__ = self.float_class
-
-    def added_names(self) -> tuple[str, ...]:
-        """What the state dict has beside the other module's."""
-        return *map(self.state_name, self.clips()), *Schedule.NAMES
 
     def __reduce_ex__(self, protocol):
         for kind in type(self).__mro__:

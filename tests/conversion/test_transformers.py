@@ -53,10 +53,12 @@ def test_a_model_trains_and_comes_back(name, tmp_path):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1
     state = float_state_dict(model)
-    lsq.revert(model).save_pretrained(tmp_path)
-    again, information = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(information.values())
-    assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+    for saved in ("converted", "reverted"):
+        model.save_pretrained(tmp_path / saved)
+        again, information = type(model).from_pretrained(tmp_path / saved, output_loading_info=True)
+        assert not any(information.values())
+        assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+        lsq.revert(model)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

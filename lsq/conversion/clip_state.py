@@ -1,0 +1,77 @@
+"""What converted layers add to the state dict of a model: by itself, and out of the checkpoints that others read."""
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from lsq import quant
+from lsq.layers.module import ProgramModule
+from lsq.layers.schedule import Schedule
+from lsq.program import shards
+
+
+def clip_names(model: nn.Module) -> set[str]:
+    """The names in the state dict of `model` that its float form does not have: clips, and when they are measured."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ProgramModule)
+        for name in (*map(module.state_name, module.clips()), *Schedule.NAMES)
+    }
+
+
+def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those entries: copies on the CPU, float32 [...] clips, bool [] and int64 [].
+
+    Raises:
+        ValueError: there are none, or clips are shards of FSDP2, whose checkpoints have them.
+    """
+    names = clip_names(model)
+    if not names:
+        raise ValueError(f"no layer of this {type(model).__name__} is lsq's, so there are no clips; call lsq.convert")
+    found = {name: value.detach() for name, value in model.state_dict().items() if name in names}
+    if any(map(shards.is_shard, found.values())):
+        raise ValueError("clips are shards of FSDP2; save them by torch.distributed.checkpoint, with the weights")
+    return {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in found.items()}
+
+
+def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Let the converted layers of `model` go on with the clips of a `clip_state`; weights stay as they are.
+
+    Raises:
+        ValueError: it is of other layers, clips have other shapes, or one cannot be used. Nothing is loaded then.
+    """
+    own = model.state_dict()
+    names = clip_names(model)
+    if names != state.keys():
+        lacking, strange = sorted(names - state.keys()), sorted(state.keys() - names)
+        near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, n=1)
+        raise ValueError(
+            f"the clips are of other layers: {len(lacking)} of this model are missing"
+            f"{f', first {lacking[0]}' if lacking else ''}, and {len(strange)} are of layers that it does not have"
+            f"{f', first {strange[0]}' if strange else ''}{f' (near is {near[0]})' if near else ''}; convert the model "
+            "with the same options as the one that they were saved of"
+        )
+    flags = {name for name in names if name.rpartition(".")[2] in Schedule.NAMES}
+    for name, value in state.items():
+        if own[name].shape != value.shape:
+            raise ValueError(
+                f"{name} is {list(value.shape)}, but this model has {list(own[name].shape)}; convert it with the same "
+                "QuantConfig as the one that they were saved of"
+            )
+        if name not in flags:
+            quant.check_clip(value, name)
+    model.load_state_dict(state, strict=False)
+
+
+def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
+    """Let `save_pretrained` of transformers' models in `model` leave clips out, or have it save everything again.
+
+    So it writes an ordinary checkpoint. What transformers calls `_keys_to_ignore_on_save` is a set of each model.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "_keys_to_ignore_on_save"):
+            left = set(module._keys_to_ignore_on_save or ()) - clip_names(module)
+            module._keys_to_ignore_on_save = left | clip_names(module) if apart else left

@@ -1,0 +1,69 @@
+"""The clips of a converted model by themselves."""
+
+import pytest
+import torch
+from torch import nn
+
+import lsq
+from lsq.config import QuantConfig
+from lsq.conversion.clip_state import clip_names, clip_state, keep_apart, load_clip_state
+
+
+class Pretrained(nn.Module):
+    """Does as the models of transformers do."""
+
+    _keys_to_ignore_on_save = None
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def saved(self) -> set[str]:
+        return self.state_dict().keys() - set(self._keys_to_ignore_on_save or ())
+
+
+def made(**options) -> Pretrained:
+    model = Pretrained(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 64))
+    lsq.convert(model, QuantConfig(**options), minimum_width=16)
+    model.layers(torch.randn(5, 64)).sum().backward()
+    return model
+
+
+def test_names_and_values():
+    model = made()
+    state = clip_state(model)
+    assert state.keys() == clip_names(model)
+    assert {name.rpartition(".")[2] for name in state} == {"weight_clip", "input_clip", "calibrated", "passes"}
+    model.layers[0].weight_clip.data.fill_(7.0)
+    assert not state["layers.0.weight_clip"].eq(7.0).any()
+
+
+def test_what_is_saved_goes_on():
+    first, second = made(), made()
+    weights = {name: value.clone() for name, value in second.named_parameters() if name not in clip_names(second)}
+    load_clip_state(second, clip_state(first))
+    assert all(torch.equal(value, clip_state(second)[name]) for name, value in clip_state(first).items())
+    assert all(torch.equal(second.get_parameter(name), value) for name, value in weights.items())
+
+
+def test_other_clips_are_refused():
+    model, state = made(), clip_state(made())
+    kept = clip_state(model)
+    with pytest.raises(ValueError, match=r"1 of this model are missing, first layers\.0\.weight_clip, and 1 are of"):
+        load_clip_state(model, {name.replace("0.weight_clip", "7.weight_clip"): one for name, one in state.items()})
+    with pytest.raises(ValueError, match=r"layers\.0\.weight_clip is \[1\], but this model has \[32\]; .* QuantConfig"):
+        load_clip_state(model, clip_state(made(weight_granularity="tensor")))
+    with pytest.raises(ValueError, match="not a number|finite|above 0"):
+        load_clip_state(model, {**state, "layers.2.input_clip": torch.tensor([float("nan")])})
+    assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
+
+
+def test_checkpoints_of_transformers_leave_clips_out():
+    model = made()
+    floats = {f"layers.{layer}.{name}" for layer in range(3) for name in ("weight", "bias")}
+    assert model.saved() == floats
+    keep_apart(model, apart=False)
+    assert model.saved() == floats | clip_names(model)
+    keep_apart(model)
+    assert lsq.revert(model).saved() == floats and not model._keys_to_ignore_on_save
+    assert not Pretrained._keys_to_ignore_on_save
