@@ -1,5 +1,6 @@
 """The collectives that exchanges are made of, under the name that the PyTorch at hand has for them."""
 
+import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
@@ -22,3 +23,12 @@ def all_to_all(
         sent: elements that go to each worker; None: as many to each.
     """
     distributed.all_to_all_single(out.view(-1), given.view(-1), received, sent, group=group)
+
+
+@torch.no_grad()
+def average(tensors: list[Tensor], group: ProcessGroup | None) -> None:
+    """Replace tensors of one dtype and device by their means over the workers, in one exchange; None: all processes."""
+    joined = torch.cat([tensor.flatten() for tensor in tensors])
+    distributed.all_reduce(joined, group=group)
+    means = joined.div_(distributed.get_world_size(group)).split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [mean.view_as(tensor) for mean, tensor in zip(means, tensors, strict=True)])
