@@ -1,80 +1,46 @@
-"""Fused layers in several processes: DistributedDataParallel, and FSDP2 with a checkpoint of its shards."""
+"""Clips of inputs in several processes."""
 
-import tempfile
-from pathlib import Path
-
+import pytest
 import torch
-from torch import distributed, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.config import QuantConfig
-from tests.conversion.test_workers import alike, whole
+import lsq
+from lsq.huggingface import average_clips
+from tests.conversion.models import Model, loss_of, model, tokens
 from tests.dist.processes import run
-from tests.huggingface.checks import fused, made, right_padded
-from tests.huggingface.test_llama import MAKERS
 
-QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
-BATCH = right_padded((9, 9, 9))
+STEPS = 5
 
 
-def model(seed: int = 1) -> nn.Module:
-    return fused(made(MAKERS["qwen3"], seed), QUANT)
-
-
-def trained(model: nn.Module, steps: int = 2) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        torch.manual_seed(step)
-        model(**BATCH).loss.backward()
-        optimizer.step()
+def trained(rank: int, averaging: bool) -> tuple[dict[str, torch.Tensor], int]:
+    made: Model = model()
+    lsq.convert(made)
+    handle = average_clips(made) if averaging else None
+    passes = []
+    made.words.register_forward_hook(lambda *arguments: passes.append(torch.is_grad_enabled()))
+    made.score.requires_grad_(False)  # which no batch reaches
+    parallel = DistributedDataParallel(made)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for step in range(STEPS):
         optimizer.zero_grad()
+        loss_of(parallel(tokens(10 * rank + step))).backward()
+        optimizer.step()
+    if handle is not None:
+        handle.remove()
+    return {name: clip.detach() for name, clip in made.named_parameters() if name.endswith("input_clip")}, len(passes)
 
 
-def parallel(rank: int) -> dict[str, torch.Tensor]:
-    one = model()
-    trained(DistributedDataParallel(one))
-    return whole(one)
+def test_clips_of_inputs_stay_equal():
+    (first, passes), (second, _) = run(trained, 2, True)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert passes == STEPS + 3  # before passes 1, 3 and 5: none, two and four were made
+    (first, passes), (second, _) = run(trained, 2, False)
+    assert not all(torch.equal(first[name], second[name]) for name in first) and passes == STEPS
 
 
-def test_distributed_data_parallel():
-    expected = model()
-    trained(expected)
-    for found in run(parallel, 2):
-        alike(found, whole(expected))
-
-
-def shard(model: nn.Module) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
-    first, other = shard(model()), shard(model(5))
-    trained(first)
-    checkpoint.save(get_model_state_dict(first), checkpoint_id=folder)
-    state = get_model_state_dict(other)
-    checkpoint.load(state, checkpoint_id=folder)
-    set_model_state_dict(other, state)
-    found = [whole(first), whole(other)]
-    for one in (first, other):
-        trained(one, 1)
-        found.append(whole(one))
-    distributed.barrier()
-    return found
-
-
-def test_fully_shard_and_a_checkpoint_of_its_shards():
-    expected = model()
-    trained(expected)
-    before = whole(expected)
-    trained(expected, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        for first, loaded, after, after_loaded in run(sharded, 2, str(Path(folder) / "checkpoint")):
-            alike(first, before)
-            alike(loaded, first)
-            alike(after, whole(expected))
-            alike(after_loaded, after)
+def test_one_process_is_told():
+    made = nn.Sequential(nn.Linear(64, 64))
+    lsq.convert(made)
+    with pytest.raises(ValueError, match="there is one process; average_clips is for several"):
+        average_clips(made)

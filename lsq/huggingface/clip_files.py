@@ -1,0 +1,46 @@
+"""lsq.safetensors: the clips of a converted model, beside the weights that every program can read."""
+
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import nn
+
+from lsq import files
+from lsq.conversion.clip_state import clip_state, load_clip_state
+
+NAME = "lsq.safetensors"
+
+
+def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
+    """Write the clips of a converted `model` to lsq.safetensors in `folder`, which is made: whole or not at all.
+
+    Call it beside `model.save_pretrained(folder)`, whose files hold the weights alone.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: the model is not converted, or sharded by FSDP2.
+        OSError: it cannot be written.
+    """
+    content = save(clip_state(model), {"format": "pt"})
+    path = Path(folder) / NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, lambda file: file.write(content))
+    return path
+
+
+def load_clips(model: nn.Module, folder: str | os.PathLike) -> None:
+    """Let a converted `model` go on with the clips that `save_clips` wrote to `folder`. Load its weights before.
+
+    Raises:
+        FileNotFoundError: there is no lsq.safetensors.
+        ValueError: it is damaged, or of a model that was converted with other options.
+    """
+    path = Path(folder) / NAME
+    try:
+        load_clip_state(model, load(path.read_bytes()))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error

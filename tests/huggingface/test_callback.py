@@ -1,0 +1,208 @@
+"""transformers' Trainer of converted models, by itself and with LsqCallback."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+import lsq
+from lsq.config import QuantConfig
+from lsq.dist import GradientConfig
+from lsq.huggingface import load_clips
+from lsq.layers import quantized_tensors
+from lsq.optim import Adam
+from tests.huggingface.trainings import MAKERS, converted, data, losses, same_states, trainer, transformers
+
+from lsq.huggingface.callback import LsqCallback  # isort: skip  (imports transformers, and so after the line above)
+
+
+def batch(name: str, rows: int = 8) -> dict[str, torch.Tensor]:
+    examples = data(name, rows)
+    return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+
+
+def test_trainer_needs_nothing_else(tmp_path):
+    training = trainer("bert", tmp_path, save_strategy="no", max_steps=30)
+    training.train()
+    assert losses(training)[-1] < losses(training)[0] - 0.3
+    assert training.evaluate()["eval_loss"] < losses(training)[0]
+    assert training.predict(data("bert", 5)).predictions.shape == (5, 3)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_training_goes_on_bit_for_bit(name, tmp_path):
+    whole = trainer(name, tmp_path / "whole", LsqCallback())
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    moved = checkpoint.rename(tmp_path / "moved")
+    later = trainer(name, tmp_path / "later", LsqCallback(), model=converted(name, seed=5))
+    later.train(resume_from_checkpoint=str(moved))
+    assert losses(later) == losses(whole)
+    assert same_states(later.model, whole.model)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_checkpoints_are_ordinary_ones(name, tmp_path, caplog):
+    training = trainer(name, tmp_path, LsqCallback(), max_steps=2, save_steps=2)
+    training.train()
+    folder = tmp_path / "checkpoint-2"
+    loaded, information = type(training.model).from_pretrained(folder, output_loading_info=True)
+    assert not any(information.values())
+    assert loaded.state_dict().keys() == MAKERS[name]().state_dict().keys()
+    lsq.convert(loaded)
+    load_clips(loaded, folder)
+    assert same_states(loaded, training.model)
+
+
+def ours(logs: dict) -> set[str]:
+    return {key for key in logs if key.startswith("lsq/")}
+
+
+def test_signals_are_logged(tmp_path):
+    training = trainer("bert", tmp_path, LsqCallback(), max_steps=2, save_strategy="no", report_to=["tensorboard"])
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, *, logs, **others):
+            seen.append(dict(logs))
+
+    training.callback_handler.callbacks.insert(0, Reporter())
+    training.train()
+    first, second, *_ = training.state.log_history
+    kinds, signals = ("weight", "activation"), ("clip", "clipped_share", "zero_share")
+    assert ours(first) == ours(seen[0]) == {f"lsq/{kind}_{signal}" for kind in kinds for signal in signals}
+    assert not ours(second)
+    assert 0 < first["lsq/activation_clipped_share"] < 0.05 and first["lsq/weight_clip"] > 0
+
+
+def test_signals_of_every_tensor(tmp_path):
+    training = trainer("gpt2", tmp_path, LsqCallback(every_tensor=True), max_steps=1, save_strategy="no")
+    training.train()
+    found = {key for key in training.state.log_history[0] if key.startswith("lsq/clip/")}
+    assert found == {f"lsq/clip/{name}" for name, _ in quantized_tensors(training.model)}
+
+
+def test_clips_that_cut_are_warned_of_once(tmp_path, caplog):
+    model = converted("bert", quant=QuantConfig(activation_init="fixed", activation_clip=0.05))
+    trainer("bert", tmp_path, LsqCallback(), model=model, max_steps=26, logging_steps=25, save_strategy="no").train()
+    told = [record.getMessage() for record in caplog.records if "values are clipped" in record.getMessage()]
+    names = [text.partition(",")[0] for text in told]
+    assert "bert.encoder.layer.0.intermediate.dense.input" in names and len(set(names)) == len(names)
+    assert all("try QuantConfig(activation_init='absmax')" in text for text in told)
+
+
+OPTIONS = {
+    "bfloat16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "bfloat16, planned": {"bf16": True},
+    "accumulation, planned": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_trainer(options, tmp_path):
+    given = OPTIONS[options]
+    planned = batch("llama", given.get("per_device_train_batch_size", 8)) if "planned" in options else None
+    training = trainer(
+        "llama", tmp_path, LsqCallback(largest_batch=planned), save_strategy="no", learning_rate=1e-2, **given
+    )
+    training.train()
+    assert losses(training)[-1] < losses(training)[0] - 0.3
+    assert training.evaluate()["eval_loss"] < losses(training)[0]
+
+
+def test_planned_memory_changes_nothing(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lsq")
+    found = []
+    for planned in (False, True):
+        callback = LsqCallback(largest_batch=batch("gpt2") if planned else None)
+        training = trainer("gpt2", tmp_path, callback, save_strategy="no")
+        training.train()
+        found.append(training)
+    assert losses(found[0]) == losses(found[1])
+    assert same_states(found[0].model, found[1].model)
+    (said,) = [record.getMessage() for record in caplog.records if "memory (planned)" in record.getMessage()]
+    assert all(part in said for part in ("of lsq's layers in", "modules that are not lsq's (", "NewGELUActivation"))
+
+
+def test_the_best_model_has_its_clips(tmp_path):
+    training = trainer(
+        "bert", tmp_path, LsqCallback(), eval_strategy="steps", eval_steps=2, save_steps=2, max_steps=6,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+    training.train()
+    best = training.state.best_model_checkpoint
+    assert not best.endswith("checkpoint-6")
+    loaded = type(training.model).from_pretrained(best)
+    lsq.convert(loaded)
+    load_clips(loaded, best)
+    assert same_states(loaded, training.model)
+
+
+def test_checkpoints_of_others(tmp_path, caplog):
+    """What a Trainer without the callback has written: the training goes on with clips that are measured again."""
+    trainer("bert", tmp_path, max_steps=2, save_steps=2).train()
+    later = trainer("bert", tmp_path, LsqCallback(), max_steps=4, save_steps=2)
+    later.train(resume_from_checkpoint=True)
+    assert "written without LsqCallback: clips are measured again" in caplog.text
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["LsqCallback"]["attributes"]["clips"]
+
+
+def test_restored_callbacks(tmp_path):
+    options = {"restore_callback_states_from_checkpoint": True, "max_steps": 4, "save_steps": 2}
+    first = trainer("bert", tmp_path, LsqCallback(every_tensor=True, gradients=GradientConfig(mode="int8")), **options)
+    first.train()
+    later = trainer("bert", tmp_path, LsqCallback(), model=converted("bert", seed=3), **options)
+    later.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(later) == losses(first) and same_states(later.model, first.model)
+    (callback,) = [one for one in later.callback_handler.callbacks if isinstance(one, LsqCallback)]
+    assert callback.every_tensor and callback.gradients == GradientConfig(mode="int8")
+    planned = trainer("bert", tmp_path, LsqCallback(largest_batch=batch("bert")), **options)
+    planned.train()
+    with pytest.raises(ValueError, match="cannot bring back largest_batch"):
+        trainer("bert", tmp_path, LsqCallback(), **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_what_does_not_fit_is_refused(tmp_path, caplog):
+    with pytest.raises(ValueError, match="memory is 'some'; allowed"):
+        LsqCallback(memory="some")
+    with pytest.raises(ValueError, match="call lsq.convert.model. before the Trainer"):
+        trainer("bert", tmp_path, LsqCallback(), model=MAKERS["bert"]()).train()
+    with pytest.raises(ValueError, match="something else has called it"):
+        LsqCallback().on_train_begin(None, None, None, model=converted("bert"), optimizer=None)
+    checkpointed = LsqCallback(largest_batch=batch("llama"))
+    with pytest.raises(ValueError, match="runs layers again in the backward pass, which cannot be planned"):
+        trainer("llama", tmp_path, checkpointed, gradient_checkpointing=True).train()
+    model = MAKERS["bert"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lsq.convert(model)
+    training = trainer("bert", tmp_path, LsqCallback(), model=model, max_steps=1, save_strategy="no")
+    training.optimizer = optimizer
+    training.train()
+    assert "the optimizer has none of the" in caplog.text
+
+
+def test_optimizer_of_lsq(tmp_path):
+    training = trainer("bert", tmp_path, LsqCallback(), save_strategy="no", max_steps=20)
+    training.optimizer_cls_and_kwargs = (Adam, {"lr": 3e-3})
+    training.train()
+    assert losses(training)[-1] < losses(training)[0] - 0.3
+
+
+def test_low_rank_adapters_go_on_bit_for_bit(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed: int) -> torch.nn.Module:
+        model = converted("llama")
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"]))
+
+    whole = trainer("llama", tmp_path / "whole", LsqCallback(), model=adapted(1))
+    whole.train()
+    later = trainer("llama", tmp_path / "later", LsqCallback(), model=adapted(2))
+    later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses(later) == losses(whole) and losses(whole)[-1] < losses(whole)[0]
+    assert same_states(later.model, whole.model)
