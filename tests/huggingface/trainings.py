@@ -27,10 +27,10 @@ MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def converted(name: str, seed: int = 1, quant: QuantConfig | None = None) -> torch.nn.Module:
+def converted(name: str, seed: int = 1, quant: QuantConfig | None = None, **options) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = MAKERS[name]()
-    lsq.convert(model, quant)
+    lsq.convert(model, quant, **options)
     return model
 
 
