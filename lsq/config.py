@@ -166,6 +166,8 @@ class RelativeBias:
     """Rows of the table; in attention that is not causal, half of them for keys behind the query."""
     farthest: int = 128
     """Distance from which on all are in one bucket."""
+    shared: bool = False
+    """Whether the table is one for several layers: it comes along with each pass, and is no parameter of the layer."""
 
     def __post_init__(self) -> None:
         for name in ("buckets", "farthest"):

@@ -36,6 +36,22 @@ def packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable
     return _remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
 
 
+def memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], **options) -> Packing | None:
+    """How the tokens of an encoder's output are packed that `mask` lets a decoder see.
+
+    Args:
+        mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or 1, 1, T or 1, S],
+            bool or with 0 where it does.
+        shape: (B, S).
+        options: of Packing.
+
+    Returns:
+        None where queries of a sentence see different keys, or none.
+    """
+    key = shape, *((name, id(value)) for name, value in sorted(options.items()))
+    return _remembered("memory", (mask,), key, lambda: _memory_packing_of(mask, shape, options))
+
+
 def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
     """cosine, sine [B or 1, T, D] of models whose heads turn in halves -> (table float32 [P, D], places int64 [R]).
 
@@ -51,12 +67,27 @@ def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callabl
     if mask.dim() == 2:
         present = (mask != 0).expand(shape)
     else:
-        sees = mask if mask.dtype == torch.bool else mask == 0
-        sees = sees.expand(batch, *sees.shape[1:])[:, 0].expand(batch, time, time)
+        sees = _sees(mask, batch).expand(batch, time, time)
         present = sees.any(dim=1)
         if not torch.equal(sees & present[:, :, None], seen(present) & present[:, :, None]):
             return None
     return Packing(None if present.all() else ~present, shape=shape, **options)
+
+
+def _memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], options: dict) -> Packing | None:
+    if mask is None:
+        return Packing(shape=shape, **options)
+    sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
+    present = sees[:, 0]
+    if not present.any(dim=1).all() or not torch.equal(sees, present[:, None].expand_as(sees)):
+        return None
+    return Packing(None if present.all() else ~present, shape=shape, **options)
+
+
+def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor:
+    """Which query sees which key, bool [B, T or 1, S], by a mask [B or 1, 1, T or 1, S], the same for all heads."""
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    return sees.expand(batch, *sees.shape[1:])[:, 0]
 
 
 def _rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lsq.config import LayerConfig, QuantConfig
-from lsq.huggingface.batch import causal, everything, packing_of, rotation_of
+from lsq.huggingface.batch import causal, everything, memory_packing_of, packing_of, rotation_of
 from lsq.huggingface.joined import Joined, lie_together
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
@@ -24,6 +25,18 @@ from lsq.program import upkeep
 from lsq.program.parameters import Parameter
 from lsq.program.program import Program
 from lsq.quant import WeightFormat
+
+TRAINED_INPUTS = ("x", "memory", "relative_bias")
+"""Names of the inputs of programs that may need a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EncoderOutput:
+    """What a decoder's layers attend to."""
+
+    states: torch.Tensor
+    """[B, S, H]"""
+    packing: Packing
 
 
 class FusedLayer(InPlace):
@@ -44,6 +57,8 @@ class FusedLayer(InPlace):
     """Whether queries see no keys behind them."""
     ATTENTION: ClassVar[str] = "self_attn"
     """The module inside that attends, and knows the layer's number."""
+    CROSS: ClassVar[bool] = False
+    """Whether it also attends to an encoder's output."""
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
@@ -64,7 +79,8 @@ class FusedLayer(InPlace):
         self.begin(quant)
         self.config = config
         self._rounded = {}
-        self.declare(partial(self._program, Sentences(rows=1, count=1)), measure=False)
+        one = Sentences(rows=1, count=1)
+        self.declare(partial(self._program, one, source=one if self.CROSS else None), measure=False)
         self._join()
         trained = self.trained()
         for clip in self.clips().values():
@@ -128,15 +144,17 @@ class FusedLayer(InPlace):
                 for parameter in self.sources(name):
                     upkeep.withdraw(parameter)
 
-    def mode(self, *inputs: torch.Tensor) -> Mode:
-        mode = super().mode(*inputs)
+    def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
+        """How a program of this layer runs on these inputs now."""
+        inputs = {name: inputs[name] for name in TRAINED_INPUTS if name in inputs}
+        mode = self.mode(*inputs.values())
         if not mode.backward:
             return mode
         needs = {name: self._trains(name) for name in self.declared}
-        if all(needs.values()) and inputs[0].requires_grad:
+        needs |= {name: tensor.requires_grad for name, tensor in inputs.items()}
+        if all(needs.values()):
             return mode
-        wanted = {name for name, needed in needs.items() if needed} | ({"x"} if inputs[0].requires_grad else set())
-        return dataclasses.replace(mode, wanted=frozenset(wanted))
+        return dataclasses.replace(mode, wanted=frozenset(name for name, needed in needs.items() if needed))
 
     def _trains(self, name: str) -> bool:
         found = self.sources(name) if name in self.SOURCES else [self.own_parameter(name)]
@@ -144,7 +162,12 @@ class FusedLayer(InPlace):
 
     # Passes
 
-    def _program(self, sentences: Sentences, mode: Mode, places: int | None = None, heads: bool = False) -> Program:
+    def _program(
+        self, sentences: Sentences, mode: Mode, *, source: Sentences | None = None, places: int | None = None,
+        heads: bool = False,
+    ) -> Program:  # fmt: skip
+        if source is not None:
+            return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_places(self.config, places)
         return programs.encoder_layer(config, sentences, mode, causal=self.CAUSAL, heads=heads)
 
@@ -158,7 +181,7 @@ class FusedLayer(InPlace):
             None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
         """
         begins = cache is None or self.training or (
-            not torch.is_grad_enabled() and not cache.get_seq_length(self._number)
+            not self.CROSS and not torch.is_grad_enabled() and not cache.get_seq_length(self._number)
         )  # fmt: skip
         whole = mask is None or mask.shape[-1] == x.shape[1]
         if not (begins and whole) or _attention_is_recorded():
@@ -166,21 +189,41 @@ class FusedLayer(InPlace):
         seen = _causal(self.config.window) if self.CAUSAL else everything
         return packing_of(mask, tuple(x.shape[:2]), seen, **packing_options(self))
 
+    def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
+        """An encoder's output [B, S, H] under a mask of the model's; None: the program has not what is asked for."""
+        packing = memory_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))
+        return None if packing is None else EncoderOutput(states=states, packing=packing)
+
     @beside_the_graph
     def fused(
-        self, x: torch.Tensor, packing: Packing, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-        cache: object = None,
+        self, x: torch.Tensor, packing: Packing, *, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        memory: EncoderOutput | None = None, bias: torch.Tensor | None = None, cache: object = None,
     ) -> torch.Tensor:  # fmt: skip
-        """x [B, T, H] -> the same after the layer, zero in padding. rotation: cosine, sine [B or 1, T, D]."""
+        """x [B, T, H] -> the same after the layer, zero in padding.
+
+        Args:
+            x: in any float dtype.
+            packing: of x.
+            rotation: cosine, sine [B or 1, T, D], where heads turn.
+            memory: what is attended to, where CROSS is.
+            bias: a table [buckets, N] of biases by distance that comes from another layer.
+            cache: of keys and values, empty; it gets them in eval mode.
+        """
         self._read_dropouts()
-        rows, fills = packing.pack(x), cache is not None and not self.training
+        fills = cache is not None and not self.training
+        inputs, places = {"x": packing.pack(x), "starts": packing.starts}, None
+        if memory is not None:
+            inputs |= {"memory": memory.packing.pack(memory.states), "memory_starts": memory.packing.starts}
         if rotation is not None:
-            table = dict(zip(("rotation", "places"), rotation_of(*rotation, packing), strict=True))
+            inputs["rotation"], inputs["places"] = rotation_of(*rotation, packing)
+            places = len(inputs["rotation"])
         else:
-            table = position_inputs(self.config, packing.positions, packing.shape[1], causal=self.CAUSAL)
-        places = len(table["rotation"]) if rotation is not None else None
-        program = self._program(packing.sentences, self.mode(rows), places, fills)
-        y, *heads = self.execute(program, {"x": rows, "starts": packing.starts, **table})
+            inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=self.CAUSAL, table=bias)
+        program = self._program(
+            packing.sentences, self.mode_of(inputs), source=memory and memory.packing.sentences, places=places,
+            heads=fills,
+        )  # fmt: skip
+        y, *heads = self.execute(program, inputs)
         if fills:
             self._fill(cache, packing, x.dtype, *heads)
         return packing.unpack(y).to(x.dtype)
@@ -258,7 +301,7 @@ def _attention_is_recorded() -> bool:
     """Whether a model of transformers gathers probabilities of attention, by hooks on modules that programs pass by."""
     from transformers.utils import output_capturing
 
-    return "attentions" in (output_capturing._active_collector.get() or ())
+    return not {"attentions", "cross_attentions"}.isdisjoint(output_capturing._active_collector.get() or ())
 
 
 @lru_cache(maxsize=64)

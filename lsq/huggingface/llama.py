@@ -53,7 +53,7 @@ class LlamaLayer(FusedLayer):
     ) -> torch.Tensor:  # fmt: skip
         packing = self.packing(hidden_states, attention_mask, past_key_values)
         if packing is not None:
-            return self.fused(hidden_states, packing, position_embeddings, past_key_values)
+            return self.fused(hidden_states, packing, rotation=position_embeddings, cache=past_key_values)
         return self.own_pass(
             hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             use_cache=use_cache, position_embeddings=position_embeddings, **options,

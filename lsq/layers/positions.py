@@ -41,14 +41,15 @@ def position_bias(builder: Builder, config: LayerConfig, prefix: str) -> Positio
     if relative is None:
         return None
     size = (relative.buckets, config.heads)
-    return PositionBias(
-        table=builder.parameter(prefix + "relative_bias", size, Kind.TABLE, deviation=config.hidden**-0.5),
-        bucket=builder.input("buckets", (2 * relative.farthest + 1,), torch.int64),
-    )
+    if relative.shared:
+        table = builder.input("relative_bias", size)
+    else:
+        table = builder.parameter(prefix + "relative_bias", size, Kind.TABLE, deviation=config.hidden**-0.5)
+    return PositionBias(table=table, bucket=builder.input("buckets", (2 * relative.farthest + 1,), torch.int64))
 
 
 def position_inputs(
-    config: LayerConfig, places: torch.Tensor, longest: int, causal: bool
+    config: LayerConfig, places: torch.Tensor, longest: int, causal: bool, table: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """Inputs of a program with the layer's self-attention, by name; none where that does not look at places.
 
@@ -57,13 +58,18 @@ def position_inputs(
         places: int64 [M], of each row in its sentence.
         longest: places are below this number.
         causal: keys behind a query are not seen.
+        table: [buckets, N], of biases by distance that several layers share.
 
     Raises:
-        ValueError: a sentence has more words than there are places to turn by.
+        ValueError: a sentence has more words than there are places to turn by, or a shared table is missing.
     """
-    rotary, found = config.rotary, {}
-    if config.relative_bias is not None:
-        found = {"buckets": _buckets(config.relative_bias, causal, places.device)}
+    rotary, relative, found = config.rotary, config.relative_bias, {}
+    if relative is not None:
+        found = {"buckets": _buckets(relative, causal, places.device)}
+        if relative.shared:
+            if table is None:
+                raise ValueError("relative_bias has shared=True, but this layer is given no table; leave `shared` out")
+            found["relative_bias"] = table
     if rotary is None:
         return found
     if longest > rotary.places:

@@ -171,7 +171,8 @@ class Builder(Recorder):
         return total
 
     def parameter_gradient(self, parameter: VirtualTensor | None) -> VirtualTensor | None:
-        """Where an operation writes the gradient of a parameter, if it needs one; each parameter has one reader.
+        """Where an operation writes the gradient of a parameter, or of an input that is one elsewhere, if it needs one;
+        each has one reader.
 
         Raises:
             ValueError: it has two.
@@ -261,7 +262,8 @@ class Builder(Recorder):
 
     def _leaves(self):
         """Everything that has a gradient to give away, with that gradient: float inputs, then parameters."""
-        leaves = {tensor: self._gradients[tensor] for tensor in self._inputs if tensor in self._gradients}
+        found = self._gradients | self._leaf_gradients
+        leaves = {tensor: found[tensor] for tensor in self._inputs if tensor in found}
         leaves.update((parameter, self._leaf_gradients.get(parameter)) for parameter in self._parameters.values())
         for gradient in leaves.values():
             if gradient is not None:

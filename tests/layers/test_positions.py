@@ -1,12 +1,21 @@
 """Layers whose heads share keys, or that look at places: against the float64 reference, and while decoding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lsq.backends import backend
 from lsq.config import RelativeBias
-from lsq.layers import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, TransformerLanguageModel
-from lsq.layers.positions import bucket_of_distances
+from lsq.layers import (
+    MultiheadAttention,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    TransformerLanguageModel,
+    programs,
+)
+from lsq.layers.packing import Packing
+from lsq.layers.positions import bucket_of_distances, position_inputs
 from tests.layers.oracle import compare_with_reference
 from tests.layers.reference import buckets
 from tests.layers.shapes import ATTENTIONS, HIDDEN, config_of, decibels, gradients, padding_mask
@@ -115,6 +124,28 @@ def test_biases_that_look_both_ways():
         TransformerEncoderLayer(config), config, lambda layer, x: layer(x, mask),
         lambda layer, x: layer.encoder_layer(x, mask), lambda: (torch.randn(TIME, BATCH, HIDDEN),), padding=mask,
     )  # fmt: skip
+
+
+def test_biases_of_a_shared_table():
+    """The table comes along with a pass, and its gradient goes back where it is from."""
+    torch.manual_seed(1)
+    own = TransformerEncoderLayer(config_of(attention=ATTENTIONS["biases"]))
+    shared = replace(own.config, relative_bias=replace(own.config.relative_bias, shared=True))
+    other = TransformerEncoderLayer(shared)
+    assert other.load_state_dict(own.state_dict(), strict=False).unexpected_keys == ["self_attn.relative_bias"]
+    x, table = torch.randn(TIME, HIDDEN), own.self_attn.relative_bias.detach().clone().requires_grad_()
+    packing = Packing(shape=(1, TIME))
+    inputs = {"x": x, "starts": packing.starts}
+    inputs |= position_inputs(shared, packing.positions, TIME, causal=False, table=table)
+    (found,) = other.execute(programs.encoder_layer(shared, packing.sentences, other.mode(x)), inputs)
+    expected = own(x[:, None])[:, 0]
+    assert torch.equal(found, expected)
+    for y in (found, expected):
+        y.square().sum().backward()
+    assert torch.equal(table.grad, own.self_attn.relative_bias.grad)
+    assert table.grad.norm() > 0
+    with pytest.raises(ValueError, match="this layer is given no table; leave `shared` out"):
+        other(x[:, None])
 
 
 @pytest.mark.parametrize("causal", [False, True])
