@@ -18,7 +18,8 @@ from lsq.layers.linear import Projection
 from lsq.layers.module import ProgramModule
 from lsq.optim import Adam
 
-LEARNING_RATE, WEIGHT_DECAY = 1e-5, 0.01
+LEARNING_RATE, WEIGHT_DECAY = 1e-7, 0.01
+"""So small a rate that the losses of all sides stay alike."""
 HEADS = "lm_head", "classifier"
 """Layers that nobody multiplies in int8: what comes after a model's own layers."""
 LSQ = "lsq"
@@ -216,8 +217,12 @@ class Side:
         return loss.item()
 
     def step(self) -> None:
-        """Forward, backward, update; gradients are dropped."""
+        """Forward, backward, update."""
         self.gradients()
+        self.update()
+
+    def update(self) -> None:
+        """One update; gradients are dropped."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
