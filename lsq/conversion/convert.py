@@ -29,7 +29,7 @@ def convert(
 
     It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the same
     parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. Whole layers of transformers
-    whose class lsq.huggingface knows become one program each, and a projection onto a vocabulary without a bias runs
+    whose class lsq.architectures knows become one program each, and a projection onto a vocabulary without a bias runs
     together with the cross-entropy of what it gives (see lsq.layers.logits). New are the clips, which are measured in
     the first pass: weights may be loaded before or afterwards, and the model may be on the meta device.
 

@@ -31,7 +31,7 @@ def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> 
     """
     if "transformers" not in sys.modules:  # whose layers they are
         return []
-    from lsq.huggingface.architectures import fused_class
+    from lsq.architectures.known import fused_class
 
     found = []
     for name, module in model.named_modules():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import lsq
-from lsq.huggingface.architectures import LAYERS
-from tests.huggingface.checks import (
+from lsq.architectures.known import LAYERS
+from tests.architectures.checks import (
     FLOAT,
     PADDING,
     WORDS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.huggingface.checks import (
+from tests.architectures.checks import (
     PADDING,
     WORDS,
     assert_same_in_float,

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from lsq.architectures.fused_layer import FusedLayer
+from lsq.architectures.reading import activation_of, biases, plain_linears
 from lsq.config import LayerConfig, QuantConfig, Rotary
-from lsq.huggingface.fused_layer import FusedLayer
-from lsq.huggingface.reading import activation_of, biases, plain_linears
 
 
 class LlamaLayer(FusedLayer):

@@ -4,7 +4,7 @@ from importlib import import_module
 
 from torch import nn
 
-from lsq.huggingface.fused_layer import FusedLayer
+from lsq.architectures.fused_layer import FusedLayer
 from lsq.layers.in_place import class_in_place
 
 LAYERS = {
@@ -32,5 +32,5 @@ def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
     if found is None or not kind.__module__.startswith("transformers.models."):
         return None
     file, name = found.split(".")
-    base = getattr(import_module(f"lsq.huggingface.{file}"), name)
+    base = getattr(import_module(f"lsq.architectures.{file}"), name)
     return class_in_place(base, kind, f"Fused{kind.__name__}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lsq
-from tests.huggingface.checks import (
+from tests.architectures.checks import (
     FLOAT,
     PADDING,
     WORDS,

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
+from tests.architectures.checks import fused, made, right_padded
+from tests.architectures.test_llama import MAKERS
 from tests.conversion.test_workers import alike, whole
 from tests.dist.processes import run
-from tests.huggingface.checks import fused, made, right_padded
-from tests.huggingface.test_llama import MAKERS
 
 QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
 BATCH = right_padded((9, 9, 9))

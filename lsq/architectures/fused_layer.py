@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lsq.architectures.batch import causal, everything, memory_packing_of, packing_of, rotation_of
+from lsq.architectures.joined import Joined, lie_together
 from lsq.config import LayerConfig, QuantConfig
-from lsq.huggingface.batch import causal, everything, memory_packing_of, packing_of, rotation_of
-from lsq.huggingface.joined import Joined, lie_together
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.in_place import InPlace

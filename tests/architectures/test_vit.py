@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lsq.huggingface.architectures import LAYERS
-from tests.huggingface.checks import (
+from lsq.architectures.known import LAYERS
+from tests.architectures.checks import (
     FLOAT,
     assert_same_alone,
     assert_same_in_float,

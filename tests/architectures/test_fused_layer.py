@@ -14,8 +14,8 @@ from lsq.config import QuantConfig
 from lsq.conversion import float_state_dict
 from lsq.layers.memory import plan_memory, release_memory
 from lsq.layers.module import ProgramModule
-from tests.huggingface.checks import WORDS, fused, made, right_padded, transformers, words
-from tests.huggingface.test_llama import MAKERS, SHAPE
+from tests.architectures.checks import WORDS, fused, made, right_padded, transformers, words
+from tests.architectures.test_llama import MAKERS, SHAPE
 from tests.layers.shapes import decibels
 
 BATCH = right_padded((11, 6))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lsq.huggingface.joined import Joined, lie_together
+from lsq.architectures.joined import Joined, lie_together
 
 
 def parts(*rows: int, width: int = 3) -> list[nn.Parameter]:
