@@ -255,7 +255,7 @@ class FusedLayer(InPlace):
 
     @contextmanager
     def _rounded_weights(self) -> Iterator[None]:
-        if not (self.quant.quantized and self.schedule.begun):
+        if not (self.quant.quantized and self.schedule.begun) or self.schedule.fallen:
             yield
             return
         held = []

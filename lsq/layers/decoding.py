@@ -32,10 +32,15 @@ def check_ready(layer: ProgramModule) -> None:
     """Refuse a step of a layer that is not ready for it.
 
     Raises:
-        ValueError: training mode, or clips that were never measured.
+        ValueError: training mode, a layer that went on in floats, or clips that were never measured.
     """
     if layer.training:
         raise ValueError("incremental decoding needs eval mode; call .eval() first")
+    if layer.schedule.fallen:
+        raise ValueError(
+            "this layer went on in floats, since lsq.monitor found too much noise in it; incremental decoding is in "
+            "int8: run it on whole targets, or set schedule.fallen = False to decode with that noise"
+        )
     if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(
             "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "

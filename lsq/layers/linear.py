@@ -13,6 +13,7 @@ from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.module import rows_of
 from lsq.layers.programs import Mode
 from lsq.layers.torch_compile import beside_the_graph
+from lsq.layers.variants import held
 from lsq.program.program import Program
 
 FLOATS = {torch.float32, torch.bfloat16}
@@ -58,18 +59,22 @@ class Projection(InPlace):
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inputs, outputs = self.sizes
+        if self.schedule.fallen:
+            return held(self._in_floats(x), self.clips().values())
         if x.dim() and x.shape[-1] == inputs and x.numel() == 0:
-            return self._of_nothing(x)
+            # DistributedDataParallel waits for every parameter
+            return self._in_floats(x) + sum(clip.sum() for clip in self.clips().values())
         rows = rows_of(x, inputs)
         wanted = result_dtype(x)
         (y,) = self.execute(self._program(rows.shape[0], self.mode(x), (x.dtype, wanted)), {"x": rows})
         return y.view(*x.shape[:-1], outputs).to(wanted)
 
-    def _of_nothing(self, x: torch.Tensor) -> torch.Tensor:
-        """No values, on which every parameter depends all the same: DistributedDataParallel waits for each of them."""
+    def _in_floats(self, x: torch.Tensor) -> torch.Tensor:
+        """What the float layer computes, in the dtype of the result."""
+        dtype = result_dtype(x)
         weight = self.weight.t() if self.by_inputs else self.weight
-        y = functional.linear(x.to(weight.dtype), weight, self.bias)
-        return (y + sum(clip.sum() for clip in self.clips().values())).to(result_dtype(x))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(x.to(dtype), weight.to(dtype), bias)
 
 
 class QuantizedLinear(Projection, nn.Linear):

@@ -14,6 +14,7 @@ from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.upgrade import upgrade
+from lsq.layers.variants import held, in_floats
 from lsq.ops.calibration import Calibration
 from lsq.program import rehearsal, shards, upkeep
 from lsq.program.executor import Execution, Hooks
@@ -21,6 +22,9 @@ from lsq.program.frames import StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.quant.random import draw_key
+
+Watcher = Callable[["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None]
+"""Sees every pass in training mode: module, program, inputs and parameters by name, results; see lsq.monitoring."""
 
 
 class ProgramModule(ClippedModule):
@@ -30,7 +34,7 @@ class ProgramModule(ClippedModule):
     `backend` is where it runs; None: where its parameters are.
     """
 
-    STATE = ("quant", "declared", "codes", "schedule", "backend", "_observer", "step_memory")
+    STATE = ("quant", "declared", "codes", "schedule", "backend", "_observer", "_watcher", "step_memory")
     """Its attributes beside those of nn.Module."""
     watches_weights = False
     """Whether others may change weights where PyTorch does not count it, through `.data`."""
@@ -45,6 +49,7 @@ class ProgramModule(ClippedModule):
         super().begin(quantization)
         self.backend: Backend | None = None
         self._observer = None
+        self._watcher: Watcher | None = None
         self.step_memory: StepMemory | None = None
 
     def declare(self, build: Callable[[Mode], Program], *, measure: bool = True) -> None:
@@ -84,6 +89,7 @@ class ProgramModule(ClippedModule):
             ValueError: an input is on another device than the parameters.
         """
         check_devices(self, inputs)
+        program = in_floats(program) if self.schedule.fallen else program
         rehearsed = rehearsal.active()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
@@ -127,7 +133,16 @@ class ProgramModule(ClippedModule):
             if program.output_gradients:
                 self._remember_clips()
             self.schedule.count(again, trained=bool(program.output_gradients))
+        if self._watcher is not None and self.training:
+            self._watcher(self, program, tensors, outputs)
+        if self.schedule.fallen and program.output_gradients:
+            outputs = held(outputs[0], self.clips().values()), *outputs[1:]
         return outputs
+
+    def fall_back(self) -> None:
+        """Go on in floats: from now on nothing of this module is rounded. Its clips stay, and do not change."""
+        self.schedule.fallen = True
+        self._drop_codes()
 
     def trained(self) -> bool:
         """Whether any of its parameters is; else codes of weights are kept in training mode, too."""
@@ -159,6 +174,9 @@ class ProgramModule(ClippedModule):
         rounding.started = False  # the scale that was written is that of the clip before
 
     # State
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_watcher": None}  # who watches does not watch the copy
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self.limit_clip_steps()

@@ -3,6 +3,9 @@
 Rows are packed: the tokens of a batch, sentence after sentence. Names of parameters are those of the modules.
 """
 
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 
@@ -50,12 +53,30 @@ class Mode:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a program was made: `build(**arguments)`."""
+
+    build: Callable[..., Program]
+    arguments: Mapping[str, object]
+
+
+origins: weakref.WeakKeyDictionary[Program, Origin] = weakref.WeakKeyDictionary()
+"""Of every program of a `cached` function."""
+
+
 def cached(build):
     """Keep what `build` returned for the arguments seen last, as long as the same files of tuned products are used.
 
     Those decide how much scratch memory operations take.
     """
-    kept = lru_cache(maxsize=PROGRAMS_KEPT)(lambda made, *arguments, **named: build(*arguments, **named))
+    signature = inspect.signature(build)
+
+    @lru_cache(maxsize=PROGRAMS_KEPT)
+    def kept(made, *arguments, **named) -> Program:
+        built = build(*arguments, **named)
+        origins[built] = Origin(build=program, arguments=signature.bind(*arguments, **named).arguments)
+        return built
 
     @wraps(build)
     def program(*arguments, **named) -> Program:
@@ -69,7 +90,11 @@ def linear(
     quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool, by_inputs: bool = False,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> Program:  # fmt: skip
-    """A projection by itself: x [M, K] -> y [M, N], floats of these dtypes. `by_inputs`: its weight is [K, N]."""
+    """A projection by itself: x [M, K] -> y [M, N], floats of these dtypes. `by_inputs`: its weight is [K, N].
+
+    In float mode all floats are float32.
+    """
+    dtypes = dtypes if quant.quantized else (torch.float32, torch.float32)
     b = mode.builder("linear", quant)
     x = blocks.quantize(b, b.input("x", (rows, inputs), dtypes[0]), "input_clip")
     bound = blocks.fan_in(inputs)

@@ -29,14 +29,16 @@ class Schedule:
     Attributes:
         calibrated: whether the clips of activations hold measured values.
         passes: training passes so far, each counted once if gradient checkpointing runs it again; or NEVER.
+        fallen: whether the module goes on in floats, so that no clip is measured any more.
     """
 
-    NAMES = ("calibrated", "passes")
-    """In state dicts: bool and int64 scalars."""
+    NAMES = ("calibrated", "passes", "fallen")
+    """In state dicts: scalars, bool, int64 and bool."""
 
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
         self.passes = self._activations_at = self._weights_at = 0
+        self.fallen = False
         self._uncounted = False
         """Whether the last pass had no gradients, but may be run again with them."""
         self.restart()
@@ -62,12 +64,16 @@ class Schedule:
         `again`: it is no new one, see `recomputing`.
         """
         anew = training and not again and self._within(ACTIVATIONS_AT) and self._activations_at != self.passes
-        return self._quant.quantized and (not self.calibrated or anew)
+        return self._rounds and (not self.calibrated or anew)
 
     def weights_due(self, training: bool, again: bool = False) -> bool:
         """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each time 9 % later."""
         anew = training and not again and self._within(WEIGHTS_AT) and self._weights_at != self.passes
-        return self._quant.quantized and (not self.begun or (anew and self._quant.weight_init != "fixed"))
+        return self._rounds and (not self.begun or (anew and self._quant.weight_init != "fixed"))
+
+    @property
+    def _rounds(self) -> bool:
+        return self._quant.quantized and not self.fallen
 
     def _within(self, passes: frozenset[int]) -> bool:
         return self.passes in passes and self.passes <= self._quant.calibration_passes
@@ -96,8 +102,14 @@ class Schedule:
             destination[prefix + name] = torch.tensor(getattr(self, name))
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
-        """Take the state out of a state dict; the names that it lacks."""
+        """Take the state out of a state dict; the names that it lacks.
+
+        One without `fallen` is of an earlier version, where nothing falls.
+        """
         given = {name: state_dict.pop(prefix + name, None) for name in self.NAMES}
+        if given["fallen"] is None:
+            found = any(value is not None for value in given.values())
+            given["fallen"] = torch.tensor(self.fallen and not found)
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value.item())

@@ -57,7 +57,7 @@ class VocabularyProjection(ProgramModule):
         rows = rows_of(x, self.hidden)
         program = programs.vocabulary_logits(self.quant, rows.shape[0], self._sizes, self.mode(x))
         (logits,) = self.execute(program, {"x": rows})
-        return logits.view(*x.shape[:-1], self.padded)[..., : self.vocabulary]
+        return logits.view(*x.shape[:-1], logits.shape[1])[..., : self.vocabulary]
 
     @beside_the_graph
     def loss(
