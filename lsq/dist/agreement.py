@@ -18,6 +18,17 @@ def any_process(flag: bool, device: torch.device) -> bool:
     return bool(votes)
 
 
+def least_of_all(values: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+    """The least of `values` [...] in all processes, element by element; every process must call it.
+
+    `group`: whose processes; None: all. `values` must be on the device that trains.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        values = values.clone()
+        distributed.all_reduce(values, op=distributed.ReduceOp.MIN, group=group)
+    return values
+
+
 def gather_text(text: str, group: ProcessGroup, device: torch.device) -> list[str]:
     """The texts of all processes of a group, in order of ranks; every process must call it. `device`: as above."""
     texts = [""] * group.size()

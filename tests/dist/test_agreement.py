@@ -1,7 +1,7 @@
 import torch
 from torch import distributed
 
-from lsq.dist.agreement import any_process, gather_text, require_same
+from lsq.dist.agreement import any_process, gather_text, least_of_all, require_same
 from tests.dist.processes import run
 
 CPU = torch.device("cpu")
@@ -39,3 +39,13 @@ def test_settings_that_differ_are_named_on_all():
     (message,) = set(run(settings, 3))
     assert message.startswith("the settings must be the same in every process")
     assert "rank 0 has odd='a' and rank 2 has odd='b'" in message and "same=" not in message
+
+
+def least(rank: int) -> list[float]:
+    return least_of_all(torch.tensor([float(rank), -rank, torch.inf])).tolist()
+
+
+def test_the_least_of_all_processes():
+    assert run(least, 3) == [[0.0, -2.0, torch.inf]] * 3
+    values = torch.tensor([1.0, 2.0])
+    assert torch.equal(least_of_all(values), values)
