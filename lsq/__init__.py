@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lsq.conversion import convert, revert
+    from lsq.monitoring import monitor
     from lsq.translate import Translator
 
-__all__ = ["Translator", "convert", "revert"]
+__all__ = ["Translator", "convert", "monitor", "revert"]
 __version__ = "0.1.0"
 
-_HOMES = {"Translator": "lsq.translate", "convert": "lsq.conversion", "revert": "lsq.conversion"}
+_HOMES = {
+    "Translator": "lsq.translate", "convert": "lsq.conversion", "monitor": "lsq.monitoring", "revert": "lsq.conversion",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

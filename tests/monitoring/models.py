@@ -1,0 +1,67 @@
+"""A small language model with gated feed-forward blocks, as nn.Linear, and text for it."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+WIDTH, FEED_FORWARD, WORDS = 64, 128, 96
+OUTLIERS = 3
+
+
+class GatedBlock(nn.Module):
+    """x + down(silu(gate(norm(x))) * up(norm(x))), Llama's feed-forward block.
+
+    `spike` multiplies a few channels of what `down` reads, whose weights are as much smaller: the same function of
+    floats, with outliers inside.
+    """
+
+    def __init__(self, spike: float = 1.0):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, FEED_FORWARD, bias=False)
+        self.up = nn.Linear(WIDTH, FEED_FORWARD, bias=False)
+        self.down = nn.Linear(FEED_FORWARD, WIDTH, bias=False)
+        with torch.no_grad():
+            self.up.weight[:OUTLIERS] *= spike
+            self.down.weight[:, :OUTLIERS] /= spike
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class GatedModel(nn.Module):
+    """Tokens int64 [B, T] -> logits [B, T, WORDS]. `spikes`: of each block."""
+
+    def __init__(self, spikes: tuple[float, ...] = (1.0, 1.0)):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(map(GatedBlock, spikes))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def gated_model(*spikes: float, seed: int = 1) -> GatedModel:
+    """One with the weights of that seed."""
+    torch.manual_seed(seed)
+    return GatedModel(spikes or (1.0, 1.0))
+
+
+def batch(seed: int = 2) -> torch.Tensor:
+    """Tokens [8, 33] of a rule: each is three times the one before, plus one, or a random one."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(WORDS, (8, 33), generator=generator)
+    follows = torch.rand(made.shape, generator=generator) < 0.8
+    for place in range(1, made.shape[1]):
+        made[:, place] = torch.where(follows[:, place], (3 * made[:, place - 1] + 1) % WORDS, made[:, place])
+    return made
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of each token after those before it."""
+    return functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
