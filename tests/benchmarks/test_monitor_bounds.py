@@ -1,0 +1,22 @@
+"""monitor_bounds: a training of two looks."""
+
+import json
+
+import monitor_bounds
+import pytest
+from monitor_trainings import TRAININGS
+
+
+LONG = pytest.param("translation, whole layers", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("name", ["gated, of nn.Linear", LONG])
+def test_a_short_training(name, capsys):
+    monitor_bounds.main(["--quick", "--threads", "1", "--only", name])
+    found = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+    assert {row["training"] for row in found["rows"]} == {name} < set(TRAININGS)
+    assert len(found["rows"]) == 3
+    for row in found["rows"]:
+        assert 0 < min(row["least_early"], row["least_late"]) <= row["quantile_1"] <= row["median"] < 90
+    (outcome,) = found["outcomes"]
+    assert abs(outcome["loss_int8"] - outcome["loss_float"]) < 0.1
