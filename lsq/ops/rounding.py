@@ -18,6 +18,7 @@ from lsq.ops import kernels
 from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
 from lsq.ops.transpose import transpose_codes
+from lsq.ops.weight_by_inputs import round_by_inputs
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
@@ -103,7 +104,8 @@ class RoundWeight(Operation):
     def cuda(self):
         if self.weight.format.packed:
             _refuse_on_cuda(self.weight.format)
-        refuse_by_inputs(self.weight)
+        if self.weight.by_inputs:
+            return round_by_inputs(self)
         kernels.check_columns(16, **{"the width of a weight": self.columns})
         grid, transposed = warp_blocks(self.rows), self.weight.transposed
         rounding = launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)
@@ -146,15 +148,6 @@ def unpacked(builder, weight: Weight) -> Weight:
     codes = builder.tensor(stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8)
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
     return dataclasses.replace(stored, codes=codes)
-
-
-def refuse_by_inputs(weight: Weight) -> None:
-    """Raise ValueError for a weight [K, N], which no kernel reads."""
-    if weight.by_inputs:
-        raise ValueError(
-            "a weight [inputs, outputs], as GPT-2's Conv1D has it, cannot be rounded on a GPU yet; leave these layers "
-            'as they are: lsq.convert(model, skip=lambda layer, name: type(layer).__name__ == "Conv1D")'
-        )
 
 
 def _refuse_on_cuda(form: WeightFormat) -> None:

@@ -24,9 +24,9 @@ from lsq.ops.products import (
     int8_products,
     narrow_scratch,
 )
-from lsq.ops.rounding import refuse_by_inputs
 from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
+from lsq.ops.weight_by_inputs import clip_sums_by_inputs, end_by_inputs
 from lsq.ops.weight_gradient_product import split_scratch, sums_of_clips, tile_clip_sums, weight_gradient_product
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
 from lsq.program.operation import Operation, Spec
@@ -163,7 +163,7 @@ class ProjectWeightGradient(Operation):
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
         """How one kernel of a GPU makes the product and ends it; None: a library makes it, another kernel ends it."""
-        if self.gradient is None:
+        if self.gradient is None or self.weight.by_inputs:
             return None
         rows, inner = self.gradient.codes.shape
         return gemm.cuda_tile(GEMM, inner, self.columns, padded(rows) if rows else 0)
@@ -171,13 +171,20 @@ class ProjectWeightGradient(Operation):
     @property
     def _clip_sums(self) -> Spec:
         """(shape, dtype) of what a GPU leaves of the gradients of the clips."""
+        if self.weight.by_inputs:
+            return clip_sums_by_inputs(self)
         tile = self._tile
         if tile is None:
             return (self.weight_rows, 1), torch.float32
         return tile_clip_sums(tile, self.weight_rows, self.columns, self.clips)
 
+    @property
+    def _leaves_no_sums(self) -> bool:
+        """Whether the kernel on rows makes the gradients of the clips, of which each row has one."""
+        return self.clips > 1 and self._tile is None and not self.weight.by_inputs
+
     def leave_sums(self, tensor):
-        if self.dclip is None or (self.clips > 1 and self._tile is None):
+        if self.dclip is None or self._leaves_no_sums:
             return []
         found = sums_of_clips(tensor(self.dclip.name + ".parts", *self._clip_sums), self.clips, self.dclip)
         self.parts, self.dclip = found.parts, None
@@ -187,7 +194,8 @@ class ProjectWeightGradient(Operation):
         if self._float_mode:
             return []
         (rows, inner), columns, tile = self._upstream.shape, self.columns, self._tile
-        sums, product = [] if self.parts is not None else [self._clip_sums], (inner, columns)
+        sums = [] if self.parts is not None else [self._clip_sums]
+        product = (columns, inner) if self.weight.by_inputs else (inner, columns)
         if self.gradient is not None:
             parts = max(1, min(PARTS, -(-rows // TILE)))
             made = [(product, torch.int32)] if tile is None else split_scratch(tile, self.weight_rows, columns)
@@ -200,19 +208,22 @@ class ProjectWeightGradient(Operation):
         return [*sums, (product, torch.float32), *operands]
 
     def cuda(self, *scratch):
-        refuse_by_inputs(self.weight)
         if self._float_mode:
-            product = Product(a=self.floats, b=self.x.floats, out=self.dweight, transpose_a=True, transpose_b=True)
-            return [product] if self.rows else [zero(self.dweight)]
+            return [self._floats(self.floats, self.x.floats, self.dweight)] if self.rows else [zero(self.dweight)]
         sums, *scratch = scratch if self.parts is None else (self.parts, *scratch)
         check_parts(sums, self._clip_sums)
         if self.gradient is not None:
             entries = self._int8_entries(sums, *scratch)
         else:
             entries = self._float_entries(sums, iter(scratch))
-        if self.clips > 1 and self._tile is None:
+        if self._leaves_no_sums:
             return entries
         return [*entries, *finish(sums_of_clips(sums, self.clips, self.dclip), leaves=self.parts is not None)]
+
+    def _floats(self, gradient, x, out) -> Product:
+        """gradient [M, N] and x [M, K] -> out [N, K], or [K, N]."""
+        a, b = (x, gradient) if self.weight.by_inputs else (gradient, x)
+        return Product(a=a, b=b, out=out, transpose_a=True, transpose_b=True)
 
     def _int8_entries(self, sums, gradient, x, largest, scale, *made):
         """Both operands transposed, x rounded once more with a scale for each column, their product and its end."""
@@ -233,10 +244,13 @@ class ProjectWeightGradient(Operation):
             parts = made[0] if made else None
             return [*operands, weight_gradient_product(self, tile, (gradient, x, scale), sums, parts)]
         (product,) = made
-        return [*operands, *int8_products(gradient, x, product, op=GEMM), self._end(product, scale, sums)]
+        pair = (x, gradient) if self.weight.by_inputs else (gradient, x)
+        return [*operands, *int8_products(*pair, product, op=GEMM), self._end(product, scale, sums)]
 
     def _end(self, product, column_scale, sums):
         """The kernel on rows; the gradients of clips for rows are whole there."""
+        if self.weight.by_inputs:
+            return end_by_inputs(self, product, column_scale, sums)
         per_channel = self.clips > 1 and self.dclip is not None
         return launch(
             "weight_gradient.cu", "lsq_project_weight_gradient", self, product if self.rows else None, column_scale,
@@ -248,6 +262,5 @@ class ProjectWeightGradient(Operation):
         product, dtype = next(scratch), getattr(torch, self.dtype)
         values, x = converted(self.x.tensor, self.x.scale, dtype, scratch)
         gradients, gradient = converted(self.floats, None, dtype, scratch)
-        multiply = Product(a=gradient, b=x, out=product, transpose_a=True, transpose_b=True)
-        products = [*values, *gradients, multiply] if self.rows else []
+        products = [*values, *gradients, self._floats(gradient, x, product)] if self.rows else []
         return [*products, self._end(product, None, sums)]

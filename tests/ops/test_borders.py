@@ -8,10 +8,10 @@ import torch
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
-from lsq.ops.rounding import Round, RoundGradient, RoundWeight, refuse_by_inputs
+from lsq.ops.rounding import Round, RoundGradient, RoundWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
-from tests.ops.compare import compare, empty, gradient_to_round, on_cpu, to_round, weight_format_of
+from tests.ops.compare import compare, empty, gradient_to_round, on_cpu, to_round
 from tests.ops.test_input_gradient import MODES, coded, upstream, weight_of
 from tests.ops.test_input_gradient import case as input_gradient_case
 from tests.ops.test_project import float_project, operands
@@ -101,9 +101,3 @@ def test_products_of_floats_by_inputs_are_those_of_the_transpose(rows):
         found = compare(dataclasses.replace(plain, weight=by_inputs(plain.weight)))
         for one, other in zip(found.outputs, on_cpu(plain).outputs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-def test_a_gpu_refuses_a_weight_by_inputs():
-    with pytest.raises(ValueError, match=r"a weight \[inputs, outputs\].*lsq.convert\(model, skip="):
-        refuse_by_inputs(Weight(format=weight_format_of(), by_inputs=True))
-    refuse_by_inputs(Weight(format=weight_format_of()))

@@ -1,0 +1,82 @@
+// The gradient of a weight whose parameter is [inputs, outputs] from a product that another kernel has made: scales, the
+// straight-through mask and what belongs to the clips, of which each column has one.
+//
+// The product is int32 sums (-DSUMS=1) or float32. K rows, N = COLUMNS columns; lsq/ops/weight_gradient.py is the
+// reference.
+#include "rows.cuh"
+
+#ifndef SUMS
+#define SUMS 1
+#endif
+
+namespace {
+
+#if SUMS
+using Value = int32_t;
+#else
+using Value = float;
+#endif
+
+}  // namespace
+
+// product [K, N] or null for zeros; input_scale [K] for int32 sums -> dweight [K, N], parts of the gradients of the clips:
+// [blocks, N] of clips for columns, [blocks] of one clip.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
+    const ProjectWeightGradient op, In<Value> product, In<float> input_scale, Out<float> parts) {
+    const Value* values = product;
+    const float *weights = op.weight.values, *limits = op.weight.clip, *scales = op.weight.scale;
+    const float factor = op.clip_factor, q = op.weight.largest;
+    float *dweight = op.dweight, *part = parts;
+#if SUMS
+    const float *of_inputs = input_scale, *x_scale = op.x.coded.scale;
+#endif
+    ColumnSums sums;
+    float sum = 0.0f;
+    const int64_t step_of_rows = static_cast<int64_t>(kRows) * gridDim.x;
+    for (int64_t row = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block(); row < op.columns; row += step_of_rows) {
+#if SUMS
+        const float input = values ? of_inputs[row] * x_scale[0] : 0.0f;
+#endif
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (!has(v)) continue;
+            const int64_t element = row * COLUMNS + column_of(v);
+            Value value[kVector] = {};
+            float w[kVector], scale[kVector], limit[kVector], gradient[kVector], clip[kVector];
+            if (values) load8(values + element, value);
+            load8(weights + element, w);
+            load8(scales + column_of(v), scale);
+            if (op.clips > 1) load8(limits + column_of(v), limit);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+#if SUMS
+                gradient[i] = static_cast<float>(value[i]) * input * (1.0f / scale[i]);
+#else
+                gradient[i] = value[i];
+#endif
+                const float largest = op.clips > 1 ? limit[i] : limits[0];
+                const bool outside = fabsf(w[i]) > largest;
+                clip[i] = outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
+                if (op.lsq && !outside) {
+                    const float decoded = static_cast<float>(code_of(w[i] / scale[i], q)) * scale[i];
+                    clip[i] = gradient[i] * (decoded - w[i]) / largest;
+                }
+                clip[i] *= factor;
+                gradient[i] = outside ? 0.0f : gradient[i];
+            }
+            if (op.clips > 1) {
+                sums.add(v, clip);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) sum += clip[i];
+            }
+            store8(dweight + element, gradient);
+        }
+    }
+    if (op.clips > 1) {
+        sums.write(part + static_cast<int64_t>(blockIdx.x) * COLUMNS);
+    } else {
+        write_block_sum(sum, part + blockIdx.x);
+    }
+}
+LSQ_EXPORT(lsq_weight_gradient_by_inputs)

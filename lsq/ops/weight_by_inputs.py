@@ -1,0 +1,64 @@
+"""Kernels for weights whose parameter is [inputs, outputs], as GPT-2 has them: codes, and the end of a gradient.
+
+K inputs, N outputs, P rows of codes. What multiplies reads codes [P, K] all the same; the product of a gradient is made
+the other way round, [K, N], so that neither kernel writes across rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lsq.csrc.geometry import THREADS, row_blocks, row_defines, tiles
+from lsq.csrc.launch import Launch, launch
+from lsq.ops.kernels import check_columns
+from lsq.program.operation import Spec
+
+if TYPE_CHECKING:
+    from lsq.ops.rounding import RoundWeight
+    from lsq.ops.weight_gradient import ProjectWeightGradient
+
+
+def round_by_inputs(operation: RoundWeight) -> list[Launch]:
+    """Codes in both layouts, and scales.
+
+    Raises:
+        ValueError: a size is no multiple of 16.
+    """
+    inputs, outputs, rows = operation.columns, operation.valid, operation.rows
+    check_columns(
+        16, **{"the width of a weight": inputs, "the outputs of a weight": outputs, "the rows of its codes": rows}
+    )
+    source = "rounding_weight_by_inputs.cu"
+    return [
+        launch(source, "lsq_begin_weight_by_inputs", operation, grid=-(-rows // THREADS)),
+        launch(source, "lsq_round_weight_by_inputs", operation, grid=tiles(inputs, rows)),
+    ]
+
+
+def clip_sums_by_inputs(operation: ProjectWeightGradient) -> Spec:
+    """(shape, dtype) of the parts (lsq.ops.sums) that the kernel leaves of the gradients of clips."""
+    blocks = row_blocks(operation.columns, operation.weight_rows)
+    return (blocks, operation.weight_rows if operation.clips > 1 else 1), torch.float32
+
+
+def end_by_inputs(
+    operation: ProjectWeightGradient, product: torch.Tensor, input_scale: torch.Tensor | None, clip_sums: torch.Tensor
+) -> Launch:
+    """What is done to the product [K, P] of a gradient, int32 or float32; input_scale [K] of int32.
+
+    Raises:
+        ValueError: P is not N, or rows of it cannot be held.
+    """
+    outputs = operation.weight_rows
+    if product.shape[1] != outputs:
+        raise ValueError(
+            f"codes of a weight [inputs, outputs] have {product.shape[1]} rows; on CUDA they must be its {outputs} "
+            "outputs, and no more"
+        )
+    return launch(
+        "weight_gradient_by_inputs.cu", "lsq_weight_gradient_by_inputs", operation,
+        product if operation.rows else None, input_scale, clip_sums, grid=len(clip_sums),
+        SUMS=int(product.dtype == torch.int32), FLOAT=0, **row_defines(outputs),
+    )  # fmt: skip
