@@ -1,6 +1,8 @@
 """Hugging Face: lsq in transformers' Trainer, and the clips of its models in files. See docs/models.md."""
 
-from importlib import import_module
+import sys
+import warnings
+from importlib import import_module, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,3 +20,20 @@ def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(f"lsq.huggingface.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _keep_broken_torchaudio_out() -> None:
+    """transformers imports torchaudio wherever it is installed, and fails with it where it does not fit PyTorch."""
+    loaded = {"transformers", "torchaudio"} & sys.modules.keys()
+    if not loaded and util.find_spec("transformers") and util.find_spec("torchaudio"):
+        try:
+            import_module("torchaudio")
+        except (ImportError, OSError) as error:
+            sys.modules["torchaudio"] = None
+            warnings.warn(
+                f"torchaudio is installed but cannot be loaded ({str(error).partition(chr(10))[0][:100]}); it is left "
+                "out, so that transformers works without it", stacklevel=3,
+            )  # fmt: skip
+
+
+_keep_broken_torchaudio_out()

@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 
 from lsq.config import require_choice
 from lsq.conversion.clip_state import clip_names, clip_state, keep_apart, load_clip_state
-from lsq.dist import GradientConfig, compress_gradients
+from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.huggingface.clip_files import load_clips, save_clips
 from lsq.huggingface.memory import plan_batch
 from lsq.huggingface.workers import average_clips
@@ -66,6 +66,8 @@ class LsqCallback(TrainerCallback, ExportableState):
         self._last_step = -1
         self._warned: set[str] = set()
         self._observing, self._installed = ExitStack(), ExitStack()
+        self.compression: GradientCompression | None = None
+        """Once workers exchange gradients as `gradients` says."""
         self._exchanging: nn.Module | None = None
 
     # The callback's own state, which Trainer puts into its checkpoints
@@ -143,7 +145,10 @@ class LsqCallback(TrainerCallback, ExportableState):
         self._installed.close()
         best = state.best_model_checkpoint
         if args.load_best_model_at_end and best is not None and not _sharded(model):
-            load_clips(model, best)
+            try:
+                load_clips(model, best)
+            except FileNotFoundError:
+                logger.warning("%s was written without LsqCallback: its clips are measured in the next pass", best)
 
     # Parts of them
 
@@ -160,7 +165,7 @@ class LsqCallback(TrainerCallback, ExportableState):
 
     def _take_part_in_exchange(self, trainer: Trainer) -> None:
         several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        wrapped = trainer.model_wrapped
+        wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile's
         parallel = isinstance(wrapped, DistributedDataParallel)
         if several and parallel:
             self._installed.callback(average_clips(trainer.model, wrapped.process_group).remove)
@@ -174,8 +179,9 @@ class LsqCallback(TrainerCallback, ExportableState):
                 f"{type(wrapped).__name__}; leave gradients out"
             )
         elif wrapped is not self._exchanging:  # which a second training goes on with
-            compress_gradients(wrapped, self.gradients)
-            self._exchanging = wrapped
+            self.compression, self._exchanging = compress_gradients(wrapped, self.gradients), wrapped
+            if self.gradients.error_feedback and trainer.state.global_step:
+                logger.warning("error feedback starts from zero: checkpoints of Trainer do not hold it")
 
     def _warn(self, step: int) -> None:
         bits = {

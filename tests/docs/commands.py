@@ -111,12 +111,14 @@ def run_fairseq_eval_lm(reader: Reader, words: list[str]) -> None:
 
 
 def parse_torchrun(reader: Reader, words: list[str]) -> None:
-    """Parse torchrun's options, and check what it starts: `lsq train`, or a script that the page has saved."""
+    """Parse torchrun's options, and check what it starts: `lsq train`, an example, or a script that the page saved."""
     given = torchrun.get_args_parser().parse_args(words[1:])
     command = [given.training_script, *given.training_script_args]
     if given.no_python:
         assert command[:2] == ["lsq", "train"], command
         parse_lsq_train(reader, command)
+    elif command[0].startswith("examples/"):
+        parse_script(reader, ["python", *command])
     else:
         assert (reader.folder / command[0]).is_file(), command
 
@@ -203,6 +205,7 @@ RULES = [
     Rule(words="fairseq-generate", way=run_fairseq_generate),
     Rule(words="torchrun", way=parse_torchrun, why="many processes; tests/commands/test_workers.py starts some"),
     Rule(words="python benchmarks/", way=parse_script, why="minutes of measuring; tests/benchmarks runs them small"),
+    Rule(words="python examples/", way=parse_script, why="minutes of training; tests/examples runs them small"),
     Rule(words="benchmarks/gpu_round.sh", way=check_syntax, why="needs a GPU; tests/benchmarks/test_gpu.py emulates"),
     Rule(words="make", way=dry_make, why="sets up a machine, and runs these tests"),
     Rule(words="recipes/iwslt14_de_en/prepare.sh", way=dry_recipe, why="a download; tests/recipes begins behind it"),

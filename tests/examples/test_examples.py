@@ -1,0 +1,63 @@
+"""The first steps of each example."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SMALL = ["--steps", "2", "--rows", "4", "--hidden", "64", "--layers", "1"]
+
+
+def needed(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def example(name: str, monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module(name)
+
+
+def test_train_gpt(monkeypatch, capsys, tmp_path):
+    train_gpt = example("train_gpt", monkeypatch)
+    results = train_gpt.main([*SMALL, "--context", "32", "--float"])
+    assert results.keys() == {"bfloat16", "int8"} and abs(results["int8"] - results["bfloat16"]) < 0.1
+    assert "4 of 5 linear layers run in int8" in capsys.readouterr().out
+    text = tmp_path / "text"
+    text.write_text("short")
+    with pytest.raises(SystemExit):
+        train_gpt.main([str(text)])
+    assert "the text has 5 letters; --context 128 needs" in capsys.readouterr().err
+
+
+def test_classify(monkeypatch, capsys):
+    needed("transformers", "accelerate")
+    classify = example("classify", monkeypatch)
+    monkeypatch.setattr(classify, "TESTED", 20)
+    results = classify.main([*SMALL, "--float"])
+    assert results.keys() == {"float32", "int8"}
+    assert "finds" in capsys.readouterr().out
+
+
+def test_lora(monkeypatch, capsys):
+    needed("transformers", "peft")
+    lora = example("lora", monkeypatch)
+    results = lora.main([*SMALL, "--rank", "4", "--float"])
+    assert results.keys() == {"float32", "int8"} and abs(results["int8"] - results["float32"]) < 0.2
+    assert "before" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_fsdp(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "fsdp.py"), *SMALL, "--context", "32", "--checkpoint", str(tmp_path), "--gradients"]
+    for words in (["--float"], []):
+        run = subprocess.run([*command, *words], capture_output=True, text=True, timeout=110)
+        assert run.returncode == 0, run.stderr
+        assert "int8     loss" in run.stdout and ("float32" in run.stdout) == bool(words)
+    assert {folder.name for folder in tmp_path.iterdir()} == {"float32", "int8"}
