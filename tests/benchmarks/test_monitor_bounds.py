@@ -6,7 +6,6 @@ import monitor_bounds
 import pytest
 from monitor_trainings import TRAININGS
 
-
 LONG = pytest.param("translation, whole layers", marks=pytest.mark.thorough)
 
 
