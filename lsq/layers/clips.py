@@ -76,6 +76,11 @@ class ClippedModule(nn.Module):
         """Training passes so far; -1: the first pass will measure all clips. In state dicts, as `calibrated` is."""
         return self.schedule.passes
 
+    @property
+    def fallen(self) -> bool:
+        """Whether it goes on in floats; in state dicts, too."""
+        return self.schedule.fallen
+
     # Measuring
 
     def calibrate_weights(self) -> None:

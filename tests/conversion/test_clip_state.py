@@ -33,7 +33,8 @@ def test_names_and_values():
     model = made()
     state = clip_state(model)
     assert state.keys() == clip_names(model)
-    assert {name.rpartition(".")[2] for name in state} == {"weight_clip", "input_clip", "calibrated", "passes"}
+    names = {"weight_clip", "input_clip", "calibrated", "passes", "fallen"}
+    assert {name.rpartition(".")[2] for name in state} == names
     model.layers[0].weight_clip.data.fill_(7.0)
     assert not state["layers.0.weight_clip"].eq(7.0).any()
 
