@@ -119,7 +119,8 @@ def _remembered(kind: str, objects: tuple, key: object, make: Callable[[], Made]
     for found, then, under, made in kept:
         if under == key and then == versions and all(a() is b for a, b in zip(found, objects, strict=True)):
             return made
-    made = make()
+    with torch.inference_mode(False):  # training may use it as well
+        made = make()
     kept.append(([_reference(one) for one in objects], versions, key, made))
     return made
 

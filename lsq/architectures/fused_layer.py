@@ -28,6 +28,7 @@ from lsq.quant import WeightFormat
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
+FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,14 +76,13 @@ class FusedLayer(InPlace):
         return {}
 
     def take_place(self, quant: QuantConfig) -> None:
-        config = self.config_of(self, quant)
+        config, trained = self.config_of(self, quant), self.trained()
         self.begin(quant)
         self.config = config
         self._rounded = {}
         one = Sentences(rows=1, count=1)
         self.declare(partial(self._program, one, source=one if self.CROSS else None), measure=False)
         self._join()
-        trained = self.trained()
         for clip in self.clips().values():
             clip.requires_grad_(trained)
 
@@ -226,6 +226,8 @@ class FusedLayer(InPlace):
         y, *heads = self.execute(program, inputs)
         if fills:
             self._fill(cache, packing, x.dtype, *heads)
+        if x.dtype == torch.float16:  # models of bfloat16 go beyond; their own layers stay finite there, too
+            y = y.clamp(*FLOAT16)
         return packing.unpack(y).to(x.dtype)
 
     @property

@@ -21,8 +21,14 @@ LAYERS = {
     **dict.fromkeys(
         ("ViTLayer", "ASTLayer", "DeiTLayer", "IJepaLayer", "ViTMAELayer", "ViTMSNLayer", "VivitLayer"), "vit.ViTLayer"
     ),
+    **{f"{name}{part}Layer": f"marian.{part}Layer" for name in ("Marian", "Bart") for part in ("Encoder", "Decoder")},
+    **{
+        f"{name}{part}Layer": f"marian.PreNorm{part}Layer"
+        for name in ("MBart", "M2M100", "Pegasus") for part in ("Encoder", "Decoder")
+    },
+    **dict.fromkeys(("T5Block", "MT5Block"), "t5.block_class"),
 }  # fmt: skip
-"""Their classes -> the file of this folder and the class in it."""
+"""Their classes -> the file of this folder and the class in it, or a function of the layer that returns the class."""
 
 
 def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
@@ -33,4 +39,5 @@ def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
         return None
     file, name = found.split(".")
     base = getattr(import_module(f"lsq.architectures.{file}"), name)
+    base = base if isinstance(base, type) else base(layer)
     return class_in_place(base, kind, f"Fused{kind.__name__}")

@@ -1,11 +1,14 @@
 """What modules of transformers are, as lsq's configuration names it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+Value = TypeVar("Value")
 
 
 def plain(kind: type[nn.Module], module: nn.Module, *names: str) -> list[nn.Module]:
@@ -63,6 +66,18 @@ def dropout_of(*dropouts: nn.Dropout) -> float:
     if len(found) > 1:
         raise ValueError(f"its dropouts of residuals are different: {', '.join(map(str, sorted(found)))}")
     return found.pop()
+
+
+def the_same(what: str, values: Sequence[Value]) -> Value:
+    """The one value that all of them are.
+
+    Raises:
+        ValueError: they differ.
+    """
+    found = dict.fromkeys(values)
+    if len(found) > 1:
+        raise ValueError(f"it has different {what}: {', '.join(map(repr, found))}")
+    return next(iter(found))
 
 
 FUNCTIONS = {

@@ -224,7 +224,8 @@ class Builder(Recorder):
             )
             self._gradients.update(zip(self._outputs, output_gradients, strict=True))
             for operation in reversed(forward):
-                operation.gradient(self)
+                if not self._needless.issuperset(operation.outputs):
+                    operation.gradient(self)
             for operation in self._finish(self._operations[len(forward) :], self.tensor):
                 self.add(operation)
             differentiable, gradients = self._leaves()

@@ -1,12 +1,14 @@
 """TransformerDecoderLayer against the float64 reference, fairseq's own layer, and itself one step at a time."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from lsq.layers import TransformerDecoderLayer
+from lsq.layers import TransformerDecoderLayer, programs
 from lsq.layers.decoding import reorder
+from lsq.layers.packing import Packing
 from tests.layers.fairseq_layers import compare_with_fairseq, fairseq_layer
 from tests.layers.oracle import assert_same_codes, compare_with_reference, recorded
 from tests.layers.shapes import HIDDEN, config_of, decibels, gradients, padding_mask
@@ -28,6 +30,23 @@ def check(config, *, batch=BATCH, time=TIME, source=SOURCE, padded=False):
         lambda: draw(time, source, batch),
         memory_padding=mask,
     )
+
+
+def test_the_memory_alone_needs_a_gradient():
+    """As that of an encoder that is trained before a decoder that is not."""
+    layer = TransformerDecoderLayer(config_of())
+    x, memory = torch.randn(TIME, HIDDEN), torch.randn(SOURCE, HIDDEN, requires_grad=True)
+    target, source = Packing(shape=(1, TIME)), Packing(shape=(1, SOURCE))
+    inputs = {"x": x, "starts": target.starts, "memory": memory, "memory_starts": source.starts}
+    layer.rows(x, target, memory, source)  # measures the clips
+    found = []
+    for wanted in (None, frozenset({"memory"})):
+        mode = replace(layer.mode(x, memory), wanted=wanted)
+        program = programs.decoder_layer(layer.config, target.sentences, source.sentences, mode)
+        (y,) = layer.execute(program, inputs)
+        found.append(torch.autograd.grad(y.square().sum(), memory)[0])
+    assert torch.equal(*found)
+    assert found[0].norm() > 0
 
 
 @pytest.mark.parametrize("clip_gradient", ["pact", "lsq"])
