@@ -1,6 +1,6 @@
 """Trainer of transformers: a small BERT, from a configuration, learns which language the name of a number is in.
 
-    python examples/classify.py               # 2 minutes on two cores
+    python examples/classify.py               # some minutes on two cores
     python examples/classify.py --float       # the same once more in float32, for comparison
 
 Names are made here (num2words), so nothing is downloaded. `pip install lsq[huggingface]` brings transformers.

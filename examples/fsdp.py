@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py
     torchrun --standalone --nproc-per-node 2 examples/fsdp.py --gradients --checkpoint run   # again: it goes on
-    torchrun --standalone --nproc-per-node 2 examples/fsdp.py --float                        # and float32 beside it
+    torchrun --standalone --nproc-per-node 2 examples/fsdp.py --float                        # and bfloat16 beside it
 """
 
 import argparse
@@ -47,7 +47,7 @@ def train(side: str, given: argparse.Namespace) -> tuple[float, float]:
     losses, began = [], time.perf_counter()
     with tqdm(range(given.steps), desc=side, unit=" steps", disable=rank > 0) as bar:
         for _ in bar:
-            loss = loss_of(model, text, given.rows, bfloat16=False)
+            loss = loss_of(model, text, given.rows)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -66,14 +66,14 @@ def main(words: list[str] | None = None) -> None:
     """Train in shards."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="?", type=Path, help="a text file; default: lsq's own documentation")
-    parser.add_argument("--float", action="store_true", help="train in float32 as well, and compare")
+    parser.add_argument("--float", action="store_true", help="train without int8 as well, and compare")
     parser.add_argument("--gradients", action="store_true", help="let gradients travel in int8, too")
     parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, if it is there, and to save to")
     for name, default in {"steps": 200, "rows": 8, "context": 128, "hidden": 256, "layers": 4, "seed": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     given = parser.parse_args(words)
     distributed.init_process_group("gloo")
-    results = {side: train(side, given) for side in (("float32", "int8") if given.float else ("int8",))}
+    results = {side: train(side, given) for side in (("bfloat16", "int8") if given.float else ("int8",))}
     if distributed.get_rank() == 0:
         for side, (loss, seconds) in results.items():
             print(f"{side:8} loss {loss:.3f}, {1000 * seconds:.0f} ms a step")

@@ -1,6 +1,6 @@
 """PEFT's LoRA on a frozen int8 base: a small Llama knows the English names of numbers, and adapters learn the German.
 
-    python examples/lora.py               # 2 minutes on two cores
+    python examples/lora.py               # some minutes on two cores
     python examples/lora.py --float       # the same once more in float32, for comparison
 
 The base is trained first, from a configuration: nothing is downloaded. `pip install lsq[huggingface] peft` brings

@@ -1,6 +1,6 @@
 """A small GPT in plain PyTorch learns to write by letters, in int8: one line, lsq.convert, makes the difference.
 
-    python examples/train_gpt.py                        # lsq's own documentation, 3 minutes on two cores
+    python examples/train_gpt.py                        # lsq's own documentation, some minutes on two cores
     python examples/train_gpt.py novel.txt --float      # your text; the same once more in bfloat16, for comparison
 
 After Andrej Karpathy's nanoGPT.
@@ -8,7 +8,6 @@ After Andrej Karpathy's nanoGPT.
 
 import argparse
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -74,11 +73,11 @@ def read(file: Path | None) -> tuple[str, torch.Tensor]:
     return letters, torch.tensor([numbers[letter] for letter in text])
 
 
-def loss_of(model: GPT, text: torch.Tensor, rows: int, bfloat16: bool) -> torch.Tensor:
-    """Mean cross-entropy, in nats, on so many places of a text, drawn at random."""
+def loss_of(model: GPT, text: torch.Tensor, rows: int) -> torch.Tensor:
+    """Mean cross-entropy, in nats, on so many places of a text, drawn at random. What is not int8 is bfloat16."""
     starts = torch.randint(len(text) - model.context, (rows, 1))
     letters = text[starts + torch.arange(model.context + 1)]
-    with torch.autocast("cpu", torch.bfloat16) if bfloat16 else nullcontext():
+    with torch.autocast("cpu", torch.bfloat16):
         logits = model(letters[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), letters[:, 1:].flatten())
 
@@ -94,7 +93,7 @@ def train(model: GPT, text: torch.Tensor, given: argparse.Namespace, side: str) 
             for group in optimizer.param_groups:
                 group["lr"] = given.lr * min((step + 1) / 20, 1 - step / given.steps)
             began = time.perf_counter()
-            loss = loss_of(model, text[:border], given.rows, side != "int8")
+            loss = loss_of(model, text[:border], given.rows)
             loss.backward()
             optimizer.clip_grad_norm(1.0)
             optimizer.step()
@@ -104,7 +103,7 @@ def train(model: GPT, text: torch.Tensor, given: argparse.Namespace, side: str) 
     model.eval()
     torch.manual_seed(given.seed)
     with torch.no_grad():
-        held_out = torch.stack([loss_of(model, text[border:], given.rows, side != "int8") for _ in range(10)]).mean()
+        held_out = torch.stack([loss_of(model, text[border:], given.rows) for _ in range(10)]).mean()
     return held_out.item(), seconds / given.steps
 
 
@@ -112,7 +111,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
     """Train and write; the loss on the end of the text by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", nargs="?", type=Path, help="a text file; default: lsq's own documentation")
-    parser.add_argument("--float", action="store_true", help="train in bfloat16 as well (torch.autocast), and compare")
+    parser.add_argument("--float", action="store_true", help="train without int8 as well, and compare")
     numbers = {"steps": 500, "rows": 16, "context": 128, "hidden": 256, "heads": 4, "layers": 4, "seed": 1}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")

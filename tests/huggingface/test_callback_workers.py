@@ -16,7 +16,7 @@ from tests.huggingface.trainings import converted, data, losses, trainer
 from lsq.huggingface.callback import LsqCallback  # isort: skip  (imports transformers, and so after the line above)
 from accelerate import Accelerator  # isort: skip
 
-TIMEOUT = 110.0
+TIMEOUT = 280.0
 
 
 def launched(rank: int) -> None:
@@ -43,6 +43,7 @@ def by_trainer(rank: int, folder: str) -> dict:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_trainer_in_two_processes(tmp_path):
     first, second = run(by_trainer, 2, str(tmp_path), timeout=TIMEOUT)
     assert first["mode"] == "int8"
@@ -81,6 +82,7 @@ def by_accelerate(rank: int, folder: str) -> list:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_accelerate_in_two_processes(tmp_path):
     first, second = run(by_accelerate, 2, str(tmp_path), timeout=TIMEOUT)
     assert first[0] == "int8"
