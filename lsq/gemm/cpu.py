@@ -15,7 +15,7 @@ import torch
 from lsq.csrc import loader
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.cpu_product import ALIGNMENT, carve, configured_blocks, fresh_scratch, tile_product
+from lsq.gemm.cpu_product import ALIGNMENT, carve, check_scratch, configured_blocks, fresh_scratch, tile_product
 from lsq.gemm.product_key import ProductKey
 from lsq.gemm.requested import note
 
@@ -81,14 +81,14 @@ def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memor
     """
     key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
     use = table.use(key)
-    scratch = carve(memory, key, use.configuration)
     if not use.configuration.tiled:
-        blocks = configured_blocks(a, b, use.configuration, scratch)
+        blocks = configured_blocks(a, b, use.configuration, carve(memory, key, use.configuration))
         for first, sums in _timed(blocks, lambda seconds: table.add_seconds(use, seconds)):
             loader.call(f"lsq_end_{op}", operation, sums, first, len(sums), *arguments)
         return
     began = time.perf_counter()
-    product = tile_product(a, b, use.configuration, scratch.get("packed"))
+    check_scratch(memory, key, use.configuration)
+    product = tile_product(a, b, use.configuration, memory)
     loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
     table.add_seconds(use, time.perf_counter() - began)
 

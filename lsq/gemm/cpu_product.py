@@ -84,7 +84,7 @@ def tile_product(
     """The same product for loops that multiply and read their sums in one pass. It holds no memory alive.
 
     Args:
-        packed: the part of that name; None where there is none.
+        packed: the part of that name, at the beginning of memory that may have more; None: loops have their own.
 
     Raises:
         ValueError: K could overflow the sums.
@@ -160,9 +160,20 @@ def parts(key: ProductKey, configuration: CpuConfiguration) -> dict[str, Part]:
     return {**found, "sums": Part((rows, key.n), torch.int32)}
 
 
+@functools.lru_cache(maxsize=4096)
 def scratch_bytes(key: ProductKey, configuration: CpuConfiguration) -> int:
     """Bytes of all parts."""
     return sum(part.bytes for part in parts(key, configuration).values())
+
+
+def check_scratch(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration) -> None:
+    """Raise ValueError if `memory` is too small for all parts."""
+    needed = scratch_bytes(key, configuration)
+    if memory.numel() < needed:
+        raise ValueError(
+            f"{key} needs {needed} bytes of scratch memory as it is configured ({configuration}), and has "
+            f"{memory.numel()}; choose the files of tuned products before memory is planned"
+        )
 
 
 def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration) -> dict[str, torch.Tensor]:
@@ -171,12 +182,7 @@ def carve(memory: torch.Tensor, key: ProductKey, configuration: CpuConfiguration
     Raises:
         ValueError: the memory is too small.
     """
-    needed = scratch_bytes(key, configuration)
-    if memory.numel() < needed:
-        raise ValueError(
-            f"{key} needs {needed} bytes of scratch memory as it is configured ({configuration}), and has "
-            f"{memory.numel()}; choose the files of tuned products before memory is planned"
-        )
+    check_scratch(memory, key, configuration)
     found, first = {}, 0
     for name, part in parts(key, configuration).items():
         found[name] = part.view(memory[first:])
