@@ -26,6 +26,7 @@ PACKAGE = Path(__file__).parents[1]
 TENSORS = {
     "Activations": "Float", "Floats": "float", "Codes": "int8_t", "Bits": "uint8_t", "Offsets": "int32_t",
     "Indices": "int64_t", "Key": "int64_t", "Bytes": "uint8_t", "AnyFloats": "void",
+    "Parameters": "float",
 }  # fmt: skip
 """Kinds of tensors -> what their elements are in C++. Float is float32, or on a GPU a dtype of half the size; of
 AnyFloats C++ learns the dtype from another field."""

@@ -41,10 +41,10 @@ class Projection(InPlace):
         for clip in self.clips().values():
             clip.requires_grad_(self.weight.requires_grad)
 
-    def _program(self, rows: int, mode: Mode, dtypes=(torch.float32, torch.float32)) -> Program:
+    def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
         rounded = self.quant.quantized and self.quant.backward == "int8"
         if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
-            dtypes = torch.float32, torch.float32
+            dtypes = (torch.float32,) * 3
         return programs.linear(
             self.quant, rows, *self.sizes, mode, bias=self._parameters["bias"] is not None, by_inputs=self.by_inputs,
             dtypes=dtypes,
@@ -66,7 +66,8 @@ class Projection(InPlace):
             return self._in_floats(x) + sum(clip.sum() for clip in self.clips().values())
         rows = rows_of(x, inputs)
         wanted = result_dtype(x)
-        (y,) = self.execute(self._program(rows.shape[0], self.mode(x), (x.dtype, wanted)), {"x": rows})
+        program = self._program(rows.shape[0], self.mode(x), (x.dtype, self.weight.dtype, wanted))
+        (y,) = self.execute(program, {"x": rows})
         return y.view(*x.shape[:-1], outputs).to(wanted)
 
     def _in_floats(self, x: torch.Tensor) -> torch.Tensor:

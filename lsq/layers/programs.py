@@ -88,20 +88,20 @@ def cached(build):
 @cached
 def linear(
     quant: QuantConfig, rows: int, inputs: int, outputs: int, mode: Mode, *, bias: bool, by_inputs: bool = False,
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] = (torch.float32,) * 3,
 ) -> Program:  # fmt: skip
-    """A projection by itself: x [M, K] -> y [M, N], floats of these dtypes. `by_inputs`: its weight is [K, N].
+    """A projection by itself: x [M, K] -> y [M, N]. `by_inputs`: its weight is [K, N]. dtypes: of x, weight and y.
 
     In float mode all floats are float32.
     """
-    dtypes = dtypes if quant.quantized else (torch.float32, torch.float32)
+    dtypes = dtypes if quant.quantized else (torch.float32,) * 3
     b = mode.builder("linear", quant)
     x = blocks.quantize(b, b.input("x", (rows, inputs), dtypes[0]), "input_clip")
     bound = blocks.fan_in(inputs)
     b.output(
         blocks.project(
-            b, x, "weight", (outputs, inputs), End(name="y", dtype=dtypes[1]), bias="bias" if bias else None,
-            bound=bound, bias_bound=bound, by_inputs=by_inputs,
+            b, x, "weight", (outputs, inputs), End(name="y", dtype=dtypes[2]), bias="bias" if bias else None,
+            bound=bound, bias_bound=bound, by_inputs=by_inputs, dtype=dtypes[1],
         ).floats
     )
     return b.build()

@@ -83,7 +83,7 @@ class GatedGradient(Operation):
     """The gradients of gate and up, each with the straight-through mask of its own rounding."""
 
     gradient: In[Activations]
-    """[M, F], of the result before its rounding."""
+    """[M, F], of the result before its rounding; of either dtype, on the CPU too."""
     gate: In[Rows]
     """[M, F]"""
     up: In[Rows]
@@ -96,6 +96,10 @@ class GatedGradient(Operation):
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
 
+    @size
+    def gradient_dtype(self) -> int:
+        return FLOATS[self.gradient.dtype]
+
     def __post_init__(self):
         _check_same(self.gate, self.up)
 
@@ -104,7 +108,7 @@ class GatedGradient(Operation):
         return [(self.gate, self.dgate), (self.up, self.dup)]
 
     def reference(self):
-        kind, gradient = Activation(self.activation), dropped(self.gradient, self.dropout)
+        kind, gradient = Activation(self.activation), dropped(self.gradient.float(), self.dropout)
         gate, up = _values(self.gate), _values(self.up)
         of_gate, of_up = gradient * up * kind.slope(gate), gradient * kind.values(gate)
         return *self.dgate.encode(of_gate, self.gate.coded), *self.dup.encode(of_up, self.up.coded)

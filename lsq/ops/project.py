@@ -15,6 +15,7 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR, patches
 from lsq.csrc.launch import FLOATS, TICKET, Product, float_define, launch
+from lsq.ops.gated import Gated
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
@@ -140,11 +141,17 @@ class Project(Operation):
             end = {"nonlinearity": producer.nonlinearity, "dx": dx, "rounded": rounded_dx}
             end["sum"] = builder.bias_gradient(source)
         else:
-            dtype = producer.x.dtype if isinstance(producer, Round) else torch.float32
-            dx = builder.tensor("d_" + source.name, source.shape, dtype)
+            dx = builder.tensor("d_" + source.name, source.shape, self._dtype_for(producer, builder))
             end = {"added": builder.take_gradient(source), "dx": dx}
             builder.accumulate(source, dx)
         append_gradients(builder, self, weight, upstream, joined=builder.take_joined(source), **end)
+
+    def _dtype_for(self, producer, builder) -> torch.dtype:
+        """Of the gradient that the one who made x reads, of those that read either."""
+        if isinstance(producer, Round):
+            return producer.x.dtype
+        reads_either = isinstance(producer, Gated) and producer.rounded is not None
+        return builder.narrow if reads_either and builder.quant.backward == "int8" else torch.float32
 
     def _upstream(self, builder) -> tuple[torch.Tensor | None, RoundedGradient | None]:
         """The gradient of the product, as floats or rounded; that of the bias is taken care of.

@@ -28,7 +28,7 @@ from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
 from lsq.ops.weight_by_inputs import clip_sums_by_inputs, end_by_inputs
 from lsq.ops.weight_gradient_product import split_scratch, sums_of_clips, tile_clip_sums, weight_gradient_product
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, Parameters, extent, factor, size
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import RoundedGradient, Rows, Weight
 from lsq.quant import arithmetic
@@ -55,8 +55,8 @@ class ProjectWeightGradient(Operation):
     subsequence: int = 0
     lsq: bool = False
     """The clip learns by LSQ, not PACT."""
-    dweight: Out[Floats]
-    """[N, K], or [K, N] where the weight is by inputs."""
+    dweight: Out[Parameters]
+    """[N, K], or [K, N] where the weight is by inputs; of the dtype of its values."""
     dclip: Out[Floats] | None
     """[N] or [1], like the clip."""
     parts: Out[Floats] | None
@@ -104,7 +104,7 @@ class ProjectWeightGradient(Operation):
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
             product = product * (scale * self.x.scale) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
-        dweight = self._as_held(dweight)
+        dweight = self._as_held(dweight).to(self.weight.values.dtype)
         found = None if self.parts is None else sums_of_clips(self.parts, self.clips, dclip)
         return dweight, dclip, as_parts(self.parts, found)
 

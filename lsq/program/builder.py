@@ -54,6 +54,11 @@ class Builder(Recorder):
 
     # Values
 
+    @property
+    def narrow(self) -> torch.dtype:
+        """The narrowest dtype of floats between operations of which either reads any."""
+        return torch.bfloat16 if self._backend.either_border else torch.float32
+
     def next_subsequence(self) -> int:
         """Random numbers that no other operation of this program uses."""
         self._subsequences += 1
@@ -82,9 +87,9 @@ class Builder(Recorder):
     ) -> Weight:
         """A weight of `shape` [N, K], one for all calls with the same name: rounded, or as it is in float mode.
 
-        `start`: see Parameter. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come in
-        from outside, as their format stores them; whoever runs the program has rounded them. `by_inputs`: the parameter
-        is [K, N].
+        `start`: see `parameter`. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come
+        in from outside, as their format stores them; whoever runs the program has rounded them. `by_inputs`: the
+        parameter is [K, N].
         """
         if name in self._weights:
             return self._weights[name]
@@ -181,7 +186,7 @@ class Builder(Recorder):
             return None
         if parameter in self._leaf_gradients:
             raise ValueError(f"parameter {parameter.name} has two readers in program {self.name}")
-        gradient = self.tensor("d_" + parameter.name, parameter.shape, role="gradient")
+        gradient = self.tensor("d_" + parameter.name, parameter.shape, parameter.dtype, role="gradient")
         self._leaf_gradients[parameter] = gradient
         return gradient
 

@@ -48,6 +48,9 @@ Bytes = Annotated[torch.Tensor, torch.uint8]
 AnyFloats = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
 """On every device; a size of the operation tells C++ which, see csrc.launch.FLOATS."""
 
+Parameters = Annotated[torch.Tensor, torch.float32, torch.bfloat16]
+"""float32; on the CPU it may be bfloat16, of which a size of the holder tells C++."""
+
 KINDS: dict[str, tuple[torch.dtype, ...]] = {kind: globals()[kind].__metadata__ for kind in declarations.TENSORS}
 """Kinds of tensors, by name, with the dtypes that they may have."""
 

@@ -50,10 +50,10 @@ class Recorder:
         if self._wanted is not None and leaf.name not in self._wanted:
             self._needless.add(leaf)
 
-    def parameter(self, name: str, shape, kind: Kind, **start) -> VirtualTensor:
-        """A float32 parameter, the same virtual tensor for each call with the same name; start: see Parameter."""
+    def parameter(self, name: str, shape, kind: Kind, *, dtype=torch.float32, **start) -> VirtualTensor:
+        """A parameter, the same virtual tensor for each call with the same name; start: see Parameter."""
         if name not in self._parameters:
-            tensor = self.tensor(name, shape, role="parameter")
+            tensor = self.tensor(name, shape, dtype, role="parameter")
             tensor.declared = Parameter(name=name, shape=tensor.shape, kind=kind, **start)
             self._parameters[name] = tensor
             self._note_need(tensor)

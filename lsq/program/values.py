@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Key, Value, factor, size
+from lsq.csrc.launch import FLOATS
+from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Key, Parameters, Value, factor, size
 from lsq.quant import Format, WeightFormat, arithmetic, random
 
 
@@ -106,7 +107,7 @@ class Weight(Value):
     """[P, K] where products read them, else as the format stores them; P at least N: rows beyond N hold 0."""
     scale: Floats | None
     """[P]"""
-    values: In[Floats] | None
+    values: In[Parameters] | None
     """[N, K], the parameter; [K, N] where it is by inputs."""
     clip: In[Floats] | None
     """[N] or [1], the parameter."""
@@ -119,6 +120,10 @@ class Weight(Value):
     def largest(self) -> float:
         """Q."""
         return float(self.format.largest)
+
+    @size
+    def values_dtype(self) -> int:
+        return 0 if self.values is None else FLOATS[self.values.dtype]
 
     @property
     def written(self) -> tuple:
@@ -137,8 +142,8 @@ class Weight(Value):
 
     @property
     def values_by_rows(self) -> torch.Tensor:
-        """[N, K]"""
-        return self.values.t() if self.by_inputs else self.values
+        """Reference: float32 [N, K]."""
+        return (self.values.t() if self.by_inputs else self.values).float()
 
     def bare(self) -> Weight:
         """Codes in both layouts and scale alone, of what is rounded."""

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
@@ -28,6 +29,13 @@ def test_a_program_is_built_once():
     assert programs.encoder_layer(config_of(), Sentences(rows=18, count=3), mode) is not first
     assert programs.encoder_layer(config_of(), SENTENCES, mode, causal=True) is not first
     assert programs.encoder_layer(config_of(), SENTENCES, mode_on("cpu")) is not first
+
+
+@pytest.mark.parametrize("backward, dtype", [("int8", torch.bfloat16), ("float", torch.float32)])
+def test_what_goes_back_to_a_gate_is_narrow_where_codes_are_multiplied(backward, dtype):
+    config = config_of(gated=True, activation="silu", backward=backward)
+    program = programs.feed_forward(config, 7, mode_on("cpu", training=True, backward=True))
+    assert [one.gradient.dtype for one in program.operations if one.name == "GatedGradient"] == [dtype]
 
 
 @pytest.mark.parametrize("options", [

@@ -1,4 +1,4 @@
-"""What crosses the border of a program as it is: activations in bfloat16 on the CPU, and weights [inputs, outputs]."""
+"""What crosses the border of a program as it is: bfloat16 on the CPU, and weights [inputs, outputs]."""
 
 import dataclasses
 
@@ -101,3 +101,34 @@ def test_products_of_floats_by_inputs_are_those_of_the_transpose(rows):
         found = compare(dataclasses.replace(plain, weight=by_inputs(plain.weight)))
         for one, other in zip(found.outputs, on_cpu(plain).outputs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("inputs, outputs, padded, clips", [(48, 29, 32, 29), (130, 65, 80, 1)])
+def test_a_weight_in_bfloat16_has_the_codes_of_its_values(inputs, outputs, padded, clips, by_inputs):
+    values, clip = torch.randn(inputs, outputs).bfloat16(), 0.8 + torch.rand(clips)
+    values = values if by_inputs else values.t().contiguous()
+    form = WEIGHT_FORMATS["int8"](8, Grain.ROW if clips > 1 else Grain.TENSOR)
+    common = {"format": form, "clip": clip, "by_inputs": by_inputs}
+
+    def rounded(values):
+        codes = empty(padded, inputs, dtype=torch.int8)
+        return compare(RoundWeight(weight=Weight(values=values, codes=codes, scale=empty(padded), **common)))
+
+    assert same(rounded(values), rounded(values.float()))
+
+
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("rows, lsq, clips", [(41, True, 1), (341, False, None)])
+def test_the_gradient_of_a_weight_in_bfloat16_is_rounded_to_that(rows, lsq, clips, by_inputs):
+    plain = case(rows, "int8", lsq=lsq, clips=clips)
+    values = plain.weight.values.bfloat16()
+    values = values.t().contiguous() if by_inputs else values
+
+    def ended(values):
+        weight = dataclasses.replace(plain.weight, values=values, by_inputs=by_inputs)
+        dweight = empty(*values.shape, dtype=values.dtype)
+        return on_cpu(dataclasses.replace(plain, weight=weight, dweight=dweight, dclip=empty(*plain.dclip.shape)))
+
+    found, expected = ended(values), ended(values.float())
+    assert torch.equal(found.dweight, expected.dweight.bfloat16()) and torch.equal(found.dclip, expected.dclip)

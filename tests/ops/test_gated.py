@@ -1,5 +1,6 @@
 """Gated: values, codes, gradients of every kind, dropout, NaN, and programs against autograd."""
 
+import dataclasses
 import math
 
 import pytest
@@ -122,3 +123,11 @@ def test_results_do_not_depend_on_the_number_of_threads():
     assert torch.equal(forward.rounded.codes, again.rounded.codes)
     assert torch.equal(backward.dgate.rounded.codes, gradient.dgate.rounded.codes)
     assert torch.equal(backward.dup.sum, gradient.dup.sum) and torch.equal(backward.dgate.clip, gradient.dgate.clip)
+
+
+@pytest.mark.parametrize("rows, dropout, lsq", [(41, 0.3, True), (41, 0.3, False), (341, 0.0, False)])
+def test_a_gradient_in_bfloat16_counts_as_its_values(rows, dropout, lsq):
+    wide = gated_gradient(rows, dropout=dropout, lsq=lsq)
+    narrow = dataclasses.replace(wide, gradient=wide.gradient.bfloat16())
+    expected = on_cpu(dataclasses.replace(wide, gradient=narrow.gradient.float()))
+    assert all(map(torch.equal, compare(narrow).outputs, expected.outputs))

@@ -233,7 +233,7 @@ public:
         for (int64_t row = first; row < last; ++row) {
             float* g = gradient_ + row * n;
             clips_[group] += straight_through(heads_.rows.coded, row * n, n, g);
-            sink_.add(group, row, g);
+            sink_.add(group, row, g, g);
         }
     }
 

@@ -79,6 +79,13 @@ private:
     bool is_narrow_;
 };
 
+// Elements [first, first + n) as float32, which may stand in `scratch`.
+inline const float* read(const Border<const float>& from, int64_t first, int64_t n, float* scratch) {
+    if (!from.is_narrow()) return from.wide(first);
+    widen_row(from.narrow(first), n, scratch);
+    return scratch;
+}
+
 // Calls body with a null pointer of the dtype with that number.
 template <class Body>
 void for_dtype(int64_t number, const Body& body) {

@@ -1,5 +1,6 @@
 // The middle of a gated feed-forward block and its gradient; lsq/ops/gated.py has the formulas.
 #include "activation_kinds.h"
+#include "floats.h"
 #include "loops.h"
 
 using namespace lsq;
@@ -82,10 +83,20 @@ public:
     Side(const Rows& of, const SummedGradient& end, const Blocks& blocks, int64_t n)
         : of_(of.coded), end_(end), n_(n), clips_(blocks.count, 0.0), sink_(blocks, n, end.floats, end.rounded, end.sum) {}
 
-    // g [n] is row `row` of the gradient before the mask. Changes it.
-    void add(int64_t block, int64_t row, float* g) {
-        clips_[block] += straight_through(of_, row * n_, n_, g);
-        sink_.add(block, row, g);
+    // Row `row` of the gradient before the mask is the product of a and b [n]; changes a.
+    void add(int64_t block, int64_t row, float* a, const float* b) {
+#if defined(LSQ_WIDE)
+        if (n_ % 8 == 0 && !of_.error) {
+            clips_[block] += sink_.add_straight_through(block, row, of_, [=](int64_t i, __mmask16 there) {
+                return _mm512_mul_ps(_mm512_maskz_loadu_ps(there, a + i), _mm512_maskz_loadu_ps(there, b + i));
+            }, a);
+            return;
+        }
+#endif
+#pragma omp simd
+        for (int64_t i = 0; i < n_; ++i) a[i] *= b[i];
+        clips_[block] += straight_through(of_, row * n_, n_, a);
+        sink_.add(block, row, a, a);
     }
 
     void finish() const {
@@ -122,6 +133,7 @@ LSQ_OPERATION(GatedGradient, op) {
     const int64_t n = op.columns;
     const Blocks blocks(op.rows);
     const Gate gate(op.gate, op.activation);
+    const Border<const float> gradient(op.gradient, op.gradient_dtype);
     Side of_gate(op.gate, op.dgate, blocks, n), of_up(op.up, op.dup, blocks, n);
 #pragma omp parallel
     {
@@ -129,18 +141,19 @@ LSQ_OPERATION(GatedGradient, op) {
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks.count; ++block) {
             for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-                float *dgate = scratch.a.data(), *dup = scratch.b.data(), *g = given.a.data();
-                const float* up = values_of(op.up, row, n, given.b.data());
-                std::memcpy(g, op.gradient + row * n, n * sizeof(float));
-                apply(op.dropout, row * n, n, g, scratch.words.data());
-                gate.read(row, n, dup, dgate);
-#pragma omp simd
-                for (int64_t i = 0; i < n; ++i) {
-                    dgate[i] *= g[i] * up[i];
-                    dup[i] *= g[i];
+                float *slope = scratch.a.data(), *value = scratch.b.data(), *through = given.b.data();
+                const float* up = values_of(op.up, row, n, through);
+                const float* g = read(gradient, row * n, n, given.a.data());
+                if (op.dropout.threshold) {
+                    if (g != given.a.data()) std::memcpy(given.a.data(), g, n * sizeof(float));
+                    g = given.a.data();
+                    apply(op.dropout, row * n, n, given.a.data(), scratch.words.data());
                 }
-                of_gate.add(block, row, dgate);
-                of_up.add(block, row, dup);
+                gate.read(row, n, value, slope);
+#pragma omp simd
+                for (int64_t i = 0; i < n; ++i) through[i] = g[i] * up[i];
+                of_gate.add(block, row, slope, through);
+                of_up.add(block, row, value, g);
             }
         }
     }

@@ -120,7 +120,7 @@ private:
             undo(row, g);
             if (op_.sum) add_up(row, g);
             if (dx_.is_narrow()) narrow_row(g, n_, dx_.narrow(row * n_));
-            if (op_.rounded.codes) round_row(op_.rounded, row, n_, g);
+            if (op_.rounded.codes) round_row(op_.rounded, row, n_, g, g);
         }
         return 0;
     }

@@ -65,7 +65,7 @@ Group rounded(const float* x) {
 }  // namespace
 
 LSQ_EXPORT void lsq_round_int4(const RoundWeight& op) {
-    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float step, int8_t* stored) {
+    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float, float step, int8_t* stored) {
         Group* groups = reinterpret_cast<Group*>(stored);
         int missing = 0;
         for (int64_t first = 0; first < n; first += kGroup) {

@@ -39,6 +39,9 @@ public:
         for (int64_t i = 0; i < n_; ++i) sum[i] += x[i] * y[i];
     }
 
+    // The partial row of a block; null where nothing is wanted.
+    float* of_block(int64_t block) { return partial_.empty() ? nullptr : partial_.data() + block * n_; }
+
     void write(float* out) const {
         if (!out) return;
         std::fill(out, out + n_, 0.0f);
@@ -112,12 +115,42 @@ public:
 
     bool wanted() const { return floats_ || rounded_.codes || bias_; }
 
-    // g [n] is row `row` of the gradient. Changes it.
-    void add(int64_t block, int64_t row, float* g) {
+    // g [n] is row `row` of the gradient; `scratch` [n] may be the same.
+    void add(int64_t block, int64_t row, const float* g, float* scratch) {
         bias_sums_.add(block, g);
         if (floats_) std::memcpy(floats_ + row * n_, g, n_ * sizeof(float));
-        if (rounded_.codes) round_row(rounded_, row, n_, g);
+        if (rounded_.codes) round_row(rounded_, row, n_, g, scratch);
     }
+
+#if defined(LSQ_WIDE)
+    // The same of a row that goes straight through its rounding first -> what its clip gets. Rows start at a byte of
+    // `clipped`; read(i, mask of the lanes that are there) makes 16 values.
+    template <class Read>
+    float add_straight_through(int64_t block, int64_t row, const Coded& of, const Read& read, float* scratch) {
+        const int64_t first = row * n_;
+        const float* weight_scale = rounded_.codes ? rounded_.weight_scale : nullptr;
+        float* sum = bias_sums_.of_block(block);
+        const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+        __m512 clip = _mm512_setzero_ps();
+        __m512i largest = _mm512_setzero_si512();  // magnitudes order like their bits, and NaN is larger than infinity
+        each_sixteen(n_, [&](int64_t i, __mmask16 there) {
+            __m512 x = read(i, there);
+            if (of.clipped) {
+                const __m128i codes = _mm_maskz_loadu_epi8(there, of.codes + first + i);
+                x = cut_clipped(x, bits_at(of.clipped, first + i, there), codes, clip);
+            }
+            if (sum) _mm512_mask_storeu_ps(sum + i, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, sum + i), x));
+            if (floats_) _mm512_mask_storeu_ps(floats_ + first + i, there, x);
+            if (!weight_scale) return;
+            x = _mm512_mul_ps(x, _mm512_maskz_loadu_ps(there, weight_scale + i));
+            largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
+            _mm512_mask_storeu_ps(scratch + i, there, x);
+        });
+        if (weight_scale) round_scaled(rounded_, row, n_, scratch, float_of(_mm512_reduce_max_epu32(largest)));
+        return _mm512_reduce_add_ps(clip);
+    }
+
+#endif
 
     void finish() const { bias_sums_.write(bias_); }
 

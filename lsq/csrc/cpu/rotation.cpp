@@ -101,7 +101,7 @@ LSQ_OPERATION(RotateGradient, op) {
         std::memcpy(g, op.gradient + row * n, n * sizeof(float));
         turn(op.rotation, row, -1.0f, g);
         if (op.x) norms.run(block, row, g, scratch.b.data());
-        sink.add(block, row, g);
+        sink.add(block, row, g, g);
     });
     if (op.x) norms.finish();
     sink.finish();

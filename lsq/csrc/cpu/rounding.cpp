@@ -16,15 +16,17 @@ LSQ_OPERATION(Round, op) {
         const int64_t count = std::min(kChunk, op.count - first);
         const Border<const float> x(op.x, op.x_dtype);
         float wide[kChunk];
-        if (x.is_narrow()) widen_row(x.narrow(first), count, wide);
-        missing |= round_row(op.rounded, first, count, x.is_narrow() ? wide : x.wide(first), outside);
+        missing |= round_row(op.rounded, first, count, read(x, first, count, wide), outside);
     }
     finish(op.rounded, missing);
 }
 
 LSQ_EXPORT void lsq_round_int8(const RoundWeight& op) {
     if (op.weight.by_inputs) return round_by_inputs(op);
-    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float step, int8_t* codes) {
+    round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float clip, float step, int8_t* codes) -> int {
+#if defined(LSQ_WIDE)
+        if (WideClip::fits(clip)) return round_under_clip(values, n, clip, step, codes, nullptr);
+#endif
         int missing = 0;
 #pragma omp simd reduction(| : missing)
         for (int64_t i = 0; i < n; ++i) {
@@ -42,12 +44,7 @@ LSQ_OPERATION(RoundGradient, op) {
     GradientSink sink(blocks, n, nullptr, op.rounded, op.sum);
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         const Border<const float> gradient(op.gradient, op.gradient_dtype);
-        if (gradient.is_narrow()) {
-            widen_row(gradient.narrow(row * n), n, scratch.a.data());
-        } else {
-            std::memcpy(scratch.a.data(), gradient.wide(row * n), n * sizeof(float));
-        }
-        sink.add(block, row, scratch.a.data());
+        sink.add(block, row, read(gradient, row * n, n, scratch.a.data()), scratch.a.data());
     });
     sink.finish();
 }

@@ -112,19 +112,19 @@ inline void round_scaled(const RoundedGradient& rounded, int64_t row, int64_t n,
     round_at_random(scaled, n, s.reciprocal, word, rounded.largest, codes);
 }
 
-// Rounds row `row` of the gradient of a product at random, after multiplying by the scales of its weight. Changes
-// `gradient`.
-inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, float* gradient) {
+// Rounds row `row` of the gradient of a product at random, after multiplying by the scales of its weight: to `scaled`, which
+// may be `gradient`.
+inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, const float* gradient, float* scaled) {
     const float* weight_scale = rounded.weight_scale;
     uint32_t largest = 0;  // magnitudes order like their bits, and NaN is larger than infinity
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
-        const float scaled = gradient[i] * weight_scale[i];
-        const uint32_t bits = bits_of(scaled) & 0x7FFFFFFFu;
+        const float x = gradient[i] * weight_scale[i];
+        const uint32_t bits = bits_of(x) & 0x7FFFFFFFu;
         largest = bits > largest ? bits : largest;
-        gradient[i] = scaled;
+        scaled[i] = x;
     }
-    round_scaled(rounded, row, n, gradient, float_of(largest));
+    round_scaled(rounded, row, n, scaled, float_of(largest));
 }
 
 }  // namespace lsq

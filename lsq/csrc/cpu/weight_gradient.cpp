@@ -1,5 +1,6 @@
 // What stands around the product for the gradient of a weight; lsq/ops/weight_gradient.py has the formulas.
 #include "column_rounding.h"
+#include "floats.h"
 #include "loops.h"
 #include "stream.h"
 #include "strips.h"
@@ -18,38 +19,35 @@ namespace {
 class End {
 public:
     End(const ProjectWeightGradient& op, const float* column_scale, float* clip_sums)
-        : op_(op), n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
+        : op_(op), values_(op.weight.values, op.weight.values_dtype), dweight_(op.dweight, op.weight.values_dtype),
+          n_(op.columns), column_scale_(column_scale), clip_sums_(clip_sums) {}
 
     // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
         if (op_.weight.by_inputs) return end_by_inputs(first, rows, sums, stride);
-        return end(first, rows, [&](int64_t row, float* g) {
+        return end(first, rows, [&](int64_t row) {
             const int32_t* line = sums + row * stride;
             const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
-            const int64_t n = n_;
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) g[i] = static_cast<float>(line[i]) * column_scale[i] * inverse;
+            return [=](int64_t i) { return static_cast<float>(line[i]) * column_scale[i] * inverse; };
         });
     }
 
     // Of floats.
     int operator()(int64_t first, int64_t rows, const float* product, int64_t stride) {
         if (op_.weight.by_inputs) return end_by_inputs(first, rows, product, stride);
-        return end(first, rows, [&](int64_t row, float* g) {
-            std::memcpy(g, product + row * stride, n_ * sizeof(float));
-        });
+        return end(first, rows, [&](int64_t row) { return [line = product + row * stride](int64_t i) { return line[i]; }; });
     }
 
 private:
-    // read(i, g) makes g of row first + i. The result is not read again soon: it goes past the caches.
-    template <class Read>
-    int end(int64_t first, int64_t rows, const Read& read) {
-        float* g = row_.at_least(n_);
+    // line_of(i)(column) is the gradient of row first + i. The result is not read again soon: it goes past the caches.
+    template <class Lines>
+    int end(int64_t first, int64_t rows, const Lines& line_of) {
+        float *g = row_.at_least(2 * n_), *scratch = g + n_;
         for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row) {
-            read(row - first, g);
-            const float sum = op_.lsq ? lsq_sum(row, g) : 0.0f;
-            clip_sums_[row] = sum + cut(row, g);
-            stream(g, n_, op_.dweight + row * n_);
+            const float* w = read(values_, row * n_, n_, scratch);
+            clip_sums_[row] = cut(row, w, line_of(row - first), g);
+            if (op_.lsq) clip_sums_[row] += lsq_sum(row, w, g);
+            write(g, n_, row * n_);
         }
         finish_stream();
         return 0;
@@ -81,8 +79,9 @@ private:
                 for (int64_t i = 0; i < columns; ++i) {
                     const int64_t at = (begin + i) * width + row;
                     const float scale = column_scale_ ? column_scale_[begin + i] : 1.0f;
-                    alignas(64) float w[kTileSide] = {}, g[kTileSide];
-                    std::memcpy(w, op_.weight.values + at, count * sizeof(float));
+                    alignas(64) float wide[kTileSide] = {}, g[kTileSide];
+                    const float* w = read(values_, at, count, wide);
+                    if (w != wide) w = static_cast<float*>(std::memcpy(wide, w, count * sizeof(float)));
 #pragma omp simd
                     for (int64_t j = 0; j < kTileSide; ++j) {
                         const float x = static_cast<float>(block[i][j]) * scale * inverse[j];
@@ -92,7 +91,7 @@ private:
                         g[j] = outside ? 0.0f : x;
                     }
                     if (op_.lsq) add_lsq(row, count, begin + i, w, g, sums);
-                    stream(g, count, op_.dweight + at);
+                    write(g, count, at);
                 }
             }
             std::copy(sums, sums + count, clip_sums_ + row);
@@ -112,9 +111,17 @@ private:
 
     float limit(int64_t row) const { return op_.weight.clip[op_.clips > 1 ? row : 0]; }
 
-    // What the weights within the clip add to the clip's gradient, by LSQ.
-    float lsq_sum(int64_t row, const float* g) const {
-        const float *w = op_.weight.values + row * n_, most = limit(row), step = op_.weight.scale[row];
+    void write(const float* g, int64_t n, int64_t first) const {
+        if (dweight_.is_narrow()) {
+            narrow_row(g, n, dweight_.narrow(first));
+        } else {
+            stream(g, n, dweight_.wide(first));
+        }
+    }
+
+    // What the weights w [n] within the clip add to the clip's gradient, by LSQ; g is 0 outside.
+    float lsq_sum(int64_t row, const float* w, const float* g) const {
+        const float most = limit(row), step = op_.weight.scale[row];
         const int8_t* codes = op_.weight.codes + row * n_;
         const int64_t n = n_;
         float sum = 0.0f;
@@ -126,22 +133,26 @@ private:
         return sum;
     }
 
-    // Straight-through: zeroes the gradients of clipped weights; -> what they add to the clip's.
-    float cut(int64_t row, float* g) const {
-        const float *w = op_.weight.values + row * n_, most = limit(row);
+    // Straight-through: the gradients of weights w [n], zero of those that are clipped -> what these add to the clip's.
+    template <class Line>
+    float cut(int64_t row, const float* w, const Line& line, float* g) const {
+        const float most = limit(row);
         const int64_t n = n_;
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < n; ++i) {
+            const float x = line(i);
             const bool outside = std::fabs(w[i]) > most;
-            const float signed_gradient = w[i] > 0.0f ? g[i] : -g[i];
-            sum += outside ? signed_gradient : 0.0f;
-            g[i] = outside ? 0.0f : g[i];
+            const float across = w[i] > 0.0f ? x : -x;
+            sum += outside ? across : 0.0f;
+            g[i] = outside ? 0.0f : x;
         }
         return sum;
     }
 
     const ProjectWeightGradient& op_;
+    Border<const float> values_;
+    Border<float> dweight_;
     int64_t n_;
     const float* column_scale_;
     float* clip_sums_;

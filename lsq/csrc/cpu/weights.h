@@ -2,28 +2,36 @@
 // where products cannot read what it stores, lsq_unpack_<name>.
 #pragma once
 
+#include "aligned.h"
+#include "floats.h"
 #include "rows.h"
 #include "tile_reader.h"
 
 namespace lsq {
 
-// Calls round(values, n, step, stored) -> whether a value was NaN, for each row; rows from `valid` on become zeros.
+// Calls round(values, n, clip, step, stored) -> whether a value was NaN, for each row; rows from `valid` on become zeros.
 template <class Round>
 void round_weight(const RoundWeight& op, const Round& round) {
     const Weight& weight = op.weight;
+    const Border<const float> values(weight.values, weight.values_dtype);
     int missing_anywhere = 0;
-#pragma omp parallel for schedule(static) reduction(| : missing_anywhere)
-    for (int64_t row = 0; row < op.rows; ++row) {
-        int8_t* stored = weight.codes + row * op.stored;
-        if (row >= op.valid) {
-            std::memset(stored, 0, op.stored);
-            weight.scale[row] = 1.0f;
-            continue;
+#pragma omp parallel reduction(| : missing_anywhere)
+    {
+        Aligned<float> scratch(op.columns);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < op.rows; ++row) {
+            int8_t* stored = weight.codes + row * op.stored;
+            if (row >= op.valid) {
+                std::memset(stored, 0, op.stored);
+                weight.scale[row] = 1.0f;
+                continue;
+            }
+            const float clip = weight.clip[op.clips > 1 ? row : 0], step = clip / weight.largest;
+            const float* line = read(values, row * op.columns, op.columns, scratch.data());
+            const int missing = round(line, op.columns, clip, step, stored);
+            weight.scale[row] = poisoned(step, missing);
+            missing_anywhere |= missing;
         }
-        const float step = weight.clip[op.clips > 1 ? row : 0] / weight.largest;
-        const int missing = round(weight.values + row * op.columns, op.columns, step, stored);
-        weight.scale[row] = poisoned(step, missing);
-        missing_anywhere |= missing;
     }
     if (op.clips == 1 && missing_anywhere) std::fill(weight.scale, weight.scale + op.valid, not_a_number());
 }
@@ -32,6 +40,7 @@ void round_weight(const RoundWeight& op, const Round& round) {
 inline void round_by_inputs(const RoundWeight& op) {
     constexpr int64_t kSide = kTileGroup;
     const Weight& weight = op.weight;
+    const Border<const float> from(weight.values, weight.values_dtype);
     const int64_t n = op.valid;
     const float q = weight.largest;
     int missing_anywhere = 0;
@@ -39,13 +48,13 @@ inline void round_by_inputs(const RoundWeight& op) {
     for (int64_t first = 0; first < n; first += kSide) {
         const int64_t rows = std::min(kSide, n - first);
         alignas(64) int8_t block[kSide][kSide];
-        float steps[kSide];
+        float steps[kSide], wide[kSide];
         int missing[kSide] = {};
         for (int64_t j = 0; j < rows; ++j) steps[j] = weight.clip[op.clips > 1 ? first + j : 0] / q;
         for (int64_t begin = 0; begin < op.columns; begin += kSide) {
             const int64_t columns = std::min(kSide, op.columns - begin);
             for (int64_t i = 0; i < columns; ++i) {
-                const float* values = weight.values + (begin + i) * n + first;
+                const float* values = read(from, (begin + i) * n + first, rows, wide);
 #pragma omp simd
                 for (int64_t j = 0; j < rows; ++j) {
                     const float ratio = values[j] / steps[j];
