@@ -1,0 +1,110 @@
+"""Trainings of small models in float and in int8: how they are made and compared, and that each runs."""
+
+import json
+import sys
+
+import model_quality
+import pytest
+import torch
+from model_quality import FLOAT, SIDES, Side, groups, rate, rows
+from quality_tasks import IGNORED, Size, Text, Translation
+
+import lsq
+from lsq.text.numbers import write_numbers
+
+sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
+
+SIZE = Size(
+    layers=2, hidden=64, heads=2, feed_forward=128, length=24, batch=96, updates=20, warmup=4, learning_rate=0.001,
+    weight_decay=0.1,
+)  # fmt: skip
+
+
+def test_differences_are_those_of_means():
+    def result(bits, seconds):
+        return {"scores": {"bits": bits}, "processor_seconds": seconds}
+
+    first, second = rows({FLOAT: [result(2.0, 4.0), result(3.0, 6.0)], "int8": [result(2.5, 1.0), result(3.5, 2.0)]})
+    assert first["difference"] == 0 and first["mean"] == 2.5 and first["spread"] == pytest.approx(0.5**0.5)
+    assert second["difference"] == 0.5 and second["seeds"] == "2.500 / 3.500" and second["processor_seconds"] == 1.5
+    (alone,) = rows({FLOAT: [result(2.0, 4.0)]})
+    assert alone["spread"] is None
+
+
+def test_the_learning_rate_rises_and_falls():
+    assert [rate(SIZE, update) for update in (0, 3, 4)] == [0.25, 1.0, 1.0]
+    assert rate(SIZE, 12) == pytest.approx(0.55) and rate(SIZE, 20) == pytest.approx(0.1)
+
+
+def test_clips_decay_where_they_shall_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    lsq.convert(model)
+
+    def decaying(side: Side) -> set[str]:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        decay, keep = groups(model, side, 0.1)
+        assert decay["weight_decay"] == 0.1 and keep["weight_decay"] == 0
+        assert len(decay["params"]) + len(keep["params"]) == len(names)
+        return {names[id(parameter)] for parameter in decay["params"]}
+
+    assert decaying(SIDES["int8"]) == {"0.weight"}
+    assert decaying(SIDES["int8, clips decay"]) == {"0.weight", "0.weight_clip", "0.input_clip"}
+
+
+def test_a_text_is_long_enough_and_its_end_is_not_trained_on(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("a" * 900 + "b" * 100, encoding="utf-8")
+    task = Text(SIZE, path)
+    assert (task.validation == ord("b")).all() and task.validation.shape == (task.WINDOWS, SIZE.length)
+    batch = next(task.batches(1))
+    assert (batch["input_ids"] == ord("a")).all() and batch["input_ids"].shape == (SIZE.batch, SIZE.length)
+    path.write_text("a" * 240, encoding="utf-8")
+    with pytest.raises(ValueError, match="has 240 bytes; it must have more than 240"):
+        Text(SIZE, path)
+
+
+def test_batches_of_pairs_are_small_and_padded(tmp_path):
+    write_numbers(tmp_path, 200, 20, 1)
+    task = Translation(SIZE, tmp_path, ("src", "tgt"), 100, tmp_path / "subwords")
+    source, target = task.pairs["train"][0]
+    assert task._text([task.PADDING, *target]) == task.subwords.decode(target[:-1]) and target[-1] == task.END
+    seen, batches = 0, task.batches(1)
+    while seen < len(task.pairs["train"]):
+        batch = next(batches)
+        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+        assert max(ids.numel(), labels.numel()) <= SIZE.batch and len(ids) == len(labels)
+        assert torch.equal(ids == task.PADDING, mask == 0) and (ids[mask.bool()] != task.PADDING).all()
+        assert ((labels == task.END).sum(1) == 1).all() and (labels[labels != IGNORED] < 100).all()
+        seen += len(ids)
+    assert seen == len(task.pairs["train"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "task, metric", [("digits", "right"), *(pytest.param(*one, marks=pytest.mark.thorough) for one in (
+        ("text", "bits"), ("translation", "bits")
+    ))]
+)  # fmt: skip
+def test_each_task_runs_and_is_kept(task, metric, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    given = [task, str(tmp_path / "trainings"), "--quick", "--seeds", "1", "2", "--sides", FLOAT, "int8"]
+    picture = tmp_path / "losses.png"
+    model_quality.main([*given, "--picture", str(picture)])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert picture.stat().st_size > 0
+    assert {(row["side"], row["score"]) for row in found["rows"]} >= {(FLOAT, metric), ("int8", metric)}
+    assert [(curve["side"], curve["seed"]) for curve in found["curves"]] == [
+        (FLOAT, 1), (FLOAT, 2), ("int8", 1), ("int8", 2)
+    ]  # fmt: skip
+    assert all(len(curve["losses"]) == model_quality.QUICK["updates"] for curve in found["curves"])
+    first, second, third, _ = (curve["losses"] for curve in found["curves"])
+    assert first != second and first[0] == pytest.approx(third[0], rel=0.02)  # the same weights and batch
+    (kept,) = (tmp_path / "trainings").glob(f"{task}-int8-1.json")
+    assert "run in int8" in json.loads(kept.read_text())["converted"]
+
+    monkeypatch.setattr(model_quality, "train", None)  # would fail if it were called
+    model_quality.main(given)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"] == found["rows"]
+    with pytest.raises(TypeError):
+        model_quality.main([*given, "--updates", "2"])
