@@ -36,7 +36,7 @@ SIZES = {
         learning_rate=1e-3, weight_decay=0.1,
     ),
     "translation": Size(
-        layers=3, hidden=256, heads=4, feed_forward=1024, length=32, batch=1024, updates=500, warmup=100,
+        layers=3, hidden=256, heads=4, feed_forward=1024, length=32, batch=1024, updates=300, warmup=60,
         learning_rate=1e-3, weight_decay=0.01,
     ),
 }  # fmt: skip
