@@ -46,7 +46,7 @@ public:
         }
         if (!update_.wanted()) return;
         dropped(sum_.dropout, row * n_, n_, residual, scratch.words.data(), [g](int64_t i, float y) { g[i] = y; });
-        update_.add(block, row, g);
+        update_.add(block, row, g, g);
     }
 
     void finish() const { update_.finish(); }
