@@ -4,22 +4,25 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import Trainer
 
 from lsq.csrc import loader
 from lsq.layers.memory import plan_memory
 from lsq.program.frames import StepMemory
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 MOST = 5
 """Classes of modules that are named."""
 
 
-def plan_batch(trainer: Trainer, batch: Mapping[str, torch.Tensor], mode: str) -> StepMemory | None:
+def plan_batch(trainer: "Trainer", batch: Mapping[str, torch.Tensor], mode: str) -> StepMemory | None:
     """Plan the memory of lsq's layers for a trainer's step on `batch`, and log what stays outside of it.
 
     Raises:
