@@ -10,7 +10,8 @@ LONG = pytest.param("translation, whole layers", marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("name", ["gated, of nn.Linear", LONG])
-def test_a_short_training(name, capsys):
+def test_a_short_training(name, capsys, monkeypatch):
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     monitor_bounds.main(["--quick", "--threads", "1", "--only", name])
     found = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
     assert {row["training"] for row in found["rows"]} == {name} < set(TRAININGS)
