@@ -36,7 +36,7 @@ class Bounds:
         ValueError: one of them is no number.
     """
 
-    output: float = 15.0
+    output: float = 12.0
     """Of results."""
     input_gradient: float = 8.0
     """Of gradients of inputs."""
