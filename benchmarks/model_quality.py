@@ -28,16 +28,16 @@ from lsq.text.numbers import write_numbers
 
 SIZES = {
     "text": Size(
-        layers=6, hidden=256, heads=4, feed_forward=1024, length=128, batch=8, updates=300, warmup=30,
-        learning_rate=1e-3, weight_decay=0.1,
+        layers=4, hidden=128, heads=4, feed_forward=512, length=128, batch=8, updates=800, warmup=80,
+        learning_rate=2e-3, weight_decay=0.1,
     ),
     "digits": Size(
         layers=4, hidden=128, heads=4, feed_forward=512, length=17, batch=64, updates=400, warmup=40,
         learning_rate=1e-3, weight_decay=0.1,
     ),
     "translation": Size(
-        layers=3, hidden=256, heads=4, feed_forward=1024, length=32, batch=1024, updates=300, warmup=60,
-        learning_rate=1e-3, weight_decay=0.01,
+        layers=2, hidden=128, heads=4, feed_forward=512, length=32, batch=1024, updates=600, warmup=120,
+        learning_rate=2e-3, weight_decay=0.01,
     ),
 }  # fmt: skip
 QUICK = {"layers": 2, "hidden": 64, "heads": 2, "feed_forward": 128, "length": 24, "updates": 3, "warmup": 1}
