@@ -26,6 +26,7 @@ from tests.ops import (
     test_project_product_cuda,
     test_rounding_cuda,
     test_vocabulary_loss_product_cuda,
+    test_weight_by_inputs_cuda,
     test_weight_gradient,
     test_weight_gradient_cuda,
     test_weight_gradient_product_cuda,
@@ -189,6 +190,19 @@ def weight_gradients():
         test_weight_gradient_cuda.turns(columns, outputs)
 
 
+def weights_by_inputs():
+    """With a NaN under one clip, which poisons all scales."""
+    for inputs, outputs, clips in ((272, 144, 144), (272, 48, 1)):
+        values = torch.randn(inputs, outputs)
+        values[200, 5] = math.nan if clips == 1 else 0.0
+        compare_cuda(test_weight_by_inputs_cuda.rounding(values, torch.ones(clips), transposed=clips > 1))
+
+
+def weight_gradients_by_inputs():
+    for columns, outputs, lsq in ((272, 144, False), (144, 272, True)):
+        compare_cuda(test_weight_by_inputs_cuda.gradient(41, lsq=lsq, clips=1, columns=columns, outputs=outputs))
+
+
 def started_scales():
     """All that one launch writes."""
     compare_cuda(scales([0.5 + number for number in range(TOGETHER)]))
@@ -223,7 +237,8 @@ CASES = {
     "operands.cu": float_operands, "project.cu": projects,
     "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
-    "rotation.cu": rotations,
+    "rotation.cu": rotations, "rounding_weight_by_inputs.cu": weights_by_inputs,
+    "weight_gradient_by_inputs.cu": weight_gradients_by_inputs,
     "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     **dict.fromkeys(
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
