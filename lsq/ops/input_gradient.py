@@ -123,6 +123,10 @@ class ProjectInputGradient(Operation):
         return [*sums, *product, *weight, *narrow_scratch(self.floats.shape, (rows, columns), self.dtype)]
 
     def cpu(self, partial, clip_sums, *scratch):
+        check(
+            self.added is None or self.added.dtype == torch.float32,
+            "what is added to an input gradient on the CPU must be float32: give the product that made it that dtype",
+        )
         if self.gradient is not None and self.rows:
             operands = self.gradient.codes, self.weight.codes.t()
             gemm.multiply(GEMM, self, *operands, *scratch, partial, clip_sums)
