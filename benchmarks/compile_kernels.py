@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,6 +83,8 @@ def needed_programs() -> Iterator[Program]:
             quant = config.quant
             mode = Mode(training=training, backward=training, backend=AbsentGPU(torch.float32))
             yield programs.encoder_layer(config, sentences, mode)
+            if config.activation == "gelu":  # as GPT-2's
+                yield programs.encoder_layer(replace(config, by_inputs=True), sentences, mode, causal=True)
             yield programs.decoder_layer(config, sentences, sentences, mode)
             yield programs.vocabulary_loss(quant, size.tokens, words(size), mode, padding=PADDING, smoothing=0.1)
             yield programs.embedding(quant, size.tokens, table(size, 0.1), mode)

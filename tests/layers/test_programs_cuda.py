@@ -22,6 +22,11 @@ OPTIONS = [
     {"backward": "int8", "dropout": 0.1, "gated": True, "activation": "silu", "pre_norm": True},
 ]  # fmt: skip
 KINDS = ("encoder", "decoder", "loss", "embedding")
+BY_INPUTS = [
+    {"backward": "int8", "activation": "gelu_tanh", "pre_norm": True, "clip_gradient": "lsq"},
+    {"backward": "float", "weight_granularity": "tensor"}, {"mode": "float", "gated": True, "activation": "silu"},
+]  # fmt: skip
+"""Of layers whose weights are [inputs, outputs]."""
 
 
 def program_of(kind: str, options: dict, where):
@@ -58,6 +63,15 @@ def assert_agree(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_gives_the_same_on_every_backend(kind, options):
+    assert_same_everywhere(kind, options)
+
+
+@pytest.mark.parametrize("options", BY_INPUTS)
+def test_a_layer_with_weights_by_inputs_gives_the_same_on_every_backend(options):
+    assert_same_everywhere("encoder", {**options, "attention": {"by_inputs": True}})
+
+
+def assert_same_everywhere(kind: str, options: dict) -> None:
     on_the_cpu = run(program_of(kind, options, "cpu"), backend("cpu"))
     assert_agree(run(program_of(kind, options, "reference"), backend("reference")), on_the_cpu, "reference")
     where = CUDA(current_device())

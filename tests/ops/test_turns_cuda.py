@@ -244,6 +244,9 @@ CASES = {
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
         test_vocabulary_loss_product_cuda.turns,
     ),
+    **dict.fromkeys(
+        ("rounding_weight_by_inputs.cu", "weight_gradient_by_inputs.cu"), test_weight_by_inputs_cuda.turns
+    ),
     "weight_gradient.cu": weight_gradients, "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
 }  # fmt: skip
 """What runs all kernels of a source."""

@@ -17,6 +17,24 @@ using Value = int32_t;
 using Value = float;
 #endif
 
+// Codes of outputs [column, column + 8) for one input: one after another where they are there transposed as well.
+__device__ __forceinline__ void load_codes(
+    const ProjectWeightGradient& op, int64_t row, int64_t column, int32_t (&code)[kVector]) {
+    const int8_t *codes = op.weight.codes, *transposed = op.weight.transposed;
+    if (transposed) {
+        load8(transposed + (row * COLUMNS + column), code);
+        return;
+    }
+    uint64_t packed = 0;  // a loop that is unrolled would cost registers
+#pragma unroll 1
+    for (int i = 0; i < kVector; ++i) {
+        const uint64_t one = static_cast<uint8_t>(codes[(column + i) * op.columns + row]);
+        packed = packed >> 8 | one << 56;
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) code[i] = static_cast<int8_t>(packed >> 8 * i);
+}
+
 }  // namespace
 
 // product [K, N] or null for zeros; input_scale [K] for int32 sums -> dweight [K, N], parts of the gradients of the clips:
@@ -25,7 +43,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
     const ProjectWeightGradient op, In<Value> product, In<float> input_scale, Out<float> parts) {
     const Value* values = product;
     const float *weights = op.weight.values, *limits = op.weight.clip, *scales = op.weight.scale;
-    const float factor = op.clip_factor, q = op.weight.largest;
+    const float factor = op.clip_factor;
     float *dweight = op.dweight, *part = parts;
 #if SUMS
     const float *of_inputs = input_scale, *x_scale = op.x.coded.scale;
@@ -47,6 +65,8 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
             load8(weights + element, w);
             load8(scales + column_of(v), scale);
             if (op.clips > 1) load8(limits + column_of(v), limit);
+            int32_t code[kVector] = {};
+            if (op.lsq) load_codes(op, row, column_of(v), code);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
 #if SUMS
@@ -58,7 +78,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
                 const bool outside = fabsf(w[i]) > largest;
                 clip[i] = outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
                 if (op.lsq && !outside) {
-                    const float decoded = static_cast<float>(code_of(w[i] / scale[i], q)) * scale[i];
+                    const float decoded = static_cast<float>(code[i]) * scale[i];
                     clip[i] = gradient[i] * (decoded - w[i]) / largest;
                 }
                 clip[i] *= factor;
