@@ -1,8 +1,7 @@
 """Whole layers of transformers as one program each, in the place of the layers, whose parameters stay theirs."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -12,6 +11,7 @@ from torch import nn
 
 from lsq.architectures.batch import causal, everything, memory_packing_of, packing_of, rotation_of
 from lsq.architectures.joined import Joined, lie_together
+from lsq.architectures.rounded_weights import Rounded, rounded_weights
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
@@ -24,7 +24,6 @@ from lsq.layers.torch_compile import beside_the_graph
 from lsq.program import upkeep
 from lsq.program.parameters import Parameter
 from lsq.program.program import Program
-from lsq.quant import WeightFormat
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
@@ -51,7 +50,7 @@ class FusedLayer(InPlace):
     on weights as the program rounds them.
     """
 
-    STATE = (*ProgramModule.STATE, "config", "_rounded")
+    STATE = (*ProgramModule.STATE, "config", "rounded")
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
     """Names of the program's parameters -> those of the layer that they are made of, one after another."""
     CAUSAL: ClassVar[bool]
@@ -79,7 +78,7 @@ class FusedLayer(InPlace):
         config, trained = self.config_of(self, quant), self.trained()
         self.begin(quant)
         self.config = config
-        self._rounded = {}
+        self.rounded: Rounded = {}
         one = Sentences(rows=1, count=1)
         self.declare(partial(self._program, one, source=one if self.CROSS else None), measure=False)
         self._join()
@@ -138,7 +137,7 @@ class FusedLayer(InPlace):
 
     def _drop_codes(self) -> None:
         self.codes.clear()
-        self._rounded.clear()
+        self.rounded.clear()
         for name in self.SOURCES:
             if name in self.declared:
                 for parameter in self.sources(name):
@@ -252,51 +251,8 @@ class FusedLayer(InPlace):
 
     def own_pass(self, *arguments, **options):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
-        with self._rounded_weights():
+        with rounded_weights(self):
             return self.float_class.forward(self, *arguments, **options)
-
-    @contextmanager
-    def _rounded_weights(self) -> Iterator[None]:
-        if not (self.quant.quantized and self.schedule.begun) or self.schedule.fallen:
-            yield
-            return
-        held = []
-        try:
-            for name, declared in self.declared.items():
-                if declared.clip is not None:
-                    held += self._swap(name, declared)
-            yield
-        finally:
-            for holder, last, parameter in held:
-                holder._parameters[last] = parameter
-
-    def _swap(self, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        parameters, clip = self.sources(name), self.own_parameter(declared.clip)
-        stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip)]
-        kept, rounded = self._rounded.get(name, (None, None))
-        if kept != stamp or torch.is_grad_enabled():
-            rounded = _as_rounded(self.own_parameter(name), clip, self.quant.weights, declared.by_inputs)
-            if not torch.is_grad_enabled():
-                self._rounded[name] = stamp, rounded
-        sizes = [len(parameter) for parameter in parameters]
-        for path, part in zip(self.SOURCES[name], rounded.split(sizes), strict=True):
-            holder, _, last = path.rpartition(".")
-            module = self.get_submodule(holder)
-            yield module, last, module._parameters[last]
-            module._parameters[last] = part
-
-
-def _as_rounded(
-    weight: torch.Tensor, clip: torch.Tensor, form: WeightFormat, by_inputs: bool
-) -> torch.Tensor:
-    """The weight as products see it; its gradient goes straight through."""
-    with torch.no_grad():
-        rows = weight.detach().float()
-        rows = rows.t() if by_inputs else rows
-        stored, scale = form.encode(rows, clip)
-        seen = form.unpack(stored, rows.shape[1]) * scale[:, None]
-        change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
-    return weight + change
 
 
 def _attention_is_recorded() -> bool:

@@ -1,0 +1,65 @@
+"""Weights of a layer as its program rounds them, in their own places for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lsq.program.parameters import Parameter
+from lsq.quant import WeightFormat
+
+if TYPE_CHECKING:
+    from lsq.architectures.fused_layer import FusedLayer
+
+Rounded = dict[str, tuple[list[tuple[int, int]], torch.Tensor]]
+"""Names of a program's weights -> (what they were made of, then; the rounded values)."""
+
+
+@contextmanager
+def rounded_weights(layer: FusedLayer) -> Iterator[None]:
+    """Let the modules inside `layer` have rounded weights, whose gradients go straight through to the others.
+
+    Without gradients they are kept in `layer.rounded` until a weight changes: decoding takes them at every step.
+    """
+    if not (layer.quant.quantized and layer.schedule.begun) or layer.schedule.fallen:
+        yield
+        return
+    held = []
+    try:
+        for name, declared in layer.declared.items():
+            if declared.clip is not None:
+                held += _swap(layer, name, declared)
+        yield
+    finally:
+        for holder, last, parameter in held:
+            holder._parameters[last] = parameter
+
+
+def _swap(layer: FusedLayer, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    parameters, clip = layer.sources(name), layer.own_parameter(declared.clip)
+    stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip)]
+    kept, rounded = layer.rounded.get(name, (None, None))
+    if kept != stamp or torch.is_grad_enabled():
+        rounded = _as_rounded(layer.own_parameter(name), clip, layer.quant.weights, declared.by_inputs)
+        if not torch.is_grad_enabled():
+            layer.rounded[name] = stamp, rounded
+    sizes = [len(parameter) for parameter in parameters]
+    for path, part in zip(layer.SOURCES[name], rounded.split(sizes), strict=True):
+        holder, _, last = path.rpartition(".")
+        module = layer.get_submodule(holder)
+        yield module, last, module._parameters[last]
+        module._parameters[last] = part
+
+
+def _as_rounded(weight: torch.Tensor, clip: torch.Tensor, form: WeightFormat, by_inputs: bool) -> torch.Tensor:
+    with torch.no_grad():
+        rows = weight.detach().float()
+        rows = rows.t() if by_inputs else rows
+        stored, scale = form.encode(rows, clip)
+        seen = form.unpack(stored, rows.shape[1]) * scale[:, None]
+        change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
+    return weight + change
