@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, fields
 
+import torch
 from torch import Tensor
 
 LEAST, MOST = -60.0, 120.0
@@ -18,7 +19,7 @@ class Reading:
     input_gradient: float | None = None
     """The worst of the gradients of its inputs."""
     weight_gradient: float | None = None
-    """The worst of the gradients of its weights."""
+    """Of the gradients of its weights together: one with hardly any gradient may be all noise, and does not matter."""
 
     def values(self) -> dict[str, float]:
         """Those that there are, by name."""
@@ -40,8 +41,8 @@ class Bounds:
     """Of results."""
     input_gradient: float = 8.0
     """Of gradients of inputs."""
-    weight_gradient: float = 5.0
-    """Of gradients of weights."""
+    weight_gradient: float = 4.0
+    """Of gradients of weights, all together."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -57,20 +58,29 @@ class Bounds:
         ]
 
 
-def decibels(expected: Tensor, found: Tensor, dim: int) -> float | None:
-    """Signal-to-noise of `found` [M, N], which should be `expected`: 10 log10(signal / noise), or None without signal.
+def decibels(*pairs: tuple[Tensor, Tensor, int]) -> float | None:
+    """Signal-to-noise of tensors together: 10 log10(signal / noise), or None without signal.
 
-    It is the smaller one of two: signal and noise of the whole tensor, of which a few large values decide; and the mean
-    over slices along `dim` (rows for 1, columns for 0) of the noise of a slice in parts of its own signal, of which
-    many small ones decide. Slices without a signal, and those that should not be finite, do not count.
+    It is the smaller one of two: signal and noise of everything, of which a few large values decide; and the mean over
+    slices of the noise of a slice in parts of its own signal, of which many small ones decide. Slices without a signal,
+    and those that should not be finite, do not count.
+
+    Args:
+        pairs: (expected [M, N], found [M, N], dimension along which slices go: 1 for rows, 0 for columns) each.
     """
+    parts = [_slices(*pair) for pair in pairs]
+    signal, noise = (torch.cat([part[index] for part in parts]) for index in range(2)) if parts else (None, None)
+    if signal is None or not len(signal):
+        return None
+    share = max((noise.sum() / signal.sum()).item(), (noise / signal).mean().item())
+    return min(max(-10 * math.log10(share), LEAST), MOST) if 0 < share < math.inf else MOST if share == 0 else LEAST
+
+
+def _slices(expected: Tensor, found: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Signal and noise of each slice that counts."""
     expected, found = expected.float(), found.float()
     if expected.dim() < 2:
         expected, found, dim = expected.reshape(1, -1), found.reshape(1, -1), 1
     signal = expected.square().sum(dim)
     there = (signal > 0) & signal.isfinite()
-    signal, noise = signal[there], (found - expected).square().sum(dim)[there].nan_to_num(nan=math.inf)
-    if not len(signal):
-        return None
-    share = max((noise.sum() / signal.sum()).item(), (noise / signal).mean().item())
-    return min(max(-10 * math.log10(share), LEAST), MOST) if 0 < share < math.inf else MOST if share == 0 else LEAST
+    return signal[there], (found - expected).square().sum(dim)[there].nan_to_num(nan=math.inf)

@@ -60,19 +60,22 @@ class Sample:
         """
         found, expected = self._run(self.program, gradients), self._run(in_floats(self.program), gradients)
 
-        def worst(slices: Mapping[int | str, int]) -> float | None:
-            """Of tensors by name, each with the dimension along which its slices go."""
-            pairs = {name: (expected[name], found[name]) for name in slices if expected.get(name) is not None}
-            ratios = [
-                decibels(exact, rounded[..., : exact.shape[-1]], slices[name])  # padded, logits are more
-                for name, (exact, rounded) in pairs.items()
-            ]
+        def pairs(slices: Mapping[int | str, int]) -> list[tuple[Tensor, Tensor, int]]:
+            """Of tensors by name, each with the dimension along which its slices go; padded logits are more."""
+            return [
+                (expected[name], found[name][..., : expected[name].shape[-1]], dim)
+                for name, dim in slices.items() if expected.get(name) is not None
+            ]  # fmt: skip
+
+        def worst(names) -> float | None:
+            ratios = [decibels(pair) for pair in pairs(dict.fromkeys(names, 1))]
             return min((ratio for ratio in ratios if ratio is not None), default=None)
 
+        weights = {name: int(weight.by_inputs) for name, weight in self.program.weights.items()}
         return Reading(
-            output=worst(dict.fromkeys(range(len(self.program.outputs)), 1)),
-            input_gradient=worst({virtual.name: 1 for virtual in self.program.inputs}),
-            weight_gradient=worst({name: int(weight.by_inputs) for name, weight in self.program.weights.items()}),
+            output=worst(range(len(self.program.outputs))),
+            input_gradient=worst(virtual.name for virtual in self.program.inputs),
+            weight_gradient=decibels(*pairs(weights)),
         )
 
     def _run(self, program: Program, gradients: Sequence[Tensor | None] | None) -> dict[int | str, Tensor]:

@@ -65,7 +65,7 @@ def test_outliers_of_a_gated_block_are_caught(caplog):
     assert monitor.fallen == (DOWN,)
     assert losses[-1] < losses[0] - 0.5
     (record,) = caplog.records
-    assert record.message.startswith(f"step 6, {DOWN}: ") and "weight gradient" in record.message
+    assert record.message.startswith(f"step 6, {DOWN}: ") and " dB, below " in record.message
     assert record.message.endswith("by 2 looks in a row; it goes on in floats, as 1 of 7 modules")
 
 

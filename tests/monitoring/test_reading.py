@@ -12,7 +12,7 @@ def test_decibels_of_even_noise():
     expected = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
     noise = 0.01 * torch.randn(40, 300, generator=torch.Generator().manual_seed(2))
     for dim in (0, 1):
-        assert decibels(expected, expected + noise, dim) == pytest.approx(40, abs=0.6)
+        assert decibels((expected, expected + noise, dim)) == pytest.approx(40, abs=0.6)
 
 
 def test_a_large_row_hides_no_small_ones():
@@ -20,8 +20,8 @@ def test_a_large_row_hides_no_small_ones():
     expected[0] = 1e4
     found = expected.clone()
     found[1:] = 0
-    assert decibels(expected, found, 1) == pytest.approx(-10 * math.log10(0.9), abs=1e-3)
-    assert decibels(expected.t(), found.t(), 0) == decibels(expected, found, 1)
+    assert decibels((expected, found, 1)) == pytest.approx(-10 * math.log10(0.9), abs=1e-3)
+    assert decibels((expected.t(), found.t(), 0)) == decibels((expected, found, 1))
 
 
 def test_many_small_rows_hide_no_large_one():
@@ -29,7 +29,7 @@ def test_many_small_rows_hide_no_large_one():
     expected[0] = 1e4
     found = expected.clone()
     found[0] = 0
-    assert decibels(expected, found, 1) == pytest.approx(0, abs=1e-3)
+    assert decibels((expected, found, 1)) == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,16 @@ def test_many_small_rows_hide_no_large_one():
     ],
 )
 def test_decibels_at_the_edges(expected, found, answer):
-    result = decibels(expected, found, 1)
+    result = decibels((expected, found, 1))
     assert result is None if answer is None else result == pytest.approx(answer, abs=1e-4)
+
+
+def test_tensors_together():
+    """One with hardly any signal does not count in the sum, and as one slice among all in the mean."""
+    large, small = torch.ones(9, 8), torch.full((1, 8), 1e-3)
+    assert decibels((large, large, 1), (small, torch.zeros(1, 8), 1)) == pytest.approx(10, abs=1e-3)
+    assert decibels((large.t(), 0.9 * large.t(), 0), (small, small, 1)) == pytest.approx(20, abs=1e-3)
+    assert decibels() is None
 
 
 def test_what_a_reading_has_and_what_is_below():

@@ -44,9 +44,9 @@ def train(model: torch.nn.Module, monitor, steps: int) -> list[float]:
 
 
 def test_outliers_in_a_fused_layer_are_caught():
-    model = llama(1.0, 300.0)
+    model = llama(1.0, 1000.0)
     monitor = lsq.monitor(model, every=2)
-    losses = train(model, monitor, 8)
+    losses = train(model, monitor, 14)
     assert monitor.fallen == ("model.layers.1",)
     assert set(monitor.readings) == {"model.layers.0", "lm_head"}
     assert losses[-1] < losses[0]
