@@ -19,7 +19,6 @@ from lsq.csrc.shared_library import LibraryError
 
 REQUIRED = (
     "torch",
-    "fairseq-fixed",
     "numpy",
     "filelock",
     "sacrebleu",
@@ -30,7 +29,12 @@ REQUIRED = (
     "matplotlib",
     "tensorboard",
 )
-OPTIONAL = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")
+OPTIONAL = {
+    "fairseq-fixed": "training in fairseq",
+    **dict.fromkeys(("transformers", "accelerate"), "models of Hugging Face"),
+    **dict.fromkeys(("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas"), "kernels on a GPU"),
+}
+"""What each is for."""
 
 INT8_FEATURES = {"AVX-VNNI", "AVX-512 VNNI", "AMX int8", "Arm dot product", "Arm int8 matrix multiply"}
 """The features that multiply int8 faster than floats; without any, int8 works but is hardly faster."""
@@ -194,7 +198,7 @@ def report() -> Report:
         host_library="UNUSABLE (see below)" if not usable else loader.description() if loader.available() else None,
         gpu_fault=gpu_fault(),
         faults=faults,
-        packages={name: installed_version(name) for name in REQUIRED + OPTIONAL},
+        packages={name: installed_version(name) for name in (*REQUIRED, *OPTIONAL)},
         product=check_product(),
     )
 
@@ -232,7 +236,7 @@ def text(found: Report) -> str:
             f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast as float32",
         ),
         *((name, found.packages[name] or "MISSING") for name in REQUIRED),
-        *((name, found.packages[name] or "not installed (optional, for kernels on a GPU)") for name in OPTIONAL),
+        *((name, found.packages[name] or f"not installed (optional, for {use})") for name, use in OPTIONAL.items()),
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]

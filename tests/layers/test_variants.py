@@ -22,7 +22,7 @@ def test_the_program_is_that_of_float_mode():
     made = in_floats(programs.encoder_layer(CONFIG, sentences, MODE, causal=True))
     assert str(made) == str(programs.encoder_layer(FLOAT, sentences, MODE, causal=True))
     assert in_floats(made) is made
-    linear = programs.linear(CONFIG.quant, 5, 16, 32, MODE, bias=True, dtypes=(torch.bfloat16, torch.bfloat16))
+    linear = programs.linear(CONFIG.quant, 5, 16, 32, MODE, bias=True, dtypes=(torch.bfloat16,) * 3)
     assert {tensor.dtype for tensor in (*in_floats(linear).inputs[1:], *in_floats(linear).outputs)} == {torch.float32}
 
 
