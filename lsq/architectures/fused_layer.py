@@ -170,6 +170,7 @@ class FusedLayer(InPlace):
         config = _with_places(self.config, places)
         return programs.encoder_layer(config, sentences, mode, causal=self.CAUSAL, heads=heads)
 
+    @beside_the_graph
     def packing(self, x: torch.Tensor, mask: torch.Tensor | None, cache: object = None) -> Packing | None:
         """How x [B, T, H] is packed under a mask of the model's.
 
@@ -188,6 +189,7 @@ class FusedLayer(InPlace):
         seen = _causal(self.config.window) if self.CAUSAL else everything
         return packing_of(mask, tuple(x.shape[:2]), seen, **packing_options(self))
 
+    @beside_the_graph
     def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
         """An encoder's output [B, S, H] under a mask of the model's; None: the program has not what is asked for."""
         packing = memory_packing_of(mask, tuple(states.shape[:2]), **packing_options(self))

@@ -9,7 +9,7 @@ from torch import nn
 
 from lsq.config import QuantConfig
 from lsq.conversion.report import Layer, Whole
-from lsq.conversion.selection import Choice
+from lsq.conversion.selection import FLOAT_MODE, Choice
 from lsq.layers.in_place import InPlace
 
 
@@ -80,8 +80,8 @@ def _reason(
 ) -> str | None:
     if "forward" in vars(module):
         return "it has a forward of its own"
-    left = [layer for layer in inside if layer.reason is not None]
-    if left and quant.quantized:
+    left = [layer for layer in inside if layer.reason not in (None, FLOAT_MODE)]
+    if left:
         return f"its {left[0].name.removeprefix(prefix)} is left: {left[0].reason}"
     try:
         kind.config_of(module, quant)

@@ -15,6 +15,8 @@ from lsq.layers.linear import Projection
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
 """Names or patterns of modules to leave as they are, or a function of a linear layer and its name that says so."""
+FLOAT_MODE = "mode is 'float', in which nothing is rounded"
+"""Why linear layers stay, but not whole ones."""
 VOCABULARY = 8192
 """Outputs from which on a layer may be taken for a projection onto a vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,7 +66,7 @@ def choose(
         for reason in [
             ("is lsq's already" if id(module) in inside else None)
             or ("skip names it" if skips(module, name) else None)
-            or (None if quant.quantized else "mode is 'float', in which nothing is rounded")
+            or (None if quant.quantized else FLOAT_MODE)
             or _unusual(module, quant)
             or _unfit(inputs, inputs if id(module) in found else outputs, minimum_width)
             or (None if tied or id(module) in found else _shared(module, embeddings))

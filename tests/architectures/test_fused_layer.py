@@ -179,6 +179,8 @@ def test_in_float_mode_layers_alone_are_fused():
     report = lsq.convert(model, QuantConfig(mode="float"))
     assert len(report.fused) == 2
     assert report.left == {"lm_head": "mode is 'float', in which nothing is rounded"}
+    skipping = lsq.convert(made(MAKERS["llama"]), QuantConfig(mode="float"), skip="layers.0.mlp")
+    assert skipping.fused == ("model.layers.1",)
     with pytest.raises(ValueError, match="has no linear layer to convert"):
         lsq.convert(made(MAKERS["llama"]), QuantConfig(mode="float"), fused=False)
 
