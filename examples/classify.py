@@ -3,7 +3,7 @@
     python examples/classify.py               # some minutes on two cores
     python examples/classify.py --float       # the same once more in float32, for comparison
 
-Names are made here (num2words), so nothing is downloaded. `pip install lsq[huggingface]` brings transformers.
+Names are made here (num2words), so nothing is downloaded. `pip install ".[huggingface]"` brings transformers.
 """
 
 import argparse

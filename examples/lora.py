@@ -3,7 +3,7 @@
     python examples/lora.py               # some minutes on two cores
     python examples/lora.py --float       # the same once more in float32, for comparison
 
-The base is trained first, from a configuration: nothing is downloaded. `pip install lsq[huggingface] peft` brings
+The base is trained first, from a configuration: nothing is downloaded. `pip install ".[huggingface]" peft` brings
 what is needed.
 """
 
