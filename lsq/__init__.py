@@ -4,15 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lsq.config import QuantConfig
     from lsq.conversion import convert, revert
+    from lsq.layers.memory import plan_memory
     from lsq.monitoring import monitor
     from lsq.translate import Translator
 
-__all__ = ["Translator", "convert", "monitor", "revert"]
+__all__ = ["QuantConfig", "Translator", "convert", "monitor", "plan_memory", "revert"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Translator": "lsq.translate", "convert": "lsq.conversion", "monitor": "lsq.monitoring", "revert": "lsq.conversion",
+    "QuantConfig": "lsq.config", "Translator": "lsq.translate", "convert": "lsq.conversion",
+    "monitor": "lsq.monitoring", "plan_memory": "lsq.layers.memory", "revert": "lsq.conversion",
 }  # fmt: skip
 
 
@@ -21,3 +24,7 @@ def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -50,7 +50,7 @@ class FusedLayer(InPlace):
     on weights as the program rounds them.
     """
 
-    STATE = (*ProgramModule.STATE, "config", "rounded")
+    STATE = (*ProgramModule.STATE, "config", "rounded", "joined")
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
     """Names of the program's parameters -> those of the layer that they are made of, one after another."""
     CAUSAL: ClassVar[bool]
@@ -79,11 +79,15 @@ class FusedLayer(InPlace):
         self.begin(quant)
         self.config = config
         self.rounded: Rounded = {}
+        self.joined: dict[str, torch.Tensor | None] = {}
         one = Sentences(rows=1, count=1)
         self.declare(partial(self._program, one, source=one if self.CROSS else None), measure=False)
         self._join()
         for clip in self.clips().values():
             clip.requires_grad_(trained)
+
+    def extra_repr(self) -> str:
+        return f"one program in {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
 
     # Parameters, which others hold
 
@@ -123,12 +127,15 @@ class FusedLayer(InPlace):
         if name not in self.SOURCES:
             return self._parameters[self.state_name(name)]
         found = self.sources(name)
-        return found[0] if len(found) == 1 else Joined.apply(*found)
+        return found[0] if len(found) == 1 else Joined.apply(self.joined.get(name), *found)
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "rounded": {}, "joined": {}}  # of other parameters than a copy's
 
     def _join(self) -> None:
         for name in self.SOURCES:
             if name in self.declared:
-                lie_together(self.sources(name))
+                self.joined[name] = lie_together(self.sources(name))
 
     def _apply(self, *arguments, **options):
         super()._apply(*arguments, **options)

@@ -51,13 +51,17 @@ def convert(
         ValueError: nothing can be converted, a pattern in `skip` fits nothing, the model is wrapped already, or the
             mode is "float" where nothing is fused.
     """
-    quant = quant or QuantConfig()
+    quant = QuantConfig() if quant is None else quant
+    if not isinstance(quant, QuantConfig):
+        raise ValueError(f"quant is {quant!r:.80}; it must be a lsq.QuantConfig, such as QuantConfig(backward='float')")
     _check_bare(model, "convert")
     choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
     whole = fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied)) if fused else []
     report = Report(layers=told(choices, whole), whole=tuple(one.whole for one in whole))
     if not report.converted:
-        raise ValueError(f"{type(model).__name__} has no linear layer to convert. {report}")
+        already = any(isinstance(module, InPlace) for module in model.modules())
+        lacks = "is converted already" if already else "has no linear layer to convert"
+        raise ValueError(f"{type(model).__name__} {lacks}. {report}")
     for fusion in whole:
         if fusion.whole.reason is None:
             _swap(fusion.module, fusion.kind, quant)
@@ -110,8 +114,8 @@ def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _check_bare(model: nn.Module, what: str) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            where = f"{name!r} is" if name else "the model is"
-            raise ValueError(f"{where} wrapped in DistributedDataParallel; {what} what is inside, before it is wrapped")
+        if isinstance(module, DistributedDataParallel | nn.DataParallel):
+            where, kind = f"{name!r} is" if name else "the model is", type(module).__name__
+            raise ValueError(f"{where} wrapped in {kind}; {what} what is inside, before it is wrapped")
         if any(map(shards.is_shard, module.parameters(recurse=False))):
             raise ValueError(f"parameters of {name!r} are shards of FSDP2; {what} the model before fully_shard")

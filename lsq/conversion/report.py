@@ -81,10 +81,13 @@ def _row(layer: Layer) -> tuple[str, str, str]:
 
 
 def _lines(rows: Iterable[tuple[str, str, str]]) -> list[str]:
-    counts: dict[tuple[str, str, str], int] = {}
+    names: dict[tuple[str, str, str], list[str]] = {}
     for name, *others in rows:
-        key = re.sub(r"\b\d+\b", "*", name) or "the model itself", *others
-        counts[key] = counts.get(key, 0) + 1
+        names.setdefault((re.sub(r"\b\d+\b", "*", name) or "the model itself", *others), []).append(name)
+    counts = {
+        (every[0] if len(every) == 1 and every[0] else pattern, *others): len(every)
+        for (pattern, *others), every in names.items()
+    }
     widths = [max((len(key[column]) for key in counts), default=0) for column in range(2)]
     return [
         f"  {count:>4} × {name:<{widths[0]}}  {what:<{widths[1]}}  {reason}".rstrip()

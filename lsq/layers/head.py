@@ -13,6 +13,7 @@ from lsq.layers.in_place import InPlace, class_in_place
 from lsq.layers.linear import result_dtype
 from lsq.layers.logits import Logits
 from lsq.layers.torch_compile import beside_the_graph
+from lsq.program import rehearsal
 
 IGNORED = -1
 """In a program, the target that counts for nothing."""
@@ -92,7 +93,8 @@ class Head(InPlace):
             low, high = (int(one) for one in torch.aminmax(target))
             if low < 0 or high >= self.out_features:
                 raise ValueError(f"targets lie between {low} and {high}; the vocabulary has {self.out_features} words")
-        if count in (0, counted.numel()) or self.calibration_due():
+        exact = self.calibration_due() and rehearsal.active() is None  # what fills up must not be measured
+        if count in (0, counted.numel()) or exact:
             return rows, target
         more = filled(count) - count
         return functional.pad(rows, (0, 0, 0, more)), functional.pad(target, (0, more), value=IGNORED)

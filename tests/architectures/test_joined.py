@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import nn
 
 from lsq.architectures.joined import Joined, lie_together
@@ -12,10 +13,6 @@ def parts(*rows: int, width: int = 3) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(count, width)) for count in rows]
 
 
-def storages(found: list[torch.Tensor]) -> set[int]:
-    return {part.untyped_storage().data_ptr() for part in found}
-
-
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("width", [3, None])
 def test_values_and_gradients_are_those_of_cat(together, width):
@@ -23,9 +20,8 @@ def test_values_and_gradients_are_those_of_cat(together, width):
     if width is None:
         found = [nn.Parameter(one[:, 0].detach().clone()) for one in found]
     expected = torch.cat([one.detach() for one in found])
-    if together:
-        lie_together(found)
-    whole = Joined.apply(*found)
+    kept = lie_together(found) if together else None
+    whole = Joined.apply(kept, *found)
     assert torch.equal(whole, expected)
     assert (whole.data_ptr() == found[0].data_ptr()) is together
     weight = torch.randn_like(whole)
@@ -33,23 +29,37 @@ def test_values_and_gradients_are_those_of_cat(together, width):
     assert torch.equal(torch.cat([one.grad for one in found]), weight)
 
 
-def test_steps_in_place_stay_together():
-    found = parts(2, 4)
-    lie_together(found)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_in_place_stay_together(dtype):
+    found = [nn.Parameter(one.to(dtype)) for one in parts(2, 4)]
+    kept = lie_together(found)
     with torch.no_grad():
         found[1].fill_(7.0)
-    assert (Joined.apply(*found)[2:] == 7.0).all()
+    whole = Joined.apply(kept, *found)
+    assert whole.data_ptr() == kept.data_ptr() and (whole[2:] == 7.0).all()
+
+
+def test_what_has_moved_is_copied():
+    found = parts(2, 4)
+    kept = lie_together(found)
+    found[1].data = torch.full((4, 3), 7.0)
+    whole = Joined.apply(kept, *found)
+    assert whole.data_ptr() != kept.data_ptr() and (whole[2:] == 7.0).all()
+
+
+def test_nothing_is_shared_for_others(tmp_path):
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 4)])
+    lie_together([one.weight for one in model])
+    save_model(model, str(tmp_path / "model.safetensors"))
+    assert len({one.weight.untyped_storage().data_ptr() for one in model}) == 2
 
 
 def test_what_others_hold_stays():
     shared = torch.randn(8, 3)
-    found = [nn.Parameter(shared[:4]), nn.Parameter(shared[4:])]
-    assert Joined.apply(*found).data_ptr() == shared.data_ptr()
     for kept in ([nn.Parameter(shared[:3]), *parts(2)], [*parts(2), nn.Parameter(torch.randn(2, 3).bfloat16())]):
         before = [one.data_ptr() for one in kept]
-        lie_together(kept)
+        assert lie_together(kept) is None
         assert [one.data_ptr() for one in kept] == before
     (one,) = parts(2)
-    lie_together([one, one])
-    assert len(Joined.apply(one, one)) == 4
-    assert len(storages(found)) == 1
+    assert lie_together([one, one]) is None
+    assert len(Joined.apply(None, one, one)) == 4
