@@ -15,6 +15,8 @@ from lsq.layers.packing import Packing
 
 Made = TypeVar("Made")
 _local = threading.local()
+HIDDEN = -1e4
+"""What is added to a score, or less, leaves nothing of a probability."""
 KEPT = 4
 """Results of the last so many masks and rotations: an encoder's and a decoder's, while one calls another."""
 
@@ -67,7 +69,10 @@ def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callabl
     if mask.dim() == 2:
         present = (mask != 0).expand(shape)
     else:
-        sees = _sees(mask, batch).expand(batch, time, time)
+        sees = _sees(mask, batch)
+        if sees is None:
+            return None
+        sees = sees.expand(batch, time, time)
         present = sees.any(dim=1)
         if not torch.equal(sees & present[:, :, None], seen(present) & present[:, :, None]):
             return None
@@ -78,15 +83,24 @@ def _memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], option
     if mask is None:
         return Packing(shape=shape, **options)
     sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
+    if sees is None:
+        return None
     present = sees[:, 0]
     if not present.any(dim=1).all() or not torch.equal(sees, present[:, None].expand_as(sees)):
         return None
     return Packing(None if present.all() else ~present, shape=shape, **options)
 
 
-def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor:
-    """Which query sees which key, bool [B, T or 1, S], by a mask [B or 1, 1, T or 1, S], the same for all heads."""
+def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """Which query sees which key, bool [B, T or 1, S], by a mask [B or 1, 1, T or 1, S].
+
+    None where heads see different keys, or what is added to scores hides a key in part.
+    """
+    if mask.shape[1] != 1:
+        return None
     sees = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not (sees | (mask <= HIDDEN)).all():
+        return None
     return sees.expand(batch, *sees.shape[1:])[:, 0]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lsq.architectures.batch import memory_packing_of
+from lsq.architectures.batch import everything, memory_packing_of, packing_of
 
 PRESENT = torch.tensor([[1, 1, 1, 0], [0, 1, 0, 0]])
 SEES = PRESENT.bool()[:, None, None].expand(2, 1, 3, 4)
@@ -41,3 +41,13 @@ def test_what_inference_mode_has_made_is_of_use_in_training():
             packing = memory_packing_of(mask, (2, 4))
         assert memory_packing_of(mask, (2, 4)) is packing
         assert not packing.starts.is_inference()
+
+
+def test_masks_that_hide_in_part_or_from_some_heads():
+    zeros, present = torch.zeros(2, 1, 1, 4), PRESENT.bool()[:, None, None]
+    assert memory_packing_of(zeros.masked_fill(~present, -2.0), (2, 4)) is None
+    assert packing_of(zeros.masked_fill(~present, -2.0), (2, 4), everything) is None
+    assert packing_of(zeros.masked_fill(~present, -1e4), (2, 4), everything) is not None
+    heads = torch.ones(2, 3, 4, 4, dtype=torch.bool)
+    heads[:, 1, :, 0] = False
+    assert packing_of(heads, (2, 4), everything) is None
