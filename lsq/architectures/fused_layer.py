@@ -1,6 +1,7 @@
 """Whole layers of transformers as one program each, in the place of the layers, whose parameters stay theirs."""
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,6 +21,7 @@ from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, packing_options
 from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
+from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.program import upkeep
 from lsq.program.parameters import Parameter
@@ -28,6 +30,10 @@ from lsq.program.program import Program
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
+
+
+_unfilled: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
+"""Caches that training passes were given -> the numbers of the layers that put nothing there."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +84,7 @@ class FusedLayer(InPlace):
         config, trained = self.config_of(self, quant), self.trained()
         self.begin(quant)
         self.config = config
-        self.rounded: Rounded = {}
+        self.rounded = Rounded()
         self.joined: dict[str, torch.Tensor | None] = {}
         one = Sentences(rows=1, count=1)
         self.declare(partial(self._program, one, source=one if self.CROSS else None), measure=False)
@@ -130,7 +136,7 @@ class FusedLayer(InPlace):
         return found[0] if len(found) == 1 else Joined.apply(self.joined.get(name), *found)
 
     def __getstate__(self):
-        return {**super().__getstate__(), "rounded": {}, "joined": {}}  # of other parameters than a copy's
+        return {**super().__getstate__(), "joined": {}}  # of other parameters than a copy's
 
     def _join(self) -> None:
         for name in self.SOURCES:
@@ -181,20 +187,37 @@ class FusedLayer(InPlace):
     def packing(self, x: torch.Tensor, mask: torch.Tensor | None, cache: object = None) -> Packing | None:
         """How x [B, T, H] is packed under a mask of the model's.
 
-        `cache`: of keys and values. In training mode nothing is put there, since nobody decodes with it; in eval mode,
-        what is first to come there is the program's.
+        `cache`: of keys and values. Where gradients are wanted in training mode nothing is put there, since nobody
+        decodes with it; in eval mode, what is first to come there is the program's.
 
         Returns:
             None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
+
+        Raises:
+            ValueError: a training pass was given this cache before, and did not fill it.
         """
-        begins = cache is None or self.training or (
-            not self.CROSS and not torch.is_grad_enabled() and not cache.get_seq_length(self._number)
-        )  # fmt: skip
+        begins = cache is None or self._begins(cache)
         whole = mask is None or mask.shape[-1] == x.shape[1]
         if not (begins and whole) or _attention_is_recorded():
             return None
         seen = _causal(self.config.window) if self.CAUSAL else everything
         return packing_of(mask, tuple(x.shape[:2]), seen, **packing_options(self))
+
+    def _begins(self, cache: object) -> bool:
+        """Whether a pass of the program comes first to a cache."""
+        if cache.get_seq_length(self._number):
+            return False
+        unfilled = _unfilled.setdefault(cache, set())
+        if self._number in unfilled and not recomputing():
+            raise ValueError(
+                "this cache was given to a training pass, which does not fill it; decode in eval mode or under "
+                "torch.no_grad() from the beginning"
+            )
+        if not torch.is_grad_enabled():
+            return not (self.CROSS or self.training)
+        if self.training:
+            unfilled.add(self._number)
+        return self.training
 
     @beside_the_graph
     def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:

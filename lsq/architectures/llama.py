@@ -32,6 +32,8 @@ class LlamaLayer(FusedLayer):
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
         attention, mlp = layer.self_attn, layer.mlp
+        if not (attention.is_causal and getattr(attention.config, "is_causal", True)):
+            raise ValueError("its attention is not causal")
         q, k, v, out = plain_linears(attention, "q_proj", "k_proj", "v_proj", "o_proj")
         gate, up, down = plain_linears(mlp, "gate_proj", "up_proj", "down_proj")
         norms = {layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -9,14 +10,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lsq.program import upkeep
 from lsq.program.parameters import Parameter
 from lsq.quant import WeightFormat
 
 if TYPE_CHECKING:
     from lsq.architectures.fused_layer import FusedLayer
 
-Rounded = dict[str, tuple[list[tuple[int, int]], torch.Tensor]]
-"""Names of a program's weights -> (what they were made of, then; the rounded values)."""
+
+class Rounded:
+    """The rounded weights of one layer. A copy of a layer makes its own.
+
+    Attributes:
+        kept: names of a program's weights -> (what they were made of, then; some values of that; the rounded ones).
+        turn: of the thread whose pass has them in the places of the others.
+    """
+
+    def __init__(self):
+        self.kept: dict[str, tuple[list[tuple[int, int]], list[torch.Tensor], torch.Tensor]] = {}
+        self.turn = threading.RLock()
+
+    def __reduce__(self):
+        return Rounded, ()
+
+    def clear(self) -> None:
+        """They are of no use any more."""
+        self.kept.clear()
 
 
 @contextmanager
@@ -24,29 +43,32 @@ def rounded_weights(layer: FusedLayer) -> Iterator[None]:
     """Let the modules inside `layer` have rounded weights, whose gradients go straight through to the others.
 
     Without gradients they are kept in `layer.rounded` until a weight changes: decoding takes them at every step.
+    Threads wait for one another: who comes meanwhile would take rounded weights for the layer's own.
     """
     if not (layer.quant.quantized and layer.schedule.begun) or layer.schedule.fallen:
         yield
         return
     held = []
-    try:
-        for name, declared in layer.declared.items():
-            if declared.clip is not None:
-                held += _swap(layer, name, declared)
-        yield
-    finally:
-        for holder, last, parameter in held:
-            holder._parameters[last] = parameter
+    with layer.rounded.turn:
+        try:
+            for name, declared in layer.declared.items():
+                if declared.clip is not None:
+                    held += _swap(layer, name, declared)
+            yield
+        finally:
+            for holder, last, parameter in held:
+                holder._parameters[last] = parameter
 
 
 def _swap(layer: FusedLayer, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     parameters, clip = layer.sources(name), layer.own_parameter(declared.clip)
     stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip)]
-    kept, rounded = layer.rounded.get(name, (None, None))
-    if kept != stamp or torch.is_grad_enabled():
+    probes = [value for one in parameters for value in upkeep.probe(one, clip)]
+    kept, values, rounded = layer.rounded.kept.get(name, (None, (), None))
+    if kept != stamp or torch.is_grad_enabled() or not all(map(torch.equal, values, probes)):
         rounded = _as_rounded(layer.own_parameter(name), clip, layer.quant.weights, declared.by_inputs)
         if not torch.is_grad_enabled():
-            layer.rounded[name] = stamp, rounded
+            layer.rounded.kept[name] = stamp, [one.clone() for one in probes], rounded
     sizes = [len(parameter) for parameter in parameters]
     for path, part in zip(layer.SOURCES[name], rounded.split(sizes), strict=True):
         holder, _, last = path.rpartition(".")

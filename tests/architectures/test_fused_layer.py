@@ -4,12 +4,15 @@ import copy
 import functools
 import io
 import pickle
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import lsq
+from lsq.architectures.fused_layer import FusedLayer
+from lsq.architectures.rounded_weights import rounded_weights
 from lsq.config import QuantConfig
 from lsq.conversion import float_state_dict
 from lsq.layers.memory import plan_memory, release_memory
@@ -197,3 +200,62 @@ def test_one_word_and_no_words(model):
     assert model(words(1, 1)).logits.shape == (1, 1, WORDS)
     with torch.no_grad():
         assert model(words(3, 1)).logits.shape == (3, 1, WORDS)
+
+
+def test_decoding_in_training_mode():
+    model = made(MAKERS["llama"])
+    mine = fused(model, QuantConfig(mode="float"))
+    assert torch.equal(*(
+        one.generate(words(2, 5), max_new_tokens=6, do_sample=False, eos_token_id=-1) for one in (model, mine)
+    ))  # fmt: skip
+    with torch.no_grad():
+        begun = mine.eval()(words(2, 5), use_cache=True).past_key_values
+    mine.train()
+    found = mine(words(2, 1), past_key_values=copy.deepcopy(begun)).logits
+    torch.testing.assert_close(found, model(words(2, 1), past_key_values=begun).logits, rtol=1e-4, atol=1e-5)
+    unfilled = mine(words(2, 5), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="does not fill it"):
+        mine(words(2, 1), past_key_values=unfilled)
+
+
+def test_threads_that_decode_with_one_model(model):
+    loss(model)
+    layer = next(one for one in model.eval().modules() if isinstance(one, FusedLayer))
+    before = dict(layer.named_parameters())
+    inside, entered = threading.Event(), threading.Event()
+
+    def decode():
+        inside.wait()
+        entered.set()
+        with rounded_weights(layer):
+            pass
+
+    other = threading.Thread(target=decode)
+    other.start()
+    with rounded_weights(layer):
+        inside.set()
+        entered.wait()
+        other.join(0.05)
+    other.join()
+    after = dict(layer.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+
+
+def test_weights_changed_unseen_are_rounded_again(model):
+    loss(model)
+    layer = next(one for one in model.eval().modules() if isinstance(one, FusedLayer))
+
+    def rounded():
+        with torch.no_grad(), rounded_weights(layer):
+            return layer.self_attn.o_proj.weight.clone(), layer.self_attn.o_proj.weight.data_ptr()
+
+    first, place = rounded()
+    assert rounded()[1] == place
+    layer.self_attn.o_proj.weight.data.mul_(0.5)
+    torch.testing.assert_close(rounded()[0], 0.5 * first, rtol=0.1, atol=1e-3)
+
+
+def test_attention_that_is_not_causal_is_not_fused():
+    report = lsq.convert(transformers.LlamaModel(transformers.LlamaConfig(**SHAPE, is_causal=False)))
+    assert {one.reason for one in report.whole} == {"its attention is not causal"}
