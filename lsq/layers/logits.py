@@ -6,6 +6,7 @@ torch.nn.functional.cross_entropy. A Logits goes along with that; anything else 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -47,6 +48,8 @@ class Logits(torch.Tensor):
     """The logits, once somebody wanted them where gradients are."""
     hooks: list[Callable]
     """For the gradient of the logits, if they are ever computed: FSDP2 puts some on whatever a model gives."""
+    views: list[weakref.ref]
+    """These and what has been viewed of them, which would be one memory if they were computed."""
 
     @staticmethod
     @beside_the_graph
@@ -55,6 +58,7 @@ class Logits(torch.Tensor):
         shape = *hidden.shape[:-1], words
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=trains)
         made.head, made.hidden, made.known, made.hooks = head, hidden, None, []
+        made.views = [weakref.ref(made)]
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_lost)
@@ -72,6 +76,10 @@ class Logits(torch.Tensor):
                 found.register_hook(hook)
         return found
 
+    def viewed(self) -> bool:
+        """Whether somebody else has a view of them, or of what they are a view of."""
+        return any(one() is not None and one() is not self for one in self.views)
+
     @classmethod
     @beside_the_graph
     def __torch_function__(cls, function, types, arguments=(), options: Mapping[str, Any] | None = None):
@@ -80,12 +88,12 @@ class Logits(torch.Tensor):
         if function in _METADATA or (name == "__get__" and function not in _VIEWS):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*arguments, **options)
-        if function in _FOLLOWED and not (isinstance(arguments[0], Logits) and arguments[0].known is not None):
+        if function in _FOLLOWED and arguments and getattr(arguments[0], "known", None) is None:
             found = _FOLLOWED[function](*arguments, **options)
             if found is not NotImplemented:
                 return found
-        changes = name.endswith("_") and not name.endswith("__")
-        if changes and not torch.is_grad_enabled():
+        changed = arguments[0] if arguments and (name in _CHANGES or name.endswith("_") > name.endswith("__")) else None
+        if isinstance(changed, Logits) and (not torch.is_grad_enabled() or changed.viewed()):
             raise RuntimeError(
                 f"{name} would change logits that are computed for each who asks: take logits.clone()"
             )
@@ -112,7 +120,8 @@ def _lost(gradient: torch.Tensor) -> None:
 
 
 def _hook(logits: Logits, hook: Callable):
-    if logits.known is not None:
+    """One that only waits for the backward pass, as FSDP2's, sees no gradient of what is not computed; others do."""
+    if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
         return NotImplemented
     logits.hooks.append(hook)
     with torch._C.DisableTorchFunctionSubclass():
@@ -121,6 +130,14 @@ def _hook(logits: Logits, hook: Callable):
 
 def _again(logits: Logits, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
     return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype)
+
+
+def _seen(logits: Logits, hidden: torch.Tensor) -> Logits:
+    """Their view of these rows."""
+    made = _again(logits, hidden)
+    made.views = logits.views
+    made.views[:] = [*(one for one in made.views if one() is not None), weakref.ref(made)]
+    return made
 
 
 def _view(logits: Logits, *shape, **options):
@@ -133,7 +150,7 @@ def _view(logits: Logits, *shape, **options):
         return NotImplemented
     if shape[-1] == -1 and logits.numel() != words * _product(shape[:-1]):
         return NotImplemented
-    return _again(logits, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
+    return _seen(logits, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
 
 
 def _product(sizes) -> int:
@@ -147,16 +164,23 @@ def _item(logits: Logits, index):
     """An index of other dimensions than the last."""
     parts = index if isinstance(index, tuple) else (index,)
     plain = all(part is Ellipsis or isinstance(part, int | slice) for part in parts)
-    masked = len(parts) == 1 and isinstance(parts[0], torch.Tensor) and parts[0].dim() < logits.dim()
+    masked = len(parts) == 1 and isinstance(parts[0], torch.Tensor) and _taken(parts[0]) < logits.dim()
     if plain and (len(parts) >= logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)):
         plain = parts[-1] == slice(None)
-    return _again(logits, logits.hidden[index]) if plain or masked else NotImplemented
+    if plain:
+        return _seen(logits, logits.hidden[index])
+    return _again(logits, logits.hidden[index]) if masked else NotImplemented
+
+
+def _taken(index: torch.Tensor) -> int:
+    """How many dimensions an index takes."""
+    return index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
 
 
 def _to(logits: Logits, *given, **options):
     if options or len(given) != 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
         return NotImplemented
-    return _again(logits, logits.hidden, given[0])
+    return logits if given[0] == logits.dtype else _again(logits, logits.hidden, given[0])
 
 
 def _cross_entropy(
@@ -168,9 +192,10 @@ def _cross_entropy(
         return NotImplemented
     if target.shape != logits.shape[:1] or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
-    return logits.head.loss(
+    loss = logits.head.loss(
         logits.hidden, target, ignore=ignore_index, smoothing=label_smoothing, mean=reduction == "mean"
-    ).to(logits.dtype)
+    )
+    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)  # autocast makes it float32
 
 
 def _add(logits, other, *, alpha=1):
@@ -178,9 +203,15 @@ def _add(logits, other, *, alpha=1):
     if not (isinstance(logits, Logits) and isinstance(other, torch.Tensor) and not isinstance(other, Logits)):
         return NotImplemented
     fits = other.shape[-1:] == logits.shape[-1:] and other.numel() == logits.shape[-1] and not other.requires_grad
+    fits = fits and other.dim() <= logits.dim() and torch.promote_types(other.dtype, logits.dtype) == logits.dtype
     return logits if fits and alpha == 1 and other.device.type == "cpu" and not other.any() else NotImplemented
 
 
+_CHANGES = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+"""What changes a tensor in place, beside methods whose names end in _."""
 _VIEWS = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")}
 _METADATA: set[Callable] = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.is_floating_point,
@@ -194,7 +225,7 @@ _FOLLOWED: dict[Callable, Callable] = {
     torch.Tensor.reshape: _view,
     torch.Tensor.__getitem__: _item,
     torch.Tensor.to: _to,
-    torch.Tensor.float: lambda logits: _again(logits, logits.hidden, torch.float32),
+    torch.Tensor.float: lambda logits: _to(logits, torch.float32),
     torch.Tensor.contiguous: lambda logits, **options: NotImplemented if options else logits,
     torch.Tensor.add: _add,
     torch.Tensor.__add__: _add,

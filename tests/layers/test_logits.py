@@ -133,11 +133,16 @@ def test_copies_are_real(model, x):
 
 def test_hooks_wait_for_the_real_ones(model, x):
     logits, seen = model(x), []
-    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+
+    def waiting(gradient):
+        seen.append(gradient.shape)
+
+    waiting.__module__ = "torch.distributed.fsdp"
+    logits.register_hook(waiting)
     functional.cross_entropy(logits.view(-1, WORDS), torch.arange(15)).backward()
     assert not seen
     logits = model(x)
-    logits.register_hook(lambda gradient: seen.append(gradient.shape))
+    logits.register_hook(waiting)
     logits.sum().backward()
     assert seen == [(3, 5, WORDS)]
 
@@ -173,3 +178,43 @@ def test_with_torch_compile(model, x):
     torch.testing.assert_close(loss(compiled), loss(model))
     whole = torch.compile(lambda: loss(model), backend="eager")
     torch.testing.assert_close(whole(), loss(model))
+
+
+def test_changes_in_place_are_not_lost(model, x):
+    for change in (lambda one: one.__setitem__((..., 0), 1.0), lambda one: one.__imul__(2), lambda one: one.mul_(2)):
+        with pytest.raises(RuntimeError, match="take logits.clone"):
+            logits = model(x)
+            viewed = logits.view(-1, WORDS)
+            change(logits)
+        del viewed
+        logits = model(x)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="take logits.clone"):
+            change(logits)
+    logits = model(x).view(-1, WORDS)
+    logits[:, 0] = -9.0
+    assert bool((logits[:, 0] == -9.0).all())
+
+
+def test_a_hook_changes_the_gradient(model, x):
+    logits = model(x)
+    logits.register_hook(lambda gradient: gradient * 0)
+    functional.cross_entropy(logits.view(-1, WORDS), torch.zeros(15, dtype=torch.int64)).backward()
+    assert not model.head.weight.grad.any()
+
+
+def test_what_looks_alike_is_computed(model, x):
+    logits = model(x)
+    real = logits.clone()
+    word = torch.tensor(3)
+    torch.testing.assert_close(logits[0, 0][word], real[0, 0][word])
+    for other in (torch.zeros(WORDS, dtype=torch.float64), torch.zeros(1, 1, 1, WORDS)):
+        added = logits + other
+        assert (added.dtype, added.shape) == ((real + other).dtype, (real + other).shape)
+    torch.testing.assert_close(torch.add(input=logits, other=real), real + real)
+
+
+def test_the_loss_under_autocast_is_float32(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(x).view(-1, WORDS)
+        assert logits.dtype == torch.bfloat16
+        assert functional.cross_entropy(logits, torch.zeros(15, dtype=torch.int64)).dtype == torch.float32
