@@ -222,20 +222,18 @@ def test_threads_that_decode_with_one_model(model):
     loss(model)
     layer = next(one for one in model.eval().modules() if isinstance(one, FusedLayer))
     before = dict(layer.named_parameters())
-    inside, entered = threading.Event(), threading.Event()
+    entered, leave = threading.Event(), threading.Event()
 
     def decode():
-        inside.wait()
-        entered.set()
         with rounded_weights(layer):
-            pass
+            entered.set()
+            leave.wait()
 
     other = threading.Thread(target=decode)
-    other.start()
     with rounded_weights(layer):
-        inside.set()
-        entered.wait()
-        other.join(0.05)
+        other.start()
+        entered.wait(0.2)
+    leave.set()
     other.join()
     after = dict(layer.named_parameters())
     assert before.keys() == after.keys()
