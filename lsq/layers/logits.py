@@ -6,6 +6,7 @@ torch.nn.functional.cross_entropy. A Logits goes along with that; anything else 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -32,6 +33,12 @@ class Head(Protocol):
         """Cross-entropy of target int64 [M], whose values `ignore` count for nothing: a float32 scalar."""
 
 
+LATE = (
+    "logits are computed only now, when somebody asks for them, and the weights have changed since the pass that they are "
+    "of: look at them before the optimizer's step, or take logits.clone() there"
+)
+
+
 class Logits(torch.Tensor):
     """Floats [..., V], of `hidden` [..., H] by a head.
 
@@ -44,6 +51,8 @@ class Logits(torch.Tensor):
 
     head: Head
     hidden: torch.Tensor
+    made_with: int
+    """The version of the head's weight in the pass that they are of."""
     known: torch.Tensor | None
     """The logits, once somebody wanted them where gradients are."""
     hooks: list[Callable]
@@ -58,7 +67,7 @@ class Logits(torch.Tensor):
         shape = *hidden.shape[:-1], words
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=trains)
         made.head, made.hidden, made.known, made.hooks = head, hidden, None, []
-        made.views = [weakref.ref(made)]
+        made.views, made.made_with = [weakref.ref(made)], head.weight._version
         if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_lost)
@@ -68,6 +77,8 @@ class Logits(torch.Tensor):
         """The real ones; with gradients they are the same for everybody who asks."""
         if self.known is not None:
             return self.known
+        if self.head.weight._version != self.made_with:
+            warnings.warn(LATE, stacklevel=2)
         rows = self.head.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
         found = rows.view(self.shape).to(self.dtype)
         if torch.is_grad_enabled():

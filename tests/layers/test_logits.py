@@ -121,6 +121,16 @@ def test_a_change_in_place_is_kept_or_refused(model, x):
         logits.div_(2)
 
 
+def test_who_asks_after_a_step_is_warned(model, x):
+    logits = model(x)
+    functional.cross_entropy(logits.view(-1, WORDS), torch.arange(15)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    with pytest.warns(UserWarning, match="before the optimizer's step"):
+        logits.argmax(-1)
+
+
 def test_copies_are_real(model, x):
     with torch.no_grad():
         expected = model(x)
