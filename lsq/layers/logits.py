@@ -34,8 +34,8 @@ class Head(Protocol):
 
 
 LATE = (
-    "logits are computed only now, when somebody asks for them, and the weights have changed since the pass that they are "
-    "of: look at them before the optimizer's step, or take logits.clone() there"
+    "logits are computed only now, when somebody asks for them, and the weights have changed since the pass that they "
+    "are of: look at them before the optimizer's step, or take logits.clone() there"
 )
 
 
@@ -140,7 +140,9 @@ def _hook(logits: Logits, hook: Callable):
 
 
 def _again(logits: Logits, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
-    return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype)
+    made = Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype)
+    made.made_with = logits.made_with
+    return made
 
 
 def _seen(logits: Logits, hidden: torch.Tensor) -> Logits:
