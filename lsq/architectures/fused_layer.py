@@ -188,7 +188,7 @@ class FusedLayer(InPlace):
         """How x [B, T, H] is packed under a mask of the model's.
 
         `cache`: of keys and values. Where gradients are wanted in training mode nothing is put there, since nobody
-        decodes with it; in eval mode, what is first to come there is the program's.
+        decodes with it; else, what is first to come there is the program's.
 
         Returns:
             None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
@@ -213,11 +213,16 @@ class FusedLayer(InPlace):
                 "this cache was given to a training pass, which does not fill it; decode in eval mode or under "
                 "torch.no_grad() from the beginning"
             )
-        if not torch.is_grad_enabled():
-            return not (self.CROSS or self.training)
-        if self.training:
+        if self._fills(cache):
+            return True
+        measures = self.training and self.calibration_due()  # of whose passes some are for that alone
+        program = self.training and torch.is_grad_enabled() or measures
+        if program:
             unfilled.add(self._number)
-        return self.training
+        return program
+
+    def _fills(self, cache: object) -> bool:
+        return cache is not None and not torch.is_grad_enabled() and not self.CROSS
 
     @beside_the_graph
     def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
@@ -238,10 +243,10 @@ class FusedLayer(InPlace):
             rotation: cosine, sine [B or 1, T, D], where heads turn.
             memory: what is attended to, where CROSS is.
             bias: a table [buckets, N] of biases by distance that comes from another layer.
-            cache: of keys and values, empty; it gets them in eval mode.
+            cache: of keys and values, empty; it gets them where no gradients are wanted.
         """
         self._read_dropouts()
-        fills = cache is not None and not self.training
+        fills = self._fills(cache)
         inputs, places = {"x": packing.pack(x), "starts": packing.starts}, None
         if memory is not None:
             inputs |= {"memory": memory.packing.pack(memory.states), "memory_starts": memory.packing.starts}
