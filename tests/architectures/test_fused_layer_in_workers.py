@@ -1,19 +1,14 @@
 """Fused layers in several processes: DistributedDataParallel, and FSDP2 with a checkpoint of its shards."""
 
-import tempfile
-from pathlib import Path
-
 import torch
-from torch import distributed, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
 from tests.architectures.checks import fused, made, right_padded
 from tests.architectures.test_llama import MAKERS
-from tests.conversion.test_workers import alike, whole
+from tests.conversion.test_workers import alike, assert_shards_go_on, saved_and_loaded, whole
 from tests.dist.processes import run
 
 QUANT = QuantConfig(backward="float", clip_step=0.01, calibration_passes=2)
@@ -53,28 +48,8 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
-    first, other = shard(model()), shard(model(5))
-    trained(first)
-    checkpoint.save(get_model_state_dict(first), checkpoint_id=folder)
-    state = get_model_state_dict(other)
-    checkpoint.load(state, checkpoint_id=folder)
-    set_model_state_dict(other, state)
-    found = [whole(first), whole(other)]
-    for one in (first, other):
-        trained(one, 1)
-        found.append(whole(one))
-    distributed.barrier()
-    return found
+    return saved_and_loaded(shard(model()), shard(model(5)), trained, folder)
 
 
 def test_fully_shard_and_a_checkpoint_of_its_shards():
-    expected = model()
-    trained(expected)
-    before = whole(expected)
-    trained(expected, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        for first, loaded, after, after_loaded in run(sharded, 2, str(Path(folder) / "checkpoint")):
-            alike(first, before)
-            alike(loaded, first)
-            alike(after, whole(expected))
-            alike(after_loaded, after)
+    assert_shards_go_on(sharded, model(), trained)

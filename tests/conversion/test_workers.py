@@ -1,6 +1,7 @@
 """Converted models in several processes: DistributedDataParallel, and FSDP2 with checkpoints of its shards."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,34 +69,40 @@ def shard(model: nn.Module, **options) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
-    made = shard(converted())
-    trained(made)
-    found = [whole(made)]
+def saved_and_loaded(made: nn.Module, other: nn.Module, train: Callable, folder: str) -> list[dict[str, torch.Tensor]]:
+    """States of a sharded model that has trained, of another that loads its checkpoint, and of both a step later."""
+    train(made)
     checkpoint.save(get_model_state_dict(made), checkpoint_id=folder)
-    other = shard(converted(5))
     state = get_model_state_dict(other)
     checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(other, state)
-    found.append(whole(other))
+    found = [whole(made), whole(other)]
     for one in (made, other):
-        trained(one, 1)
+        train(one, 1)
         found.append(whole(one))
     distributed.barrier()
     return found
 
 
-def test_fully_shard_and_a_checkpoint_of_its_shards():
-    expected = converted()
-    trained(expected)
+def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    return saved_and_loaded(shard(converted()), shard(converted(5)), trained, folder)
+
+
+def assert_shards_go_on(function: Callable, expected: nn.Module, train: Callable) -> None:
+    """What two processes of `saved_and_loaded` find is what `expected` is in one, without shards."""
+    train(expected)
     before = whole(expected)
-    trained(expected, 1)
+    train(expected, 1)
     with tempfile.TemporaryDirectory() as folder:
-        for first, loaded, after, after_loaded in run(sharded, 2, str(Path(folder) / "checkpoint")):
+        for first, loaded, after, after_loaded in run(function, 2, str(Path(folder) / "checkpoint")):
             alike(first, before)
             alike(loaded, first)
             alike(after, whole(expected))
             alike(after_loaded, after)
+
+
+def test_fully_shard_and_a_checkpoint_of_its_shards():
+    assert_shards_go_on(sharded, converted(), trained)
 
 
 def from_meta(rank: int) -> list[dict[str, torch.Tensor]]:
