@@ -27,6 +27,7 @@ from torch import nn
 
 from lsq.commands.step_memory import saved_tensors
 from lsq.csrc import tiles
+from lsq.memory import kept
 
 LAYERS, TOKENS = 12, 2048
 QUICK_LAYERS, QUICK_TOKENS = 1, 32
@@ -138,6 +139,7 @@ def peak_resident(run: Callable[[], object]) -> int | None:
     if platform.system() != "Linux":
         return None
     gc.collect()
+    kept.release()
     ctypes.CDLL(None).malloc_trim(0)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lsq.fairseq  # noqa: F401  (registers what checkpoints of lsq's models name)
 from lsq.commands.logs import logging_to, quieten, silent_libraries
+from lsq.memory.kept import nothing_kept
 
 
 def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Counter:
@@ -40,9 +41,10 @@ def saved_tensors(forward: Callable[[], torch.Tensor], parameters: Iterable[torc
 
 
 def traced_peak(run: Callable[[], object]) -> int:
-    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before."""
-    with silent_libraries(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+    """Bytes that PyTorch's CPU allocator holds at most while `run` runs, beyond what it held before; lsq keeps none."""
+    with nothing_kept(), silent_libraries():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            run()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -14,11 +14,11 @@ HUGE_PAGE = 2 << 20
 """Bytes of the pages that the system is asked for on the CPU: fewer page faults, fewer misses in the address cache."""
 
 
-NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+LINUX = sys.platform == "linux"
+NO_RESERVE = 0x4000 if LINUX else 0
 """MAP_NORESERVE, for which Python 3.11 has no name: a plan may be larger than what the machine has, if no batch is."""
 WIPE_ON_FORK = 18
-"""MADV_WIPEONFORK: a worker that loads data finds zeros, instead of a copy of every page."""
-ADVICE = (mmap.MADV_HUGEPAGE, WIPE_ON_FORK) if sys.platform == "linux" else ()
+"""MADV_WIPEONFORK."""
 
 
 class Arena:
@@ -30,15 +30,22 @@ class Arena:
     Args:
         size: bytes.
         device: where, as torch names it.
+        wiped_on_fork: whether a forked process finds zeros there, where the system can, not copies of pages.
 
     Raises:
         MemoryError: the system refuses so much.
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu"):
+    def __init__(self, size: int, device: torch.device | str = "cpu", *, wiped_on_fork: bool = True):
         self.size = size
         self.device = torch.device(device)
-        self._slab = _slab(size, self.device)
+        if self.device.type == "cpu":
+            self._pages = _pages(size, wiped_on_fork=wiped_on_fork)
+            whole = torch.frombuffer(self._pages, dtype=torch.uint8)
+            self._start = -whole.data_ptr() % HUGE_PAGE
+            self._slab = whole[self._start : self._start + size]
+        else:
+            self._pages, self._slab = None, torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor at byte `offset`; what is there stays.
@@ -53,6 +60,15 @@ class Arena:
         """The same with a storage of its own; the reference is dead once nothing uses it."""
         memory = self.tensor(offset, shape, dtype)  # lives on as long as the storage made of it
         return from_dlpack(to_dlpack(memory)), weakref.ref(memory)
+
+    def release(self, offset: int, size: int) -> None:
+        """Give whole pages among `size` bytes from `offset` on back to the system, on Linux; they are zeros then."""
+        if self._pages is None or not LINUX:
+            return
+        first = -(-(self._start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (self._start + offset + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _check(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = math.prod(shape) * dtype.itemsize
@@ -80,10 +96,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _slab(capacity: int, device: torch.device) -> torch.Tensor:
-    """uint8 [capacity] that begins at a multiple of HUGE_PAGE on the CPU."""
-    if device.type != "cpu":
-        return torch.empty(capacity, dtype=torch.uint8, device=device)
+def _pages(capacity: int, *, wiped_on_fork: bool) -> mmap.mmap:
+    """Address space of the CPU in which `capacity` bytes can begin at a multiple of HUGE_PAGE."""
     try:
         pages = mmap.mmap(-1, capacity + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
     except OSError as error:
@@ -91,9 +105,8 @@ def _slab(capacity: int, device: torch.device) -> torch.Tensor:
             f"the system gives no address space for a plan of {capacity} bytes ({error.strerror}); plan for smaller "
             "batches or shorter sentences, or train without a plan"
         ) from error
-    for advice in ADVICE:
-        with contextlib.suppress(OSError):  # an older kernel does without
-            pages.madvise(advice)
-    whole = torch.frombuffer(pages, dtype=torch.uint8)
-    start = -whole.data_ptr() % HUGE_PAGE
-    return whole[start : start + capacity]
+    if LINUX:
+        for advice in (mmap.MADV_HUGEPAGE, *([WIPE_ON_FORK] if wiped_on_fork else [])):
+            with contextlib.suppress(OSError):  # an older kernel does without
+                pages.madvise(advice)
+    return pages

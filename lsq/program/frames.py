@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from lsq.memory import kept
 from lsq.memory.arena import Arena
 from lsq.program.backend import Backend
 from lsq.program.loans import Loans
@@ -34,6 +35,8 @@ PREPARED_KEPT = 2048
 
 def fresh(tensor: VirtualTensor, device: torch.device) -> torch.Tensor:
     """Memory of its own for a virtual tensor."""
+    if device.type == "cpu":
+        return kept.tensor(tensor.shape, tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 

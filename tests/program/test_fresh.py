@@ -10,6 +10,7 @@ import torch
 from lsq.backends import backend
 from lsq.commands.step_memory import traced_peak
 from lsq.layers import TransformerEncoderLayer
+from lsq.memory.kept import SMALLEST, nothing_kept
 from lsq.ops.calibration import LeastErrorClip
 from lsq.ops.rounding import RoundWeight
 from lsq.program import fresh
@@ -89,7 +90,8 @@ def test_nothing_is_held_between_two_runs(layer):
 def test_a_pass_takes_no_more_memory_than_its_operations_one_by_one(layer, training):
     x = torch.randn(40, 8, 48)
     step = (lambda: run(layer, x)) if training else torch.no_grad()(lambda: layer.eval()(x))
-    step()
+    with nothing_kept():
+        step()
     whole = traced_peak(step)
     with profile():
         assert whole < 1.1 * traced_peak(step) + 4096
@@ -100,10 +102,23 @@ def test_memory_may_lie_elsewhere_in_every_run(layer, monkeypatch):
     follow = fresh.PreparedPass.follow
     monkeypatch.setattr(fresh.PreparedPass, "follow", lambda self: followed.append(follow(self)))
     expected = one_by_one(layer, x)
-    for _ in range(20):
-        assert equal(run(layer, x), expected)
-        others += [torch.empty(size) for size in range(1 << 12, 1 << 19, 1 << 13)]
+    with nothing_kept():
+        for _ in range(20):
+            assert equal(run(layer, x), expected)
+            others += [torch.empty(size) for size in range(1 << 12, 1 << 19, 1 << 13)]
     assert followed
+
+
+def test_kept_memory_is_used_again_and_gives_the_same_bits(layer):
+    x = torch.randn(640, 4, 48)  # of 480 KB
+    expected = one_by_one(layer, x)
+    addresses = []
+    for _ in range(4):
+        found = run(layer, x)
+        assert equal(found, expected)
+        addresses.append(found[0].data_ptr())
+        del found
+    assert x.nbytes >= SMALLEST and addresses[1:] == addresses[:1] * 3
 
 
 def test_threads_run_the_same_pass_at_one_time(layer):

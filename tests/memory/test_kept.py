@@ -1,0 +1,81 @@
+"""Kept memory: large tensors of the CPU come from the pool, rooms are for one pass at a time, all can be given back."""
+
+import subprocess
+import sys
+import threading
+
+import torch
+
+from lsq.memory import kept
+from lsq.memory.workspace import LastingRoom, PassingRoom
+
+LARGE = (kept.SMALLEST,)
+CPU = torch.device("cpu")
+
+
+def test_large_tensors_find_the_memory_of_those_before():
+    first = kept.tensor(LARGE, torch.int8).fill_(1)
+    place = first.data_ptr()
+    assert first.untyped_storage().nbytes() == kept.SMALLEST
+    del first
+    assert kept.tensor(LARGE, torch.int8).data_ptr() == place
+    assert kept.tensor((kept.SMALLEST // 4, 1), torch.float32).data_ptr() == place
+    assert kept.tensor((3, 0), torch.float32).shape == (3, 0)
+
+
+def test_released_memory_is_cleared():
+    tensor = kept.tensor(LARGE, torch.int8).fill_(1)
+    place = tensor.data_ptr()
+    kept.release()
+    assert tensor.all()
+    del tensor
+    kept.release()
+    again = kept.tensor(LARGE, torch.int8)
+    assert again.data_ptr() == place and not again.any()
+
+
+def test_a_room_is_for_one_at_a_time():
+    with kept.room(CPU) as first, kept.room(CPU) as second:
+        assert first is not second and isinstance(first, LastingRoom)
+        kept.release()  # leaves both alone
+    seen = []
+
+    def work() -> None:
+        with kept.room(CPU) as found:
+            seen.append(found)
+
+    with kept.room(CPU) as third:
+        assert third is first
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [second]
+
+
+def test_nothing_is_kept_where_profilers_look():
+    with kept.nothing_kept():
+        tensor = kept.tensor(LARGE, torch.int8)
+        with kept.room(CPU) as found:
+            assert isinstance(found, PassingRoom)
+    place = tensor.data_ptr()
+    del tensor
+    assert kept.tensor(LARGE, torch.int8).data_ptr() != place
+
+
+def test_a_process_with_little_address_space_warns_and_works():
+    program = """
+import resource, warnings
+import torch
+from lsq.memory import kept
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), used + (1 << 28)))
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    tensors = [kept.tensor((1 << 20,), torch.int8).fill_(1) for _ in range(2)]
+    with kept.room(torch.device("cpu")) as room:
+        assert type(room).__name__ == "PassingRoom"
+    kept.release()
+print(len(found), "ulimit -v" in str(found[0].message), sum(int(one.sum()) for one in tensors))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "True", str(2 << 20)], done.stderr
