@@ -17,7 +17,7 @@ from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.prediction import Prediction
 from lsq.ops.project import Project
-from lsq.ops.residual_norm import ResidualNorm
+from lsq.ops.residual_norm import NormalisedRows, ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
 from lsq.ops.rounding import Round, unpacked
 from lsq.ops.vocabulary_loss import VocabularyLoss
@@ -25,6 +25,7 @@ from lsq.program.builder import Builder
 from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
+from lsq.quant import NORMALISED
 
 
 def filled(rows: int) -> int:
@@ -214,11 +215,11 @@ class Residual:
 
 
 def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None,
-                 name: str) -> ResidualSum:  # fmt: skip
-    """residual + dropout(update), kept under that name; the residual itself without an update."""
+                 name: str, *, kept: bool = True) -> ResidualSum:  # fmt: skip
+    """residual + dropout(update), kept under that name if it is; the residual itself without an update."""
     if update is None:
         return ResidualSum(residual=residual)
-    z = builder.like(name, residual)
+    z = builder.like(name, residual) if kept else None
     return ResidualSum(residual=residual, update=update, dropout=builder.dropout(config.dropout), z=z)
 
 
@@ -226,15 +227,21 @@ def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update:
          clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
     """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or both."""
     rows, columns = residual.shape
-    rounds = clip is not None and builder.quant.quantized
+    quantized = builder.quant.quantized
+    rounds, keeps_codes = clip is not None and quantized, builder.backward and quantized
+    kept = config.pre_norm or builder.backward and not keeps_codes  # the next sum begins with z, or a gradient reads it
     fields = {
-        "sum": residual_sum(builder, config, residual, update, name + ".sum"),
+        "sum": residual_sum(builder, config, residual, update, name + ".sum", kept=kept),
         "weight": builder.parameter(name + ".weight", (columns,), Kind.NORM_WEIGHT, start=1.0),
         "epsilon": config.layer_norm_epsilon, "rstd": builder.tensor(name + ".rstd", (rows,)),
     }  # fmt: skip
     if config.norm == "layer":
         fields["bias"] = builder.parameter(name + ".bias", (columns,), Kind.NORM_BIAS)
         fields["mean"] = builder.tensor(name + ".mean", (rows,))
+    if keeps_codes:
+        codes = builder.tensor(name + ".normalised", residual.shape, NORMALISED.storage)
+        scale = builder.tensor(name + ".normalised.scale", (rows,))
+        fields["normalised"] = NormalisedRows(format=NORMALISED, codes=codes, scale=scale)
     fields["out"] = builder.tensor(name + ".out", residual.shape) if keep_float or not rounds else None
     fields["rounded"] = builder.coded(clip.removesuffix("_clip"), residual.shape, clip) if rounds else None
     return builder.add(ResidualNorm(**fields))

@@ -2,21 +2,51 @@
 
     z = residual + dropout(update);   out = (z - mean) * rstd * weight + bias, as float, as codes, or both
 
-`update` may be missing (a norm alone) and so may the norm (z is the result). LayerNorm: Ba et al. 2016, biased
-variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias. M rows, H columns. Loops and kernels do what is said
-of sums in residual_sum.h and residual_sum.cuh.
+`update` may be missing (a norm alone) and so may the norm (z is the result). The backward pass finds z as it is, or the
+normalised row (z - mean) * rstd as codes, a fourth of the bytes: their error reaches the gradient of z through one
+inner product of a row alone, and that of the weight as errors of codes reach any weight's.
+
+LayerNorm: Ba et al. 2016, biased variance. RMSNorm: Zhang and Sennrich 2019, without mean and bias. M rows, H columns.
+Loops and kernels do what is said of sums in residual_sum.h and residual_sum.cuh.
 """
 
 from __future__ import annotations
+
+import torch
 
 from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines, sums_in_shared_memory
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.ops.residual_sum import ResidualSum, ResidualSumGradient
 from lsq.ops.scales import started
 from lsq.ops.sums import PartialSums, as_parts, finish, parts_of
-from lsq.program.declare import Activations, Floats, In, Out, extent
+from lsq.program.declare import Activations, Codes, Floats, Host, In, Out, Value, extent, factor
 from lsq.program.operation import Operation
 from lsq.program.values import Coded
+from lsq.quant import Format, arithmetic
+
+
+class NormalisedRows(Value):
+    """Rows [M, H] of mean square 1 as integers, each with a scale that its largest magnitude fits: codes * scale."""
+
+    format: Host[Format]
+    codes: Codes
+    """[M, H]"""
+    scale: Floats
+    """[M]; NaN for a row that holds a NaN or an infinity."""
+
+    @factor
+    def largest(self) -> float:
+        """Q."""
+        return float(self.format.largest)
+
+    def encode(self, centred: torch.Tensor, rstd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: codes and scale of centred [M, H] * rstd [M]."""
+        codes, scale = arithmetic.nearest_rows(centred, self.format.largest)
+        return codes, scale * rstd
+
+    def decode(self) -> torch.Tensor:
+        """Reference: the values, float32 [M, H]."""
+        return self.codes.to(torch.float32) * self.scale[:, None]
 
 
 class ResidualNorm(Operation):
@@ -32,6 +62,8 @@ class ResidualNorm(Operation):
     """[M], of LayerNorm; None: it is not subtracted."""
     rstd: Out[Floats] | None
     """[M]"""
+    normalised: Out[NormalisedRows] | None
+    """[M, H], what the backward pass reads in place of z and the mean."""
     out: Out[Activations] | None
     """[M, H]"""
     rounded: Out[Coded] | None
@@ -47,13 +79,14 @@ class ResidualNorm(Operation):
     def reference(self):
         z = self.sum.compute()
         if self.weight is None:
-            return z, *(None,) * 7
+            return z, *(None,) * 9
         mean = None if self.mean is None else z.mean(dim=1)
         centred = z if mean is None else z - mean[:, None]
         rstd = (centred.square().mean(dim=1) + self.epsilon).rsqrt()
         out = centred * rstd[:, None] * self.weight
         out = out if self.bias is None else out + self.bias
-        return z, mean, rstd, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)
+        kept = (None, None) if self.normalised is None else self.normalised.encode(centred, rstd)
+        return z, mean, rstd, *kept, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)
 
     def cuda(self):
         return [
@@ -68,10 +101,12 @@ class ResidualNorm(Operation):
         normed = self.weight is not None
         dout = builder.gradient_sum(*self.same_values) if normed else None
         down = self.sum.gradient(builder, normed)
+        kept = {"normalised": self.normalised} if self.normalised else {"z": self.sum.kept, "mean": self.mean}
         builder.add(
             ResidualNormGradient(
-                dout=dout, z=self.sum.kept if normed else None, mean=self.mean, rstd=self.rstd, weight=self.weight,
+                dout=dout, rstd=self.rstd, centred=self.mean is not None, weight=self.weight,
                 dweight=builder.parameter_gradient(self.weight), dbias=builder.parameter_gradient(self.bias), sum=down,
+                **(kept if normed else {}),
             )
         )
         builder.accumulate(self.sum.residual, down.dresidual if normed else down.dz)
@@ -82,12 +117,16 @@ class ResidualNormGradient(Operation):
 
     dout: In[Activations] | None
     """[M, H], of the norm's result; None without a norm."""
+    normalised: In[NormalisedRows] | None
+    """[M, H]; None: z is read."""
     z: In[Activations] | None
     """[M, H]"""
     mean: In[Floats] | None
-    """[M]"""
+    """[M], of LayerNorm, with z."""
     rstd: In[Floats] | None
     """[M]"""
+    centred: bool = False
+    """Whether the norm has subtracted the mean, as LayerNorm does."""
     weight: In[Floats] | None
     """[H]"""
     dweight: Out[Floats] | None
@@ -105,15 +144,19 @@ class ResidualNormGradient(Operation):
         if self.dout is None:
             found = None, None, *self.sum.compute(None)
             return *found, self._as_parts(found)
-        centred = self.z if self.mean is None else self.z - self.mean[:, None]
-        normalised = centred * self.rstd[:, None]
+        normalised = self._normalised()
         scaled = self.dout * self.weight
         projected = normalised * (scaled * normalised).mean(dim=1, keepdim=True)
-        if self.mean is not None:
+        if self.centred:
             scaled = scaled - scaled.mean(dim=1, keepdim=True)
         through = self.rstd[:, None] * (scaled - projected)
         found = (self.dout * normalised).sum(dim=0), self.dout.sum(dim=0), *self.sum.compute(through)
         return *found, self._as_parts(found)
+
+    def _normalised(self) -> torch.Tensor:
+        if self.normalised is not None:
+            return self.normalised.decode()
+        return (self.z if self.mean is None else self.z - self.mean[:, None]) * self.rstd[:, None]
 
     def _as_parts(self, found):
         dweight, dbias, *_, dupdate_sum = found
@@ -122,7 +165,7 @@ class ResidualNormGradient(Operation):
     @property
     def _norm_sums(self) -> int:
         """Sums over rows of the norm itself: its weight's, and that of LayerNorm's bias."""
-        return 0 if self.dout is None else 1 if self.mean is None else 2
+        return 0 if self.dout is None else 2 if self.centred else 1
 
     def _sums(self, parts, of_norm, of_update) -> PartialSums:
         outs = (*of_norm[: self._norm_sums], *([of_update] if self.sum.updated else []))
@@ -153,8 +196,9 @@ class ResidualNormGradient(Operation):
             launch(
                 "residual_norm.cu", "lsq_residual_norm_gradient", self, partial, grid=len(partial),
                 shared=sums_in_shared_memory(self.columns, self._norm_sums), NORM_SUMS=self._norm_sums,
-                PRODUCT=int(down.updated), ROUNDED=int(down.rounded is not None),
-                **float_define(self.dout, self.z, *down.tensors), **row_defines(self.columns),
+                NORMALISED=int(self.normalised is not None), PRODUCT=int(down.updated),
+                ROUNDED=int(down.rounded is not None), **float_define(self.dout, self.z, *down.tensors),
+                **row_defines(self.columns),
             ),
             *finished,
         ]  # fmt: skip

@@ -21,7 +21,7 @@ class ResidualSum(Value):
     """[M, H]"""
     dropout: In[Dropout] | None
     z: Activations | None
-    """[M, H]"""
+    """[M, H]; None: nobody reads it."""
 
     def compute(self) -> torch.Tensor:
         """Reference: z."""

@@ -9,7 +9,7 @@ from lsq.quant.calibration import (
     octav_clip,
     sample_stride,
 )
-from lsq.quant.formats import GRADIENT, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant.formats import GRADIENT, NORMALISED, WEIGHT_FORMATS, Format, Grain, WeightFormat
 from lsq.quant.rounding import (
     CLIP_GRADIENTS,
     LARGEST_CLIP,
@@ -27,6 +27,7 @@ __all__ = [
     "CALIBRATIONS",
     "CLIP_GRADIENTS",
     "GRADIENT",
+    "NORMALISED",
     "LARGEST_CLIP",
     "SMALLEST_CLIP",
     "WEIGHT_FORMATS",

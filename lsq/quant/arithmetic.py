@@ -51,6 +51,12 @@ def round_rows(gradient, factor, key, subsequence, largest: int = GRADIENT.large
     return _round_at_random(scaled * reciprocal[:, None], key, subsequence, largest), scale
 
 
+def nearest_rows(x, largest: int = GRADIENT.largest):
+    """Round each row of x [M, N] to the nearest (codes int8 [M, N], scale float32 [M]), with scales as `round_rows`."""
+    scale, reciprocal = gradient_scale(x.abs().amax(dim=1), largest)
+    return (x * reciprocal[:, None]).round().nan_to_num(nan=0.0).to(GRADIENT.storage), scale
+
+
 def round_columns(x, key, subsequence, largest: int = GRADIENT.largest):
     """The same with one scale for each column: (codes int8 [M, N], scale float32 [N])."""
     magnitude = x.abs().amax(dim=0) if len(x) else x.new_zeros(x.shape[1:])

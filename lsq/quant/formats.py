@@ -140,3 +140,5 @@ csrc/cpu has lsq_round_<name> for each, and lsq_unpack_<name> for those that are
 """
 GRADIENT = Format(name="gradient", bits=8, grain=Grain.ROW)
 """What gradients are rounded to under backward="int8", at random and without bias: a scale for each row."""
+NORMALISED = Format(name="normalised", bits=8, grain=Grain.ROW)
+"""As what the backward pass of a norm finds the rows that were normalised, rounded to the nearest."""

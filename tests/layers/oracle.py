@@ -13,7 +13,7 @@ import torch
 from lsq.ops.nonlinearity import SLOPE_UNIT
 from lsq.quant import maximum_code, scale_of
 from lsq.quant.random import draw_key, dropout_threshold, keep_factor, philox_of
-from tests.layers.reference import ACTIVATIONS, ReferenceLayer, slope_of
+from tests.layers.reference import ACTIVATIONS, ReferenceLayer, normalise, slope_of
 
 MARGIN = 3e-5
 """Smallest distance of x / scale from a border between two codes; its float32 error is below this."""
@@ -46,6 +46,13 @@ class Recorder(ReferenceLayer):
             self.margin = min(self.margin, border_distance(x, scale, self.config.quant.bits).min().item())
         return rounded
 
+    def norm(self, x, name):
+        if self.config.quant.quantized:
+            rows = next((x[~mask] for mask in self.masks if mask.shape == x.shape[:-1]), x)
+            values, _ = normalise(rows.detach(), self.config.layer_norm_epsilon, self.config.norm == "layer")
+            scaled = (127 * values / values.abs().amax(-1, keepdim=True)).abs()
+            self.margin = min(self.margin, (scaled - scaled.floor() - 0.5).abs().nan_to_num(1.0).min().item())
+        return super().norm(x, name)
 
     def activate(self, x):
         if self.steps:

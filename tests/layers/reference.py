@@ -131,11 +131,14 @@ class ReferenceLayer:
         return x if self.config.pre_norm else self.norm(x, norm)
 
     def norm(self, x, name: str) -> torch.Tensor:
-        """LayerNorm or RMSNorm of x [..., H]."""
-        weight, epsilon = self.parameters[name + ".weight"], self.config.layer_norm_epsilon
-        if self.config.norm == "rms":
+        """LayerNorm or RMSNorm of x [..., H]; the backward pass reads integers where anything is rounded."""
+        weight, bias = self.parameters[name + ".weight"], self.parameters.get(name + ".bias")
+        epsilon, centred = self.config.layer_norm_epsilon, self.config.norm == "layer"
+        if self.config.quant.quantized:
+            return _KeptNorm.apply(x, weight, bias, epsilon, centred)
+        if not centred:
             return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
-        return functional.layer_norm(x, x.shape[-1:], weight, self.parameters[name + ".bias"], epsilon)
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
     def encoder_layer(
         self, x: torch.Tensor, padding: torch.Tensor | None = None, causal: bool = False
@@ -174,6 +177,35 @@ def buckets(relative: RelativeBias, time: int, causal: bool) -> torch.Tensor:
             far = exact + int(math.log(far / exact) / math.log(relative.farthest / exact) * (count - exact))
         found[query, key] = first + min(far, count - 1)
     return found
+
+
+class _KeptNorm(torch.autograd.Function):
+    """A norm whose backward pass takes normalised rows as 127ths of each row's largest magnitude."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, epsilon, centred):
+        normalised, rstd = normalise(x, epsilon, centred)
+        step = normalised.abs().amax(-1, keepdim=True) / 127
+        ctx.save_for_backward((normalised / step).round().nan_to_num() * step, rstd, weight)
+        ctx.centred, ctx.bias = centred, bias is not None
+        return normalised * weight + (0 if bias is None else bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        normalised, rstd, weight = ctx.saved_tensors
+        scaled = gradient * weight
+        through = scaled - normalised * (scaled * normalised).mean(-1, keepdim=True)
+        if ctx.centred:
+            through = through - scaled.mean(-1, keepdim=True)
+        dims = tuple(range(gradient.dim() - 1))
+        return rstd * through, (gradient * normalised).sum(dims), gradient.sum(dims) if ctx.bias else None, None, None
+
+
+def normalise(x: torch.Tensor, epsilon: float, centred: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., H] with mean square 1, and what it was multiplied by [..., 1]; `centred`: with mean 0, too."""
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    rstd = (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return x * rstd, rstd
 
 
 class _Stepped(torch.autograd.Function):

@@ -251,20 +251,20 @@ def test_a_restored_generator_repeats_a_run():
 
 @pytest.mark.parametrize("backward", ["float", "int8"])
 def test_what_autograd_saves_is_int8(backward):
-    """Beside parameters, inputs and numbers for each row, only the sums before a LayerNorm are float [M, N]."""
+    """Beside parameters and numbers for each row, nothing is float [M, N]."""
     layer = TransformerEncoderLayer(config_of(backward=backward, dropout=0.1))
     x = torch.randn(41, 3, HIDDEN)
-    borders = {tensor.data_ptr() for tensor in (x, *layer.parameters())}
+    parameters = {tensor.data_ptr() for tensor in layer.parameters()}
     saved = []
 
     def pack(tensor):
-        if tensor.data_ptr() not in borders:
+        if tensor.data_ptr() not in parameters:
             saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x)
     rows = [tensor for tensor in saved if tensor.dim() == 2 and tensor.is_floating_point()]
-    assert [tuple(tensor.shape) for tensor in rows] == [(123, HEADS), *[(123, HIDDEN)] * 2]
-    assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 8
+    assert [tuple(tensor.shape) for tensor in rows] == [(123, HEADS)]
+    assert sum(tensor.dtype == torch.int8 for tensor in saved) >= 10
     assert {tensor.dtype for tensor in saved} <= {torch.int8, torch.uint8, torch.float32, torch.int32, torch.int64}

@@ -138,14 +138,14 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 def test_saved_bytes_of_an_encoder_layer():
-    """A row saves 7 H + F codes, a bit for each of 4 H + F and for each of F, two sums of H, and their statistics."""
+    """A row saves 8 H + F codes, a bit for each of 6 H + F and for each of F, and two numbers of each norm."""
     program = PROGRAMS["wide encoder"]()
     rows, hidden, inner, heads = 512, 512, 2048, 8
     rounded = 6 * hidden + inner  # input, queries with keys and values, context, input of the feed-forward; activation
     bits = (rounded + inner) // 8  # clipped, and positive before ReLU
     of_scales = 5 * 4  # one float for each activation
-    floats = 4 * (2 * hidden + 2 * 2 + heads)
-    assert program.saved_bytes == rows * (rounded + bits + floats) + of_scales
+    floats = 4 * (2 * 2 + heads)
+    assert program.saved_bytes == rows * (rounded + bits + 2 * hidden + floats) + of_scales
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "wide" not in name])

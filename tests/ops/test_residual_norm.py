@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lsq.backends import run
-from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
-from lsq.quant import random
+from lsq.ops.residual_norm import NormalisedRows, ResidualNorm, ResidualNormGradient
+from lsq.quant import NORMALISED, random
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
 from tests.ops.test_residual_sum import sum_gradient, sum_of
 
@@ -19,7 +19,13 @@ def affine(columns=COLUMNS):
     return 1 + 0.2 * torch.randn(columns), 0.2 * torch.randn(columns)
 
 
-def norm(residual, update=None, *, normed=True, rounds=False, dropout=0.0, **rounding) -> ResidualNorm:
+def to_keep(rows: int, columns: int) -> NormalisedRows:
+    """What a norm is to keep of its rows."""
+    codes = empty(rows, columns, dtype=torch.int8)
+    return NormalisedRows(format=NORMALISED, codes=codes, scale=empty(rows))
+
+
+def norm(residual, update=None, *, normed=True, rounds=False, keeps=False, dropout=0.0, **rounding) -> ResidualNorm:
     """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
     rows, columns = residual.shape
     made = ResidualNorm(sum=sum_of(residual, update, dropout))
@@ -27,6 +33,7 @@ def norm(residual, update=None, *, normed=True, rounds=False, dropout=0.0, **rou
         made.weight, made.bias = affine(columns)
         made.mean, made.rstd, made.out = empty(rows), empty(rows), empty(rows, columns)
         made.rounded = to_round(rows, columns, CLIP, **rounding) if rounds else None
+        made.normalised = to_keep(rows, columns) if keeps else None
     return made
 
 
@@ -35,10 +42,16 @@ def norm_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
     rows, columns = forward.sum.residual.shape
     normed = forward.weight is not None
     return ResidualNormGradient(
-        dout=torch.randn(rows, columns) if normed else None, z=forward.sum.z if normed else None, mean=forward.mean,
-        rstd=forward.rstd, weight=forward.weight, dweight=empty(columns) if normed else None,
-        dbias=empty(columns) if normed else None, sum=sum_gradient(forward.sum, normed=normed, **options),
+        dout=torch.randn(rows, columns) if normed else None, **(kept_by(forward) if normed else {}),
+        rstd=forward.rstd, centred=forward.mean is not None, weight=forward.weight,
+        dweight=empty(columns) if normed else None, dbias=empty(columns) if normed else None,
+        sum=sum_gradient(forward.sum, normed=normed, **options),
     )  # fmt: skip
+
+
+def kept_by(forward: ResidualNorm) -> dict:
+    """What the backward pass reads of a norm that was computed."""
+    return {"normalised": forward.normalised} if forward.normalised else {"z": forward.sum.z, "mean": forward.mean}
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 3), (41, 48), (341, 1040)])
@@ -78,6 +91,43 @@ def test_gradients_of_the_norm_are_as_accurate_as_torchs(rows, columns, direct):
     exact, single = by_autograd(torch.float64), by_autograd(torch.float32)
     for one, *values in zip((found.sum.dresidual, found.dweight, found.dbias), exact, single, strict=True):
         assert_accurate(one, *values)
+
+
+def decibels(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Signal-to-noise."""
+    return 10 * math.log10(exact.double().square().sum() / (found - exact).double().square().sum())
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 5), (7, 3), (41, 48), (341, 1040)])
+def test_normalised_rows_are_kept_as_codes_of_half_a_step(rows, columns):
+    found = compare(norm(3 + 2 * torch.randn(rows, columns), keeps=True))
+    exact = (found.sum.z - found.mean[:, None]) * found.rstd[:, None]
+    kept = found.normalised
+    assert (kept.codes.abs().amax(1) == 127).all()
+    assert ((kept.decode() - exact).abs() <= 0.5001 * kept.scale[:, None]).all()
+
+
+@pytest.mark.parametrize("outlier, of_row, of_weight", [(1.0, 60, 35), (30.0, 35, 18)])
+def test_gradients_from_codes_have_little_noise(outlier, of_row, of_weight):
+    x = torch.randn(512, 768)
+    x[:, 5] *= outlier
+    forward = on_cpu(norm(x, keeps=True))
+    operation = norm_gradient(forward)
+    found = compare(operation)
+    operation.normalised, operation.z, operation.mean = None, forward.sum.z, forward.mean
+    exact = on_cpu(operation)
+    assert decibels(found.sum.dresidual, exact.sum.dresidual) > of_row
+    assert decibels(found.dweight, exact.dweight) > of_weight and torch.equal(found.dbias, exact.dbias)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_stays_visible_in_kept_codes(value):
+    x = torch.randn(7, COLUMNS)
+    x[3, 5] = value
+    found = compare(norm(x, keeps=True)).normalised
+    assert found.scale.isnan().nonzero().flatten().tolist() == [3] and not found.codes[3].any()
+    constant = compare(norm(torch.full((2, COLUMNS), 7.0), keeps=True)).normalised
+    assert not constant.decode().any()
 
 
 @pytest.mark.parametrize("rows", ROWS)

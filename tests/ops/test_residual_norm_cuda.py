@@ -14,6 +14,7 @@ from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, in_dtype, run
 from tests.ops.test_residual_norm import CLIP, norm, norm_gradient
 from tests.ops.test_residual_sum import sum_of
+from tests.ops.test_rms_norm import rms, rms_gradient
 
 SHAPES = [(1, 48), (7, 48), (41, 48), (341, 48), (7, 1040)]
 
@@ -42,12 +43,22 @@ def test_a_norm_alone(rows, columns):
     compare_cuda(operation)
 
 
+@pytest.mark.parametrize("rows, columns", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("made, gradient", [(norm, norm_gradient), (rms, rms_gradient)])
+def test_normalised_rows_as_codes(dtype, rows, columns, made, gradient):
+    operation = made(torch.randn(rows, columns).to(dtype).float(), keeps=True)
+    compare_cuda(operation, dtype)
+    compare_cuda(gradient(on_cpu(operation)), dtype)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("row", [0, 6])
 def test_what_is_not_finite_stays_in_its_row(value, row):
     x = torch.randn(7, 48)
     x[row, 5] = value
-    found = compare_cuda(norm(x, rounds=True))
+    found = compare_cuda(norm(x, rounds=True, keeps=True))
+    assert found.normalised.scale.isnan().nonzero().flatten().tolist() == [row]
     assert found.out.isnan().any(1).nonzero().flatten().tolist() == [row]
     codes = found.rounded.codes
     assert found.rounded.scale.isnan() and not codes[row].all() and codes.any(1).sum() >= 6

@@ -16,16 +16,17 @@ from lsq.program.parameters import Kind
 from lsq.program.values import Rows
 from lsq.quant import random
 from tests.ops.compare import KEY, ROWS, assert_accurate, compare, empty, on_cpu, to_round
-from tests.ops.test_residual_norm import CLIP, COLUMNS
+from tests.ops.test_residual_norm import CLIP, COLUMNS, decibels, kept_by, to_keep
 from tests.ops.test_residual_sum import sum_gradient, sum_of
 
 
-def rms(residual, update=None, *, rounds=False, dropout=0.0, **rounding) -> ResidualNorm:
+def rms(residual, update=None, *, rounds=False, keeps=False, dropout=0.0, **rounding) -> ResidualNorm:
     """Of `residual` [M, H], with everything written that can be; rounding: see `to_round`."""
     rows, columns = residual.shape
     return ResidualNorm(
         sum=sum_of(residual, update, dropout), weight=1 + 0.2 * torch.randn(columns), rstd=empty(rows),
         out=empty(rows, columns), rounded=to_round(rows, columns, CLIP, **rounding) if rounds else None,
+        normalised=to_keep(rows, columns) if keeps else None,
     )
 
 
@@ -33,7 +34,7 @@ def rms_gradient(forward: ResidualNorm, **options) -> ResidualNormGradient:
     """Of a norm that was computed, for random gradients of its results; options: see `sum_gradient`."""
     rows, columns = forward.sum.residual.shape
     return ResidualNormGradient(
-        dout=torch.randn(rows, columns), z=forward.sum.z, rstd=forward.rstd, weight=forward.weight,
+        dout=torch.randn(rows, columns), **kept_by(forward), rstd=forward.rstd, weight=forward.weight,
         dweight=empty(columns), sum=sum_gradient(forward.sum, **options),
     )
 
@@ -53,6 +54,15 @@ def test_the_norm_is_as_accurate_as_torchs(rows, columns, offset):
     assert_accurate(found.out, exact, by_torch(x, operation.weight))
     rstd = (x.double().square().mean(1) + 1e-5).rsqrt().float()
     torch.testing.assert_close(found.rstd, rstd, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_from_codes_have_little_noise():
+    forward = on_cpu(rms(torch.randn(512, 768), keeps=True))
+    operation = rms_gradient(forward)
+    found = compare(operation)
+    operation.normalised, operation.z = None, forward.sum.z
+    exact = on_cpu(operation)
+    assert decibels(found.sum.dresidual, exact.sum.dresidual) > 60 and decibels(found.dweight, exact.dweight) > 35
 
 
 @pytest.mark.parametrize("rows, columns", [(1, 5), (7, 3), (41, 48), (341, 1040)])

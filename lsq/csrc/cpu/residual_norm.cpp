@@ -3,6 +3,37 @@
 
 using namespace lsq;
 
+namespace {
+
+// Row `row` as codes for the backward pass: centred [n], of which the largest magnitude has these bits, times rstd.
+void keep(const NormalisedRows& to, int64_t row, int64_t n, const float* centred, uint32_t largest, float rstd) {
+    const GradientScale s = gradient_scale(float_of(largest), to.largest);
+    to.scale[row] = s.scale * rstd;
+    int8_t* codes = to.codes + row * n;
+    if (s.reciprocal == 0.0f) {  // vanishing, or not finite
+        std::memset(codes, 0, n);
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(centred[i] * s.reciprocal);
+}
+
+// Row `row` of what a norm has normalised, as the forward pass has left it.
+void normalise(const ResidualNormGradient& op, int64_t row, int64_t n, float* normalised) {
+    if (op.normalised.codes) {
+        const int8_t* codes = op.normalised.codes + row * n;
+        const float scale = op.normalised.scale[row];
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) normalised[i] = static_cast<float>(codes[i]) * scale;
+        return;
+    }
+    const float *line = op.z + row * n, mean = op.mean ? op.mean[row] : 0.0f, rstd = op.rstd[row];
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) normalised[i] = (line[i] - mean) * rstd;
+}
+
+}  // namespace
+
 LSQ_OPERATION(ResidualNorm, op) {
     const int64_t n = op.columns;
     const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
@@ -10,12 +41,16 @@ LSQ_OPERATION(ResidualNorm, op) {
         if (!op.weight) return 0;
         const float mean = op.mean ? sum_of(z, n) / static_cast<float>(n) : 0.0f;
         float *x = scratch.b.data(), squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
+        uint32_t largest = 0;  // magnitudes order like their bits, and NaN is larger than infinity
+#pragma omp simd reduction(+ : squares) reduction(max : largest)
         for (int64_t i = 0; i < n; ++i) {
             x[i] = z[i] - mean;
             squares += x[i] * x[i];
+            const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
+            largest = bits > largest ? bits : largest;
         }
         const float rstd = 1.0f / std::sqrt(squares / static_cast<float>(n) + op.epsilon);
+        if (op.normalised.codes) keep(op.normalised, row, n, x, largest, rstd);
         const float *weight = op.weight, *bias = op.bias;
         float* out = op.out ? op.out + row * n : x;
         if (bias) {
@@ -42,19 +77,18 @@ LSQ_OPERATION(ResidualNormGradient, op) {
             sink.add(block, row, scratch, [](int64_t) { return 0.0f; });
             return;
         }
-        const float *upstream = op.dout + row * n, *line = op.z + row * n, *weight = op.weight;
-        const float mean = op.mean ? op.mean[row] : 0.0f, rstd = op.rstd[row];
+        const float *upstream = op.dout + row * n, *weight = op.weight, rstd = op.rstd[row];
         float *g = scratch.a.data(), *normalised = scratch.b.data(), total = 0.0f, along = 0.0f;
+        normalise(op, row, n, normalised);
 #pragma omp simd reduction(+ : total, along)
         for (int64_t i = 0; i < n; ++i) {
-            normalised[i] = (line[i] - mean) * rstd;
             g[i] = upstream[i] * weight[i];
             total += g[i];
             along += g[i] * normalised[i];
         }
         weight_sums.add_product(block, upstream, normalised);
         norm_bias_sums.add(block, upstream);
-        const float average = op.mean ? total / static_cast<float>(n) : 0.0f;
+        const float average = op.centred ? total / static_cast<float>(n) : 0.0f;
         const float projection = along / static_cast<float>(n);
         sink.add(block, row, scratch, [=](int64_t i) { return rstd * (g[i] - average - normalised[i] * projection); });
     });
