@@ -33,7 +33,8 @@ LAYERS, TOKENS = 12, 2048
 QUICK_LAYERS, QUICK_TOKENS = 1, 32
 LONGEST_REASON = 200
 FIGURES = ("seconds", "fastest", "processor_seconds", "ratio", "ratio_of_fastest", "ratio_of_processor")
-FIGURES += ("saved_bytes", "saved_ratio", "peak_bytes", "first_pass", "loss", "failed")
+FIGURES += ("saved_bytes", "saved_bytes_of_weights", "saved_ratio", "saved_ratio_of_batch", "peak_bytes", "first_pass")
+FIGURES += ("loss", "failed")
 """Of a row; first_pass: seconds of the first forward and backward, in which a side is compiled; loss: in that pass."""
 
 
@@ -64,12 +65,14 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
     clocks = {name: Clock(side.step) for name, side in found.items()}
     timings = common.alternate(clocks, rounds=options.rounds, warm_up=1)
     saved = {name: saved_tensors(side.loss, side.model.parameters()).total() for name, side in found.items()}
+    of_weights = {name: saved_of_weights(side, saved[name]) for name, side in found.items()}
     strongest = min(timings.keys() & set(OPPONENTS), key=lambda name: timings[name].median, default=None)
     rows = [
         row(
             recipe, name, seconds=timing.median, fastest=timing.fastest, processor_seconds=clocks[name].median,
-            saved_bytes=saved[name], peak_bytes=peak_resident(found[name].step), **first[name],
-            **({} if strongest is None else beside(name, strongest, timings, clocks, saved)),
+            saved_bytes=saved[name], saved_bytes_of_weights=of_weights[name],
+            peak_bytes=peak_resident(found[name].step), **first[name],
+            **({} if strongest is None else beside(name, strongest, timings, clocks, saved, of_weights)),
         )
         for name, timing in timings.items()
     ]  # fmt: skip
@@ -101,13 +104,25 @@ class Clock:
         return statistics.median(self.seconds[1:])
 
 
-def beside(name: str, strongest: str, timings: dict, clocks: dict, saved: dict) -> dict[str, float]:
+def saved_of_weights(side: Side, whole: int) -> int:
+    """The part of `whole` bytes saved that does not grow with the batch: copies of weights; of one sentence, 0."""
+    batch, count = side.batch, len(next(iter(side.batch.values())))
+    if count == 1:
+        return 0
+    side.batch = {name: value[: count // 2] for name, value in batch.items()}
+    half = saved_tensors(side.loss, side.model.parameters()).total()
+    side.batch = batch
+    return round((half * count - whole * (count // 2)) / (count - count // 2))
+
+
+def beside(name: str, strongest: str, timings: dict, clocks: dict, saved: dict, of_weights: dict) -> dict[str, float]:
     """A side's figures beside those of the fastest in bfloat16."""
     return {
         "ratio": timings[strongest].median / timings[name].median,
         "ratio_of_fastest": timings[strongest].fastest / timings[name].fastest,
         "ratio_of_processor": clocks[strongest].median / clocks[name].median,
         "saved_ratio": saved[name] / saved[strongest],
+        "saved_ratio_of_batch": (saved[name] - of_weights[name]) / (saved[strongest] - of_weights[strongest]),
     }
 
 
