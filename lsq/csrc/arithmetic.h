@@ -1,7 +1,7 @@
 // Arithmetic that the CPU loops, the CUDA kernels and their emulator share, so that every device rounds alike.
 //
 // Compiled by a C++ compiler for the host and by NVRTC for a GPU, which knows no standard headers. Floats are float32;
-// nothing here may be contracted into fused multiply-adds.
+// nothing here may be contracted into fused multiply-adds but what asks for them.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -101,69 +101,55 @@ LSQ_INLINE int8_t round_at_random(float scaled, uint32_t word, float q) {
     return missing ? static_cast<int8_t>(0) : code;
 }
 
-// exp(x) to about 2 ulp: 2^k * exp(r) with |r| <= ln(2) / 2, a Taylor polynomial of degree 7 for exp(r).
-// 0 below -87.3, infinity above 88.7, NaN for NaN.
-LSQ_INLINE float exponential(float x) {
-    const float bounded = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
-    const float safe = bounded == bounded ? bounded : 0.0f;
-    const float k = nearbyintf(safe * 1.4426950408889634f);
-    const float r = (safe - k * 0.693145751953125f) - k * 1.428606765330187e-6f;
-    float p = 1.9841270e-4f;
-    p = p * r + 1.3888889e-3f;
-    p = p * r + 8.3333333e-3f;
-    p = p * r + 4.1666667e-2f;
-    p = p * r + 1.6666667e-1f;
-    p = p * r + 0.5f;
-    p = (p * r * r + r) + 1.0f;
-    // 2^k in two factors, because k = 128 has no float of its own.
-    const int32_t whole = static_cast<int32_t>(k), half = whole >> 1;
-    const float low = float_of(static_cast<uint32_t>(half + 127) << 23);
-    const float high = float_of(static_cast<uint32_t>(whole - half + 127) << 23);
-    float result = p * low * high;
-    result = x < -87.3f ? 0.0f : result;
-    result = x > 88.7f ? infinity() : result;
-    return x == x ? result : x;
+// a * b + c, rounded once where the processor can.
+LSQ_INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__CUDACC__) || defined(LSQ_EMULATOR)
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
 }
 
-// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87, in half of the instructions on a GPU: 2^k * 2^r with |r| <= 1/2
-// and a polynomial for 2^r, as in csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far from 0.
+// exp(x) for x <= 88 and NaN to about 2 ulp, 0 below -87: 2^k * 2^r with |r| <= 1/2 and a polynomial for 2^r, as in
+// csrc/cpu/lanes.h, but with the rest of log2(e), which counts for x far from 0.
 LSQ_INLINE float bounded_exponential(float x) {
     const float bounded = x < -87.0f ? -87.0f : x, octaves = 1.4426950408889634f;
     // 1.5 * 2^23: rounds half to even; 127: the exponent's bias.
-    const float shifted = fmaf(bounded, octaves, 12582912.0f + 127.0f);
-    const float r = fmaf(bounded, 1.925963033e-8f, fmaf(bounded, octaves, (12582912.0f + 127.0f) - shifted));
+    const float shifted = multiply_add(bounded, octaves, 12582912.0f + 127.0f);
+    const float r = multiply_add(bounded, 1.925963033e-8f, multiply_add(bounded, octaves, (12582912.0f + 127.0f) - shifted));
     float p = 1.535336196e-4f;
-    p = fmaf(p, r, 1.339887502e-3f);
-    p = fmaf(p, r, 9.618436918e-3f);
-    p = fmaf(p, r, 5.550332367e-2f);
-    p = fmaf(p, r, 2.402264774e-1f);
-    p = fmaf(p, r, 6.931471825e-1f);
-    p = fmaf(p, r, 1.0f);
+    p = multiply_add(p, r, 1.339887502e-3f);
+    p = multiply_add(p, r, 9.618436918e-3f);
+    p = multiply_add(p, r, 5.550332367e-2f);
+    p = multiply_add(p, r, 2.402264774e-1f);
+    p = multiply_add(p, r, 6.931471825e-1f);
+    p = multiply_add(p, r, 1.0f);
     const float result = p * float_of(bits_of(shifted) << 23);
     return x < -87.0f ? 0.0f : result;
 }
 
-// erf(x) with absolute error below 2e-7: W. H. Press et al.'s Chebyshev fit of erfc (Numerical Recipes, section 6.2).
-LSQ_INLINE float error_function(float x) {
-    const float z = fabsf(x), t = 1.0f / (1.0f + 0.5f * z);
-    float p = 0.17087277f;
-    p = p * t - 0.82215223f;
-    p = p * t + 1.48851587f;
-    p = p * t - 1.13520398f;
-    p = p * t + 0.27886807f;
-    p = p * t - 0.18628806f;
-    p = p * t + 0.09678418f;
-    p = p * t + 0.37409196f;
-    p = p * t + 1.00002368f;
-    const float positive = 1.0f - t * exponential(t * p - z * z - 1.26551223f);
-    return x < 0.0f ? -positive : positive;
+struct Normal {
+    float below, density;
+};
+
+// The standard normal distribution: the share below x and the density at x, with absolute errors below 2e-7. One
+// exponential serves both: M. Abramowitz and I. A. Stegun, Handbook of Mathematical Functions, 7.1.26.
+LSQ_INLINE Normal normal(float x) {
+    const float bell = bounded_exponential(-0.5f * x * x), t = 1.0f / (1.0f + 0.23164189f * fabsf(x));
+    float p = 1.061405429f;
+    p = multiply_add(p, t, -1.453152027f);
+    p = multiply_add(p, t, 1.421413741f);
+    p = multiply_add(p, t, -0.284496736f);
+    p = multiply_add(p, t, 0.254829592f);
+    const float beyond = 0.5f * p * t * bell;
+    return {x < 0.0f ? beyond : 1.0f - beyond, bell * 0.39894228040143268f};
 }
 
-LSQ_INLINE float gelu(float x) { return x * 0.5f * (1.0f + error_function(x * 0.70710678118654752f)); }
+LSQ_INLINE float gelu(float x) { return x * normal(x).below; }
 
 LSQ_INLINE float gelu_slope(float x) {
-    const float density = exponential(-0.5f * x * x) * 0.39894228040143268f;
-    return 0.5f * (1.0f + error_function(x * 0.70710678118654752f)) + x * density;
+    const Normal at = normal(x);
+    return at.below + x * at.density;
 }
 
 struct Logistic {
@@ -172,7 +158,7 @@ struct Logistic {
 
 // 1 / (1 + exp(-x)) and its derivative.
 LSQ_INLINE Logistic logistic(float x) {
-    const float less = exponential(x < 0.0f ? x : -x), near = 1.0f / (1.0f + less), far = less * near;
+    const float less = bounded_exponential(x < 0.0f ? x : -x), near = 1.0f / (1.0f + less), far = less * near;
     return {x < 0.0f ? far : near, far * near};
 }
 
