@@ -98,3 +98,12 @@ def nothing_kept() -> Iterator[None]:
         yield
     finally:
         _keeping = before
+
+
+def _in_a_forked_process() -> None:
+    """Another thread may have been in the middle of something."""
+    _pool.cache_clear()
+    _rooms.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_process)

@@ -1,9 +1,12 @@
 """Kept memory: large tensors of the CPU come from the pool, rooms are for one pass at a time, all can be given back."""
 
+import copy
+import os
 import subprocess
 import sys
 import threading
 
+import pytest
 import torch
 
 from lsq.memory import kept
@@ -60,6 +63,27 @@ def test_nothing_is_kept_where_profilers_look():
     place = tensor.data_ptr()
     del tensor
     assert kept.tensor(LARGE, torch.int8).data_ptr() != place
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_reads_what_is_kept_and_has_memory_of_its_own():
+    tensor = kept.tensor(LARGE, torch.int8).fill_(3)
+    worker = os.fork()
+    if worker == 0:
+        own = kept.tensor(LARGE, torch.int8)
+        own[7] = 5  # without the threads that a forked process has not
+        with kept.room(CPU) as found:
+            os._exit(int(tensor[7]) + int(own[7]) + isinstance(found, LastingRoom))
+    _, status = os.waitpid(worker, 0)
+    assert os.waitstatus_to_exitcode(status) == 9 and (tensor == 3).all()
+
+
+def test_kept_tensors_can_be_copied_saved_and_shared(tmp_path):
+    tensor = kept.tensor(LARGE, torch.int8).fill_(3)
+    torch.save(tensor, tmp_path / "kept.pt")
+    assert torch.equal(torch.load(tmp_path / "kept.pt"), tensor) and torch.equal(copy.deepcopy(tensor), tensor)
+    tensor.share_memory_()
+    assert tensor.is_shared() and (tensor == 3).all()
 
 
 def test_a_process_with_little_address_space_warns_and_works():
