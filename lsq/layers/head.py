@@ -43,7 +43,7 @@ class Head(InPlace):
         if self.training and torch.is_grad_enabled() and x.numel():
             return Logits(self, x, self.out_features, dtype)
         if not x.numel():
-            return functional.linear(x, self.weight.to(x.dtype)).to(dtype)
+            return self.reached(functional.linear(x, self.weight.to(x.dtype)).to(dtype))
         rows = self.logits(x.reshape(-1, self.in_features))
         return rows.view(*x.shape[:-1], self.out_features).to(dtype)
 
@@ -70,7 +70,7 @@ class Head(InPlace):
         else:
             target = target.where(counted, IGNORED)
         if not len(rows):
-            return rows.sum() * 0.0 / (0.0 if mean else 1.0)
+            return self.reached(rows).sum() * 0.0 / (0.0 if mean else 1.0)
         program = programs.vocabulary_loss(
             self.quant, len(rows), self.vocabulary, self.mode(rows), padding=IGNORED,
             smoothing=smoothing * (words - 1) / words,  # PyTorch spreads it over all words, fairseq over the others

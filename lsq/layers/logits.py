@@ -6,13 +6,17 @@ torch.nn.functional.cross_entropy. A Logits goes along with that; anything else 
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.parallel import distributed
 from torch.utils._pytree import tree_map_only
 
 from lsq.layers.torch_compile import beside_the_graph
@@ -23,6 +27,9 @@ class Head(Protocol):
 
     weight: torch.Tensor
     """[V, H]"""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """All, which logits depend on."""
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Floats [M, V] of rows [M, H]."""
@@ -39,6 +46,18 @@ LATE = (
 )
 
 
+@dataclass(kw_only=True)
+class Pass:
+    """What all logits of one pass share."""
+
+    parameters: tuple[torch.Tensor, ...]
+    """The head's."""
+    made_with: int
+    """The version of its weight."""
+    counted: bool = False
+    """Whether a loss of them has been computed."""
+
+
 class Logits(torch.Tensor):
     """Floats [..., V], of `hidden` [..., H] by a head.
 
@@ -47,12 +66,12 @@ class Logits(torch.Tensor):
         hidden: what they are made of.
         words: V.
         dtype: of the logits.
+        origin: the pass that they are of; None: one that begins here.
     """
 
     head: Head
     hidden: torch.Tensor
-    made_with: int
-    """The version of the head's weight in the pass that they are of."""
+    origin: Pass
     known: torch.Tensor | None
     """The logits, once somebody wanted them where gradients are."""
     hooks: list[Callable]
@@ -62,22 +81,20 @@ class Logits(torch.Tensor):
 
     @staticmethod
     @beside_the_graph
-    def __new__(cls, head: Head, hidden: torch.Tensor, words: int, dtype: torch.dtype) -> Logits:
-        trains = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-        shape = *hidden.shape[:-1], words
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=trains)
-        made.head, made.hidden, made.known, made.hooks = head, hidden, None, []
-        made.views, made.made_with = [weakref.ref(made)], head.weight._version
-        if trains:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_lost)
+    def __new__(
+        cls, head: Head, hidden: torch.Tensor, words: int, dtype: torch.dtype, origin: Pass | None = None
+    ) -> Logits:
+        origin = origin or Pass(parameters=tuple(head.parameters()), made_with=head.weight._version)
+        made = _Projected.apply(cls, head, words, dtype, hidden, *origin.parameters)
+        made.head, made.hidden, made.origin = head, hidden, origin
+        made.known, made.hooks, made.views = None, [], [weakref.ref(made)]
         return made
 
     def computed(self) -> torch.Tensor:
         """The real ones; with gradients they are the same for everybody who asks."""
         if self.known is not None:
             return self.known
-        if self.head.weight._version != self.made_with:
+        if self.head.weight._version != self.origin.made_with:
             warnings.warn(LATE, stacklevel=2)
         rows = self.head.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
         found = rows.view(self.shape).to(self.dtype)
@@ -103,6 +120,8 @@ class Logits(torch.Tensor):
             found = _FOLLOWED[function](*arguments, **options)
             if found is not NotImplemented:
                 return found
+        if function is torch.Tensor.clone and isinstance(arguments[0], Logits) and _passes_by(arguments[0]):
+            return _again(arguments[0], arguments[0].hidden)
         changed = arguments[0] if arguments and (name in _CHANGES or name.endswith("_") > name.endswith("__")) else None
         if isinstance(changed, Logits) and (not torch.is_grad_enabled() or changed.viewed()):
             raise RuntimeError(
@@ -121,13 +140,45 @@ class Logits(torch.Tensor):
         return f"Logits({tuple(self.shape)}, not computed)"
 
 
-def _lost(gradient: torch.Tensor) -> None:
-    """A gradient has come to what has nothing before it.
+class _Projected(torch.autograd.Function):
+    """Logits in autograd's graph, behind what they are made of.
 
-    Raises:
-        RuntimeError: always.
+    So DistributedDataParallel sees which parameters they depend on. A function of autograd gets the real ones without
+    a graph, and its gradient comes back here, where they are computed once more.
     """
-    raise RuntimeError("a function of autograd was given logits that were not computed yet; give it logits.clone()")
+
+    @staticmethod
+    def forward(ctx, cls, head: Head, words: int, dtype: torch.dtype, hidden: torch.Tensor, *parameters: torch.Tensor):
+        ctx.made = head, dtype, hidden
+        ctx.set_materialize_grads(False)
+        shape = *hidden.shape[:-1], words
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor | None):
+        if gradient is None:
+            return (None,) * len(ctx.needs_input_grad)
+        head, dtype, hidden = ctx.made
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[4])
+            found = head.logits(hidden.reshape(-1, hidden.shape[-1])).view(gradient.shape).to(dtype)
+        leaves = hidden, *head.parameters()
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        made = iter(torch.autograd.grad(found, wanted, gradient, allow_unused=True))
+        return None, None, None, None, *(next(made) if leaf.requires_grad else None for leaf in leaves)
+
+
+def _passes_by(logits: Logits) -> bool:
+    """Whether it is DistributedDataParallel that copies logits, and has their loss beside them.
+
+    With find_unused_parameters=True or static_graph=True it puts copies of what a model gives into its own graph, where
+    losses are needed; nobody may ever look at these logits.
+    """
+    frame, copying = sys._getframe() if logits.origin.counted else None, distributed._DDPSink.forward.__code__
+    while frame is not None and frame.f_code is not copying:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _hook(logits: Logits, hook: Callable):
@@ -136,13 +187,11 @@ def _hook(logits: Logits, hook: Callable):
         return NotImplemented
     logits.hooks.append(hook)
     with torch._C.DisableTorchFunctionSubclass():
-        return logits.register_hook(lambda gradient: None)
+        return logits.register_hook(hook)
 
 
 def _again(logits: Logits, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
-    made = Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype)
-    made.made_with = logits.made_with
-    return made
+    return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype, logits.origin)
 
 
 def _seen(logits: Logits, hidden: torch.Tensor) -> Logits:
@@ -205,6 +254,7 @@ def _cross_entropy(
         return NotImplemented
     if target.shape != logits.shape[:1] or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
+    logits.origin.counted = True
     loss = logits.head.loss(
         logits.hidden, target, ignore=ignore_index, smoothing=label_smoothing, mean=reduction == "mean"
     )

@@ -52,7 +52,7 @@ def test_what_they_know_needs_no_product(model, x, monkeypatch):
     assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == ((3, 5, WORDS), WORDS, 3, 3)
     assert (logits.dtype, logits.device.type, logits.numel()) == (torch.float32, "cpu", 15 * WORDS)
     assert logits.requires_grad
-    assert (logits._base, logits.grad, logits.is_leaf) == (None, None, True)
+    assert (logits._base, logits.is_leaf) == (None, False)
     assert repr(logits) == "Logits((3, 5, 53), not computed)"
 
 
@@ -169,12 +169,35 @@ class Double(torch.autograd.Function):
         return 2 * gradient
 
 
-def test_functions_of_autograd_are_told(model, x):
-    doubled = Double.apply(model(x))
-    torch.testing.assert_close(doubled, 2 * model(x))
-    with pytest.raises(RuntimeError, match=r"give it logits\.clone"):
-        doubled.sum().backward()
-    Double.apply(model(x).clone()).sum().backward()
+def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_functions_of_autograd_get_the_real_ones(model, x):
+    expected = gradients(model, (2 * model(x)).square().sum())
+    for change in (lambda logits: logits, lambda logits: logits.view(-1, WORDS), lambda logits: logits.to(x.dtype)):
+        doubled = Double.apply(change(model(x)))
+        assert type(doubled) is torch.Tensor
+        torch.testing.assert_close(gradients(model, doubled.square().sum()), expected)
+    model.requires_grad_(False)
+    model.head.weight.requires_grad_(True)
+    Double.apply(model(x)).square().sum().backward()
+    torch.testing.assert_close(model.head.weight.grad, 2 * expected["head.weight"])
+
+
+def test_backward_hooks_of_the_head_see_gradients(model, x):
+    def loss() -> torch.Tensor:
+        return functional.cross_entropy(model(x).view(-1, WORDS), torch.arange(15))
+
+    model(x).sum().backward()
+    expected, seen = gradients(model, loss()), []
+    model.head.register_full_backward_hook(lambda module, inputs, outputs: seen.append((*inputs, *outputs)))
+    found = gradients(model, loss())
+    assert [tuple(one.shape) for one in seen[0]] == [(3, 5, HIDDEN), (3, 5, WORDS)] and len(seen) == 1
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-3, msg=lambda why, at=name: at + why)
 
 
 def test_with_torch_compile(model, x):
