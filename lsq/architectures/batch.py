@@ -26,7 +26,7 @@ def packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable
 
     Args:
         mask: as models give it to their layers: None; bool or 0 and 1 [B, T] of what is there; or of which query sees
-            which key [B or 1, 1, T or 1, T], bool or with 0 where it does.
+            which key [B or 1, 1, T or 1, T], bool or with 0 where it does, or a BlockMask of FlexAttention.
         shape: (B, T).
         seen: present bool [B, T] -> bool [B, T, T], what the layer lets queries see.
         options: of Packing.
@@ -43,7 +43,7 @@ def memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], **optio
 
     Args:
         mask: None; bool or 0 and 1 [B, S] of what is there; or of which query sees which key [B or 1, 1, T or 1, S],
-            bool or with 0 where it does.
+            bool or with 0 where it does, or a BlockMask of FlexAttention.
         shape: (B, S).
         options: of Packing.
 
@@ -65,6 +65,7 @@ def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> t
 def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict) -> Packing | None:
     if mask is None:
         return Packing(shape=shape, **options)
+    mask = _dense(mask)
     batch, time = shape
     if mask.dim() == 2:
         present = (mask != 0).expand(shape)
@@ -82,6 +83,7 @@ def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callabl
 def _memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], options: dict) -> Packing | None:
     if mask is None:
         return Packing(shape=shape, **options)
+    mask = _dense(mask)
     sees = (mask != 0).expand(shape)[:, None] if mask.dim() == 2 else _sees(mask, shape[0])
     if sees is None:
         return None
@@ -89,6 +91,26 @@ def _memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], option
     if not present.any(dim=1).all() or not torch.equal(sees, present[:, None].expand_as(sees)):
         return None
     return Packing(None if present.all() else ~present, shape=shape, **options)
+
+
+def _dense(mask: object) -> torch.Tensor:
+    """A BlockMask as bool [B or 1, N or 1, T, S]; tensors as they are.
+
+    Raises:
+        ValueError: something else.
+    """
+    if isinstance(mask, torch.Tensor):
+        return mask
+    if type(mask).__name__ != "BlockMask":
+        raise ValueError(f"the attention mask is a {type(mask).__name__}; it must be a tensor, a BlockMask or None")
+    from torch.nn.attention.flex_attention import create_mask  # which made the mask, and has been imported
+
+    queries, keys = mask.seq_lengths
+    every = create_mask(mask.mask_mod, *mask.shape[:2], queries, keys, mask.kv_num_blocks.device)
+    blocks = mask.to_dense().bool()  # a block that is left out is hidden, whatever the function says
+    for dim, size in zip((2, 3), mask.BLOCK_SIZE, strict=True):
+        blocks = blocks.repeat_interleave(size, dim)
+    return every & blocks[:, :, :queries, :keys]
 
 
 def _sees(mask: torch.Tensor, batch: int) -> torch.Tensor | None:

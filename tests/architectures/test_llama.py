@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.architectures.checks import (
+    FLOAT,
     PADDING,
     WORDS,
     assert_same_in_float,
@@ -63,6 +64,20 @@ def test_masks_of_other_attentions(attention):
     model.set_attn_implementation(attention)
     batch = right_padded((11, 7))
     assert_same_in_float(model, batch, batch["attention_mask"].bool())
+
+
+@pytest.mark.thorough  # transformers compiles its masks
+def test_masks_of_flex_attention():
+    """Which PyTorch itself trains with on a GPU alone."""
+    model, batch = made(MAKERS["mistral"]), right_padded((11, 7))
+    mine, present = fused(model, FLOAT), batch["attention_mask"].bool()
+    mine.set_attn_implementation("flex_attention")
+    expected, found = model(**batch), mine(**batch)
+    torch.testing.assert_close(found.logits[present], expected.logits[present], rtol=1e-4, atol=1e-5)
+    expected.loss.backward()
+    found.loss.backward()
+    first, second = (one.model.layers[0].mlp.up_proj.weight.grad for one in (mine, model))
+    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
 
 
 def test_decoding_with_a_cache():
