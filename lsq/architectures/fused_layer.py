@@ -196,12 +196,15 @@ class FusedLayer(InPlace):
         Raises:
             ValueError: a training pass was given this cache before, and did not fill it.
         """
+        shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.CAUSAL else everything
+        if not x.numel():  # which transformers' own layers cannot take
+            return packing_of(None, shape, seen, **packing_options(self))
         begins = cache is None or self._begins(cache)
         whole = mask is None or mask.shape[-1] == x.shape[1]
         if not (begins and whole) or _attention_is_recorded():
             return None
-        seen = _causal(self.config.window) if self.CAUSAL else everything
-        return packing_of(mask, tuple(x.shape[:2]), seen, **packing_options(self))
+        packing = packing_of(mask, shape, seen, **packing_options(self))
+        return None if packing is not None and not packing.rows and self._fills(cache) else packing
 
     def _begins(self, cache: object) -> bool:
         """Whether a pass of the program comes first to a cache."""
@@ -235,7 +238,7 @@ class FusedLayer(InPlace):
         self, x: torch.Tensor, packing: Packing, *, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         memory: EncoderOutput | None = None, bias: torch.Tensor | None = None, cache: object = None,
     ) -> torch.Tensor:  # fmt: skip
-        """x [B, T, H] -> the same after the layer, zero in padding.
+        """x [B, T, H] -> the same after the layer, zero in padding. Nothing is computed or counted where all is padding.
 
         Args:
             x: in any float dtype.
@@ -245,6 +248,9 @@ class FusedLayer(InPlace):
             bias: a table [buckets, N] of biases by distance that comes from another layer.
             cache: of keys and values, empty; it gets them where no gradients are wanted.
         """
+        if not packing.rows:
+            others = [one for one in (memory and memory.states, bias) if one is not None]
+            return packing.unpack(self.reached(packing.pack(x)[:0], *others))
         self._read_dropouts()
         fills = self._fills(cache)
         inputs, places = {"x": packing.pack(x), "starts": packing.starts}, None

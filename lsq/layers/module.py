@@ -148,12 +148,12 @@ class ProgramModule(ClippedModule):
         """Whether any of its parameters is; else codes of weights are kept in training mode, too."""
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def reached(self, nothing: torch.Tensor) -> torch.Tensor:
-        """A result without a value, [..., 0, ...], that depends on every parameter, whose gradients are zeros then.
+    def reached(self, nothing: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """A result without a value, [..., 0, ...], that depends on all parameters and `inputs`.
 
-        DistributedDataParallel waits for them.
+        Their gradients are zeros then, for which DistributedDataParallel waits.
         """
-        return nothing + sum(parameter.sum() for parameter in self.parameters()).to(nothing.dtype)
+        return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
     def _parameters_of(self, program: Program) -> dict[str, torch.Tensor]:
         found = {virtual.name: self.own_parameter(virtual.name) for virtual in program.parameters}
