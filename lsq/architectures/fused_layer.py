@@ -238,7 +238,7 @@ class FusedLayer(InPlace):
         self, x: torch.Tensor, packing: Packing, *, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         memory: EncoderOutput | None = None, bias: torch.Tensor | None = None, cache: object = None,
     ) -> torch.Tensor:  # fmt: skip
-        """x [B, T, H] -> the same after the layer, zero in padding. Nothing is computed or counted where all is padding.
+        """x [B, T, H] -> the same after the layer, zero in padding. Of padding alone nothing is computed or counted.
 
         Args:
             x: in any float dtype.

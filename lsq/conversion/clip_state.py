@@ -28,9 +28,7 @@ def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: there are none, or clips are shards of FSDP2, whose checkpoints have them.
     """
-    names = clip_names(model)
-    if not names:
-        raise ValueError(f"no layer of this {type(model).__name__} is lsq's, so there are no clips; call lsq.convert")
+    names = _names(model, "there are no clips")
     found = {name: value.detach() for name, value in model.state_dict().items() if name in names}
     if any(map(shards.is_shard, found.values())):
         raise ValueError("clips are shards of FSDP2; save them by torch.distributed.checkpoint, with the weights")
@@ -41,10 +39,11 @@ def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
     """Let the converted layers of `model` go on with the clips of a `clip_state`; weights stay as they are.
 
     Raises:
-        ValueError: it is of other layers, clips have other shapes, or one cannot be used. Nothing is loaded then.
+        ValueError: the model is not converted, the state is of other layers, clips have other shapes, or one cannot be
+            used. Nothing is loaded then.
     """
     own = model.state_dict()
-    names = clip_names(model)
+    names = _names(model, "no clips can be loaded")
     if names != state.keys():
         lacking, strange = sorted(names - state.keys()), sorted(state.keys() - names)
         near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, n=1)
@@ -64,6 +63,13 @@ def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
         if name not in flags:
             quant.check_clip(value, name)
     model.load_state_dict(state, strict=False)
+
+
+def _names(model: nn.Module, outcome: str) -> set[str]:
+    names = clip_names(model)
+    if not names:
+        raise ValueError(f"no layer of this {type(model).__name__} is lsq's, so {outcome}; call lsq.convert(model)")
+    return names
 
 
 def keep_apart(model: nn.Module, *, apart: bool = True) -> None:

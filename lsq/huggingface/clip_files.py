@@ -37,10 +37,25 @@ def load_clips(model: nn.Module, folder: str | os.PathLike) -> None:
 
     Raises:
         FileNotFoundError: there is no lsq.safetensors.
-        ValueError: it is damaged, or of a model that was converted with other options.
+        ValueError: it is damaged, or of a model that was converted with other options; or the model is not converted.
     """
     path = Path(folder) / NAME
     try:
-        load_clip_state(model, load(path.read_bytes()))
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"{path} is not there: {_hint(path.parent)}") from error
+    try:
+        load_clip_state(model, load(content))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _hint(folder: Path) -> str:
+    if folder.name == NAME:
+        return "give the folder that it is in"
+    if not folder.is_dir():
+        return f"{folder} is no folder on this machine"
+    return (
+        "lsq.huggingface.save_clips(model, folder) writes it, and so does LsqCallback to each checkpoint; without it, "
+        "the converted model measures its clips in the next pass"
+    )

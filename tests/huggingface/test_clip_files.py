@@ -37,9 +37,15 @@ def test_clips_go_on_where_they_were(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="so there are no clips; call lsq.convert"):
         save_clips(model(1), tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"lsq\.safetensors is not there: .*save_clips.* writes it.* next pass"):
         load_clips(trained(), tmp_path)
+    with pytest.raises(FileNotFoundError, match="new is no folder on this machine"):
+        load_clips(trained(), tmp_path / "new")
     path = save_clips(trained(), tmp_path)
+    with pytest.raises(FileNotFoundError, match="give the folder that it is in"):
+        load_clips(trained(), path)
+    with pytest.raises(ValueError, match=r"lsq\.safetensors: no layer of this Model is .* call lsq\.convert\(model\)"):
+        load_clips(model(1), tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:100])
     with pytest.raises(ValueError, match=r"lsq\.safetensors: "):
