@@ -1,5 +1,6 @@
 """Memory of a model's training step, planned ahead: rehearse the step, place its tensors, lend them to its modules."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from lsq.layers.module import ProgramModule
 from lsq.program import rehearsal
 from lsq.program.frames import StepMemory
 from lsq.program.guard import MARGIN, GuardedMemory
+from lsq.program.outside import counting_kept
 from lsq.program.step import StepPlan, node_names, plan_step
 
 MODES = ("planned", "guard", "naive")
@@ -19,8 +21,10 @@ def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[r
     """The passes of `step` and a name for each node: that of its module in `model`.
 
     Raises:
-        ValueError: the step trains modules that are not in `model`, or is none (see `lsq.program.rehearsal.rehearse`).
+        ValueError: the model has no layer of lsq, or runs layers again in the backward pass; it is in eval
+            mode; the step trains modules that are not in it, or is none (see `lsq.program.rehearsal.rehearse`).
     """
+    _check_model(model)
     rehearsed = rehearsal.rehearse(step, model.parameters())
     names = {module: name for name, module in model.named_modules()}
     outside = sorted({type(owner).__name__ for owner in rehearsed.owners if owner not in names})
@@ -28,7 +32,22 @@ def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[r
         raise ValueError(
             f"the step also trains {', '.join(outside)} outside the model; put all modules into one, and plan that"
         )
+    if not any(owner.training for owner in rehearsed.owners):
+        raise ValueError(
+            f"this {type(model).__name__} is in eval mode, in which nothing is planned; call model.train() first"
+        )
     return rehearsed, node_names(rehearsed.owners, names)
+
+
+def _check_model(model: nn.Module) -> None:
+    modules = list(model.modules())
+    if not any(isinstance(module, ProgramModule) for module in modules):
+        raise ValueError(f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan that")
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):  # so transformers calls it
+        raise ValueError(
+            "gradient checkpointing runs layers again in the backward pass, which cannot be planned; call "
+            "model.gradient_checkpointing_disable(), or train without a plan (LsqCallback without largest_batch)"
+        )
 
 
 def describe_memory(model: nn.Module, step: Callable[[], torch.Tensor]) -> StepPlan:
@@ -48,7 +67,8 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
         mode: "planned"; "guard" checks every access to a planned tensor and is slow; "naive" takes any plan away.
 
     Returns:
-        The memory, which `release_memory` gives back; None under "naive", and where the C++ library is not built.
+        The memory, which `release_memory` gives back; printed, it tells what was planned, and what others keep outside
+        of it. None under "naive", and where the C++ library is not built.
 
     Raises:
         ValueError: an unknown mode, or a step that cannot be planned (see `rehearse_step`).
@@ -59,11 +79,18 @@ def plan_memory(model: nn.Module, step: Callable[[], torch.Tensor], *, mode: str
     release_memory(model)
     if mode == "naive" or not loader.available():
         return None
-    rehearsed, names = rehearse_step(model, step)
+    outside: Counter[str] = Counter()
+
+    def counted() -> torch.Tensor:
+        with counting_kept(model, outside):
+            return step()
+
+    rehearsed, names = rehearse_step(model, counted)
     margin = MARGIN if mode == "guard" else 0
     kind = GuardedMemory if mode == "guard" else StepMemory
     place = rehearsed.owners[0].target.place
-    memory = kind(plan_step(tuple(rehearsed.passes), names, margin=margin), rehearsed.owners, names, place)
+    plan = plan_step(tuple(rehearsed.passes), names, margin=margin)
+    memory = kind(plan, rehearsed.owners, names, place, outside=outside)
     for owner in rehearsed.owners:
         owner.step_memory = memory
     return memory

@@ -17,6 +17,7 @@ from lsq.memory import kept
 from lsq.memory.arena import Arena
 from lsq.program.backend import Backend
 from lsq.program.loans import Loans
+from lsq.program.outside import described
 from lsq.program.prepared import PreparedPass
 from lsq.program.program import Program
 from lsq.program.step import StepPlan, is_placed, signature
@@ -24,7 +25,7 @@ from lsq.program.tensor import VirtualTensor
 
 ADVICE = (
     "rehearse the step as it is now (lsq.layers.memory.plan_memory), or train without a plan (release_memory; "
-    "--lsq-memory naive)"
+    "LsqCallback without largest_batch; in fairseq --lsq-memory naive)"
 )
 
 
@@ -166,15 +167,18 @@ class StepMemory:
         owners: the module of each node.
         names: of the nodes, for messages.
         device: where the arena lies.
+        outside: bytes that modules of others keep for the backward pass of the step, by class.
     """
 
     frame = PlannedFrame
 
     def __init__(
-        self, step: StepPlan, owners: list[object], names: tuple[str, ...], device: torch.device | str = "cpu"
-    ):
+        self, step: StepPlan, owners: list[object], names: tuple[str, ...], device: torch.device | str = "cpu", *,
+        outside: Mapping[str, int] = MappingProxyType({}),
+    ):  # fmt: skip
         self.step = step
         self.names = names
+        self.outside = outside
         self.arena = Arena(step.plan.peak, device)
         self.loans = Loans(self.arena)
         self._owners = [weakref.ref(owner) for owner in owners]
@@ -186,6 +190,16 @@ class StepMemory:
         self._busy = threading.Lock()
         self._step_number = 0
         self._position = -1
+
+    def __str__(self) -> str:
+        plan = self.step.plan
+        return (
+            f"{len(plan.offsets)} tensors of lsq's layers in {self.arena.size / 2**20:.1f} MiB, {plan.gap:.2%} above "
+            f"the lower bound; outside of it {described(self.outside)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
 
     def __deepcopy__(self, memo):
         return None  # a copy of a model has its own steps, which nobody has planned yet
@@ -222,8 +236,8 @@ class StepMemory:
                     raise ValueError(
                         f"the batch is too large for the planned memory: {self.names[node]} needs {tensor.size} bytes "
                         f"for {tensor!r}; planned were {bound.size} bytes for {bound!r}. Plan for larger batches "
-                        "(plan_memory; in fairseq --max-tokens, --batch-size, --max-source-positions, "
-                        "--max-target-positions), or make smaller ones"
+                        "(plan_memory; largest_batch of LsqCallback; in fairseq --max-tokens, --batch-size, "
+                        "--max-source-positions, --max-target-positions), or make smaller ones"
                     )
         self._fitting[node].add(program)
 

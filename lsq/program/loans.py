@@ -85,7 +85,7 @@ class Loans:
             raise RuntimeError(
                 f"{held.label} lies in planned memory that is needed again, and something still holds a view of it; "
                 "clone the views of results and gradients that you keep, or train without a plan (release_memory; "
-                "--lsq-memory naive)"
+                "LsqCallback without largest_batch; in fairseq --lsq-memory naive)"
             )
 
 

@@ -281,6 +281,17 @@ def test_mistakes():
         plan_memory(model.encoder, largest(model))
 
 
+def test_models_without_a_step_to_plan():
+    model = Translator(backward="int8").eval()
+    with pytest.raises(ValueError, match=r"this Translator is in eval mode, .*; call model\.train\(\) first"):
+        plan_memory(model, largest(model))
+    with pytest.raises(ValueError, match=r"no layer of this Linear is lsq's; call lsq\.convert\(model\)"):
+        plan_memory(torch.nn.Linear(3, 1), lambda: None)
+    model.train().encoder.gradient_checkpointing = True
+    with pytest.raises(ValueError, match="runs layers again in the backward pass, which cannot be planned; call model"):
+        plan_memory(model, largest(model))
+
+
 def test_a_step_that_goes_back_by_itself_leaves_no_gradient():
     model = Translator(backward="int8")
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import lsq
-from lsq.huggingface.memory import counting_kept, described
 from lsq.layers.memory import plan_memory, release_memory
+from lsq.program.outside import counting_kept, described
 
 ROWS, WIDTH = 5, 64
 BYTES = ROWS * WIDTH * 4
@@ -26,15 +26,12 @@ def test_every_storage_counts_once_with_the_module_that_keeps_it():
 def test_a_rehearsal_counts_what_is_not_of_lsq():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
     lsq.convert(model)
-    found, x = Counter(), torch.randn(ROWS, WIDTH)
-
-    def step() -> torch.Tensor:
-        with counting_kept(model, found):
-            return model(x).square().mean()
-
-    plan_memory(model, step)
+    x = torch.randn(ROWS, WIDTH)
+    memory = plan_memory(model, lambda: model(x).square().mean())
     release_memory(model)
-    assert found == {"GELU": BYTES, "the loss": BYTES}
+    assert memory.outside == {"GELU": BYTES, "the loss": BYTES}
+    assert repr(memory).startswith("<StepMemory: ") and "tensors of lsq's layers in 0." in str(memory)
+    assert str(memory).endswith("not lsq's (GELU 0.0, the loss 0.0)")
 
 
 def test_in_words():
