@@ -8,9 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lsq.config import QuantConfig
 from lsq.conversion.clip_state import clip_names, keep_apart
-from lsq.conversion.fusion import fusions, name_classes, told
+from lsq.conversion.fusion import fusions, name_classes, of_transformers, told
 from lsq.conversion.report import Report
-from lsq.conversion.selection import Skip, choose
+from lsq.conversion.selection import Skip, choose, stacks_of
 from lsq.layers.head import head_class
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import QuantizedLinear, by_inputs_of
@@ -57,7 +57,10 @@ def convert(
     _check_bare(model, "convert")
     choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
     whole = fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied)) if fused else []
-    report = Report(layers=told(choices, whole), whole=tuple(one.whole for one in whole))
+    report = Report(
+        layers=told(choices, whole), whole=tuple(one.whole for one in whole), stacks=stacks_of(model, minimum_width),
+        unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,
+    )  # fmt: skip
     if not report.converted:
         already = any(isinstance(module, InPlace) for module in model.modules())
         lacks = "is converted already" if already else "has no linear layer to convert"

@@ -45,6 +45,13 @@ def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> 
     return found
 
 
+def of_transformers(model: nn.Module) -> bool:
+    """Whether a module in it is one of Hugging Face's transformers, which is not lsq's already."""
+    return any(type(module).__module__.startswith("transformers.models.") for module in model.modules()) and not any(
+        isinstance(module, InPlace) for module in model.modules()
+    )
+
+
 def told(choices: Sequence[Choice], whole: Sequence[Fusion]) -> tuple[Layer, ...]:
     """Every linear layer with the fused one that it is in."""
     within = {name: one.whole.name for one in whole if one.whole.reason is None for name in one.linears}

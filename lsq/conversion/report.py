@@ -1,5 +1,6 @@
 """What `convert` did with each linear layer of a model, as data and as text."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,12 +40,24 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Weights of several linear layers in one parameter, such as those of experts, which stay floats."""
+
+    name: str
+    """As in named_parameters."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Every linear layer of a model. As text, layers that differ by numbers in their names alone share a line."""
 
     layers: tuple[Layer, ...]
     whole: tuple[Whole, ...] = ()
     """Layers that there is a program for."""
+    stacks: tuple[Stack, ...] = ()
+    unknown: str | None = None
+    """The class of a model of transformers none of whose layers there is a program for, where one was looked for."""
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -70,7 +83,11 @@ class Report:
         first = f"{len(converted)} of {len(self.layers)} linear layers run in int8{share}:"
         lines = [first, *_lines(map(_row, converted))]
         lines += ["left as they are:", *_lines(map(_row, left))] if left else []
-        return "\n".join([*lines, *(["whole layers:", *_lines(whole)] if whole else [])])
+        lines += ["stacks of weights, which stay floats:", *_lines(map(_stack_row, self.stacks))] if self.stacks else []
+        lines += ["whole layers:", *_lines(whole)] if whole else []
+        if self.unknown is not None:
+            lines.append(f"whole layers: none of {self.unknown} is one that lsq knows; linear layers run one by one")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -78,6 +95,10 @@ class Report:
 def _row(layer: Layer) -> tuple[str, str, str]:
     what = "in a fused layer" if layer.within is not None else "with its loss" if layer.head else ""
     return layer.name, f"{layer.inputs} → {layer.outputs}", layer.reason or what
+
+
+def _stack_row(stack: Stack) -> tuple[str, str, str]:
+    return stack.name, " × ".join(map(str, stack.shape)), f"{math.prod(stack.shape):,} weights"
 
 
 def _lines(rows: Iterable[tuple[str, str, str]]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
-from lsq.conversion.report import Layer
+from lsq.conversion.report import Layer, Stack
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection
 
@@ -72,6 +72,20 @@ def choose(
             or (None if tied or id(module) in found else _shared(module, embeddings))
         ]
     ]
+
+
+def stacks_of(model: nn.Module, minimum_width: int) -> tuple[Stack, ...]:
+    """Parameters [layers, ...] that are wide enough to be weights of several linear layers, as of experts.
+
+    Those of PyTorch's own modules, such as convolutions, are something else.
+    """
+    return tuple(
+        Stack(name=f"{prefix}.{name}" if prefix else name, shape=tuple(one.shape))
+        for prefix, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn.")
+        for name, one in module.named_parameters(recurse=False)
+        if one.dim() == 3 and len(one) > 1 and min(one.shape[1:]) >= minimum_width
+    )
 
 
 def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[int, int]]]:

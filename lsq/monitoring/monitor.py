@@ -73,6 +73,10 @@ class Monitor:
 
     def __str__(self) -> str:
         """The last readings, the worst of modules that differ by numbers in their names alone."""
+        outcome = f"{len(self.fallen)} of {len(self._modules())} modules go on in floats"
+        if not self.readings:
+            due = self._every * (self.steps // self._every + 1)
+            return f"no reading yet: the next look is at step {due}, and {self.steps} are made\n{outcome}"
         rows: dict[str, list[Reading]] = {}
         for name, reading in self.readings.items():
             rows.setdefault(re.sub(r"\b\d+\b", "*", name) or "the model itself", []).append(reading)
@@ -87,7 +91,9 @@ class Monitor:
             cells = ["-" if figure is None else f"{figure:.1f}" for figure in figures]
             padded = [cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)]
             lines.append(f"{name:{max(width, len(lines[0].partition('  ')[0]))}}  {'  '.join(padded)}")
-        return "\n".join([*lines, f"{len(self.fallen)} of {len(self._modules())} modules go on in floats"])
+        return "\n".join([*lines, outcome])
+
+    __repr__ = __str__
 
     # What is done
 

@@ -1,6 +1,7 @@
 """The report of a conversion as text."""
 
 from lsq.conversion import Layer, Report
+from lsq.conversion.report import Stack
 
 
 def test_layers_of_one_kind_share_a_line():
@@ -19,6 +20,16 @@ def test_layers_of_one_kind_share_a_line():
     ])  # fmt: skip
     assert report.converted == (*(f"h.{number}.up" for number in range(12)), "h2.up")
     assert report.left == {"head": "skip names it"}
+
+
+def test_stacks_and_unknown_layers():
+    layer = Layer(name="up", inputs=64, outputs=64, reason=None)
+    stacks = tuple(Stack(name=f"h.{number}.experts.up", shape=(4, 256, 64)) for number in range(2))
+    assert str(Report(layers=(layer,), stacks=stacks, unknown="SomeModel")).splitlines()[2:] == [
+        "stacks of weights, which stay floats:",
+        "     2 × h.*.experts.up  4 × 256 × 64  65,536 weights",
+        "whole layers: none of SomeModel is one that lsq knows; linear layers run one by one",
+    ]
 
 
 def test_of_a_model_without_layers():

@@ -61,6 +61,25 @@ def test_a_model_trains_and_comes_back(name, tmp_path):
         lsq.revert(model)
 
 
+def test_experts_are_reported():
+    """Whose weights are one parameter of three dimensions; no whole layer of such models is known."""
+    torch.manual_seed(1)
+    config = transformers.MixtralConfig(vocab_size=WORDS, num_local_experts=4, num_key_value_heads=2, **SHAPE)
+    model = transformers.MixtralForCausalLM(config)
+    report = lsq.convert(model)
+    assert len(report.converted) == 9 and report.unknown == "MixtralForCausalLM"
+    assert {one.name.rpartition(".")[2]: one.shape for one in report.stacks} == {
+        "gate_up_proj": (4, 256, 64), "down_proj": (4, 64, 128)
+    }  # fmt: skip
+    assert len(report.stacks) == 4
+    model(**batch()).loss.backward()
+    llama = made("llama")
+    assert lsq.convert(llama, skip="lm_head").unknown is lsq.convert(llama).unknown is None
+    assert lsq.convert(made("llama"), fused=False).unknown is None
+    images = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **SHAPE))
+    assert not lsq.convert(images).stacks
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_of_transformers(reentrant):
     model = made("llama")

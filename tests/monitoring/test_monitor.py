@@ -106,7 +106,8 @@ def test_patience_wants_looks_in_a_row():
 def test_the_table():
     model = converted()
     monitor = lsq.monitor(model, every=1)
-    assert "0 of 7 modules go on in floats" in str(monitor)
+    first = "no reading yet: the next look is at step 1, and 0 are made\n0 of 7 modules go on in floats"
+    assert str(monitor) == repr(monitor) == first
     train(model, monitor, 1)
     lines = str(monitor).split("\n")
     assert [line.split()[0] for line in lines[1:]] == ["blocks.*.gate", "blocks.*.up", "blocks.*.down", "head", "0"]
