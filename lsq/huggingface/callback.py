@@ -1,5 +1,5 @@
-"""What lsq adds to a training by transformers' Trainer: signals, warnings, planned memory, int8 gradients, clips in
-checkpoints.
+"""What lsq adds to a training by transformers' Trainer: signals, warnings, planned memory, int8 gradients, a monitor,
+clips in checkpoints.
 
 Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in lsq.safetensors, and in
 the state that Trainer keeps of its callbacks: that comes back by itself, whatever folder a training goes on from.
@@ -21,15 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+import lsq
 from lsq.config import require_choice
 from lsq.conversion.clip_state import clip_names, clip_state, keep_apart, load_clip_state
 from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.huggingface.clip_files import load_clips, save_clips
 from lsq.huggingface.memory import plan_batch
+from lsq.huggingface.noise import arguments_of_monitor, noise, plain
 from lsq.huggingface.workers import average_clips
 from lsq.layers import ProgramModule, TensorStatistics, observe, quantized_tensors
 from lsq.layers.memory import MODES, release_memory
 from lsq.layers.signals import complaint, interval_of
+from lsq.monitoring import Monitor
 from lsq.program import shards
 
 logger = logging.getLogger(__name__)
@@ -39,31 +42,42 @@ class LsqCallback(TrainerCallback, ExportableState):
     """Give it to a Trainer of a converted model: `Trainer(model, ..., callbacks=[LsqCallback()])`.
 
     Args:
-        every_tensor: log the signals of every quantised tensor, not those of the whole model alone.
+        every_tensor: log the signals of every quantised tensor, and the noise of every module, not those of the whole
+            model alone.
         gradients: how workers average gradients, as lsq.dist has it; None: as DDP does by itself.
         largest_batch: inputs of the model, with labels, that no batch exceeds in any dimension. Memory is planned for
             it. None: memory is not planned.
         memory: "planned", or "guard" for a slow training that checks every access; see lsq.layers.memory.plan_memory.
+        monitor: arguments of lsq.monitor by name, such as {"every": 100}, apart from `writer`: the noise of modules is
+            watched, logged, and kept in checkpoints. Memory is planned again when a module goes on in floats.
 
     Raises:
-        ValueError: `memory` or a value of `gradients` is not allowed.
+        ValueError: `memory` or a value of `gradients` or `monitor` is not allowed.
     """
 
     def __init__(
         self, *, every_tensor: bool = False, gradients: GradientConfig | Mapping[str, Any] | None = None,
         largest_batch: Mapping[str, torch.Tensor] | None = None, memory: str = "planned",
+        monitor: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         require_choice("memory", memory, MODES)
         self.every_tensor, self.largest_batch, self.memory = every_tensor, largest_batch, memory
         self.gradients = GradientConfig(**gradients) if isinstance(gradients, Mapping) else gradients
+        self.watching = None if monitor is None else arguments_of_monitor(monitor)
         self.model: nn.Module | None = None
+        self.monitor: Monitor | None = None
+        """From the beginning of the training on, where `monitor` is given."""
         self.last: dict[str, TensorStatistics] = {}
         """The signals that were collected last, by tensor."""
         self.lost: tuple[str, ...] | list[str] = ()
         """Options of the callback that this one was restored from and that its state cannot hold."""
         self.clips: str | None = None
         """In the state of a callback: see there."""
+        self.looks: dict[str, Any] | None = None
+        """The same."""
         self._last_step = -1
+        self._looked = False
+        """Whether the monitor has readings that are not logged yet."""
         self._warned: set[str] = set()
         self._observing, self._installed = ExitStack(), ExitStack()
         self.compression: GradientCompression | None = None
@@ -73,13 +87,19 @@ class LsqCallback(TrainerCallback, ExportableState):
     # The callback's own state, which Trainer puts into its checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Clips in base64 of safetensors, and the options."""
+        """Clips in base64 of safetensors, the state of the monitor, and the options."""
         options = {
             "every_tensor": self.every_tensor, "memory": self.memory,
-            "gradients": None if self.gradients is None else asdict(self.gradients),
+            "gradients": None if self.gradients is None else asdict(self.gradients), "monitor": None,
         }  # fmt: skip
         lost = [] if self.largest_batch is None else ["largest_batch"]
-        attributes = {"lost": lost, "clips": None if self.model is None else _encoded(self.model)}
+        if self.watching is not None:
+            options["monitor"] = plain(self.watching)
+            lost += ["group of monitor"] if self.watching.get("group") else []
+        attributes = {
+            "lost": lost, "clips": None if self.model is None else _encoded(self.model),
+            "looks": self.monitor and self.monitor.state_dict(),
+        }  # fmt: skip
         return {"args": options, "attributes": attributes}
 
     # Events
@@ -108,6 +128,7 @@ class LsqCallback(TrainerCallback, ExportableState):
         handler = trainer.callback_handler  # first, so that TensorBoard's callback and others see the signals in logs
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
+        self._watch(state)
         if self.largest_batch is not None:
             plan_batch(trainer, self.largest_batch, self.memory)
             self._installed.callback(release_memory, model)
@@ -127,12 +148,27 @@ class LsqCallback(TrainerCallback, ExportableState):
         if self._last_step == state.global_step + 1:
             self._warn(self._last_step)
 
+    def on_step_end(self, args, state, control, **others) -> None:
+        """Count a step of the monitor."""
+        if self.monitor is None:
+            return
+        fallen, readings = len(self.monitor.fallen), self.monitor.readings
+        self.monitor.step()
+        self._looked |= self.monitor.readings is not readings
+        if self.largest_batch is not None and len(self.monitor.fallen) > fallen:
+            plan_batch(_trainer_around(), self.largest_batch, self.memory)
+
     def on_log(self, args, state, control, *, logs: dict[str, Any] | None = None, **others) -> None:
         """Put the signals beside the loss, once."""
         if logs is not None and "loss" in logs and 0 < self._last_step <= state.global_step:
             logs |= self.signals()
             state.log_history[-1] |= self.signals()
             self._last_step = -1
+        if logs is not None and "loss" in logs and self._looked:
+            found = noise(self.monitor, every_module=self.every_tensor)
+            logs |= found
+            state.log_history[-1] |= found
+            self._looked = False
 
     def on_save(self, args, state, control, **others) -> None:
         """Write lsq.safetensors into the checkpoint that was written."""
@@ -162,6 +198,15 @@ class LsqCallback(TrainerCallback, ExportableState):
             load_clip_state(self.model, load(base64.b64decode(clips)))
         elif not all(one.schedule.begun for one in _modules(self.model)):
             logger.warning("this checkpoint was written without LsqCallback: clips are measured again")
+
+    def _watch(self, state) -> None:
+        if self.watching is None:
+            return
+        self.monitor = lsq.monitor(self.model, **self.watching)
+        self._installed.callback(self.monitor.close)
+        looks = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("looks")
+        if state.global_step and looks is not None:
+            self.monitor.load_state_dict(looks)
 
     def _take_part_in_exchange(self, trainer: Trainer) -> None:
         several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -92,6 +92,38 @@ def test_clips_that_cut_are_warned_of_once(tmp_path, caplog):
     assert all("try QuantConfig(activation_init='absmax')" in text for text in told)
 
 
+def noise(logs: dict) -> dict[str, float]:
+    return {key: value for key, value in logs.items() if "signal_to_noise" in key or key == "lsq/modules_in_floats"}
+
+
+def test_noise_is_watched_and_logged(tmp_path, caplog):
+    below = {"output": 200, "input_gradient": -100, "weight_gradient": -100}
+    watched = LsqCallback(monitor={"every": 2, "bounds": below}, largest_batch=batch("gpt2"), every_tensor=True)
+    caplog.set_level(logging.INFO, "lsq")
+    training = trainer("gpt2", tmp_path, watched, max_steps=6, save_strategy="no")
+    training.train()
+    found = [noise(entry) for entry in training.state.log_history if "loss" in entry]
+    assert [bool(one) for one in found] == [False, True, False, True, False, True]
+    modules = [name for name in found[1] if name.startswith("lsq/output_signal_to_noise/")]
+    assert found[1]["lsq/output_signal_to_noise"] == min(found[1][name] for name in modules) and len(modules) == 3
+    assert [found[step]["lsq/modules_in_floats"] for step in (1, 3, 5)] == [0, 3, 3]
+    assert sum("memory (planned)" in record.getMessage() for record in caplog.records) == 2
+    assert watched.monitor.fallen == ("transformer.h.0", "transformer.h.1", "lm_head")
+
+
+def test_a_watched_training_goes_on_bit_for_bit(tmp_path):
+    options = {"every": 3, "bounds": {"output": 200, "input_gradient": -100, "weight_gradient": -100}}
+    whole = trainer("gpt2", tmp_path / "whole", LsqCallback(monitor=options))
+    whole.train()
+    later = trainer("gpt2", tmp_path / "later", LsqCallback(monitor=options), model=converted("gpt2", seed=5))
+    later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses(later) == losses(whole) and same_states(later.model, whole.model)
+    (callback,) = [one for one in later.callback_handler.callbacks if isinstance(one, LsqCallback)]
+    assert callback.monitor.steps == 8 and len(callback.monitor.fallen) == 3
+    state = LsqCallback(monitor=options).state()["args"]
+    assert json.loads(json.dumps(state)) == state and LsqCallback(**state).watching == callback.watching
+
+
 OPTIONS = {
     "bfloat16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
@@ -169,6 +201,8 @@ def test_restored_callbacks(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match="memory is 'some'; allowed"):
         LsqCallback(memory="some")
+    with pytest.raises(ValueError, match="monitor has 'often'; allowed: every, rows"):
+        LsqCallback(monitor={"often": 3})
     with pytest.raises(ValueError, match="call lsq.convert.model. before the Trainer"):
         trainer("bert", tmp_path, LsqCallback(), model=MAKERS["bert"]()).train()
     with pytest.raises(ValueError, match="something else has called it"):
