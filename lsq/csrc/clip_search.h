@@ -1,8 +1,8 @@
-// The search for the clip of least squared rounding error among magnitudes within [0, 1], as the CPU loop and the CUDA
-// kernel share it; lsq.quant.octav_clip explains it.
+// The search for the clip of least squared rounding error among magnitudes, within [0, 1] if it begins anew, as the CPU
+// loop and the CUDA kernel share it; lsq.quant.octav_clip explains it.
 //
 // Sums are taken in one order everywhere, so that every device finds the same clip: value i of a run of kRun belongs to
-// lane i % kLanes, a lane adds its values in order, and lanes are joined in halves. Runs are added in order, kJoined of
+// lane i % kRunLanes, a lane adds its values in order, and lanes are joined in halves. Runs are added in order, kJoined of
 // them in float32, and those sums in double precision.
 #pragma once
 
@@ -10,9 +10,13 @@
 
 namespace lsq {
 
-constexpr int kRun = 512, kLanes = 32, kJoined = 8;
-constexpr int kIterations = 16, kSearches = 3, kTriedRoots = 32;
-constexpr int kCandidates[kSearches] = {kTriedRoots + 1, 33, 65};  // of each search
+constexpr int kRun = 512, kRunLanes = 32, kJoined = 8;
+constexpr int kIterations = 16, kTriedRoots = 32;
+
+// Each search goes around the best clip of the one before. Anew, there are three; again, near a clip that was found
+// before, two.
+constexpr int kAnew = 0, kAgain = 3, kSearches = 5;
+constexpr int kCandidates[kSearches] = {kTriedRoots + 1, 33, 65, 11, 11};
 
 // The magnitude of a value; that of NaN and infinity counts as 0.
 LSQ_INLINE float usable_magnitude(float x) {
@@ -20,10 +24,11 @@ LSQ_INLINE float usable_magnitude(float x) {
     return magnitude < infinity() ? magnitude : 0.0f;
 }
 
-// Squared error of a magnitude that is rounded to codes up to q, in units of the scale.
-LSQ_INLINE float squared_error(float magnitude, float reciprocal, float q) {
-    const float ratio = magnitude * reciprocal, bounded = ratio > q ? q : ratio;
-    const float difference = ((bounded + 12582912.0f) - 12582912.0f) - ratio;  // 1.5 * 2^23: rounds half to even
+// Squared error of a magnitude that is rounded to codes up to q, in units of the scale. T: float, or a vector of them.
+template <class T>
+LSQ_INLINE T squared_error(T magnitude, T reciprocal, T q) {
+    const T ratio = magnitude * reciprocal, bounded = ratio > q ? q : ratio;
+    const T difference = ((bounded + 12582912.0f) - 12582912.0f) - ratio;  // 1.5 * 2^23: rounds half to even
     return difference * difference;
 }
 
@@ -47,11 +52,14 @@ struct FixedPoint {
     LSQ_INLINE float start() const { return clip > 1e-30f ? clip : 1e-30f; }
 };
 
-// What a search tries: from `around` up to 1, then within 50 % of it, then within 3 %. Roots and products in double
-// precision are the same everywhere, powers are not.
+// What a search tries. Anew: from `around` up to 1, then within 50 % of it, then within 3 %. Again: within 31 %, then
+// within 4 %. Roots and products in double precision are the same everywhere, powers are not.
 LSQ_INLINE float candidate(int search, int number, float around) {
-    if (search == 1) return around * (0.5f + static_cast<float>(number) / 32.0f);
-    if (search == 2) return around * (31.0f / 32.0f + static_cast<float>(number) / 1024.0f);
+    const float n = static_cast<float>(number);
+    if (search == kAnew + 1) return around * (0.5f + n / 32.0f);
+    if (search == kAnew + 2) return around * (31.0f / 32.0f + n / 1024.0f);
+    if (search == kAgain) return around * (11.0f / 16.0f + n / 16.0f);
+    if (search == kAgain + 1) return around * (123.0f / 128.0f + n / 128.0f);
     double root = around, power = 1.0;
     for (int i = 1; i < kTriedRoots; i *= 2) root = sqrt(root);
     for (int i = number; i < kTriedRoots; ++i) power *= root;
@@ -67,6 +75,12 @@ struct BestClip {
     LSQ_INLINE void consider(float tried, double errors) {
         const double scale = tried / q, found = errors * scale * scale;
         if (found < error) error = found, clip = tried;
+    }
+
+    // After the first search again, around `before`: whether the least error lies near it. Not if that is no usable clip.
+    LSQ_INLINE bool near(float before) const {
+        const float low = candidate(kAgain, 0, before), high = candidate(kAgain, kCandidates[kAgain] - 1, before);
+        return error < infinity() && low < clip && clip < high;
     }
 };
 

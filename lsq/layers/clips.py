@@ -91,8 +91,11 @@ class ClippedModule(nn.Module):
         shards.measured(self, calibration.written)
         calibration.finish()
 
-    def _measure_weights(self, calibration: Calibration) -> None:
-        """The same, unseen by autograd: an earlier pass of this module may still await its backward pass."""
+    def _measure_weights(self, calibration: Calibration, again: bool = False) -> None:
+        """The same, unseen by autograd: an earlier pass of this module may still await its backward pass.
+
+        `again`: clips hold what was measured before, which shortens the search.
+        """
         for name, declared in self.declared.items():
             if declared.clip is not None:
                 values = self.own_parameter(name)
@@ -100,7 +103,7 @@ class ClippedModule(nn.Module):
                 self._measure(
                     calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weights.bits,
                     per_channel=self.quant.weight_granularity == "channel",
-                    fixed=self.quant.weight_clip, percentile=self.quant.percentile,
+                    fixed=self.quant.weight_clip, percentile=self.quant.percentile, again=again,
                 )
         self._drop_codes()
         self._forget_clips()

@@ -102,7 +102,7 @@ class ProgramModule(ClippedModule):
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
         if weights_due:
-            self._measure_weights(calibration)
+            self._measure_weights(calibration, again=self.schedule.begun)
         (key,) = self.target.send([draw_key()])
         parameters = self._parameters_of(program)
         codes = self.codes.of(

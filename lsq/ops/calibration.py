@@ -27,13 +27,16 @@ HELD = 8192
 class LeastErrorClip(Operation):
     """The clip of least squared rounding error of each row (lsq.quant.octav_clip); one launch.
 
-    CPU and CUDA find the same bits: they try the same clips and sum in the same order.
+    CPU and CUDA find the same bits: they try the same clips and sum in the same order. `clip` may be the memory of
+    `before`.
     """
 
     x: In[Activations]
     """[R, N], N at least 1. NaN and infinity count as 0."""
     bits: Host[int] = 8
     """Of the codes, 2 to 8."""
+    before: In[Floats] | None
+    """[R], clips of these rows at an earlier time, near which the search begins."""
     clip: Out[Floats]
     """[R], at least SMALLEST_CLIP. A row of zeros gets the mean clip of the others."""
     unusable: Out[Indices]
@@ -64,7 +67,7 @@ class LeastErrorClip(Operation):
 
     def reference(self):
         usable = self.x.isfinite()
-        clip = quant.octav_clip(self.x.where(usable, 0.0), self.bits, per_channel=True)
+        clip = quant.octav_clip(self.x.where(usable, 0.0), self.bits, per_channel=True, before=self.before)
         return quant.fill_empty(clip), (~usable).sum(1)
 
     def cuda_scratch(self):
@@ -96,7 +99,9 @@ class Calibration:
         self._measured: list[tuple[str, torch.Tensor, int]] = []
 
     @torch.no_grad()
-    def measure(self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, bits: int, **options) -> None:
+    def measure(
+        self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, bits: int, *, again: bool = False, **options
+    ) -> None:
         """Write the clip of x into `clip`.
 
         Args:
@@ -104,6 +109,7 @@ class Calibration:
             x: any shape and float dtype.
             clip: float32 [1], or [R] with per_channel.
             method, bits: see lsq.quant.calibrate, as for `options`.
+            again: whether `clip` holds what was found at an earlier time; "mse" then searches near it.
 
         Raises:
             ValueError: as lsq.quant.calibrate, but "mse" leaves NaN and infinity to `finish`.
@@ -116,7 +122,8 @@ class Calibration:
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if options.get("per_channel") else 1, -1).contiguous()
         unusable = self._target.allocate([len(rows)], torch.int64)
-        self._target.run(LeastErrorClip(x=rows, bits=bits, clip=clip, unusable=unusable))
+        before = clip if again else None
+        self._target.run(LeastErrorClip(x=rows, bits=bits, before=before, clip=clip, unusable=unusable))
         self._measured.append((name, unusable, x.numel()))
 
     def finish(self) -> None:

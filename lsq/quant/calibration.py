@@ -97,7 +97,7 @@ def fill_empty(clip: Tensor) -> Tensor:
     return torch.where(empty, clip[~empty].mean(), clip) if empty.any() and not empty.all() else clip
 
 
-def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
+def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False, *, before: Tensor | None = None) -> Tensor:
     """Clip of least squared quantisation error: OCTAV's fixed point, then a search around it.
 
     OCTAV models the squared rounding error of every nonzero |x| <= c as c^2/(12 Q^2), which is inexact for few
@@ -105,10 +105,15 @@ def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
     point up to the largest |x|, then ever closer around the best. Of a row longer than LARGEST_SAMPLE, that many
     values or a few less are looked at, evenly spaced.
 
+    A row whose clip was measured before, and has not changed much since, needs less: the error is measured at 11 clips
+    within 31 % of that one, and at 11 within 4 % of the best of these. Where the first or the last of the 11 is the
+    best, the whole search is made.
+
     Args:
         x: any shape and float dtype, finite.
         bits: width of the integers, 2 to 8.
         per_channel: one clip for each row x[i] instead of one for all of x.
+        before: float32 [1] or [R], clips that were found before; any values are allowed.
 
     Returns:
         float32 [1] or [R], at least SMALLEST_CLIP.
@@ -116,6 +121,16 @@ def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
     maximum = maximum_code(bits)
     rows = _magnitude_rows(x, per_channel)
     rows = rows[:, :: sample_stride(rows.shape[1])]
+    if before is None:
+        return _search_anew(rows, maximum)
+    clip, near = _search_near(rows.float(), before[:, None], maximum)
+    if not near.all():
+        clip[~near] = _search_anew(rows[~near], maximum)
+    return clip
+
+
+def _search_anew(rows: Tensor, maximum: int) -> Tensor:
+    """Clips [R] of rows [R, N] >= 0."""
     largest = rows.amax(1, keepdim=True).clamp(min=SMALLEST_CLIP)
     rows = (rows / largest).float()
     clip = _octav_fixed_point(rows, maximum)
@@ -123,6 +138,15 @@ def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False) -> Tensor:
     clip = _best_clip(rows, clip * torch.linspace(1 / 2, 3 / 2, 33, device=rows.device), maximum)
     clip = _best_clip(rows, clip * torch.linspace(31 / 32, 33 / 32, 65, device=rows.device), maximum)
     return (clip * largest).float().squeeze(1).clamp(min=SMALLEST_CLIP)
+
+
+def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
+    """Clips [R] of rows [R, N] >= 0 near those `before` [R, 1], and bool [R]: whether the least error lies there."""
+    candidates = before * torch.linspace(11 / 16, 21 / 16, 11, device=rows.device)
+    clip = _best_clip(rows, candidates, maximum)
+    near = (candidates[:, :1] < clip) & (clip < candidates[:, -1:])
+    clip = _best_clip(rows, clip * torch.linspace(123 / 128, 133 / 128, 11, device=rows.device), maximum)
+    return clip.squeeze(1).clamp(min=SMALLEST_CLIP), near.squeeze(1)
 
 
 def sample_stride(values: int) -> int:
@@ -150,13 +174,17 @@ def _octav_fixed_point(rows: Tensor, maximum: int) -> Tensor:
 
 
 def _best_clip(rows: Tensor, candidates: Tensor, maximum: int) -> Tensor:
-    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0."""
+    """Of candidates [R, K], the one [R, 1] with the least squared error on its row of rows [R, N] >= 0.
+
+    The first one where no error is a number.
+    """
     errors = []
     for clip in candidates.split(1, dim=1):
         ratio = rows / (clip / maximum)
         rounding = ratio.clamp(max=maximum).round_().sub_(ratio)
         errors.append(torch.linalg.vector_norm(rounding, dim=1, dtype=torch.float64) * clip.squeeze(1))
-    return candidates.gather(1, torch.stack(errors, dim=1).argmin(1, keepdim=True))
+    found = torch.stack(errors, dim=1).nan_to_num(nan=torch.inf)
+    return candidates.gather(1, found.argmin(1, keepdim=True))
 
 
 def _magnitude_rows(x: Tensor, per_channel: bool) -> Tensor:

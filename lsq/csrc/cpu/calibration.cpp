@@ -1,64 +1,148 @@
 // The clip of least squared rounding error, row by row.
+#include <omp.h>
+
 #include "../clip_search.h"
+#include "aligned.h"
+#include "lanes.h"
 #include "rows.h"
 
 using namespace lsq;
 
 namespace {
 
-// Sum of term(v) over a run of n <= kRun values.
-template <class Term>
-float run_sum(const float* v, int64_t n, const Term& term) {
-    float lane[kLanes] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-#pragma omp simd
-        for (int l = 0; l < kLanes; ++l) lane[l] += term(v[i + l]);
+constexpr int kTogether = 4;  // clips whose errors are summed together
+constexpr int kParts = kRunLanes / kLanes;
+constexpr int64_t kBlock = kJoined * kRun;
+
+// The sum of the lanes of a run.
+float joined_lanes(Lanes (&parts)[kParts]) {
+#pragma GCC unroll 8
+    for (int half = kParts / 2; half; half /= 2) {
+        for (int part = 0; part < half; ++part) parts[part] += parts[part + half];
     }
-    for (int l = 0; i + l < n; ++l) lane[l] += term(v[i + l]);
+    float lane[kLanes];
+    std::memcpy(lane, &parts[0], sizeof lane);
+#pragma GCC unroll 8
     for (int half = kLanes / 2; half; half /= 2) {
         for (int l = 0; l < half; ++l) lane[l] += lane[l + half];
     }
     return lane[0];
 }
 
-template <class Term>
-double sum_of(const std::vector<float>& v, const Term& term) {
-    const int64_t n = static_cast<int64_t>(v.size());
-    double total = 0.0;
-    for (int64_t first = 0; first < n; first += kJoined * kRun) {
-        const int64_t end = std::min<int64_t>(first + kJoined * kRun, n);
-        float joined = 0.0f;
-        for (int64_t run = first; run < end; run += kRun) {
-            joined += run_sum(v.data() + run, std::min<int64_t>(kRun, end - run), term);
-        }
-        total += joined;
+// The magnitudes of a row, and sums over them, by all threads if it is searched `alone`.
+class Sample {
+public:
+    Sample(int64_t count, bool alone)
+        : values_((count + kRunLanes - 1) / kRunLanes * kRunLanes), totals_((count + kBlock - 1) / kBlock * kTogether),
+          count_(count), alone_(alone) {}
+
+    float* values() { return values_.data(); }
+    int64_t count() const { return count_; }
+    bool alone() const { return alone_; }
+
+    // Brings them within [0, 1] -> what they were divided by, at least `smallest`.
+    float normalise(float smallest) {
+        float largest = smallest;
+#pragma omp simd reduction(max : largest)
+        for (int64_t i = 0; i < count_; ++i) largest = values_[i] > largest ? values_[i] : largest;
+#pragma omp simd
+        for (int64_t i = 0; i < count_; ++i) values_[i] /= largest;
+        return largest;
     }
-    return total;
+
+    // totals[k], for k < K: the sum of term(values, k), which is 0 of values that are 0.
+    template <int K, class Term>
+    void sum(const Term& term, double (&totals)[K]) {
+        static_assert(K <= kTogether);
+        const int64_t blocks = (count_ + kBlock - 1) / kBlock;
+        if (alone_ && blocks > 1) {
+#pragma omp parallel for schedule(static)
+            for (int64_t block = 0; block < blocks; ++block) sum_block<K>(block, term);
+        } else {
+            for (int64_t block = 0; block < blocks; ++block) sum_block<K>(block, term);
+        }
+        for (int k = 0; k < K; ++k) totals[k] = 0.0;
+        for (int64_t block = 0; block < blocks; ++block) {
+            for (int k = 0; k < K; ++k) totals[k] += totals_[block * kTogether + k];
+        }
+    }
+
+private:
+    template <int K, class Term>
+    void sum_block(int64_t block, const Term& term) {
+        const int64_t end = std::min<int64_t>((block + 1) * kBlock, values_.size());
+        float joined[K] = {};
+        for (int64_t run = block * kBlock; run < end; run += kRun) {
+            const int64_t stop = std::min<int64_t>(run + kRun, end);
+            Lanes sum[K][kParts] = {};
+            for (int64_t i = run; i < stop; i += kRunLanes) {
+#pragma GCC unroll 8
+                for (int part = 0; part < kParts; ++part) {
+                    const Lanes values = lanes_at(values_.data() + i + part * kLanes);
+#pragma GCC unroll 8
+                    for (int k = 0; k < K; ++k) sum[k][part] += term(values, k);
+                }
+            }
+#pragma GCC unroll 8
+            for (int k = 0; k < K; ++k) joined[k] += joined_lanes(sum[k]);
+        }
+        for (int k = 0; k < K; ++k) totals_[block * kTogether + k] = joined[k];
+    }
+
+    Aligned<float> values_;  // and zeros behind them
+    Aligned<double> totals_;
+    int64_t count_;
+    bool alone_;
+};
+
+void try_clips(Sample& sample, int search, BestClip& best) {
+    const float around = best.clip;
+    const Lanes q = all_lanes(best.q);
+    for (int first = 0; first < kCandidates[search]; first += kTogether) {
+        float tried[kTogether];
+        Lanes reciprocal[kTogether];
+        for (int k = 0; k < kTogether; ++k) {
+            tried[k] = candidate(search, first + k, around);
+            reciprocal[k] = all_lanes(best.q / tried[k]);
+        }
+        double errors[kTogether];
+        sample.sum([&](Lanes values, int k) { return squared_error(values, reciprocal[k], q); }, errors);
+        const int wanted = std::min(kTogether, kCandidates[search] - first);
+        for (int k = 0; k < wanted; ++k) best.consider(tried[k], errors[k]);
+    }
 }
 
-// Of magnitudes in [0, 1].
-float least_error(const std::vector<float>& v, float q) {
-    const auto sum_above = [&](float clip) { return sum_of(v, [=](float x) { return x > clip ? x : 0.0f; }); };
-    const auto count_above = [&](float clip) { return sum_of(v, [=](float x) { return x > clip ? 1.0f : 0.0f; }); };
-    FixedPoint point(sum_above(0.0f), count_above(0.0f), v.size(), q);
-    for (int i = 0; i < kIterations; ++i) point.step(sum_above(point.clip), count_above(point.clip));
-    BestClip best{q, point.start()};
-    for (int search = 0; search < kSearches; ++search) {
-        const float around = best.clip;
-        for (int i = 0; i < kCandidates[search]; ++i) {
-            const float tried = candidate(search, i, around), reciprocal = q / tried;
-            best.consider(tried, sum_of(v, [=](float x) { return squared_error(x, reciprocal, q); }));
-        }
+// The clip of magnitudes within [0, 1].
+float search_anew(Sample& sample, float q) {
+    double sums[2];  // of the magnitudes above a clip, and how many they are
+    const auto sum_above = [&](float clip) {
+        const Lanes limit = all_lanes(clip), one = all_lanes(1.0f), zero = {};
+        sample.sum([=](Lanes values, int k) { return values > limit ? (k ? one : values) : zero; }, sums);
+    };
+    sum_above(0.0f);
+    FixedPoint point(sums[0], sums[1], sample.count(), q);
+    for (int i = 0; i < kIterations; ++i) {
+        sum_above(point.clip);
+        point.step(sums[0], sums[1]);
     }
+    BestClip best{q, point.start()};
+    for (int search = kAnew; search < kAgain; ++search) try_clips(sample, search, best);
     return best.clip;
+}
+
+// Whether the least error lies near the clip that was found before; `best` then has its clip.
+bool search_near(Sample& sample, float before, BestClip& best) {
+    try_clips(sample, kAgain, best);
+    if (!best.near(before)) return false;
+    try_clips(sample, kAgain + 1, best);
+    return true;
 }
 
 // Rows of zeros get the mean clip of the others.
 void fill_empty(float* clip, int64_t rows, float smallest) {
-    double sum[kLanes] = {}, total = 0.0, count = 0.0;
+    double sum[kRunLanes] = {}, total = 0.0, count = 0.0;
     for (int64_t row = 0; row < rows; ++row) {
-        if (clip[row] > smallest) sum[row % kLanes] += clip[row], ++count;
+        if (clip[row] > smallest) sum[row % kRunLanes] += clip[row], ++count;
     }
     for (double part : sum) total += part;
     if (count == 0.0) return;
@@ -66,28 +150,52 @@ void fill_empty(float* clip, int64_t rows, float smallest) {
     for (int64_t row = 0; row < rows; ++row) clip[row] = clip[row] > smallest ? clip[row] : mean;
 }
 
+// How many of x [n] are NaN or infinite.
+int64_t count_unusable(const float* x, int64_t n, bool alone) {
+    int64_t found = 0;
+    const auto count = [=](int64_t first) {
+        const int64_t end = std::min(first + kBlock, n);
+        int32_t here = 0;
+#pragma omp simd reduction(+ : here)
+        for (int64_t i = first; i < end; ++i) here += std::fabs(x[i]) < infinity() ? 0 : 1;
+        return here;
+    };
+    if (alone) {
+#pragma omp parallel for reduction(+ : found) schedule(static)
+        for (int64_t first = 0; first < n; first += kBlock) found += count(first);
+    } else {
+        for (int64_t first = 0; first < n; first += kBlock) found += count(first);
+    }
+    return found;
+}
+
+void find_clip(const LeastErrorClip& op, int64_t row, Sample& sample) {
+    const float* line = op.x + row * op.columns;
+    op.unusable[row] = count_unusable(line, op.columns, sample.alone());
+    for (int64_t i = 0; i < op.sampled; ++i) sample.values()[i] = usable_magnitude(line[i * op.stride]);
+    const float smallest = op.smallest, q = op.largest, before = op.before ? op.before[row] : 0.0f;
+    BestClip best{q, before};
+    if (op.before && search_near(sample, before, best)) {
+        op.clip[row] = std::max(best.clip, smallest);
+    } else {
+        const float largest = sample.normalise(smallest);
+        op.clip[row] = std::max(search_anew(sample, q) * largest, smallest);
+    }
+}
+
 }  // namespace
 
 LSQ_OPERATION(LeastErrorClip, op) {
-    const float smallest = op.smallest;
+    if (op.rows < omp_get_max_threads()) {
+        Sample sample(op.sampled, true);
+        for (int64_t row = 0; row < op.rows; ++row) find_clip(op, row, sample);
+    } else {
 #pragma omp parallel
-    {
-        std::vector<float> v(op.sampled);
+        {
+            Sample sample(op.sampled, false);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < op.rows; ++row) {
-            const float* line = op.x + row * op.columns;
-            int64_t unusable = 0;
-#pragma omp simd reduction(+ : unusable)
-            for (int64_t i = 0; i < op.columns; ++i) unusable += !(std::fabs(line[i]) < infinity());
-            op.unusable[row] = unusable;
-            float largest = smallest;
-            for (int64_t i = 0; i < op.sampled; ++i) {
-                v[i] = usable_magnitude(line[i * op.stride]);
-                largest = std::max(largest, v[i]);
-            }
-            for (float& magnitude : v) magnitude /= largest;
-            op.clip[row] = std::max(least_error(v, op.largest) * largest, smallest);
+            for (int64_t row = 0; row < op.rows; ++row) find_clip(op, row, sample);
         }
     }
-    fill_empty(op.clip, op.rows, smallest);
+    fill_empty(op.clip, op.rows, op.smallest);
 }

@@ -1,5 +1,6 @@
-// The clip of least squared rounding error, row by row: a block takes a row, and runs through its values 17 times for a
-// start and 12 times for the errors of 131 clips. lsq/ops/calibration.py is the reference.
+// The clip of least squared rounding error, row by row: a block takes a row, and runs through its values twice for the
+// errors of 22 clips near the one before, or anew, 17 times for a start and 12 times for the errors of 131 clips.
+// lsq/ops/calibration.py is the reference.
 //
 // -DWARPS of a block. A sample lies in shared memory or, where it is too long, in `scratch` [rows, sampled].
 #include "reduce.cuh"
@@ -42,11 +43,11 @@ struct Sample {
     // totals[k], for k < K: the sum of term(value, k), in the order that clip_search.h tells. For all threads together.
     template <int K, class Term>
     __device__ __forceinline__ void sum(const Term& term) const {
-        static_assert(kLanes == kWarp && K <= kTogether && kTogether <= kWarp, "a warp takes a run, a thread a total");
+        static_assert(kRunLanes == kWarp && K <= kTogether && kTogether <= kWarp, "a warp takes a run, a thread a total");
         const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
         for (int run = warp; run < runs; run += WARPS) {
             float sum[K] = {};
-            for (int i = run * kRun + lane; i < min((run + 1) * kRun, count); i += kLanes) {
+            for (int i = run * kRun + lane; i < min((run + 1) * kRun, count); i += kRunLanes) {
                 const float value = values[i];
 #pragma unroll
                 for (int k = 0; k < K; ++k) sum[k] += term(value, k);
@@ -76,52 +77,67 @@ struct Sample {
     }
 };
 
-// Of magnitudes in [0, 1]; the first thread gets it.
-__device__ __forceinline__ float least_error(const Sample& sample, float q) {
+// The clips of a search, around that of `best`, which the first thread has. For all threads together.
+__device__ __forceinline__ void try_clips(const Sample& sample, int search, BestClip& best) {
     __shared__ float around, tried[kMost], reciprocal[kMost];
+    if (threadIdx.x == 0) around = best.clip;
+    __syncthreads();
+    for (int i = threadIdx.x; i < kMost; i += kThreads) {
+        tried[i] = candidate(search, i, around);
+        reciprocal[i] = best.q / tried[i];
+    }
+    __syncthreads();
+    for (int first = 0; first < kCandidates[search]; first += kTogether) {
+        float factor[kTogether];
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) factor[k] = reciprocal[first + k];
+        sample.sum<kTogether>([&](float value, int k) { return squared_error(value, factor[k], best.q); });
+        if (threadIdx.x != 0) continue;
+        const int end = min(kTogether, kCandidates[search] - first);
+        for (int k = 0; k < end; ++k) best.consider(tried[first + k], sample.totals[k]);
+    }
+    __syncthreads();
+}
+
+// The clip of magnitudes in [0, 1]; the first thread gets it.
+__device__ __forceinline__ float search_anew(const Sample& sample, float q) {
+    __shared__ float clip;
     sample.sum_above(0.0f);
     FixedPoint point(sample.totals[0], sample.totals[1], sample.count, q);
     for (int i = 0; i < kIterations; ++i) {
-        if (threadIdx.x == 0) around = point.clip;
+        if (threadIdx.x == 0) clip = point.clip;
         __syncthreads();
-        sample.sum_above(around);
+        sample.sum_above(clip);
         if (threadIdx.x == 0) point.step(sample.totals[0], sample.totals[1]);
     }
     BestClip best{q, point.start()};
-    for (int search = 0; search < kSearches; ++search) {
-        if (threadIdx.x == 0) around = best.clip;
-        __syncthreads();
-        for (int i = threadIdx.x; i < kMost; i += kThreads) {
-            tried[i] = candidate(search, i, around);
-            reciprocal[i] = q / tried[i];
-        }
-        __syncthreads();
-        for (int first = 0; first < kCandidates[search]; first += kTogether) {
-            float factor[kTogether];
-#pragma unroll
-            for (int k = 0; k < kTogether; ++k) factor[k] = reciprocal[first + k];
-            sample.sum<kTogether>([&](float value, int k) { return squared_error(value, factor[k], q); });
-            if (threadIdx.x != 0) continue;
-            const int end = min(kTogether, kCandidates[search] - first);
-            for (int k = 0; k < end; ++k) best.consider(tried[first + k], sample.totals[k]);
-        }
-    }
+    for (int search = kAnew; search < kAgain; ++search) try_clips(sample, search, best);
     return best.clip;
+}
+
+// Whether the least error lies near the clip that was found before; the first thread then gets its clip in `best`.
+__device__ __forceinline__ bool search_near(const Sample& sample, float before, BestClip& best) {
+    __shared__ bool near;
+    try_clips(sample, kAgain, best);
+    if (threadIdx.x == 0) near = best.near(before);
+    __syncthreads();
+    if (near) try_clips(sample, kAgain + 1, best);
+    return near;
 }
 
 // Rows of zeros get the mean clip of the others. For all threads of one block.
 __device__ __forceinline__ void fill_empty(float* clip, int64_t rows, float smallest) {
-    __shared__ double sums[kLanes], counts[kLanes];
-    if (threadIdx.x < kLanes) {
+    __shared__ double sums[kRunLanes], counts[kRunLanes];
+    if (threadIdx.x < kRunLanes) {
         double sum = 0.0, count = 0.0;
-        for (int64_t row = threadIdx.x; row < rows; row += kLanes) {
+        for (int64_t row = threadIdx.x; row < rows; row += kRunLanes) {
             if (clip[row] > smallest) sum += clip[row], count += 1.0;
         }
         sums[threadIdx.x] = sum, counts[threadIdx.x] = count;
     }
     __syncthreads();
     double total = 0.0, count = 0.0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sums[lane], count += counts[lane];
+    for (int lane = 0; lane < kRunLanes; ++lane) total += sums[lane], count += counts[lane];
     if (count == 0.0) return;
     const float mean = static_cast<float>(total / count);
     for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
@@ -140,23 +156,29 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks)
     const Float* x = op.x;
     const Float* line = x + row * columns;
     float *clip = op.clip, *apart = scratch;
-    const float smallest = op.smallest;
     const uint32_t unusable = count_unusable(line, columns);
     float* values = apart ? apart + row * count : words + kTogether * (runs + 1);
-    float largest = smallest;
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-        const float magnitude = usable_magnitude(widen(line[i * stride]));
-        values[i] = magnitude;
-        largest = Maximum::join(largest, magnitude);
-    }
-    largest = group_reduce<Maximum, kThreads, kThreads>(largest);
-    for (int i = threadIdx.x; i < count; i += kThreads) values[i] /= largest;
+    for (int i = threadIdx.x; i < count; i += kThreads) values[i] = usable_magnitude(widen(line[i * stride]));
     __syncthreads();
-    const float found = least_error({values, words, totals, count, runs}, op.largest);
+    const Sample sample{values, words, totals, count, runs};
+    const float* before = op.before;
+    const float smallest = op.smallest, q = op.largest, begin = before ? before[row] : 0.0f;
+    BestClip best{q, begin};
+    float found = 0.0f;
+    if (before && search_near(sample, begin, best)) {
+        found = best.clip;
+    } else {
+        float largest = smallest;
+        for (int i = threadIdx.x; i < count; i += kThreads) largest = Maximum::join(largest, values[i]);
+        largest = group_reduce<Maximum, kThreads, kThreads>(largest);
+        for (int i = threadIdx.x; i < count; i += kThreads) values[i] /= largest;
+        __syncthreads();
+        found = search_anew(sample, q) * largest;
+    }
     if (threadIdx.x == 0) {
         int64_t* counts = op.unusable;
         counts[row] = unusable;
-        clip[row] = Maximum::join(found * largest, smallest);
+        clip[row] = Maximum::join(found, smallest);
     }
     bool nothing = false;
     if (last_block<kThreads>(ticket, nothing)) fill_empty(clip, op.rows, smallest);
