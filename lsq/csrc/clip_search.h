@@ -77,10 +77,11 @@ struct BestClip {
         if (found < error) error = found, clip = tried;
     }
 
-    // After the first search again, around `before`: whether the least error lies near it. Not if that is no usable clip.
-    LSQ_INLINE bool near(float before) const {
+    // After the first search again, around `before`: whether the least error lies near it. Beyond 1.5 times the largest
+    // magnitude it does not, however the errors there may vary, nor where none of them is a number.
+    LSQ_INLINE bool near(float before, float largest) const {
         const float low = candidate(kAgain, 0, before), high = candidate(kAgain, kCandidates[kAgain] - 1, before);
-        return error < infinity() && low < clip && clip < high;
+        return error < infinity() && low < clip && clip < high && clip <= 1.5f * largest;
     }
 };
 

@@ -13,7 +13,7 @@ import torch
 from lsq import quant
 from lsq.csrc.launch import TICKET, float_define, launch
 from lsq.program.backend import Backend
-from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, extent, factor, size
+from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
 
 RUN, TOGETHER = 512, 11
@@ -32,7 +32,9 @@ class LeastErrorClip(Operation):
     """
 
     x: In[Activations]
-    """[R, N], N at least 1. NaN and infinity count as 0."""
+    """[R, N], N at least 1; or [N, R]. NaN and infinity count as 0."""
+    by_columns: bool = False
+    """Whether x is [N, R], N so small that `stride` is 1: what is called a row here is a column of it."""
     bits: Host[int] = 8
     """Of the codes, 2 to 8."""
     before: In[Floats] | None
@@ -42,8 +44,15 @@ class LeastErrorClip(Operation):
     unusable: Out[Indices]
     """[R], how many values are NaN or infinite."""
 
-    rows = extent(0, "x")
-    columns = extent(1, "x")
+    @size
+    def rows(self) -> int:
+        """R."""
+        return self.x.shape[int(self.by_columns)]
+
+    @size
+    def columns(self) -> int:
+        """N."""
+        return self.x.shape[1 - int(self.by_columns)]
 
     @size
     def stride(self) -> int:
@@ -66,8 +75,9 @@ class LeastErrorClip(Operation):
         return quant.SMALLEST_CLIP
 
     def reference(self):
-        usable = self.x.isfinite()
-        clip = quant.octav_clip(self.x.where(usable, 0.0), self.bits, per_channel=True, before=self.before)
+        rows = self.x.t() if self.by_columns else self.x
+        usable = rows.isfinite()
+        clip = quant.octav_clip(rows.where(usable, 0.0), self.bits, per_channel=True, before=self.before)
         return quant.fill_empty(clip), (~usable).sum(1)
 
     def cuda_scratch(self):
@@ -120,10 +130,13 @@ class Calibration:
                 return
             quant.check_not_empty(x)
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
-        rows = floats.reshape(len(x) if options.get("per_channel") else 1, -1).contiguous()
+        rows = floats.reshape(len(x) if options.get("per_channel") else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
-        before = clip if again else None
-        self._target.run(LeastErrorClip(x=rows, bits=bits, before=before, clip=clip, unusable=unusable))
+        turned = not rows.is_contiguous() and rows.t().is_contiguous() and quant.sample_stride(rows.shape[1]) == 1
+        self._target.run(LeastErrorClip(
+            x=rows.t() if turned else rows.contiguous(), by_columns=turned, bits=bits,
+            before=clip if again else None, clip=clip, unusable=unusable,
+        ))  # fmt: skip
         self._measured.append((name, unusable, x.numel()))
 
     def finish(self) -> None:

@@ -11,12 +11,12 @@ from tests.ops.cuda import DTYPES, ORDERS, run
 from tests.ops.test_calibration import clip_of
 
 
-def compare_bits(x: torch.Tensor, bits: int = 8, dtype: torch.dtype = torch.float32) -> None:
-    """In any order of threads, the clips and counts of the CPU."""
+def compare_bits(x: torch.Tensor, bits: int = 8, dtype: torch.dtype = torch.float32, **options) -> None:
+    """In any order of threads, the clips and counts of the CPU. `options`: see `clip_of`."""
     narrow = x.to(dtype)
-    wanted = on_cpu(clip_of(narrow.float(), bits))
+    wanted = on_cpu(clip_of(narrow.float(), bits, **options))
     for order in ORDERS:
-        found = run(clip_of(narrow, bits), order=order)
+        found = run(clip_of(narrow, bits, **options), order=order)
         assert torch.equal(found.clip, wanted.clip) and torch.equal(found.unusable, wanted.unusable)
 
 
@@ -38,6 +38,40 @@ def test_rows(rows, columns, dtype):
 def test_few_bits_and_outliers(bits):
     x = torch.distributions.StudentT(2.0).sample((5, 777))
     compare_bits(x, bits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [33, 1000])
+def test_near_clips_of_before(columns, dtype):
+    """Of which some are far off, and some are none."""
+    x = torch.randn(7, columns)
+    factor = torch.tensor([1.0, 1.1, 0.9, 3.0, 1e-3, 0.0, float("nan")])
+    compare_bits(x, dtype=dtype, before=factor * on_cpu(clip_of(x)).clip)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 8), (9, 40), (16, 1000)])
+def test_columns(rows, columns):
+    x = torch.randn(rows, columns)
+    x[0, 7] = float("inf")
+    compare_bits(x, turned=True)
+    compare_bits(x, turned=True, before=on_cpu(clip_of(x)).clip)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [33, 1000])
+def test_near_clips_of_before(columns, dtype):
+    """Of which some are far off, and some are none."""
+    x = torch.randn(7, columns)
+    factor = torch.tensor([1.0, 1.1, 0.9, 3.0, 1e-3, 0.0, float("nan")])
+    compare_bits(x, dtype=dtype, before=factor * on_cpu(clip_of(x)).clip)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 8), (9, 40), (16, 1000)])
+def test_columns(rows, columns):
+    x = torch.randn(rows, columns)
+    x[0, 7] = float("inf")
+    compare_bits(x, turned=True)
+    compare_bits(x, turned=True, before=on_cpu(clip_of(x)).clip)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -38,16 +38,23 @@ public:
 
     float* values() { return values_.data(); }
     int64_t count() const { return count_; }
-    bool alone() const { return alone_; }
 
-    // Brings them within [0, 1] -> what they were divided by, at least `smallest`.
-    float normalise(float smallest) {
-        float largest = smallest;
-#pragma omp simd reduction(max : largest)
-        for (int64_t i = 0; i < count_; ++i) largest = values_[i] > largest ? values_[i] : largest;
+    // Takes a row of x, values `stride` apart.
+    void take(const float* x, int64_t stride) {
+        for (int64_t i = 0; i < count_; ++i) values_[i] = usable_magnitude(x[i * stride]);
+    }
+
+    // At least `smallest`.
+    float largest(float smallest) const {
+        float found = smallest;
+#pragma omp simd reduction(max : found)
+        for (int64_t i = 0; i < count_; ++i) found = values_[i] > found ? values_[i] : found;
+        return found;
+    }
+
+    void divide_by(float largest) {
 #pragma omp simd
         for (int64_t i = 0; i < count_; ++i) values_[i] /= largest;
-        return largest;
     }
 
     // totals[k], for k < K: the sum of term(values, k), which is 0 of values that are 0.
@@ -131,9 +138,9 @@ float search_anew(Sample& sample, float q) {
 }
 
 // Whether the least error lies near the clip that was found before; `best` then has its clip.
-bool search_near(Sample& sample, float before, BestClip& best) {
+bool search_near(Sample& sample, float before, float largest, BestClip& best) {
     try_clips(sample, kAgain, best);
-    if (!best.near(before)) return false;
+    if (!best.near(before, largest)) return false;
     try_clips(sample, kAgain + 1, best);
     return true;
 }
@@ -169,32 +176,65 @@ int64_t count_unusable(const float* x, int64_t n, bool alone) {
     return found;
 }
 
+// `sample` has the row.
 void find_clip(const LeastErrorClip& op, int64_t row, Sample& sample) {
-    const float* line = op.x + row * op.columns;
-    op.unusable[row] = count_unusable(line, op.columns, sample.alone());
-    for (int64_t i = 0; i < op.sampled; ++i) sample.values()[i] = usable_magnitude(line[i * op.stride]);
-    const float smallest = op.smallest, q = op.largest, before = op.before ? op.before[row] : 0.0f;
+    const float q = op.largest, before = op.before ? op.before[row] : 0.0f, largest = sample.largest(op.smallest);
     BestClip best{q, before};
-    if (op.before && search_near(sample, before, best)) {
-        op.clip[row] = std::max(best.clip, smallest);
-    } else {
-        const float largest = sample.normalise(smallest);
-        op.clip[row] = std::max(search_anew(sample, q) * largest, smallest);
+    if (!op.before || !search_near(sample, before, largest, best)) {
+        sample.divide_by(largest);
+        best.clip = search_anew(sample, q) * largest;
+    }
+    op.clip[row] = std::max<float>(best.clip, op.smallest);
+}
+
+void search_row(const LeastErrorClip& op, int64_t row, Sample& sample, bool alone) {
+    const float* line = op.x + row * op.columns;
+    op.unusable[row] = count_unusable(line, op.columns, alone);
+    sample.take(line, op.stride);
+    find_clip(op, row, sample);
+}
+
+// Rows [first, first + kLanes) or fewer that are columns of x: `samples`, one for each, take them a turned block at a time.
+void search_columns(const LeastErrorClip& op, int64_t first, std::vector<Sample>& samples) {
+    const int64_t width = std::min(kLanes, op.rows - first);
+    LaneWords unusable = {};
+    for (int64_t i = 0; i < op.columns; i += kLanes) {
+        Lanes block[kLanes] = {};
+        for (int64_t j = 0; j < std::min(kLanes, op.columns - i); ++j) {
+            const Lanes x = load_lanes(op.x + (i + j) * op.rows + first, width);
+            const Lanes magnitude = (Lanes)((LaneBits)x & 0x7FFFFFFFu);
+            const LaneWords usable = magnitude < infinity();  // -1 or 0
+            block[j] = usable ? magnitude : Lanes{};
+            unusable += usable + 1;
+        }
+        transpose(block);
+        for (int64_t row = 0; row < width; ++row) lanes_at(samples[row].values() + i) = block[row];
+    }
+    for (int64_t row = 0; row < width; ++row) {
+        op.unusable[first + row] = unusable[row];
+        find_clip(op, first + row, samples[row]);
     }
 }
 
 }  // namespace
 
 LSQ_OPERATION(LeastErrorClip, op) {
-    if (op.rows < omp_get_max_threads()) {
+    if (op.by_columns) {
+#pragma omp parallel
+        {
+            std::vector<Sample> samples(kLanes, Sample(op.sampled, false));
+#pragma omp for schedule(static)
+            for (int64_t first = 0; first < op.rows; first += kLanes) search_columns(op, first, samples);
+        }
+    } else if (op.rows < omp_get_max_threads()) {
         Sample sample(op.sampled, true);
-        for (int64_t row = 0; row < op.rows; ++row) find_clip(op, row, sample);
+        for (int64_t row = 0; row < op.rows; ++row) search_row(op, row, sample, true);
     } else {
 #pragma omp parallel
         {
             Sample sample(op.sampled, false);
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < op.rows; ++row) find_clip(op, row, sample);
+            for (int64_t row = 0; row < op.rows; ++row) search_row(op, row, sample, false);
         }
     }
     fill_empty(op.clip, op.rows, op.smallest);

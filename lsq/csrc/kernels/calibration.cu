@@ -18,16 +18,16 @@ struct Count {
     __device__ __forceinline__ static uint32_t join(uint32_t a, uint32_t b) { return a + b; }
 };
 
-// How many of x [n] are NaN or infinite; every thread gets all of them.
-__device__ __forceinline__ uint32_t count_unusable(const Float* x, int64_t n) {
-    const bool whole = n % kVector == 0;  // and aligned
+// How many of n values are NaN or infinite, `step` apart; every thread gets all of them.
+__device__ __forceinline__ uint32_t count_unusable(const Float* x, int64_t n, int64_t step) {
+    const bool whole = n % kVector == 0 && step == 1;  // and aligned
     uint32_t found = 0;
     for (int64_t first = kVector * threadIdx.x; first < n; first += kVector * kThreads) {
         float values[kVector] = {};
         if (whole) load8(x + first, values);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            if (!whole && first + i < n) values[i] = widen(x[first + i]);
+            if (!whole && first + i < n) values[i] = widen(x[(first + i) * step]);
             found += !(fabsf(values[i]) < infinity());
         }
     }
@@ -116,10 +116,10 @@ __device__ __forceinline__ float search_anew(const Sample& sample, float q) {
 }
 
 // Whether the least error lies near the clip that was found before; the first thread then gets its clip in `best`.
-__device__ __forceinline__ bool search_near(const Sample& sample, float before, BestClip& best) {
+__device__ __forceinline__ bool search_near(const Sample& sample, float before, float largest, BestClip& best) {
     __shared__ bool near;
     try_clips(sample, kAgain, best);
-    if (threadIdx.x == 0) near = best.near(before);
+    if (threadIdx.x == 0) near = best.near(before, largest);
     __syncthreads();
     if (near) try_clips(sample, kAgain + 1, best);
     return near;
@@ -151,34 +151,36 @@ LSQ_KERNEL __launch_bounds__(kThreads, kLeastBlocks)
     lsq_least_error_clip(const LeastErrorClip op, Out<uint32_t> ticket, Out<float> scratch) {
     extern __shared__ float words[];
     __shared__ double totals[kTogether];
-    const int64_t row = blockIdx.x, columns = op.columns, stride = op.stride;
+    const int64_t row = blockIdx.x, columns = op.columns, step = op.by_columns ? op.rows : 1;
+    const int64_t stride = op.stride * step;
     const int count = static_cast<int>(op.sampled), runs = (count + kRun - 1) / kRun;
     const Float* x = op.x;
-    const Float* line = x + row * columns;
+    const Float* line = x + row * (op.by_columns ? 1 : columns);
     float *clip = op.clip, *apart = scratch;
-    const uint32_t unusable = count_unusable(line, columns);
+    const uint32_t unusable = count_unusable(line, columns, step);
     float* values = apart ? apart + row * count : words + kTogether * (runs + 1);
-    for (int i = threadIdx.x; i < count; i += kThreads) values[i] = usable_magnitude(widen(line[i * stride]));
+    const float smallest = op.smallest, q = op.largest;
+    float largest = smallest;
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const float magnitude = usable_magnitude(widen(line[i * stride]));
+        values[i] = magnitude;
+        largest = Maximum::join(largest, magnitude);
+    }
+    largest = group_reduce<Maximum, kThreads, kThreads>(largest);
     __syncthreads();
     const Sample sample{values, words, totals, count, runs};
-    const float* before = op.before;
-    const float smallest = op.smallest, q = op.largest, begin = before ? before[row] : 0.0f;
-    BestClip best{q, begin};
-    float found = 0.0f;
-    if (before && search_near(sample, begin, best)) {
-        found = best.clip;
-    } else {
-        float largest = smallest;
-        for (int i = threadIdx.x; i < count; i += kThreads) largest = Maximum::join(largest, values[i]);
-        largest = group_reduce<Maximum, kThreads, kThreads>(largest);
+    const float* clips_before = op.before;
+    const float before = clips_before ? clips_before[row] : 0.0f;
+    BestClip best{q, before};
+    if (!clips_before || !search_near(sample, before, largest, best)) {
         for (int i = threadIdx.x; i < count; i += kThreads) values[i] /= largest;
         __syncthreads();
-        found = search_anew(sample, q) * largest;
+        best.clip = search_anew(sample, q) * largest;
     }
     if (threadIdx.x == 0) {
         int64_t* counts = op.unusable;
         counts[row] = unusable;
-        clip[row] = Maximum::join(found, smallest);
+        clip[row] = Maximum::join(best.clip, smallest);
     }
     bool nothing = false;
     if (last_block<kThreads>(ticket, nothing)) fill_empty(clip, op.rows, smallest);
