@@ -1,7 +1,7 @@
 """The first passes of a training, in which clips of weights are measured again and again.
 
-GPT-2 and Llama of a few layers, after lsq.convert, trained from scratch by AdamW on random words. A pass is forward with
-labels and backward; the sides train copies of one model, and take turns. "near" searches clips near those before,
+GPT-2 and Llama of a few layers, after lsq.convert, trained from scratch by AdamW on random words. A pass is forward
+with labels and backward; the sides train copies of one model, and take turns. "near" searches clips near those before,
 "anew" makes the whole search every time, "once" measures in the first pass only. How far the clips of "near" are from
 those of a whole search on the same weights stands beside them.
 """
@@ -98,7 +98,8 @@ def trained(recipe: Recipe, options: argparse.Namespace) -> tuple[list[dict], di
     except ImportError as error:
         print(f"{recipe.title} is left out: {error}", file=sys.stderr)
         return [row(recipe, name) for name in SIDES], {}
-    batch = recipe.batch(model, max(1, round(options.tokens / (recipe.quick_length if options.quick else recipe.length))))
+    length = recipe.quick_length if options.quick else recipe.length
+    batch = recipe.batch(model, max(1, round(options.tokens / length)))
     sides, compared = {name: Side(name, model, batch) for name in SIDES}, {}
     for number in range(options.passes):
         for side in sides.values():

@@ -117,25 +117,6 @@ def test_clips_of_weights_follow_them_from_the_clip_of_before(monkeypatch):
     torch.testing.assert_close(layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.3, atol=0)
 
 
-def test_clips_of_weights_follow_them_from_the_clip_of_before(monkeypatch):
-    searches, measure = [], Calibration.measure
-    monkeypatch.setattr(
-        Calibration, "measure",
-        lambda self, name, *rest, again=False, **options: (
-            searches.append(again), measure(self, name, *rest, again=again, **options),
-        ),
-    )  # fmt: skip
-    layer = linear(activation_init="fixed")
-    assert searches == [False]
-    for _ in range(4):
-        layer(torch.randn(5, 16))
-    assert searches == [False, True, True]
-    with torch.no_grad():
-        layer.weight.mul_(1.1)
-    layer(torch.randn(5, 16))
-    torch.testing.assert_close(layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.3, atol=0)
-
-
 def test_what_a_pass_without_gradients_measures_stays():
     layer = linear(weight_init="fixed", activation_init="absmax")
     for _ in range(2):

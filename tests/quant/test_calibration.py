@@ -137,24 +137,6 @@ def test_mse_begins_anew_where_a_clip_of_before_is_far_off(before):
     assert octav_clip(torch.zeros(1, 7), before=anew[:1]).item() == SMALLEST_CLIP
 
 
-@pytest.mark.parametrize("bits", (2, 5, 8))
-def test_mse_near_a_clip_of_before_is_as_good_as_brute_force(bits):
-    """Within 0.1 % as anew: 100,000 values leave nothing to luck."""
-    x = heavy_and_light_tails(100_000)
-    clips = octav_clip(x, bits, True, before=octav_clip(x * 1.1, bits, True))
-    for row, clip in zip(x, clips, strict=True):
-        best = squared_errors(row, torch.linspace(0, float(row.abs().max()), 10_001)[1:].double(), maximum_code(bits)).min()
-        assert squared_errors(row, clip.view(1), maximum_code(bits)) <= best * 1.001
-
-
-@pytest.mark.parametrize("before", (1e-6, 0.5, 2.0, 1e6, 0.0, -1.0, INFINITY, NAN))
-def test_mse_begins_anew_where_a_clip_of_before_is_far_off(before):
-    x = torch.randn(3, 341, generator=generator())
-    anew = octav_clip(x, 8, True)
-    assert torch.equal(octav_clip(x, 8, True, before=anew * before), anew)
-    assert octav_clip(torch.zeros(1, 7), before=anew[:1]).item() == SMALLEST_CLIP
-
-
 def test_mse_in_blocks_equals_row_by_row():
     x = torch.randn(1_000, 300, generator=generator())
     together = octav_clip(x, 6, per_channel=True)
