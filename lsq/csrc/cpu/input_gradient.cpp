@@ -3,6 +3,7 @@
 #include "floats.h"
 #include "loops.h"
 #include "strips.h"
+#include "wide_floats.h"
 
 using namespace lsq;
 
@@ -73,7 +74,7 @@ private:
         const uint8_t *clipped = op_.x.clipped, *positive = op_.nonlinearity.positive;
         const float *joined = op_.joined, *added = op_.added;
         const float* weight_scale = op_.rounded.codes ? op_.rounded.weight_scale : nullptr;
-        float *g = op_.dx && !dx_.is_narrow() ? dx_.wide(at) : scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
+        float *scaled = scratch_.a.data(), *part = partial_ + row / op_.part_rows * n_;
         uint32_t* words = scratch_.words.data();
         if (dropout.threshold) philox(dropout.key[0], dropout.subsequence, at, n_, words);
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
@@ -99,12 +100,13 @@ private:
             if (weight_scale) {
                 x = _mm512_mul_ps(x, load(weight_scale));
                 largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_castps_si512(x), magnitude));
+                _mm512_mask_storeu_ps(scaled + i, there, x);
+            } else if (op_.dx) {
+                store_sixteen(dx_, at + i, there, x);
             }
-            _mm512_mask_storeu_ps(g + i, there, x);
         });
         clip_sums_[row] = _mm512_reduce_add_ps(clip_sum);
-        if (dx_.is_narrow()) narrow_row(g, n_, dx_.narrow(at));
-        if (weight_scale) round_scaled(op_.rounded, row, n_, g, float_of(_mm512_reduce_max_epu32(largest)));
+        if (weight_scale) round_scaled(op_.rounded, row, n_, scaled, float_of(_mm512_reduce_max_epu32(largest)));
     }
 
 #endif

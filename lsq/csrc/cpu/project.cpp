@@ -3,6 +3,7 @@
 #include "floats.h"
 #include "loops.h"
 #include "strips.h"
+#include "wide_floats.h"
 
 using namespace lsq;
 
@@ -59,6 +60,10 @@ public:
             for (int64_t row = 0; row < rows; ++row) missing |= round_sums(first + row, sums + row * stride);
             return missing;
         }
+        if (plain()) {
+            for (int64_t row = 0; row < rows; ++row) scale_sums((first + row) * n_, sums + row * stride);
+            return 0;
+        }
 #endif
         const float *factor = alpha_.data(), *bias = op_.bias;
         return end(first, rows, [&](int64_t row, float* y) {
@@ -92,6 +97,27 @@ private:
         return WideClip::fits(to.clip[0]);
     }
 
+    // Whether a row of sums becomes floats, and nothing else is done to it.
+    bool plain() const {
+        const Nonlinearity& end = op_.nonlinearity;
+        return !op_.rounded.codes && !end.before && end.activation == Activation::none && !end.dropout.threshold;
+    }
+
+    // sums [n] -> elements [at, at + n).
+    void scale_sums(int64_t at, const int32_t* sums) const {
+        const float *factor = alpha_.data(), *bias = op_.bias;
+        each_sixteen(n_, [&](int64_t i, __mmask16 there) {
+            store_sixteen(out_, at + i, there, scaled(sums, factor, bias, i, there));
+        });
+    }
+
+    // Sums from column i on, times their factors; with a bias, if there is one.
+    static __m512 scaled(const int32_t* sums, const float* factor, const float* bias, int64_t i, __mmask16 there) {
+        const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
+        const __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, factor + i));
+        return bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i)) : y;
+    }
+
     // -> whether a value that was rounded was NaN
     bool round_sums(int64_t row, const int32_t* sums) {
         const Dropout& dropout = op_.nonlinearity.dropout;
@@ -106,9 +132,7 @@ private:
         __m512 missing = zero;
         WideBits outside, positive;
         each_sixty_four(n_, [&](int64_t i, int64_t place, __mmask16 there) {
-            const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
-            __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, factor + i));
-            if (bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i));
+            __m512 y = scaled(sums, factor, bias, i, there);
             if (is_relu) {
                 positive.add(place, _mm512_cmp_ps_mask(y, zero, _CMP_GT_OQ));
                 y = _mm512_max_ps(zero, y);  // NaN stays NaN

@@ -2,21 +2,39 @@
 #include "floats.h"
 #include "loops.h"
 #include "weights.h"
+#include "wide_floats.h"
 
 using namespace lsq;
 
+namespace {
+
+constexpr int64_t kChunk = 2048;  // values that are rounded at a time
+
+// Rounds elements [first, first + n) -> whether a value was NaN.
+bool round_chunk(const Round& op, int64_t first, int64_t n) {
+    const Border<const float> x(op.x, op.x_dtype);
+#if defined(LSQ_WIDE)
+    const Coded& to = op.rounded;
+    const float clip = to.clip[0];
+    if (WideClip::fits(clip) && !to.error) {
+        const auto read = [&](int64_t i, __mmask16 there) { return load_sixteen(x, first + i, there); };
+        return round_read(read, n, clip, clip / to.largest, to.codes + first, to.clipped ? to.clipped + first / 8 : nullptr);
+    }
+#endif
+    uint8_t outside[kChunk];
+    float wide[kChunk];
+    return round_row(op.rounded, first, n, lsq::read(x, first, n, wide), outside);
+}
+
+}  // namespace
+
 LSQ_OPERATION(Round, op) {
-    constexpr int64_t kChunk = 2048;
     const int64_t chunks = (op.count + kChunk - 1) / kChunk;
     int missing = 0;
 #pragma omp parallel for schedule(static) reduction(| : missing)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        uint8_t outside[kChunk];
         const int64_t first = chunk * kChunk;
-        const int64_t count = std::min(kChunk, op.count - first);
-        const Border<const float> x(op.x, op.x_dtype);
-        float wide[kChunk];
-        missing |= round_row(op.rounded, first, count, read(x, first, count, wide), outside);
+        missing |= round_chunk(op, first, std::min(kChunk, op.count - first));
     }
     finish(op.rounded, missing);
 }
@@ -44,7 +62,13 @@ LSQ_OPERATION(RoundGradient, op) {
     GradientSink sink(blocks, n, nullptr, op.rounded, op.sum);
     for_blocks(blocks, n, [&](int64_t block, int64_t row, Scratch& scratch) {
         const Border<const float> gradient(op.gradient, op.gradient_dtype);
-        sink.add(block, row, read(gradient, row * n, n, scratch.a.data()), scratch.a.data());
+        float* scaled = scratch.a.data();
+#if defined(LSQ_WIDE)
+        const auto of_row = [&](int64_t i, __mmask16 there) { return load_sixteen(gradient, row * n + i, there); };
+        sink.add_straight_through(block, row, Coded{}, of_row, scaled);
+#else
+        sink.add(block, row, read(gradient, row * n, n, scaled), scaled);
+#endif
     });
     sink.finish();
 }

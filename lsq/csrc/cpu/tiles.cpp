@@ -16,6 +16,7 @@ constexpr int64_t kDepth = 8;              // inner tiles of a pair of rows, whi
 constexpr int64_t kLong = 64;              // inner tiles from which on rows of a and b come from far away
 constexpr int64_t kWidth = 512;            // columns whose tiles and sums stay in the second cache
 constexpr int64_t kCachedBytes = 1 << 20;  // of b, up to which every strip finds it in the second cache
+constexpr int64_t kFewRows = 512;          // of a, up to which fetching b ahead is worth its instructions
 constexpr int64_t kFarBytes = 32 << 20;  // of a, from which on the rows of a transposed matrix are worth long visits
 constexpr int64_t kShortStrip = 64, kLongStrip = 256;
 constexpr int64_t kColumns = 256;          // of a block of sums that a thread makes at a time
@@ -119,6 +120,7 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
     const bool is_long = depth > kLong;
     // Of few rows, b is read once, in its order.
     const bool in_order = height_ == kTilePair && (rows_ <= kTileSide || depth <= 2 * kDepth) && !is_long;
+    const bool fetches = product_.rows <= kFewRows && !is_long;
     const int64_t step = in_order ? depth : kDepth;
     const int8_t flipped = biased(product_.instructions) ? -128 : 0;
     alignas(64) int8_t pair_of_rows[2 * kDepth * kTileBytes];
@@ -134,7 +136,7 @@ void StripMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_
                     const int32_t* start = k ? nullptr : column_sums(product_) + column;
                     if (k + kDepth < depth && is_long) prefetch_next(b, depth, row / kTilePair, height_ / kTilePair);
                     const int64_t distance = depth * kTileBytes;
-                    const PairOfColumns pair{b, distance, deep, start, row || is_long ? 0 : 2 * distance};
+                    const PairOfColumns pair{b, distance, deep, start, fetches && !row ? 2 * distance : 0};
                     kernel(a, pair, sums + row * stride + column - begin, stride, std::min(kTilePair, rows_ - row));
                 }
             }

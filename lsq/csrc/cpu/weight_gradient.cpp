@@ -5,6 +5,7 @@
 #include "stream.h"
 #include "strips.h"
 #include "tile_reader.h"
+#include "wide_floats.h"
 
 using namespace lsq;
 
@@ -25,6 +26,9 @@ public:
     // Of codes: sums int32, whose columns have scales. Rows that pad the weight are no rows of its gradient.
     int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
         if (op_.weight.by_inputs) return end_by_inputs(first, rows, sums, stride);
+#if defined(LSQ_WIDE)
+        if (!op_.lsq) return end_sums(first, rows, sums, stride);
+#endif
         return end(first, rows, [&](int64_t row) {
             const int32_t* line = sums + row * stride;
             const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
@@ -39,6 +43,30 @@ public:
     }
 
 private:
+#if defined(LSQ_WIDE)
+    // Each row in one pass.
+    int end_sums(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+        const __m512 zero = _mm512_setzero_ps(), sign = _mm512_set1_ps(-0.0f);
+        for (int64_t row = first; row < std::min(first + rows, op_.weight_rows); ++row, sums += stride) {
+            const __m512 most = _mm512_set1_ps(limit(row)), inverse = _mm512_set1_ps(1.0f / op_.weight.scale[row]);
+            const int64_t at = row * n_;
+            __m512 clip_sum = zero;
+            each_sixteen(n_, [&](int64_t i, __mmask16 there) {
+                const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
+                const __m512 scaled = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, column_scale_ + i));
+                const __m512 x = _mm512_mul_ps(scaled, inverse), w = load_sixteen(values_, at + i, there);
+                const __mmask16 outside = _mm512_cmp_ps_mask(_mm512_andnot_ps(sign, w), most, _CMP_GT_OQ);
+                const __mmask16 below = static_cast<__mmask16>(~_mm512_cmp_ps_mask(w, zero, _CMP_GT_OQ));
+                clip_sum = _mm512_mask_add_ps(clip_sum, outside, clip_sum, _mm512_mask_xor_ps(x, below, x, sign));
+                store_past(dweight_, at + i, there, _mm512_mask_mov_ps(x, outside, zero));
+            });
+            clip_sums_[row] = _mm512_reduce_add_ps(clip_sum);
+        }
+        finish_stream();
+        return 0;
+    }
+
+#endif
     // line_of(i)(column) is the gradient of row first + i. The result is not read again soon: it goes past the caches.
     template <class Lines>
     int end(int64_t first, int64_t rows, const Lines& line_of) {

@@ -78,15 +78,22 @@ struct WideClip {
     }
 };
 
-// Codes of x [n] and, if wanted, bits of those outside -> whether a value was NaN.
-inline bool round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
+// Codes of n values and, if wanted, bits of those outside -> whether a value was NaN. read(i, lanes that are there) makes 16.
+template <class Read>
+bool round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
     const WideClip wide(clip, scale);
     __m512 missing = _mm512_setzero_ps();
     WideBits outside;
     each_sixty_four(n, [&](int64_t i, int64_t place, __mmask16 there) {
-        outside.add(place, wide.round(_mm512_maskz_loadu_ps(there, x + i), there, codes + i, missing));
+        outside.add(place, wide.round(read(i, there), there, codes + i, missing));
     }, [&](int64_t first, int64_t count) { outside.store(clipped, first, count); });
     return any_missing(missing);
+}
+
+// The same of x [n].
+inline bool round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
+    return round_read([=](int64_t i, __mmask16 there) { return _mm512_maskz_loadu_ps(there, x + i); }, n, clip, scale,
+                      codes, clipped);
 }
 
 // Bits [i, i + 16) of a row, i a multiple of 8, of lanes that are there.
