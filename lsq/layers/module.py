@@ -70,7 +70,7 @@ class ProgramModule(ClippedModule):
     def wants_backward(self, *inputs: torch.Tensor) -> bool:
         """Whether this call needs a program with a backward pass."""
         return torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (*inputs, *self.parameters())
+            tensor.requires_grad for tensor in (*inputs, *self.every_parameter())
         )
 
     def mode(self, *inputs: torch.Tensor) -> Mode:
@@ -80,7 +80,7 @@ class ProgramModule(ClippedModule):
     @property
     def target(self) -> Backend:
         """Where it runs."""
-        return self.backend or for_device(next(self.parameters()).device)
+        return self.backend or for_device(self.every_parameter()[0].device)
 
     def execute(self, program: Program, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run `program` on `inputs` and this module's parameters, calibrating first if that is due.
@@ -93,9 +93,10 @@ class ProgramModule(ClippedModule):
         rehearsed = rehearsal.active()
         if rehearsed is not None:
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
-        again, calibration = recomputing(), Calibration(self.target)
+        target, trained = self.target, self.training and self.trained()
+        again, calibration = recomputing(), Calibration(target)
         calibrating = self.schedule.activations_due(self.training, again)
-        weights_due = self.schedule.weights_due(self.training and self.trained(), again)
+        weights_due = self.schedule.weights_due(trained, again)
         shards.begin_pass(self)
         if not self.schedule.begun:
             self._place_clips()
@@ -103,11 +104,10 @@ class ProgramModule(ClippedModule):
             self.limit_clip_steps()
         if weights_due:
             self._measure_weights(calibration, again=self.schedule.begun)
-        (key,) = self.target.send([draw_key()])
+        (key,) = target.send([draw_key()])
         parameters = self._parameters_of(program)
         codes = self.codes.of(
-            program, parameters, self.target, every=self.parameters(), training=self.training and self.trained(),
-            watched=self.watches_weights,
+            program, parameters, target, every=self.every_parameter(), training=trained, watched=self.watches_weights,
         )  # fmt: skip
         tensors = {**parameters, **inputs, "random_key": key, **codes}
         measuring = calibrating and self.quant.activation_init != "fixed"
@@ -120,7 +120,7 @@ class ProgramModule(ClippedModule):
         memory = self.step_memory if self.training else None
         fleeting = {*calibration.written, *shards.unsettled(self)}  # FSDP2 gathers clips anew to go back
         outputs = Execution(
-            program, self.target, hooks=hooks, memory=memory, owner=self, fleeting=fleeting
+            program, target, hooks=hooks, memory=memory, owner=self, fleeting=fleeting
         )(tensors)  # fmt: skip
         shards.measured(self, calibration.written)
         calibration.finish()
@@ -146,7 +146,7 @@ class ProgramModule(ClippedModule):
 
     def trained(self) -> bool:
         """Whether any of its parameters is; else codes of weights are kept in training mode, too."""
-        return any(parameter.requires_grad for parameter in self.parameters())
+        return any(parameter.requires_grad for parameter in self.every_parameter())
 
     def reached(self, nothing: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         """A result without a value, [..., 0, ...], that depends on all parameters and `inputs`.
