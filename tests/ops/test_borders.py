@@ -51,6 +51,26 @@ def test_a_product_ends_in_bfloat16(rows):
     assert torch.equal(found.out, on_cpu(Project(**fields, out=empty(rows, 32))).out.bfloat16())
 
 
+def test_what_is_not_finite_stays_so_in_bfloat16():
+    fields = operands(7)
+    fields["bias"][:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    found = on_cpu(Project(**fields, out=empty(7, 32, dtype=torch.bfloat16)))
+    expected = on_cpu(Project(**fields, out=empty(7, 32))).out.bfloat16()
+    torch.testing.assert_close(found.out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows, lsq", [(7, False), (341, False), (41, True)])
+def test_the_gradient_of_a_weight_ends_in_bfloat16(rows, lsq):
+    plain = case(rows, "int8", lsq=lsq)
+    values = plain.weight.values.bfloat16()
+    plain = dataclasses.replace(plain, weight=dataclasses.replace(plain.weight, values=values.float()))
+    weight = dataclasses.replace(plain.weight, values=values)
+    narrow = empty(*values.shape, dtype=torch.bfloat16)
+    found, expected = on_cpu(dataclasses.replace(plain, weight=weight, dweight=narrow)), on_cpu(plain)
+    assert torch.equal(found.dweight, expected.dweight.bfloat16())
+    torch.testing.assert_close(found.dclip, expected.dclip, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("lsq", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_gradient_of_an_input_ends_in_bfloat16(rows, lsq):
