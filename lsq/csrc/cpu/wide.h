@@ -78,7 +78,8 @@ struct WideClip {
     }
 };
 
-// Codes of n values and, if wanted, bits of those outside -> whether a value was NaN. read(i, lanes that are there) makes 16.
+// Codes of n values and, if wanted, bits of those outside -> whether a value was NaN. read(i, lanes that are there) makes
+// sixteen of them.
 template <class Read>
 bool round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
     const WideClip wide(clip, scale);
