@@ -100,11 +100,13 @@ class ClippedModule(nn.Module):
     def _measure_weights(self, calibration: Calibration, again: bool = False) -> None:
         """The same, unseen by autograd: an earlier pass of this module may still await its backward pass.
 
-        `again`: clips hold what was measured before, which shortens the search.
+        `again`: clips hold what was measured before, which shortens the search, and stay while weights are the same.
         """
         for name, declared in self.declared.items():
             if declared.clip is not None:
                 values = self.own_parameter(name)
+                if not self.codes.changed(name, values) and again:
+                    continue
                 values = values.t() if declared.by_inputs else values
                 self._measure(
                     calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weights.bits,

@@ -28,6 +28,7 @@ class WeightCodes:
         self.kept: dict[str, torch.Tensor] = {}
         self._made_from: tuple = ()
         self._owners: dict[str, tuple[int, int]] = {}
+        self._sums: dict[str, int] = {}
         self._probes: list[torch.Tensor] = []
 
     def __reduce__(self):
@@ -36,6 +37,17 @@ class WeightCodes:
     def clear(self) -> None:
         """They are of no use any more."""
         self.kept.clear()
+
+    def changed(self, name: str, values: torch.Tensor) -> bool:
+        """Whether a weight holds other values than when this was asked last; versions miss what FSDP2 gathers.
+
+        On other devices than the CPU always, since the answer would have to be waited for.
+        """
+        if values.device.type != "cpu":
+            return True
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+        before, self._sums[name] = self._sums.get(name), values.detach().view(bits).sum(dtype=torch.int64).item()
+        return before != self._sums[name]
 
     @torch.inference_mode(False)  # what is kept may be needed where gradients are
     @torch.no_grad()
