@@ -16,6 +16,8 @@ namespace lsq {
 
 constexpr int64_t kSkew = 16;  // numbers behind the keys of a row, lest all rows share a few lines of the cache
 constexpr int64_t kQueryBlock = kUnit, kKeyBlock = 512;  // at a time
+// Keys of a sentence that are one block going backward: with more blocks than one, all probabilities are made twice.
+constexpr int64_t kBackwardKeys = 1024;
 
 // One of q, k and v: codes, or floats where there are no codes.
 struct Operand : Projected {
@@ -44,13 +46,15 @@ struct Pair {
     bool causal;
     int64_t window, block;  // keys that a query sees, 0 for all; keys at a time
 
-    Pair(const Heads& heads, int64_t sentence, int64_t head)
-        : head(head), causal(heads.causal), window(heads.window),
-          block(window ? std::min(kKeyBlock, whole_units(window)) : kKeyBlock) {
+    // Up to `together` keys are one block.
+    Pair(const Heads& heads, int64_t sentence, int64_t head, int64_t together)
+        : head(head), causal(heads.causal), window(heads.window) {
         const bool behind = sentence == heads.sentences;
         first = heads.starts[sentence], first_key = heads.key_starts[sentence];
         queries = (behind ? heads.rows : heads.starts[sentence + 1]) - first;
         keys = behind ? 0 : heads.key_starts[sentence + 1] - first_key;
+        const int64_t most = keys <= together ? together : kKeyBlock;
+        block = window ? std::min(kKeyBlock, whole_units(window)) : most;
     }
 
     // Keys of a block that begins with `key`.
@@ -89,7 +93,7 @@ struct Block {
 // What both passes make of the heads that they read.
 struct Case {
     const Heads& heads;
-    int64_t each;  // heads of queries that a pair has
+    int64_t each, together;  // heads of queries that a pair has; keys that are one block
     Operand q, k, v;
     float share, factor;  // what a score has of a product; the same of a product of codes
     std::vector<float> biases;   // [N, distances]
@@ -100,8 +104,8 @@ struct Case {
     Blocks groups;        // of sentences, with the rows behind all of them as the last sentence
     std::vector<int64_t> order;  // pairs, group after group, those with the most work first
 
-    explicit Case(const Heads& heads, int64_t each = 1)
-        : heads(heads), each(each), q{heads.q}, k{heads.k}, v{heads.v},
+    explicit Case(const Heads& heads, int64_t each = 1, int64_t together = kKeyBlock)
+        : heads(heads), each(each), together(together), q{heads.q}, k{heads.k}, v{heads.v},
           share(heads.share ? heads.share : static_cast<float>(1.0 / std::sqrt(static_cast<double>(heads.width)))),
           factor(q.scale() * k.scale() * share), stride(whole_units(heads.width)), queries(0), keys(0), wide(0),
           groups(heads.sentences + 1) {
@@ -113,7 +117,7 @@ struct Case {
         }
         std::vector<int64_t> work(groups.count, 0), sorted(groups.count);
         for (int64_t sentence = 0; sentence <= heads.sentences; ++sentence) {
-            const Pair pair(heads, sentence, 0);
+            const Pair pair(heads, sentence, 0, together);
             queries = std::max(queries, whole_units(pair.queries));
             keys = std::max(keys, whole_units(pair.keys_from(0)));
             work[sentence / groups.size] += pair.queries * pair.keys;
@@ -131,7 +135,7 @@ struct Case {
     float left_factor() const { return biases.empty() ? factor : 1.0f; }
     Pair pair(int64_t number) const {
         const int64_t of_sentence = heads.count / each;
-        return Pair(heads, number / of_sentence, number % of_sentence * each);
+        return Pair(heads, number / of_sentence, number % of_sentence * each, together);
     }
     int64_t pairs(int64_t group) const { return (groups.end(group) - groups.begin(group)) * heads.count / each; }
     int64_t group_of(int64_t number) const { return number * each / heads.count / groups.size; }

@@ -156,16 +156,16 @@ private:
         const float factor = given_.k.scale() * given_.share, *from = dq_.get();
         float* to = dq_to_ + block.row() * q.columns + q.column + this->column(block.pair);
         for (int64_t row = 0; row < block.queries; ++row, from += stride_, to += q.columns) {
-            if (block.opens()) std::fill_n(to, heads_.width, 0.0f);
+            const bool opens = block.opens();
 #pragma omp simd
-            for (int64_t i = 0; i < heads_.width; ++i) to[i] += from[i] * factor;
+            for (int64_t i = 0; i < heads_.width; ++i) to[i] = (opens ? 0.0f : to[i]) + from[i] * factor;
         }
     }
 
-    // from [D, keys] * factor -> [keys, D], rows of the tensor of keys.
+    // from [D, keys] * factor -> [keys, D], rows of the tensor of keys, each of which lies in a page of its own.
     void write_turned(const AlignedFloats& from, float factor, int64_t keys, float* to) {
-        for (int64_t column = 0; column < heads_.width; column += kLanes) {
-            for (int64_t key = 0; key < keys; key += kLanes) {
+        for (int64_t key = 0; key < keys; key += kLanes) {
+            for (int64_t column = 0; column < heads_.width; column += kLanes) {
                 Lanes block[kLanes];
                 const float* at = from.get() + column * wide_ + key;
                 for (int64_t i = 0; i < kLanes; ++i) block[i] = lanes_at(at + i * wide_) * factor;
@@ -258,7 +258,7 @@ private:
 // the last pair of a group of sentences takes the group's rows to their ends, while they are in its caches.
 LSQ_EXPORT void lsq_AttentionGradient(const AttentionGradient& op, float* dq, float* dkv) {
     const Heads& heads = op.heads;
-    const Case given(heads, heads.group);
+    const Case given(heads, heads.group, kBackwardKeys);
     const Blocks& groups = given.groups;
     float* keys = dkv ? dkv : dq;
     const int64_t behind = heads.key_starts[heads.sentences], columns = heads.k.columns;
