@@ -117,7 +117,7 @@ def test_clips_of_weights_follow_them_from_the_clip_of_before(monkeypatch):
         layer.weight.data.mul_(1.05)  # which no version counts
         layer(torch.randn(5, 16))
     assert searches == [False, True, True, True]
-    torch.testing.assert_close(layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.3, atol=0)
+    torch.testing.assert_close(layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.5, atol=0)
 
 
 def test_what_a_pass_without_gradients_measures_stays():
