@@ -19,6 +19,7 @@ from lsq.backends import backend
 from lsq.commands.step_memory import saved_tensors, traced_peak
 from lsq.fairseq import device
 from lsq.layers.memory import describe_memory, plan_memory, release_memory
+from lsq.memory.kept import nothing_kept
 from lsq.program.step import StepPlan
 
 FAIRSEQ = transformer.FAIRSEQ
@@ -65,7 +66,9 @@ def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **opt
     """Peak, arena and kept bytes of one step, by what gradients are before it: "exist" or "none"."""
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
-    side.backward(sample, side.loss(sample))  # clips are measured, and gradients exist from here on
+    with nothing_kept():  # as in what is traced, for which passes are prepared here
+        for _ in range(2):
+            side.backward(sample, side.loss(sample))  # clips are measured, and gradients exist from here on
     kept = saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
     memory = plan_memory(side.model, lambda: side.loss(sample)) if planned else None
     arena = memory.arena.size if memory else 0

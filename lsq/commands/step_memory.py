@@ -94,6 +94,7 @@ def step_memory(checkpoint: Path) -> dict[str, int]:
         return criterion(model, batch)[0]
 
     peak = peak_on_gpu if on_gpu else traced_peak
-    loss().backward()  # makes the gradients
+    with nothing_kept():  # as in what is traced, for which passes are prepared here
+        loss().backward()  # makes the gradients
     kept = saved_tensors(loss, model.parameters()).total()
     return {"kept_bytes": kept, "peak_bytes": peak(lambda: loss().backward())}
