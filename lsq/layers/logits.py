@@ -175,8 +175,9 @@ def _passes_by(logits: Logits) -> bool:
     With find_unused_parameters=True or static_graph=True it puts copies of what a model gives into its own graph, where
     losses are needed; nobody may ever look at these logits.
     """
-    frame, copying = sys._getframe() if logits.origin.counted else None, distributed._DDPSink.forward.__code__
-    while frame is not None and frame.f_code is not copying:
+    sink = getattr(distributed, "_DDPSink", None)  # PyTorch's own; without it logits are computed for the copy
+    frame = sys._getframe() if sink is not None and logits.origin.counted else None
+    while frame is not None and frame.f_code is not sink.forward.__code__:
         frame = frame.f_back
     return frame is not None
 
