@@ -24,15 +24,16 @@ class WeightCodes:
         kept: by the names of the programs' inputs.
     """
 
-    def __init__(self):
+    def __init__(self, sums: dict[str, int] | None = None):
+        """`sums`: those of another, of the same weights."""
         self.kept: dict[str, torch.Tensor] = {}
         self._made_from: tuple = ()
         self._owners: dict[str, tuple[int, int]] = {}
-        self._sums: dict[str, int] = {}
+        self._sums = dict(sums or {})
         self._probes: list[torch.Tensor] = []
 
     def __reduce__(self):
-        return WeightCodes, ()  # a copy of a module makes its own
+        return WeightCodes, (self._sums,)  # a copy of a module makes its own codes
 
     def clear(self) -> None:
         """They are of no use any more."""
