@@ -78,10 +78,11 @@ struct BestClip {
     }
 
     // After the first search again, around `before`: whether the least error lies near it. Beyond 1.5 times the largest
-    // magnitude it does not, however the errors there may vary, nor where none of them is a number.
+    // magnitude it does not, however the errors there may vary, nor below 2^-16 of it, where clips differ by less than
+    // sums of float32 can tell, nor where none of the errors is a number.
     LSQ_INLINE bool near(float before, float largest) const {
         const float low = candidate(kAgain, 0, before), high = candidate(kAgain, kCandidates[kAgain] - 1, before);
-        return error < infinity() && low < clip && clip < high && clip <= 1.5f * largest;
+        return error < infinity() && low < clip && clip < high && clip <= 1.5f * largest && largest <= 65536.0f * clip;
     }
 };
 

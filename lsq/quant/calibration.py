@@ -107,7 +107,7 @@ def octav_clip(x: Tensor, bits: int = 8, per_channel: bool = False, *, before: T
 
     A row whose clip was measured before, and has not changed much since, needs less: the error is measured at 11 clips
     within 31 % of that one, and at 11 within 4 % of the best of these. Where the first or the last of the 11 is the
-    best, or the best is above 1.5 times the largest |x|, the whole search is made.
+    best, or the best is above 1.5 times the largest |x| or below 2^-16 of it, the whole search is made.
 
     Args:
         x: any shape and float dtype, finite.
@@ -144,7 +144,9 @@ def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Te
     """Clips [R] of rows [R, N] >= 0 near those `before` [R, 1], and bool [R]: whether the least error lies there."""
     candidates = before * torch.linspace(11 / 16, 21 / 16, 11, device=rows.device)
     clip = _best_clip(rows, candidates, maximum)
-    near = (candidates[:, :1] < clip) & (clip < candidates[:, -1:]) & (clip <= 1.5 * rows.amax(1, keepdim=True))
+    largest = rows.amax(1, keepdim=True)
+    near = (candidates[:, :1] < clip) & (clip < candidates[:, -1:])
+    near &= (clip <= 1.5 * largest) & (largest <= 2**16 * clip)
     clip = _best_clip(rows, clip * torch.linspace(123 / 128, 133 / 128, 11, device=rows.device), maximum)
     return clip.squeeze(1).clamp(min=SMALLEST_CLIP), near.squeeze(1)
 

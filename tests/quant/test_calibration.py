@@ -129,7 +129,7 @@ def test_mse_near_a_clip_of_before_is_as_good_as_brute_force(bits):
         assert squared_errors(row, clip.view(1), maximum_code(bits)) <= best * 1.002
 
 
-@pytest.mark.parametrize("before", (1e-6, 0.5, 2.0, 1e6, 0.0, -1.0, INFINITY, NAN))
+@pytest.mark.parametrize("before", (1e-9, 1e-6, 0.5, 2.0, 1e6, 0.0, -1.0, INFINITY, NAN))
 def test_mse_begins_anew_where_a_clip_of_before_is_far_off(before):
     x = torch.randn(3, 341, generator=generator())
     anew = octav_clip(x, 8, True)
