@@ -105,9 +105,9 @@ class ClippedModule(nn.Module):
         for name, declared in self.declared.items():
             if declared.clip is not None:
                 values = self.own_parameter(name)
+                values = values.t() if declared.by_inputs else values
                 if not self.codes.changed(name, values) and again:
                     continue
-                values = values.t() if declared.by_inputs else values
                 self._measure(
                     calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weights.bits,
                     per_channel=self.quant.weight_granularity == "channel",

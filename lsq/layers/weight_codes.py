@@ -24,7 +24,7 @@ class WeightCodes:
         kept: by the names of the programs' inputs.
     """
 
-    def __init__(self, sums: dict[str, int] | None = None):
+    def __init__(self, sums: dict[str, torch.Tensor] | None = None):
         """`sums`: those of another, of the same weights."""
         self.kept: dict[str, torch.Tensor] = {}
         self._made_from: tuple = ()
@@ -40,15 +40,20 @@ class WeightCodes:
         self.kept.clear()
 
     def changed(self, name: str, values: torch.Tensor) -> bool:
-        """Whether a weight holds other values than when this was asked last; versions miss what FSDP2 gathers.
+        """Whether rows of a weight hold other values than when this was asked last; versions miss what FSDP2 gathers.
 
-        On other devices than the CPU always, since the answer would have to be waited for.
+        Values that change places within a row count for nothing, nor do they for its clip. On other devices than the
+        CPU always, since the answer would have to be waited for.
+
+        Args:
+            name: of the weight.
+            values: [R, N], a row for each clip, if there are several.
         """
         if values.device.type != "cpu":
             return True
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-        before, self._sums[name] = self._sums.get(name), values.detach().view(bits).sum(dtype=torch.int64).item()
-        return before != self._sums[name]
+        before, self._sums[name] = self._sums.get(name), values.detach().view(bits).sum(1, dtype=torch.int64)
+        return before is None or not torch.equal(before, self._sums[name])
 
     @torch.inference_mode(False)  # what is kept may be needed where gradients are
     @torch.no_grad()

@@ -117,6 +117,9 @@ def test_clips_of_weights_follow_them_from_the_clip_of_before(monkeypatch):
         layer.weight.data.mul_(1.05)  # which no version counts
         layer(torch.randn(5, 16))
     assert searches == [False, True, True, True]
+    layer.weight.data = layer.weight.data.flip(0)  # the same values for other clips
+    layer(torch.randn(5, 16))
+    assert searches == [False, True, True, True, True]
     torch.testing.assert_close(layer.weight_clip.data, measured(layer.weight.data, per_channel=True), rtol=0.5, atol=0)
 
 
