@@ -15,11 +15,11 @@ class Gaps:
 
     def __init__(self, size: int, alignment: int = DEFAULT_ALIGNMENT):
         self._alignment = alignment
-        self._starts, self._ends = [0], [size // alignment * alignment]
+        self._gaps = [(0, size // alignment * alignment)]  # (start, end); changed in one step, whatever interrupts
 
     def __iter__(self):
         """(offset, bytes) of each, in order."""
-        return iter([(start, end - start) for start, end in zip(self._starts, self._ends, strict=True)])
+        return iter([(start, end - start) for start, end in self._gaps])
 
     def take(self, size: int) -> int | None:
         """The offset of `size` bytes in the smallest gap that has them, the lowest of these; None: there is none.
@@ -27,30 +27,25 @@ class Gaps:
         `size` is above 0; best fit leaves the large gaps whole.
         """
         size = self._aligned(size)
-        lengths = ((end - start, start) for start, end in zip(self._starts, self._ends, strict=True))
-        _, start = min((one for one in lengths if one[0] >= size), default=(0, None))
-        if start is not None:
-            number = bisect_left(self._starts, start)
-            self._starts[number] += size
-            if self._starts[number] == self._ends[number]:
-                del self._starts[number], self._ends[number]
+        fitting = ((end - start, number) for number, (start, end) in enumerate(self._gaps) if end - start >= size)
+        length, number = min(fitting, default=(0, None))
+        if number is None:
+            return None
+        start, end = self._gaps[number]
+        self._gaps[number : number + 1] = [(start + size, end)] if length > size else []
         return start
 
     def give_back(self, start: int, size: int) -> None:
         """What was taken there is free again."""
         end = start + self._aligned(size)
-        number = bisect_left(self._starts, start)
-        joins_next = number < len(self._starts) and self._starts[number] == end
-        if number and self._ends[number - 1] == start:
-            if joins_next:
-                end = self._ends[number]
-                del self._starts[number], self._ends[number]
-            self._ends[number - 1] = end
-        elif joins_next:
-            self._starts[number] = start
-        else:
-            self._starts.insert(number, start)
-            self._ends.insert(number, end)
+        first = last = bisect_left(self._gaps, (start, end))
+        if first and self._gaps[first - 1][1] == start:
+            first -= 1
+            start = self._gaps[first][0]
+        if last < len(self._gaps) and self._gaps[last][0] == end:
+            end = self._gaps[last][1]
+            last += 1
+        self._gaps[first:last] = [(start, end)]
 
     def _aligned(self, size: int) -> int:
         return -(-size // self._alignment) * self._alignment
