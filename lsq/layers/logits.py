@@ -127,7 +127,9 @@ class Logits(torch.Tensor):
             raise RuntimeError(
                 f"{name} would change logits that are computed for each who asks: take logits.clone()"
             )
-        arguments, options = tree_map_only(Logits, Logits.computed, (arguments, options))
+        going_back = function in (torch.autograd.backward, torch.Tensor.backward)  # which go by the graph in any mode
+        with torch.set_grad_enabled(torch.is_grad_enabled() or going_back):
+            arguments, options = tree_map_only(Logits, Logits.computed, (arguments, options))
         return function(*arguments, **options)
 
     @classmethod

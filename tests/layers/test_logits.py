@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import lsq
 from lsq.config import QuantConfig
@@ -251,3 +252,17 @@ def test_the_loss_under_autocast_is_float32(model, x):
         logits = model(x).view(-1, WORDS)
         assert logits.dtype == torch.bfloat16
         assert functional.cross_entropy(logits, torch.zeros(15, dtype=torch.int64)).dtype == torch.float32
+
+
+def test_checkpoints_of_either_kind_make_logits_again(model, x):
+    def gradient(run) -> torch.Tensor:
+        torch.manual_seed(3)
+        model.zero_grad()
+        run(x.clone().requires_grad_()).square().sum().backward()
+        return model.inner.weight.grad
+
+    model(x).sum().backward()  # measures
+    expected = gradient(model)
+    for reentrant in (True, False):
+        found = gradient(lambda given, reentrant=reentrant: checkpoint(model, given, use_reentrant=reentrant))
+        assert (found - expected).norm() <= 0.1 * expected.norm()
