@@ -20,7 +20,8 @@ from lsq.memory.workspace import LastingRoom, PassingRoom, Room
 SMALLEST = 1 << 18
 """Bytes of a tensor that is kept; the C library keeps smaller ones itself."""
 
-_keeping = True
+_seen_through: list[None] = []
+"""As long as there is something in it, nothing is kept: one entry for each `nothing_kept` that somebody is in."""
 _rooms: dict[tuple[torch.device, bool], list[Room]] = {}
 
 
@@ -45,17 +46,17 @@ def _pool() -> Pool | None:
 
 def tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor of the CPU with whatever values, in kept memory if it is large."""
-    if _keeping and math.prod(shape) * dtype.itemsize >= SMALLEST and (pool := _pool()) is not None:
+    if not _seen_through and math.prod(shape) * dtype.itemsize >= SMALLEST and (pool := _pool()) is not None:
         found = pool.tensor(shape, dtype)
         if found is not None:
             return found
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 @contextmanager
 def room(device: torch.device) -> Iterator[Room]:
     """A room for the workspace of one pass; nobody else works in it meanwhile."""
-    lasting = _keeping and device.type == "cpu" and _pool() is not None
+    lasting = not _seen_through and device.type == "cpu" and _pool() is not None
     rooms = _rooms.setdefault((device, lasting), [])
     found = next((one for one in list(rooms) if one.lock.acquire(blocking=False)), None)
     if found is None:
@@ -91,13 +92,15 @@ def release() -> None:
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """In it, all memory comes from PyTorch and goes back at once, so that its profilers see everything."""
-    global _keeping
-    before, _keeping = _keeping, False
+    """In it, all memory comes from PyTorch and goes back at once, so that its profilers see everything.
+
+    That holds for all threads until the last one has left.
+    """
+    _seen_through.append(None)
     try:
         yield
     finally:
-        _keeping = before
+        _seen_through.pop()
 
 
 def _in_a_forked_process() -> None:

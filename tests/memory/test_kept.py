@@ -65,6 +65,17 @@ def test_nothing_is_kept_where_profilers_look():
     assert kept.tensor(LARGE, torch.int8).data_ptr() != place
 
 
+def test_memory_is_kept_again_when_the_last_thread_has_left():
+    first, second = kept.nothing_kept(), kept.nothing_kept()
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)  # as another thread may, in between
+        with kept.room(CPU) as found:
+            assert isinstance(found, PassingRoom)
+    with kept.room(CPU) as found:
+        assert isinstance(found, LastingRoom)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_reads_what_is_kept_and_has_memory_of_its_own():
     tensor = kept.tensor(LARGE, torch.int8).fill_(3)
