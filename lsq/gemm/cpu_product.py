@@ -200,5 +200,5 @@ def fresh_scratch(key: ProductKey, configuration: CpuConfiguration) -> dict[str,
 
 def _aligned(count: int) -> torch.Tensor:
     """At least `count` bytes at a multiple of ALIGNMENT."""
-    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
+    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device="cpu")
     return memory[-memory.data_ptr() % ALIGNMENT :]

@@ -56,8 +56,8 @@ def step_inputs(
     if "history" not in state:
         state["history"] = x.new_empty(batch, 0, width, dtype=codes_dtype(config))
     past = state["history"].shape[1]
-    each = torch.arange(batch + 1, dtype=torch.int32)
-    starts, history_starts, places = backend.send([each, each * (past + 1), torch.full((batch,), past)])
+    each = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+    starts, history_starts, places = backend.send([each, each * (past + 1), torch.full((batch,), past, device="cpu")])
     return past, {
         "x": x, "starts": starts, "history": state["history"].reshape(batch * past, width),
         "history_starts": history_starts, **position_inputs(config, places, past + 1, causal=True),

@@ -40,8 +40,8 @@ class Packing:
         backend = backend or for_device(torch.device("cpu") if padding is None else padding.device)
         self.shape = batch, time = tuple(shape if padding is None else padding.shape)
         if padding is None:
-            lengths, index = torch.full((batch,), time), None
-            positions = torch.arange(time).repeat(batch)
+            lengths, index = torch.full((batch,), time, device="cpu"), None
+            positions = torch.arange(time, device="cpu").repeat(batch)
         else:
             present = ~padding.cpu()
             lengths, index = present.sum(dim=1), present.flatten().nonzero().squeeze(1)  # index: of [B, T]
@@ -50,7 +50,7 @@ class Packing:
         sentences = Sentences(rows=self.rows, count=batch)
         self.sentences = sentences.filled() if few_sizes else sentences
         self._filling = self.sentences.rows - self.rows
-        starts = torch.full((self.sentences.count + 1,), self.rows, dtype=torch.int32)
+        starts = torch.full((self.sentences.count + 1,), self.rows, dtype=torch.int32, device="cpu")
         starts[: batch + 1] = functional.pad(lengths.cumsum(0), (1, 0))
         kept = [] if self.rows == batch * time else [index]
         positions = functional.pad(positions, (0, self._filling))

@@ -84,17 +84,17 @@ def position_inputs(
 def _table(rotary: Rotary, head_columns: int, device: torch.device) -> torch.Tensor:
     """The same for all layers of a model. Made outside of inference mode, so that training may use it as well."""
     turned = rotary.columns(head_columns)
-    if rotary.frequencies is None:
-        frequencies = rotary.base ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
-    else:
-        frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.device("cpu"):
+        if rotary.frequencies is None:
+            frequencies = rotary.base ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+        else:
+            frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
         return rotation_table(frequencies, rotary.places, rotary.factor).to(device)
 
 
 @lru_cache(maxsize=16)
 def _buckets(relative: RelativeBias, causal: bool, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.device("cpu"):
         return bucket_of_distances(relative, causal).to(device)
 
 

@@ -99,7 +99,7 @@ class Schedule:
     def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
         """Put the state into a state dict."""
         for name in self.NAMES:
-            destination[prefix + name] = torch.tensor(getattr(self, name))
+            destination[prefix + name] = torch.tensor(getattr(self, name), device="cpu")
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
         """Take the state out of a state dict; the names that it lacks.
@@ -109,7 +109,7 @@ class Schedule:
         given = {name: state_dict.pop(prefix + name, None) for name in self.NAMES}
         if given["fallen"] is None:
             found = any(value is not None for value in given.values())
-            given["fallen"] = torch.tensor(self.fallen and not found)
+            given["fallen"] = torch.tensor(self.fallen and not found, device="cpu")
         for name, value in given.items():
             if value is not None:
                 setattr(self, name, value.item())

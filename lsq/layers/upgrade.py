@@ -25,7 +25,7 @@ def upgrade(state_dict: dict[str, torch.Tensor], prefix: str, declared: Collecti
     found = [name for name in outdated if state_dict.pop(prefix + name, None) is not None]
     if found and prefix + "calibrated" in state_dict:
         _warn()
-        state_dict[prefix + "calibrated"] = torch.tensor(False)
+        state_dict[prefix + "calibrated"] = torch.tensor(False, device="cpu")
 
 
 @functools.cache  # once, not for every layer

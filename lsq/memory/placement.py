@@ -105,9 +105,9 @@ def _places(
 def _fused(
     blocks: Sequence, order: Sequence[int], limits: Sequence[int], granularity: int, fixed: Mapping[int, int]
 ) -> Placement:
-    wanted = torch.tensor(order, dtype=torch.int64)
-    limit = torch.tensor(limits, dtype=torch.int64)
-    offsets, segments = torch.zeros(len(blocks), dtype=torch.int64), torch.full((len(blocks),), UNPLACED)
+    numbers = {"dtype": torch.int64, "device": "cpu"}  # whatever torch.set_default_device says
+    wanted, limit = torch.tensor(order, **numbers), torch.tensor(limits, **numbers)
+    offsets, segments = torch.zeros(len(blocks), **numbers), torch.full((len(blocks),), UNPLACED, **numbers)
     used = torch.zeros_like(limit)
     rows = table(blocks, fixed)
     loader.call("lsq_place", rows, wanted, len(order), limit, len(limits), granularity, offsets, segments, used)
@@ -117,4 +117,4 @@ def _fused(
 def table(blocks: Sequence, fixed: Mapping[int, int]) -> torch.Tensor:
     """What C++ reads of blocks (struct Buffer of lsq/csrc/cpu/planner.h): int64 [n, 5]."""
     rows = [(b.size, b.first, b.last, b.alignment, fixed.get(i, UNPLACED)) for i, b in enumerate(blocks)]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)

@@ -46,7 +46,7 @@ def scalars(
     return torch.tensor([
         learning_rate * correction / (1 - betas[0] ** step), 1 - betas[0], 1 - betas[1],
         epsilon * (correction if torch_epsilon else 1.0), learning_rate * weight_decay,
-    ])  # fmt: skip
+    ], device="cpu")  # fmt: skip
 
 
 class Adam(Operation):
@@ -164,8 +164,11 @@ class Table(Value):
 
 def tiles_of(counts: dict[int, int]) -> torch.Tensor:
     """int32 [blocks, 2]: (operation, tile) of each block, for `counts` tiles of each operation, by its number."""
-    found = [torch.stack([torch.full((count,), number), torch.arange(count)], 1) for number, count in counts.items()]
-    return torch.cat([torch.empty(0, 2, dtype=torch.int64), *found]).to(torch.int32)
+    with torch.device("cpu"):
+        found = [
+            torch.stack([torch.full((count,), number), torch.arange(count)], 1) for number, count in counts.items()
+        ]
+        return torch.cat([torch.empty(0, 2, dtype=torch.int64), *found]).to(torch.int32)
 
 
 class AdamSteps(Operation):

@@ -42,7 +42,7 @@ class PackedWeight(Value):
             raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
         chosen = instructions or tiles.usable()[0]
         count = tiles.packed_bytes(*codes.shape)
-        memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8)
+        memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device="cpu")
         memory = memory[-memory.data_ptr() % ALIGNMENT :][:count]
         loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory))
         return cls(tiles=memory, scale=scale, inner=codes.shape[1], instructions=tiles.INSTRUCTIONS[chosen])

@@ -151,7 +151,7 @@ class Updates:
 
     def run(self, numbers: Tensor, factor: float | Tensor) -> None:
         """Step under numbers [rows, NUMBERS] with gradients times `factor`, and let go of them."""
-        host = torch.zeros(len(self._given), ROW)
+        host = torch.zeros(len(self._given), ROW, device="cpu")
         host[:-1, :NUMBERS] = numbers
         host[-1, 0] = 1.0 if isinstance(factor, Tensor) else factor
         self._upload(host, self._given)

@@ -85,7 +85,7 @@ class _Worker:
 
     def __init__(self, progress: Callable[[int], None]):
         self.progress = progress
-        self.control = torch.zeros(2, dtype=torch.int64)
+        self.control = torch.zeros(2, dtype=torch.int64, device="cpu")
         """What the running search reads and adds to: stop flag, positions tried."""
 
     def run(
@@ -96,8 +96,9 @@ class _Worker:
         Raises:
             _OutOfTime: the deadline came first.
         """
-        rows, wanted = table(buffers, {}), torch.tensor(order, dtype=torch.int64)
-        offsets, outcome = torch.zeros(len(buffers), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        numbers = {"dtype": torch.int64, "device": "cpu"}
+        rows, wanted = table(buffers, {}), torch.tensor(order, **numbers)
+        offsets, outcome = torch.zeros(len(buffers), **numbers), torch.zeros(1, **numbers)
         self.control[0] = 0
         arguments = (rows, wanted, len(buffers), capacity, budget, self.control, offsets, outcome)
         thread = threading.Thread(target=loader.call, args=("lsq_search_plan", *arguments))

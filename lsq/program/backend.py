@@ -71,7 +71,7 @@ class Backend:
             return list(tensors)
         given = [tensor.contiguous() for tensor in tensors]
         sizes = [-(-tensor.nbytes // SENT_ALIGNMENT) * SENT_ALIGNMENT for tensor in given]
-        staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        staged = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
         for tensor, place in zip(given, staged.split(sizes), strict=True):
             place[: tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
         arrived = staged.to(self.place, non_blocking=True)

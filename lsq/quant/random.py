@@ -27,7 +27,7 @@ _ROUNDS = 7
 
 def draw_key() -> torch.Tensor:
     """A key, int64 [1], from PyTorch's default CPU generator."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64)
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device="cpu")
 
 
 def philox(key: int, subsequence: int, numel: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def dropout(
 
 def keep_factor(probability: float) -> float:
     """1 / (1 - probability), rounded to float32."""
-    return float(torch.tensor(1.0 / (1.0 - probability), dtype=torch.float32))
+    return float(torch.tensor(1.0 / (1.0 - probability), dtype=torch.float32, device="cpu"))
 
 
 def uniform(key: torch.Tensor, subsequence: int, shape: tuple[int, ...]) -> torch.Tensor:

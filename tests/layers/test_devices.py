@@ -1,4 +1,4 @@
-"""Inputs on another device than the parameters."""
+"""Inputs on another device than the parameters, and parameters on another than what PyTorch makes by default."""
 
 import pytest
 import torch
@@ -22,3 +22,17 @@ def test_inputs_beside_the_parameters_pass():
     layer = QuantizedLinear(16, 16, quant=QuantConfig())
     check_devices(layer, {"x": torch.empty(1), "starts": torch.empty(1)})
     check_devices(layer.to("meta"), {"x": torch.empty(1, device="meta")})
+
+
+@pytest.mark.parametrize("rows", [3, 401])
+def test_another_default_device_changes_nothing(rows):
+    def trained(default: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = QuantizedLinear(48, 208, quant=QuantConfig())
+        x = torch.randn(rows, 48, requires_grad=True)
+        with torch.device(default):
+            for _ in range(3):
+                layer(x).square().sum().backward()
+            return [x.grad, *layer.state_dict().values()]
+
+    assert all(map(torch.equal, trained("meta"), trained("cpu")))
