@@ -86,8 +86,10 @@ def release() -> None:
     for rooms in list(_rooms.values()):
         for one in list(rooms):
             if one.lock.acquire(blocking=False):
-                one.release()
-                one.lock.release()
+                try:
+                    one.release()
+                finally:
+                    one.lock.release()
 
 
 @contextmanager
