@@ -1,0 +1,93 @@
+"""Names of formats: <number>/<grain>/<scales>, as in "int4/group16/uint4", and shorter ones for well-known ones."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+
+import torch
+
+from lsq.quant.numbers.codebooks import SOURCES, lloyd_max, nf4
+from lsq.quant.numbers.floats import fp4_e2m1, fp8_e4m3, fp8_e5m2
+from lsq.quant.numbers.grains import ROW, TENSOR, grain
+from lsq.quant.numbers.integers import integer, multiplier
+from lsq.quant.numbers.logarithmic import logarithmic
+from lsq.quant.numbers.number import NumberFormat
+from lsq.quant.numbers.scaled import FloatScales, PowerScales, ScaledFormat
+from lsq.quant.numbers.ternary import ternary
+
+NUMBERS: dict[str, Callable[[], NumberFormat]] = {
+    **{f"int{bits}": partial(integer, bits) for bits in range(2, 9)},
+    "fp8-e4m3": fp8_e4m3,
+    "fp8-e5m2": fp8_e5m2,
+    "fp4-e2m1": fp4_e2m1,
+    **{
+        f"log{whole}.{fraction}": partial(logarithmic, whole, fraction)
+        for whole, fraction in ((2, 1), (3, 0), (3, 2), (4, 1), (4, 3), (5, 2))
+    },
+    "nf4": nf4,
+    **{f"lloyd{bits}-{source}": partial(lloyd_max, source, bits) for source in SOURCES for bits in range(1, 7)},
+    "ternary": ternary,
+}
+"""Name -> what makes the number format."""
+FLOAT32 = FloatScales(torch.float32)
+SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
+    "float32": FLOAT32,
+    "bfloat16": FloatScales(torch.bfloat16),
+    "e8m0": PowerScales(),
+    "e4m3": ScaledFormat(name="e4m3", number=fp8_e4m3(), grain=TENSOR, scales=FLOAT32),
+    "uint4": ScaledFormat(name="uint4", number=multiplier(4), grain=ROW, scales=FLOAT32),
+    "uint6": ScaledFormat(name="uint6", number=multiplier(6), grain=ROW, scales=FLOAT32),
+}
+"""Name -> how scales are stored: e4m3 under one float32 of the tensor, uint4 and uint6 under one of each row."""
+PRESETS = {
+    "int8-tensor": "int8/tensor/float32",
+    "int8-row": "int8/row/float32",
+    "mxint8": "int8/group32/e8m0",
+    "mxfp8-e4m3": "fp8-e4m3/group32/e8m0",
+    "mxfp8-e5m2": "fp8-e5m2/group32/e8m0",
+    "mxfp4": "fp4-e2m1/group32/e8m0",
+    "nvfp4": "fp4-e2m1/group16/e4m3",
+    "vsquant4": "int4/group16/uint4",
+    "vsquant4-6": "int4/group16/uint6",
+    "vsquant6": "int6/group16/uint6",
+    "nf4-64": "nf4/group64/float32",
+}
+"""Name -> what it stands for. MX: OCP Microscaling Formats 1.0; vsquant4-6: 4 bits with scales of 6."""
+
+
+@cache
+def scaled_format(name: str) -> ScaledFormat:
+    """The format called so: a preset, or <number>/<grain> with float32 scales, or <number>/<grain>/<scales>.
+
+    Raises:
+        ValueError: a part is unknown; the nearest names are offered.
+    """
+    parts = PRESETS.get(name, name).split("/")
+    if len(parts) not in (2, 3):
+        raise ValueError(
+            f"no number format is called {name!r}{_nearest(name, (*PRESETS, *NUMBERS))}; give one of "
+            f"{', '.join(PRESETS)}, or <number>/<grain> or <number>/<grain>/<scales>, as int4/group16/uint4"
+        )
+    stored = parts[2] if len(parts) == 3 else "float32"
+    if stored not in SCALES:
+        raise ValueError(
+            f"{name!r}: no scales are called {stored!r}{_nearest(stored, SCALES)}; allowed: {', '.join(SCALES)}"
+        )
+    return ScaledFormat(name=name, number=number_format(parts[0]), grain=grain(parts[1]), scales=SCALES[stored])
+
+
+@cache
+def number_format(name: str) -> NumberFormat:
+    """The number format called so in NUMBERS.
+
+    Raises:
+        ValueError: there is none; the nearest names are offered.
+    """
+    if name not in NUMBERS:
+        raise ValueError(f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}")
+    return NUMBERS[name]()
+
+
+def _nearest(name: str, allowed: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name.lower(), allowed, n=2)
+    return f" (did you mean {' or '.join(found)}?)" if found else ""

@@ -1,0 +1,46 @@
+"""Names of formats, right and wrong."""
+
+import pytest
+
+from lsq.quant.numbers import NUMBERS, PRESETS, Blocks, grain, scaled_format
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_what_they_stand_for(name):
+    preset, written = scaled_format(name), scaled_format(PRESETS[name])
+    assert (preset.name, preset.number, preset.grain, preset.scales) == (
+        name, written.number, written.grain, written.scales,
+    )  # fmt: skip
+
+
+def test_every_number_has_its_name():
+    assert all(make().name == name for name, make in NUMBERS.items() if not name.startswith("lloyd"))
+
+
+def test_grains():
+    found = [grain(name) for name in ("tensor", "row", "channel", "group16", "block4x16")]
+    assert found == [Blocks(None, None), Blocks(1, None), Blocks(None, 1), Blocks(1, 16), Blocks(4, 16)]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("mxfp5", r"no number format is called 'mxfp5' \(did you mean mxfp4\b.*\?\); give one of int8-tensor, "),
+        ("MXINT8", r"'MXINT8' \(did you mean mxint8\b"),
+        ("int9/row", r"no number is called 'int9' \(did you mean int"),
+        ("fp8-e4m4/row", r"did you mean fp8-e4m3\b"),
+        ("int4/rows", "no grain is called 'rows'; allowed: tensor, row, channel"),
+        ("int4/group0", "no grain is called 'group0'"),
+        ("int4/row/uint5", r"no scales are called 'uint5' \(did you mean uint6 or uint4\?\); allowed: float32, "),
+        ("int4/row/float32/3", "give one of"),
+        ("zzz", "no number format is called 'zzz'; give one of"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        scaled_format(name)
+
+
+def test_blocks_without_values_are_refused():
+    with pytest.raises(ValueError, match="blocks of 0 rows and None columns"):
+        Blocks(0, None)
