@@ -19,7 +19,7 @@ def _values(exponent: int, mantissa: int) -> list[float]:
 def fp8_e4m3() -> NumberFormat:
     """E4M3: largest 448, smallest 2^-9, no infinities, NaN 0x7f (Micikevicius et al. 2022, arXiv:2209.05433).
 
-    Error: at most 1/16 of the value from 2^-6 on, at most 2^-10 below. Infinities are clipped to 448.
+    Error: at most 1/17 of the value from 2^-6 on, at most 2^-10 below. Infinities are clipped to 448.
     """
     values = _values(4, 3)
     values[0x7F] = values[0xFF] = math.nan
@@ -29,7 +29,7 @@ def fp8_e4m3() -> NumberFormat:
 def fp8_e5m2() -> NumberFormat:
     """E5M2: largest 57344, smallest 2^-16, infinities 0x7c and NaN 0x7d (the same paper).
 
-    Error: at most 1/8 of the value from 2^-14 on, at most 2^-17 below. Infinities are clipped to 57344: no float
+    Error: at most 1/9 of the value from 2^-14 on, at most 2^-17 below. Infinities are clipped to 57344: no float
     becomes one of the codes of infinities.
     """
     values = _values(5, 2)
@@ -41,6 +41,6 @@ def fp8_e5m2() -> NumberFormat:
 def fp4_e2m1() -> NumberFormat:
     """E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (OCP Microscaling Formats 1.0, 2023).
 
-    Error: at most 1/4 of the value from 1 on, at most 1/4 below. No infinities, no NaN.
+    Error: at most 1/5 of the value from 1 on, at most 1/4 below. No infinities, no NaN.
     """
     return NumberFormat(name="fp4-e2m1", values=tuple(_values(2, 1)))

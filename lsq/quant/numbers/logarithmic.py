@@ -11,7 +11,7 @@ def logarithmic(whole: int, fraction: int) -> NumberFormat:
     The code is the sign, then 2^(n + m) - 1 - k; magnitude code 0 is zero, and NaN with the sign. Dally 2023 ("Hardware
     for deep learning", Hot Chips) puts 4.3 and 5.2 beside integers and floats of the same 8 bits.
 
-    Error: at most (r - 1) / (r + 1) of the value: 4.4 % for m = 3, 8.7 % for m = 2; at most half of the smallest
+    Error: at most (r - 1) / (r + 1) of the value: 4.3 % for m = 3, 8.6 % for m = 2; at most half of the smallest
     magnitude, r^-(2^(n + m) - 2), below that. The nearest value, not the nearest logarithm, is taken: both its
     squared and its largest relative error are smaller. Infinities are clipped to 1.
 

@@ -104,6 +104,27 @@ def test_fp8_is_pytorchs(form, dtype):
     torch.testing.assert_close(form.decode(every), every.view(dtype).float(), equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "name, normal, relative, absolute",
+    [
+        ("fp8-e4m3", 2**-6, 1 / 17, 2**-10),
+        ("fp8-e5m2", 2**-14, 1 / 9, 2**-17),
+        ("fp4-e2m1", 1, 1 / 5, 1 / 4),
+        ("log3.0", 2**-6, 1 / 3, 2**-7),
+        ("nf4", 1, 0, 0.152),
+    ],
+)
+def test_errors_are_as_large_as_docstrings_say(name, normal, relative, absolute):
+    form = number_format(name)
+    x = torch.cat([torch.logspace(-8, 0, 20_001) * form.largest, torch.linspace(-normal, normal, 20_001)])
+    error = (form.decode(form.encode(x)) - x).abs()
+    large = x.abs() > normal * (1 - 1e-6)
+    assert error[~large].max() <= absolute * (1 + 1e-6) and error[~large].max() > 0.97 * absolute
+    if relative:
+        worst = (error / x.abs())[large].max()
+        assert 0.97 * relative < worst <= relative * (1 + 1e-6)
+
+
 def test_fp4_has_the_values_of_the_standard():
     assert number_format("fp4-e2m1").values[:8] == (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
