@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lsq.program import upkeep
-from lsq.program.parameters import Parameter
+from lsq.program.parameters import Kind, Parameter
 from lsq.quant import WeightFormat
 
 if TYPE_CHECKING:
@@ -40,19 +40,19 @@ class Rounded:
 
 @contextmanager
 def rounded_weights(layer: FusedLayer) -> Iterator[None]:
-    """Let the modules inside `layer` have rounded weights, whose gradients go straight through to the others.
+    """Let the modules inside `layer` have rounded, masked weights, whose gradients go straight through to the others.
 
     Without gradients they are kept in `layer.rounded` until a weight changes: decoding takes them at every step.
     Threads wait for one another: who comes meanwhile would take rounded weights for the layer's own.
     """
-    if not (layer.quant.quantized and layer.schedule.begun) or layer.schedule.fallen:
+    if not _rounds(layer) and layer.weight_masks is None:
         yield
         return
     held = []
     with layer.rounded.turn:
         try:
             for name, declared in layer.declared.items():
-                if declared.clip is not None:
+                if declared.kind is Kind.WEIGHT:
                     held += _swap(layer, name, declared)
             yield
         finally:
@@ -60,13 +60,20 @@ def rounded_weights(layer: FusedLayer) -> Iterator[None]:
                 holder._parameters[last] = parameter
 
 
+def _rounds(layer: FusedLayer) -> bool:
+    return layer.quant.quantized and layer.schedule.begun and not layer.schedule.fallen
+
+
 def _swap(layer: FusedLayer, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    parameters, clip = layer.sources(name), layer.own_parameter(declared.clip)
-    stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip)]
-    probes = [value for one in parameters for value in upkeep.probe(one, clip)]
+    parameters = layer.sources(name)
+    clip = layer.own_parameter(declared.clip) if _rounds(layer) else None
+    stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip) if one is not None]
+    probes = [value for one in parameters for value in upkeep.probe(one, one if clip is None else clip)]
     kept, values, rounded = layer.rounded.kept.get(name, (None, (), None))
     if kept != stamp or torch.is_grad_enabled() or not all(map(torch.equal, values, probes)):
-        rounded = _as_rounded(layer.own_parameter(name), clip, layer.quant.weights, declared.by_inputs)
+        rounded = layer.values_of(name)
+        if clip is not None:
+            rounded = _as_rounded(rounded, clip, layer.quant.weights, declared.by_inputs)
         if not torch.is_grad_enabled():
             layer.rounded.kept[name] = stamp, [one.clone() for one in probes], rounded
     sizes = [len(parameter) for parameter in parameters]

@@ -13,17 +13,18 @@ from lsq.program import shards
 
 
 def clip_names(model: nn.Module) -> set[str]:
-    """The names in the state dict of `model` that its float form does not have: clips, and when they are measured."""
+    """The names in the state dict of `model` that its float form does not have: clips, when they are measured, masks of
+    weights."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, ProgramModule)
-        for name in (*map(module.state_name, module.clips()), *Schedule.NAMES)
+        for name in (*map(module.state_name, module.clips()), *Schedule.NAMES, *module.mask_names())
     }
 
 
 def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those entries: copies on the CPU, float32 [...] clips, bool [] and int64 [].
+    """Those entries: copies on the CPU, float32 [...] clips, bool [] and int64 [], uint8 [...] masks.
 
     Raises:
         ValueError: there are none, or clips are shards of FSDP2, whose checkpoints have them.
@@ -53,14 +54,13 @@ def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
             f"{f', first {strange[0]}' if strange else ''}{f' (near is {near[0]})' if near else ''}; convert the model "
             "with the same options as the one that they were saved of"
         )
-    flags = {name for name in names if name.rpartition(".")[2] in Schedule.NAMES}
     for name, value in state.items():
         if own[name].shape != value.shape:
             raise ValueError(
                 f"{name} is {list(value.shape)}, but this model has {list(own[name].shape)}; convert it with the same "
                 "QuantConfig as the one that they were saved of"
             )
-        if name not in flags:
+        if own[name].is_floating_point():
             quant.check_clip(value, name)
     model.load_state_dict(state, strict=False)
 

@@ -50,7 +50,7 @@ def choose(
         ValueError: a pattern in `skip` fits no module.
     """
     names = {name: module for name, module in model.named_modules()}
-    skips = _skipping(skip, names)
+    skips = skipping(skip, names)
     embeddings = {
         id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
@@ -146,7 +146,12 @@ def _is_matrix(weight: object) -> bool:
     return isinstance(weight, torch.Tensor) and weight.dim() == 2
 
 
-def _skipping(skip: Skip, names: dict[str, nn.Module]) -> Callable[[nn.Module, str], bool]:
+def skipping(skip: Skip, names: dict[str, nn.Module]) -> Callable[[nn.Module, str], bool]:
+    """Whether a module of that name, one of `names`, is to be left as it is.
+
+    Raises:
+        ValueError: a pattern in `skip` fits no module.
+    """
     if callable(skip):
         return skip
     patterns = [skip] if isinstance(skip, str) else list(skip)

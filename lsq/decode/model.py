@@ -178,7 +178,7 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, ProgramModule):
             for name, declared in module.declared.items():
                 if declared.clip is None:
-                    found[prefix + name] = module.own_parameter(name)
+                    found[prefix + name] = module.values_of(name)
                 else:
                     weight = _rounded(module, name, declared.clip)
                     found |= {f"{prefix}{name}.codes": weight.codes, f"{prefix}{name}.scale": weight.scale}
@@ -189,7 +189,7 @@ def _tensors(side: str, stack: nn.Module) -> dict[str, Tensor]:
 
 def _rounded(module: ProgramModule, name: str, clip: str) -> Weight:
     """The codes of one weight, as the module makes them when it runs."""
-    values, form, place = module.own_parameter(name).detach(), module.quant.weights, module.target
+    values, form, place = module.values_of(name).detach(), module.quant.weights, module.target
     rows = module.padded if isinstance(module, VocabularyProjection) else len(values)
     weight = Weight(
         format=form, values=values, clip=module.own_parameter(clip).detach(),

@@ -8,6 +8,7 @@ from torch import nn
 from lsq.config import QuantConfig
 from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
+from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.ops.calibration import Calibration
 from lsq.program import shards, upkeep
 from lsq.program.parameters import CLIPS, Parameter
@@ -19,7 +20,8 @@ class ClippedModule(nn.Module):
     A parameter "self_attn.out_weight" of the program is the attribute `out_weight` of a plain child module `self_attn`.
 
     `schedule` says when clips are measured: in the first training pass, and again while tensors still grow fast.
-    `codes` are those of its weights. Clips stay float32 when the module is converted to another dtype.
+    `codes` are those of its weights, and `weight_masks` say what of the weights programs read, if not all. Clips stay
+    float32 when the module is converted to another dtype.
     """
 
     def begin(self, quantization: QuantConfig) -> None:
@@ -28,6 +30,7 @@ class ClippedModule(nn.Module):
         self.declared: dict[str, Parameter] = {}
         self.codes = WeightCodes()
         self.schedule = Schedule(quantization)
+        self.weight_masks: WeightMasks | None = None
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
         """Make the parameters that a program declares, beside those that are there already, which stay."""
@@ -61,6 +64,20 @@ class ClippedModule(nn.Module):
         for part in path:
             module = module._modules[part]
         return module._parameters[last]
+
+    def sources(self, name: str) -> list[torch.Tensor]:
+        """The parameters that a weight of the program is made of, one after another."""
+        return [self.own_parameter(name)]
+
+    def values_of(self, name: str) -> torch.Tensor:
+        """What programs read of a declared parameter: all of it, or what a mask leaves."""
+        found = self.own_parameter(name)
+        return found if self.weight_masks is None else self.weight_masks.apply(self, name, found)
+
+    def mask_names(self) -> list[str]:
+        """What masks of weights are called in this module's state dict."""
+        masked = self.weight_masks.names if self.weight_masks is not None else ()
+        return [self.state_name(name) + SUFFIX for name in masked]
 
     def every_parameter(self) -> list[nn.Parameter]:
         """What `parameters` yields, in a tenth of the time where no module is in this one: every pass asks for them."""
@@ -104,7 +121,7 @@ class ClippedModule(nn.Module):
         """
         for name, declared in self.declared.items():
             if declared.clip is not None:
-                values = self.own_parameter(name)
+                values = self.values_of(name)
                 values = values.t() if declared.by_inputs else values
                 if not self.codes.changed(name, values) and again:
                     continue

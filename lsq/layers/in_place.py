@@ -28,6 +28,8 @@ class InPlace(ProgramModule):
 
     def give_place(self) -> None:
         """Become the other module again."""
+        if self.weight_masks is not None:
+            self.weight_masks.remove(self)
         for name in self.clips():
             del self._parameters[self.state_name(name)]
         for name in self.STATE:

@@ -72,7 +72,7 @@ class Projection(InPlace):
     def _in_floats(self, x: torch.Tensor) -> torch.Tensor:
         """What the float layer computes, in the dtype of the result."""
         dtype = result_dtype(x)
-        weight = self.weight.t() if self.by_inputs else self.weight
+        weight = self.values_of("weight").t() if self.by_inputs else self.values_of("weight")
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(x.to(dtype), weight.to(dtype), bias)
 

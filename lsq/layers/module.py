@@ -34,7 +34,9 @@ class ProgramModule(ClippedModule):
     `backend` is where it runs; None: where its parameters are.
     """
 
-    STATE = ("quant", "declared", "codes", "schedule", "backend", "_observer", "_watcher", "step_memory")
+    STATE = (
+        "quant", "declared", "codes", "schedule", "weight_masks", "backend", "_observer", "_watcher", "step_memory",
+    )  # fmt: skip
     """Its attributes beside those of nn.Module."""
     watches_weights = False
     """Whether others may change weights where PyTorch does not count it, through `.data`."""
@@ -156,13 +158,15 @@ class ProgramModule(ClippedModule):
         return nothing + sum(one.sum() for one in (*self.parameters(), *inputs)).to(nothing.dtype)
 
     def _parameters_of(self, program: Program) -> dict[str, torch.Tensor]:
-        found = {virtual.name: self.own_parameter(virtual.name) for virtual in program.parameters}
-        if any(map(shards.is_shard, found.values())):
+        own = [self.own_parameter(virtual.name) for virtual in program.parameters]
+        if any(map(shards.is_shard, own)):
             raise ValueError(
                 f"parameters of this {type(self).__name__} are shards of FSDP2, of which nothing can be computed; call "
                 "fully_shard on it, or on a module around it, and call that"
             )
-        return found
+        if self.weight_masks is None:
+            return {virtual.name: one for virtual, one in zip(program.parameters, own, strict=True)}
+        return {virtual.name: self.values_of(virtual.name) for virtual in program.parameters}
 
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""

@@ -1,0 +1,41 @@
+"""The pattern 2:4: of each group of four neighbours in a row, two are kept. Shapes: N rows, K columns.
+
+NVIDIA's sparse products take it, which skip half of the work: Mishra et al. 2021, arXiv:2104.08378.
+"""
+
+import math
+
+import torch
+
+GROUP, KEPT = 4, 2
+
+
+def check_width(name: str, columns: int) -> None:
+    """Refuse a number of columns that groups do not fill.
+
+    Raises:
+        ValueError: `columns` is no multiple of GROUP, or 0.
+    """
+    if columns % GROUP or not columns:
+        larger = max(1, -(-columns // GROUP)) * GROUP
+        raise ValueError(f"{name} has {columns} inputs, but 2:4 sparsity needs a multiple of {GROUP}; use {larger}")
+
+
+def choose(scores: torch.Tensor) -> torch.Tensor:
+    """The mask bool [N, K] that keeps the two largest of each group of float or int scores [N, K].
+
+    Of equal scores the first are kept. NaN counts as the largest, so that it stays visible.
+
+    Raises:
+        ValueError: K is no multiple of 4.
+    """
+    check_width("a matrix of scores", scores.shape[1])
+    scores = scores.nan_to_num(nan=math.inf, posinf=math.inf) if scores.is_floating_point() else scores
+    four = scores.unflatten(1, (-1, GROUP)).unbind(2)
+    wins = [torch.zeros_like(one, dtype=torch.int8) for one in four]
+    for first in range(GROUP):
+        for later in range(first + 1, GROUP):
+            won = four[first] >= four[later]
+            wins[first] += won
+            wins[later] += ~won
+    return torch.stack([count >= GROUP - KEPT for count in wins], dim=2).flatten(1)

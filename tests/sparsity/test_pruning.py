@@ -1,0 +1,30 @@
+"""When masks are chosen, and what may be asked for."""
+
+import pytest
+
+from lsq.sparsity import Pruning
+
+
+@pytest.mark.parametrize(("pruning", "due", "sparse"), [
+    (Pruning(every=3), [0, 3, 6, 9], range(10)),
+    (Pruning(every=0), [0], range(10)),
+    (Pruning(every=2, begin=3), [3, 5, 7, 9], range(3, 10)),
+    (Pruning(every=2, begin=1, end=6), [1, 3, 5], range(1, 6)),
+    (Pruning(every=0, begin=4, end=5), [4], range(4, 5)),
+])  # fmt: skip
+def test_schedule(pruning, due, sparse):
+    assert [updates for updates in range(10) if pruning.due(updates)] == due
+    assert [updates for updates in range(10) if pruning.sparse(updates)] == list(sparse)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"pattern": "1:4"}, r"pattern is '1:4'; allowed: '2:4'"),
+    ({"measure": "output "}, r"measure is 'output '; allowed: 'magnitude', 'output'"),
+    ({"every": -1}, r"every is -1; it must be a whole number, 0 or more"),
+    ({"begin": 0.5}, r"begin is 0.5; it must be a whole number"),
+    ({"decay": float("nan")}, r"decay is nan; it must be a finite number, 0 or more"),
+    ({"begin": 5, "end": 5}, r"end is 5; it must be a whole number above begin \(5\), or None"),
+])  # fmt: skip
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Pruning(**options)
