@@ -7,6 +7,7 @@ from torch import nn
 import lsq
 from lsq.config import QuantConfig
 from lsq.conversion.clip_state import clip_names, clip_state, keep_apart, load_clip_state
+from lsq.sparsity import sparsify
 
 
 class Pretrained(nn.Module):
@@ -45,6 +46,18 @@ def test_what_is_saved_goes_on():
     load_clip_state(second, clip_state(first))
     assert all(torch.equal(value, clip_state(second)[name]) for name, value in clip_state(first).items())
     assert all(torch.equal(second.get_parameter(name), value) for name, value in weights.items())
+
+
+def test_masks_go_with_the_clips():
+    models = made(), made()
+    for model in models:
+        sparsify(model)
+    first, second = models
+    state = clip_state(first)
+    assert {"layers.0.weight_kept", "layers.2.weight_kept"} < state.keys()
+    assert first.saved() == {f"layers.{layer}.{name}" for layer in range(3) for name in ("weight", "bias")}
+    load_clip_state(second, state)
+    assert torch.equal(second.layers[0].weight_kept, first.layers[0].weight_kept)
 
 
 def test_other_clips_are_refused():

@@ -5,6 +5,7 @@ import torch
 
 from lsq.decode.model import DecodingModel, model_of, tensors_of
 from lsq.layers import ProgramModule
+from lsq.sparsity import sparsify
 from tests.decode.models import small_model
 
 VARIANTS = [
@@ -36,6 +37,17 @@ def test_every_other_tensor_is_a_parameter(options):
             assert torch.equal(tensor, state[name]) and tensor.data_ptr() != state[name].data_ptr()
     left = {name for name in state if name not in model.tensors}
     assert not any("bias" in name or "layer_norm" in name for name in left)
+
+
+def test_sparse_weights_are_what_masks_leave():
+    module = small_model()
+    sparsity = sparsify(module)
+    masked = model_of(module).tensors
+    sparsity.finish()
+    written = model_of(module).tensors
+    assert masked.keys() == written.keys() and all(torch.equal(one, written[name]) for name, one in masked.items())
+    codes = written["encoder.layers.0.feed_forward.fc1_weight.codes"]
+    assert (codes.unflatten(1, (-1, 4)) != 0).sum(2).max() == 2
 
 
 def test_unpacked_codes_are_what_products_read():

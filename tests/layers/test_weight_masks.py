@@ -1,0 +1,78 @@
+"""Masks of a module's weights: buffers, copies, dtypes, and who reads what they leave."""
+
+import copy
+
+import pytest
+import torch
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear
+from lsq.layers.weight_masks import WeightMasks
+
+
+@pytest.fixture
+def layer() -> QuantizedLinear:
+    """Whose mask keeps every second input."""
+    torch.manual_seed(1)
+    layer = QuantizedLinear(16, 32, quant=QuantConfig(backward="float"))
+    layer.weight_masks = WeightMasks()
+    layer.weight_masks.add(layer, "weight")
+    layer.weight_masks.put(layer, "weight", torch.arange(16).remainder(2).bool().expand(32, 16))
+    return layer
+
+
+def test_one_bit_a_value(layer):
+    assert layer.weight_kept.dtype == torch.uint8 and layer.weight_kept.numel() == 16 * 32 / 8
+    assert layer.mask_names() == ["weight_kept"] and "weight_kept" in layer.state_dict()
+    assert layer.weight_masks.mask(layer, "weight").tolist() == [[False, True] * 8] * 32
+
+
+def test_what_is_read(layer):
+    assert layer.values_of("weight") is layer.weight and layer.values_of("bias") is layer.bias
+    layer.weight_masks.activate(layer, True)
+    expected = layer.weight.detach().clone()
+    expected[:, ::2] = 0
+    assert torch.equal(layer.values_of("weight"), expected) and layer.values_of("bias") is layer.bias
+    layer.fall_back()
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, expected, layer.bias))
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+def test_gradient(layer, straight_through):
+    layer.weight_masks.activate(layer, True)
+    layer.weight_masks.straight_through = straight_through
+    layer.values_of("weight").sum().backward()
+    assert layer.weight.grad.tolist() == [[float(straight_through), 1.0] * 8] * 32
+
+
+def test_a_loaded_mask_counts_at_once(layer):
+    layer.weight_masks.activate(layer, True)
+    other, x = copy.deepcopy(layer), torch.randn(5, 16)
+    other.weight_masks.put(other, "weight", torch.ones(32, 16, dtype=torch.bool))
+    assert not torch.equal(layer.eval()(x), other.eval()(x))
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), other(x))
+    assert layer.weight_masks.mask(layer, "weight").all()
+
+
+def test_other_dtypes(layer):
+    layer.weight_masks.activate(layer, True)
+    layer.bfloat16()
+    assert layer.values_of("weight").dtype == torch.bfloat16 and layer.weight_kept.dtype == torch.uint8
+    assert layer(torch.randn(5, 16, dtype=torch.bfloat16)).isfinite().all()
+
+
+def test_clips_are_those_of_what_is_left(layer):
+    layer.weight_masks.activate(layer, True)
+    with torch.no_grad():
+        layer.weight[:, ::2] = 100.0
+    layer.calibrate_weights()
+    assert (layer.weight_clip < 1).all()
+
+
+def test_remove(layer):
+    layer.weight_masks.activate(layer, True)
+    layer.weight_masks.remove(layer)
+    assert layer.weight_masks is None and "weight_kept" not in layer.state_dict()
+    assert (layer.weight[:, ::2] == 0).all() and (layer.weight[:, 1::2] != 0).all()
