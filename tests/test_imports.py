@@ -24,7 +24,7 @@ ALLOWED = {
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
     "architectures": {"config", "layers", "program", "quant"},
     "conversion": {"config", "architectures", "layers", "program", "quant"},
-    "sparsity": {"conversion", "layers", "ops", "program"},
+    "sparsity": {"config", "conversion", "layers", "ops", "program"},
     "optim": {"csrc", "program", "ops", "backends"},
     "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},
