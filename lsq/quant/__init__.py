@@ -9,7 +9,8 @@ from lsq.quant.calibration import (
     octav_clip,
     sample_stride,
 )
-from lsq.quant.formats import GRADIENT, NORMALISED, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant.formats import GRADIENT, NORMALISED, WEIGHT_FORMATS, Format, WeightFormat
+from lsq.quant.numbers.grains import Grain
 from lsq.quant.rounding import (
     CLIP_GRADIENTS,
     LARGEST_CLIP,

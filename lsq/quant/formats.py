@@ -7,18 +7,11 @@ of a weight also says how floats become what is stored, and how that becomes wha
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
+from lsq.quant.numbers.grains import Grain
 from lsq.quant.rounding import maximum_code, quantize
-
-
-class Grain(Enum):
-    """Which values of a matrix [R, C] share one scale."""
-
-    TENSOR = "all of them"
-    ROW = "those of a row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +22,7 @@ class Format:
     bits: int
     """Width of a code, 2 to 8."""
     grain: Grain
+    """Of scales: Grain.TENSOR or Grain.ROW. Products know no other; what lies within a row is for its format to say."""
     storage: torch.dtype = torch.int8
     """What codes are stored in, one to an element."""
 
@@ -39,7 +33,7 @@ class Format:
 
     def scales(self, rows: int) -> int:
         """How many scales a matrix of `rows` rows has."""
-        return rows if self.grain is Grain.ROW else 1
+        return rows if self.grain == Grain.ROW else 1
 
 
 class WeightFormat(Format):
@@ -101,7 +95,7 @@ class Int4(WeightFormat):
         codes = _group_codes(groups, multiplier).to(torch.int8)
         low, high = codes.split(GROUP // 2, dim=2)
         stored = torch.cat([multiplier.to(torch.int8), low & 15 | high << 4], dim=2).flatten(1)
-        poisoned = missing.any(dim=1) if self.grain is Grain.ROW else missing.any()
+        poisoned = missing.any(dim=1) if self.grain == Grain.ROW else missing.any()
         return stored, scale.masked_fill(poisoned, math.nan)
 
     def unpack(self, stored: torch.Tensor, columns: int) -> torch.Tensor:

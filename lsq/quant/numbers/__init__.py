@@ -8,7 +8,7 @@ from lsq.quant.numbers.clips import METHODS
 from lsq.quant.numbers.codebooks import SOURCES, fit_codebook, lloyd_max, lloyd_max_distortion, nf4
 from lsq.quant.numbers.errors import signal_to_noise
 from lsq.quant.numbers.floats import fp4_e2m1, fp8_e4m3, fp8_e5m2
-from lsq.quant.numbers.grains import CHANNEL, ROW, TENSOR, Blocks, as_matrix, grain
+from lsq.quant.numbers.grains import Grain, as_matrix, grain
 from lsq.quant.numbers.integers import integer, multiplier
 from lsq.quant.numbers.logarithmic import logarithmic
 from lsq.quant.numbers.names import NUMBERS, PRESETS, SCALES, number_format, scaled_format
@@ -17,17 +17,14 @@ from lsq.quant.numbers.scaled import Encoded, FloatScales, PowerScales, ScaledFo
 from lsq.quant.numbers.ternary import ternary
 
 __all__ = [
-    "CHANNEL",
     "METHODS",
     "NUMBERS",
     "PRESETS",
-    "ROW",
     "SCALES",
     "SOURCES",
-    "TENSOR",
-    "Blocks",
     "Encoded",
     "FloatScales",
+    "Grain",
     "NumberFormat",
     "PowerScales",
     "ScaledFormat",

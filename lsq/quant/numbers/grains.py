@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ ALLOWED = "tensor, row, channel (a column), group16 (so many columns of a row), 
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Grain:
     """A matrix [R, C] is cut into blocks of `rows` rows and `columns` columns, each with a scale; None: all there are.
 
     The last blocks may be smaller. Tensors of another number of dimensions are matrices of their last one.
@@ -19,6 +20,11 @@ class Blocks:
 
     rows: int | None
     columns: int | None
+
+    TENSOR: ClassVar["Grain"]
+    ROW: ClassVar["Grain"]
+    CHANNEL: ClassVar["Grain"]
+    """A column."""
 
     def __post_init__(self) -> None:
         if not all(size is None or isinstance(size, int) and size > 0 for size in (self.rows, self.columns)):
@@ -66,13 +72,13 @@ class Blocks:
         return self.rows or shape[0], self.columns or shape[1]
 
 
-TENSOR = Blocks(None, None)
-ROW = Blocks(1, None)
-CHANNEL = Blocks(None, 1)
-NAMED = {"tensor": TENSOR, "row": ROW, "channel": CHANNEL}
+Grain.TENSOR = Grain(None, None)
+Grain.ROW = Grain(1, None)
+Grain.CHANNEL = Grain(None, 1)
+NAMED = {"tensor": Grain.TENSOR, "row": Grain.ROW, "channel": Grain.CHANNEL}
 
 
-def grain(name: str) -> Blocks:
+def grain(name: str) -> Grain:
     """The grain of that name: see ALLOWED.
 
     Raises:
@@ -84,7 +90,7 @@ def grain(name: str) -> Blocks:
     if found is None:
         raise ValueError(f"no grain is called {name!r}; allowed: {ALLOWED}")
     group, rows, columns = found.groups()
-    return Blocks(1, int(group)) if group else Blocks(int(rows), int(columns))
+    return Grain(1, int(group)) if group else Grain(int(rows), int(columns))
 
 
 def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:

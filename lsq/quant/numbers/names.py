@@ -8,7 +8,7 @@ import torch
 
 from lsq.quant.numbers.codebooks import SOURCES, lloyd_max, nf4
 from lsq.quant.numbers.floats import fp4_e2m1, fp8_e4m3, fp8_e5m2
-from lsq.quant.numbers.grains import ROW, TENSOR, grain
+from lsq.quant.numbers.grains import Grain, grain
 from lsq.quant.numbers.integers import integer, multiplier
 from lsq.quant.numbers.logarithmic import logarithmic
 from lsq.quant.numbers.number import NumberFormat
@@ -34,9 +34,9 @@ SCALES: dict[str, FloatScales | PowerScales | ScaledFormat] = {
     "float32": FLOAT32,
     "bfloat16": FloatScales(torch.bfloat16),
     "e8m0": PowerScales(),
-    "e4m3": ScaledFormat(name="e4m3", number=fp8_e4m3(), grain=TENSOR, scales=FLOAT32),
-    "uint4": ScaledFormat(name="uint4", number=multiplier(4), grain=ROW, scales=FLOAT32),
-    "uint6": ScaledFormat(name="uint6", number=multiplier(6), grain=ROW, scales=FLOAT32),
+    "e4m3": ScaledFormat(name="e4m3", number=fp8_e4m3(), grain=Grain.TENSOR, scales=FLOAT32),
+    "uint4": ScaledFormat(name="uint4", number=multiplier(4), grain=Grain.ROW, scales=FLOAT32),
+    "uint6": ScaledFormat(name="uint6", number=multiplier(6), grain=Grain.ROW, scales=FLOAT32),
 }
 """Name -> how scales are stored: e4m3 under one float32 of the tensor, uint4 and uint6 under one of each row."""
 PRESETS = {

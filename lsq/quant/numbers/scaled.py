@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lsq.quant.numbers import clips
-from lsq.quant.numbers.grains import Blocks, as_matrix
+from lsq.quant.numbers.grains import Grain, as_matrix
 from lsq.quant.numbers.number import NumberFormat
 
 
@@ -86,7 +86,7 @@ class ScaledFormat:
 
     name: str
     number: NumberFormat
-    grain: Blocks
+    grain: Grain
     scales: FloatScales | PowerScales | ScaledFormat
 
     fine = True

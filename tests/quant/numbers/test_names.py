@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq.quant.numbers import NUMBERS, PRESETS, Blocks, grain, scaled_format
+from lsq.quant.numbers import NUMBERS, PRESETS, Grain, grain, scaled_format
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -19,7 +19,7 @@ def test_every_number_has_its_name():
 
 def test_grains():
     found = [grain(name) for name in ("tensor", "row", "channel", "group16", "block4x16")]
-    assert found == [Blocks(None, None), Blocks(1, None), Blocks(None, 1), Blocks(1, 16), Blocks(4, 16)]
+    assert found == [Grain(None, None), Grain(1, None), Grain(None, 1), Grain(1, 16), Grain(4, 16)]
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
 
 def test_blocks_without_values_are_refused():
     with pytest.raises(ValueError, match="blocks of 0 rows and None columns"):
-        Blocks(0, None)
+        Grain(0, None)
