@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
+from fairseq.tasks import FairseqTask
 from torch import nn
 
 from lsq.commands.generate import load_fitting
@@ -57,6 +58,9 @@ class Trained:
     target: Dictionary
     subwords: Path | None
     """sentencepiece's model."""
+    task: FairseqTask
+    criterion: Any
+    """fairseq's options of its loss."""
 
 
 def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> Source:
@@ -107,5 +111,5 @@ def load(source: Source) -> Trained:
         model=model.to(torch.device("cpu")).eval(), options=vars(options.model),
         languages=Languages(source=task.cfg.source_lang, target=task.cfg.target_lang) if translates else Languages(),
         updates=updates, source=task.source_dictionary if translates else None, target=task.target_dictionary,
-        subwords=source.subwords,
+        subwords=source.subwords, task=task, criterion=state["cfg"].criterion,
     )

@@ -1,0 +1,206 @@
+"""A model by the path that a user gives, and its loss on one batch of text: to measure what happens in it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lsq.text.corpus import read_lines, read_pairs
+
+LONGEST = 256
+"""Tokens of a line that are read."""
+MASKED_SHARE = 0.15
+"""Of the words that a masked language model has to guess (Devlin et al. 2019)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelBatch:
+    """A model in eval mode on the CPU, and what it computes on a batch."""
+
+    model: nn.Module
+    loss: Callable[[], Tensor]
+    """The mean loss of the batch, always the same one; it can be differentiated."""
+    description: str
+    """What the batch is."""
+
+
+def load(
+    path: Path, texts: Sequence[Path] = (), *, data: Path | None = None, subwords: Path | None = None, words: int
+) -> ModelBatch:
+    """Read a model and make a batch.
+
+    Args:
+        path: a folder of transformers' with its tokenizer; or a run of `lsq train-text`, or a checkpoint of fairseq's
+            with `data`.
+        texts: a file with a sentence a line; for a model that translates also one of their translations. Without any,
+            a trained model takes its own validation data. Sentences are spread over the files.
+        data, subwords: of a checkpoint: the folder of its data, and sentencepiece's model.
+        words: of the batch, about; at least one sentence.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is not there, damaged, or does not fit.
+    """
+    if path.is_dir() and (path / "config.json").exists():
+        if data is not None or subwords is not None:
+            raise ValueError(f"{path} is a folder of transformers'; leave --data and --sentencepiece-model out")
+        return _of_transformers(path, texts, words)
+    return _of_fairseq(path, texts, data, subwords, words)
+
+
+def _spread(lengths: Sequence[int], words: int) -> list[int]:
+    """Which of so many sentences, evenly spaced, have about so many words together; one at least."""
+    count = max(1, min(len(lengths), round(words * len(lengths) / max(sum(lengths), 1))))
+    return [i * len(lengths) // count for i in range(count)]
+
+
+# Models of fairseq
+
+
+def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int) -> ModelBatch:
+    from lsq.commands import trained  # it imports fairseq, which takes seconds
+
+    found = trained.load(trained.find(path, data, subwords))
+    dataset = _own_data(found) if not texts else _pairs(found, texts)
+    chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
+    sample = dataset.collater([dataset[i] for i in chosen])
+    criterion = found.task.build_criterion(found.criterion).eval()
+
+    def loss() -> Tensor:
+        total, count, _ = criterion(found.model, sample)
+        return total.sum() / count
+
+    where = "its validation data" if not texts else " and ".join(map(str, texts))
+    return ModelBatch(
+        model=found.model, loss=loss, description=f"{len(chosen)} sentences, {sample['ntokens']} words of {where}"
+    )
+
+
+def _own_data(found):
+    """The validation data of the training."""
+    try:
+        found.task.load_dataset("valid")
+    except FileNotFoundError:
+        raise ValueError(f"{found.task.cfg.data} has no validation data; give text of your own: --text") from None
+    return found.task.dataset("valid")
+
+
+def _pairs(found, texts: Sequence[Path]):
+    """fairseq's dataset of two files of text."""
+    from fairseq.data import LanguagePairDataset
+
+    from lsq.translate.subwords import processor_of
+
+    if found.source is None:
+        raise ValueError("--text: a language model of fairseq's takes its own validation data here; leave it out")
+    if len(texts) != 2:
+        raise ValueError(f"--text has {len(texts)} file; a model that translates needs two: sentences, translations")
+    processor = found.subwords and processor_of(found.subwords)
+    pairs = read_pairs(*texts, print)
+
+    def encoded(lines: list[str], dictionary) -> list[Tensor]:
+        pieces = [" ".join(processor.encode(line, out_type=str)) if processor else line for line in lines]
+        return [dictionary.encode_line(line, add_if_not_exist=False).long()[-LONGEST:] for line in pieces]
+
+    source, target = encoded(pairs.source, found.source), encoded(pairs.target, found.target)
+    return LanguagePairDataset(
+        source, [len(line) for line in source], found.source, target, [len(line) for line in target], found.target
+    )
+
+
+# Models of transformers
+
+
+def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatch:
+    import_module("lsq.huggingface")  # keeps a broken torchaudio out of transformers
+    transformers = import_module("transformers")
+    if not texts:
+        raise ValueError(f"{path} is a folder of transformers', which has no data in it; give --text FILE")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        name = (config.architectures or ["none"])[0]
+        kind = getattr(transformers, name, None)
+        losses = [make for ends, make in LOSSES.items() if name.endswith(ends)]
+        if kind is None or not losses:
+            raise ValueError(
+                f"{path} is of the architecture {name}, of which no loss on plain text is known here; known are those "
+                f"whose name ends with {', '.join(end for ends in LOSSES for end in ends)}. For others call "
+                "lsq.errors.measure(model, run)"
+            )
+        model = kind.from_pretrained(path, local_files_only=True, dtype=torch.float32).eval()
+    except OSError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.unk_token
+    inputs, count = losses[0](model, tokenizer, texts, words)
+    amount = int(inputs["attention_mask"].sum())
+    return ModelBatch(
+        model=model, loss=lambda: model(**inputs).loss,
+        description=f"{count} sentences, {amount} words of {' and '.join(map(str, texts))}",
+    )
+
+
+def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
+    """What a model reads of lines: input_ids and attention_mask int64 [B, T]."""
+    longest = min(LONGEST, getattr(model.config, "max_position_embeddings", None) or LONGEST)
+    return tokenizer(list(lines), return_tensors="pt", padding=True, truncation=True, max_length=longest)
+
+
+def _chosen(tokenizer, columns: Sequence[Sequence[str]], words: int) -> list[list[str]]:
+    """Sentences of the same lines of each file with about so many words, without empty ones."""
+    rows = [row for row in zip(*columns, strict=True) if all(row)]
+    if not rows:
+        raise ValueError("--text has empty lines alone")
+    few = rows[:: max(1, len(rows) // 1000)]  # their lengths are like those of all
+    lengths = [len(tokenizer(row[0])["input_ids"]) for row in few]
+    return [list(column) for column in zip(*(few[i] for i in _spread(lengths, words)), strict=True)]
+
+
+def _one_file(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
+    if len(texts) != 1:
+        raise ValueError(f"--text has {len(texts)} files; a {type(model).__name__} reads one")
+    (lines,) = _chosen(tokenizer, [read_lines(texts[0], print)], words)
+    return dict(_encoded(model, tokenizer, lines)), len(lines)
+
+
+def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
+    """Each word is to be predicted from those before it."""
+    inputs, count = _one_file(model, tokenizer, texts, words)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return {**inputs, "labels": labels}, count
+
+
+def _masked_words(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
+    """Some words, the same ones each time, are masked and to be guessed."""
+    inputs, count = _one_file(model, tokenizer, texts, words)
+    ids = inputs["input_ids"]
+    guessed = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < MASKED_SHARE
+    guessed &= inputs["attention_mask"] == 1
+    guessed[0, 0] = True  # one at least
+    hidden = ids.masked_fill(guessed, tokenizer.mask_token_id)
+    return {**inputs, "input_ids": hidden, "labels": ids.masked_fill(~guessed, -100)}, count
+
+
+def _translation(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
+    """The second text is to be predicted from the first one; of one text, itself."""
+    if len(texts) > 2:
+        raise ValueError(f"--text has {len(texts)} files; give sentences, and their translations or nothing")
+    if len(texts) == 2:
+        pairs = read_pairs(*texts, print)
+        columns = [pairs.source, pairs.target]
+    else:
+        columns = [read_lines(texts[0], print)] * 2
+    source, target = _chosen(tokenizer, columns, words)
+    inputs, wanted = _encoded(model, tokenizer, source), _encoded(model, tokenizer, target)
+    labels = wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, -100)
+    return {**inputs, "labels": labels}, len(source)
+
+
+LOSSES: dict[tuple[str, ...], Callable] = {
+    ("ForCausalLM", "LMHeadModel"): _next_word,
+    ("ForMaskedLM",): _masked_words,
+    ("ForConditionalGeneration", "MTModel"): _translation,
+}
+"""Ends of the names of architectures -> what makes their inputs."""

@@ -1,0 +1,115 @@
+"""Tensors to measure, as matrices [R, C] whose rows are what a product sums over; large ones by a sample of rows."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from lsq.quant.numbers import as_matrix
+
+WEIGHT, ACTIVATION, GRADIENT = KINDS = ("weight", "activation", "gradient")
+"""Activations are what products read; gradients are those of what products give."""
+LARGEST_SAMPLE = 2**18
+"""Values of a tensor that are looked at, unless another number is asked for."""
+WIDEST_KERNEL = 16
+"""The last dimension of a convolution's kernel is smaller than this."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """What is looked at of one tensor."""
+
+    name: str
+    kind: str
+    """One of KINDS."""
+    shape: tuple[int, int]
+    """Of the whole matrix."""
+    values: Tensor
+    """float32 [r, C]: whole rows, evenly spaced."""
+    unusable: int
+    """NaN and infinities in the whole matrix."""
+    zero_rows: int
+    """Rows of zeros in the whole matrix."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why no error is measured, or None."""
+        if not self.values.numel():
+            return "it has no values"
+        if self.unusable:
+            return f"{self.unusable} of {math.prod(self.shape)} values are NaN or infinite"
+        return None if self.values.any() else "all values that were looked at are zero"
+
+
+@torch.no_grad()
+def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) -> Sample:
+    """A sample of a tensor: whole rows of its matrix, one at least, with about `largest` values.
+
+    Args:
+        name, kind: see Sample.
+        tensor: of any shape and float dtype; it may change afterwards.
+        largest: values to keep.
+    """
+    rows, columns = shape = as_matrix(tensor.shape)
+    matrix = tensor.detach().reshape(shape)
+    count = min(rows, max(1, largest // max(columns, 1)))
+    chosen = torch.arange(count, device=tensor.device) * rows // max(count, 1)
+    values = matrix[chosen].to(device="cpu", dtype=torch.float32)  # a copy
+    usable = 0 if not matrix.numel() else int(_finite(matrix))
+    return Sample(
+        name=name, kind=kind, shape=shape, values=values, unusable=matrix.numel() - usable,
+        zero_rows=int((matrix == 0).all(1).sum()) if matrix.numel() else 0,
+    )  # fmt: skip
+
+
+def _finite(matrix: Tensor) -> Tensor:
+    """How many values are, also in float32."""
+    matrix = matrix.float() if matrix.dtype.itemsize != 4 else matrix
+    return matrix.isfinite().sum()
+
+
+def as_rows(weight: Tensor) -> Tensor:
+    """A weight with what a product sums over last: kernels of convolutions [O, I, ...] become [O, -1]."""
+    is_kernel = weight.dim() > 3 or weight.dim() == 3 and weight.shape[2] < WIDEST_KERNEL
+    return weight.flatten(1) if is_kernel and weight.numel() else weight
+
+
+def is_weight(tensor: object) -> bool:
+    """Whether something is a float tensor of two or more dimensions."""
+    return isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.is_floating_point()
+
+
+def weights_of(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of those that `is_weight`, each once, whatever names share its memory."""
+    seen = set()
+    for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if is_weight(tensor):
+            place = tensor.data_ptr(), tensor.shape, tensor.stride()
+            if not tensor.numel() or place not in seen:
+                seen.add(place)
+                yield name, tensor
+
+
+def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Those of the names that any pattern with * and ? fits; all if there is none.
+
+    Raises:
+        ValueError: a pattern fits nothing.
+    """
+    names, patterns = list(names), list(patterns)
+    found = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
+    for pattern, fitting in found.items():
+        if not fitting:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ValueError(
+                f"no tensor is called {pattern!r}; there are {shown or 'none'} (* stands for any part of a name)"
+            )
+    return {name for fitting in found.values() for name in fitting} if patterns else set(names)
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of a model by name."""
+    return dict(weights_of(model.named_parameters()))
