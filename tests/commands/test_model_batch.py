@@ -1,0 +1,101 @@
+"""Batches of text for models of fairseq and of transformers: what is in them, and what is refused."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from lsq.commands import model_batch
+from lsq.commands.model_batch import load
+from tests.commands.conftest import write_pairs
+from tests.translate.conftest import output  # noqa: F401
+
+sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+SHAPE = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """folder(model): it with a tokenizer of a few words."""
+
+    def folder(model):
+        names = ["<pad>", "</s>", "<unk>", "<mask>", *WORDS]
+        vocabulary = {word: number for number, word in enumerate(names)}
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", mask_token="<mask>"
+        )
+        model.save_pretrained(tmp_path / "model")
+        made.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_pairs(tmp_path, "text", 30, 5)
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+
+
+def test_a_run_and_its_validation_data(output):  # noqa: F811
+    few, more = (load(output, words=words) for words in (20, 60))
+    for batch in (few, more):
+        first, second = batch.loss(), batch.loss()
+        assert torch.equal(first, second) and first.requires_grad and 0 < first < 10
+        assert not batch.model.training
+    assert int(few.description.split()[0]) < int(more.description.split()[0])
+
+
+def test_a_run_and_text(output, texts):  # noqa: F811
+    batch = load(output, texts, words=50)
+    assert math.isfinite(batch.loss()) and batch.description.endswith(f"words of {texts[0]} and {texts[1]}")
+    with pytest.raises(ValueError, match="--text has 1 file; a model that translates needs two"):
+        load(output, texts[:1], words=50)
+
+
+def test_models_of_transformers(folder, texts):
+    torch.manual_seed(1)
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=40, d_model=32, d_ff=48, d_kv=16, num_layers=1, num_heads=2,
+                              decoder_start_token_id=0)
+    )  # fmt: skip
+    for model, given in ((llama(), texts[:1]), (bert, texts[:1]), (t5, texts), (t5, texts[:1])):
+        batch = load(folder(model), given, words=40)
+        assert type(batch.model) is type(model)
+        assert torch.equal(batch.loss(), batch.loss()) and math.isfinite(batch.loss())
+        assert 20 < int(batch.description.split()[2]) < 80
+
+
+def test_what_is_refused(folder, texts, tmp_path):
+    path = folder(transformers.BertModel(transformers.BertConfig(**SHAPE)))
+    for given, options, message in (
+        ((), {}, "has no data in it; give --text FILE"),
+        (texts[:1], {}, "of the architecture BertModel, of which no loss on plain text is known"),
+        (texts[:1], {"data": tmp_path}, "leave --data and --sentencepiece-model out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(path, given, words=40, **options)
+    path = folder(llama())
+    with pytest.raises(ValueError, match="--text has 2 files; a LlamaForCausalLM reads one"):
+        load(path, texts, words=40)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=f"{path}: "):
+        load(path, texts[:1], words=40)
+
+
+def test_sentences_are_spread():
+    assert model_batch._spread([10] * 8, 40) == [0, 2, 4, 6]
+    assert model_batch._spread([10] * 3, 1000) == [0, 1, 2] and model_batch._spread([10], 1) == [0]
