@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq import files
-from lsq.commands import interruption
+from lsq.commands import interruption, logs
 from lsq.commands.options import HelpFormatter, count, one_line_errors
 from lsq.errors import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
 from lsq.errors.tensors import LARGEST_SAMPLE
@@ -38,7 +38,7 @@ def parser() -> ArgumentParser:
         "--data: weights, activations and gradients of a batch",
     )  # fmt: skip
     made.add_argument(
-        "--text", type=Path, nargs="+", default=[], metavar="FILE",
+        "--text", type=Path, nargs="+", metavar="FILE",
         help="with --model: sentences, one a line, and a second file of translations for a model that translates; "
         "without it, the validation data of the training",
     )  # fmt: skip
@@ -46,7 +46,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder")
     made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint as --model, for --text")
     made.add_argument(
-        "--tensors", nargs="+", default=[], metavar="PATTERN", help="names of weights, with * and ?; default: all"
+        "--tensors", nargs="+", metavar="PATTERN", help="names of weights, with * and ?; others are left out"
     )
     made.add_argument(
         "--formats", nargs="+", default=list(DEFAULT_FORMATS), metavar="FORMAT",
@@ -75,6 +75,7 @@ def run(arguments: list[str]) -> int:
     """
     given = parser().parse_args(arguments)
     check(given)
+    logs.quieten()
     with interruption.raised():
         errors, source = measured(given)
         print(errors)
@@ -97,7 +98,7 @@ def check(given: Namespace) -> None:
     wrong = [option for option, value in of_model.items() if value]
     if given.checkpoint is not None and wrong:
         raise ValueError(f"{wrong[0]} goes with --model, by which a batch is computed; with --checkpoint leave it out")
-    for path in filter(None, (given.checkpoint, given.model, *given.text)):
+    for path in filter(None, (given.checkpoint, given.model, *(given.text or ()))):
         if not path.exists():
             raise FileNotFoundError(2, "is not there", str(path))
     if given.output is None:
@@ -119,15 +120,15 @@ def measured(given: Namespace) -> tuple[Errors, str]:
         from lsq.errors.files import tensors_in
 
         tensors = tensors_in(file_of(given.checkpoint))
-        return measure_tensors(tensors, chosen=given.tensors, **options), str(given.checkpoint)
+        return measure_tensors(tensors, chosen=given.tensors or (), **options), str(given.checkpoint)
     from lsq.commands import model_batch
 
     batch = model_batch.load(
-        given.model, given.text, data=given.data, subwords=given.sentencepiece_model, words=given.words
+        given.model, given.text or (), data=given.data, subwords=given.sentencepiece_model, words=given.words
     )
     source = f"{given.model}, {batch.description}"
     print(f"measuring {source}")
-    return measure(batch.model, batch.loss, tensors=given.tensors, **options), source
+    return measure(batch.model, batch.loss, tensors=given.tensors or (), **options), source
 
 
 def file_of(path: Path) -> Path:

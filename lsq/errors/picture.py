@@ -42,7 +42,9 @@ def draw(errors: Errors, path: Path, title: str = "") -> None:
         _panel(axes, errors, kind)
     panels[0].set_ylabel("signal-to-noise, dB (median)")
     figure.suptitle(title)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    found = [pair for axes in panels for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in found}
+    figure.legend(handles.values(), handles, loc="outside right upper", fontsize="small")
     files.write(path, lambda file: figure.savefig(file, dpi=150, format=kind_of_file))
 
 

@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 import lsq
 from lsq.errors.bounds import gaussian
-from lsq.errors.tensors import KINDS
+from lsq.errors.tensors import ACTIVATION, KINDS, WEIGHT
 
 SCHEMA = "lsq formats 1"
 SHOWN = 5
@@ -116,11 +116,19 @@ class Errors:
         if rows:
             named = [f"{one.kind} {one.name} ({one.zero_rows} of {one.shape[0]})" for one in rows]
             said.append(f"rows of zeros, which come back as zeros: {_few(named)}")
+        unseen = self._unseen()
+        if unseen:
+            said.append(f"no product was seen of: {_few(unseen)}")
         sampled = [one for one in self.entries if one.sampled and not one.problem]
         if sampled:
             most = max(one.values for one in sampled)
             said.append(f"of {len(sampled)} large tensors evenly spaced rows were looked at, at most {most:,} values")
         return said
+
+    def _unseen(self) -> list[str]:
+        """Weights that were multiplied with nothing that could be looked at, such as tables of words."""
+        read = {one.name.partition("[")[0] for one in self.entries if one.kind == ACTIVATION}
+        return [one.name for one in self.entries if read and one.kind == WEIGHT and one.name not in read]
 
     def to_json(self) -> dict:
         """Plain data. Signal-to-noise is null where nothing differs."""

@@ -46,6 +46,15 @@ def test_json_holds_everything():
     assert list(found["medians"]) == ["weight", "gradient"]
 
 
+def test_weights_without_a_product_are_named():
+    entries = (entry("table", 1.0), entry("a", 1.0), entry("b", 1.0), entry("a", 1.0, kind="activation"),
+               entry("b[4:]", 1.0, kind="activation"))  # fmt: skip
+    errors = Errors(clip="mse", percentile=1.0, formats=("int8/row",), entries=entries)
+    assert errors.remarks() == ["no product was seen of: table"] and not Errors(
+        clip="mse", percentile=1.0, formats=("int8/row",), entries=entries[:3]
+    ).remarks()
+
+
 def test_nothing_measured():
     nothing = Errors(clip="kl", percentile=1.0, formats=("nvfp4",), entries=(entry("d", problem="it is odd"),))
     assert nothing.kinds == () and nothing.medians("weight") == []
