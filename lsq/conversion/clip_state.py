@@ -7,19 +7,21 @@ import torch
 from torch import nn
 
 from lsq import quant
+from lsq.conversion.other_format import formats_of, load_other_format
+from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import Schedule
 from lsq.program import shards
 
 
 def clip_names(model: nn.Module) -> set[str]:
-    """The names in the state dict of `model` that its float form does not have: clips, when they are measured, masks of
-    weights."""
+    """The names in the state dict of `model` that its float form does not have: clips, when they are measured, what
+    format they are of, masks of weights."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, ProgramModule)
-        for name in (*map(module.state_name, module.clips()), *Schedule.NAMES, *module.mask_names())
+        for name in (*map(module.state_name, module.clips()), *Schedule.NAMES, clip_format.NAME, *module.mask_names())
     }
 
 
@@ -36,17 +38,28 @@ def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in found.items()}
 
 
-def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, other_format: bool = False) -> None:
     """Let the converted layers of `model` go on with the clips of a `clip_state`; weights stay as they are.
 
+    Args:
+        other_format: they may be of a model of another format. Clips of weights are then measured anew, on the weights
+            that the model has; those of activations are kept, or measured in the next pass where their format is
+            another one, too.
+
     Raises:
-        ValueError: the model is not converted, the state is of other layers, clips have other shapes, or one cannot be
-            used. Nothing is loaded then.
+        ValueError: the model is not converted, the state is of other layers or (without `other_format`) of another
+            format, clips have other shapes, or one cannot be used. Nothing is loaded then.
     """
     own = model.state_dict()
     names = _names(model, "no clips can be loaded")
-    if names != state.keys():
-        lacking, strange = sorted(names - state.keys()), sorted(state.keys() - names)
+    if other_format:
+        load_other_format(model, state, names)
+        return
+    formats = formats_of(model)
+    for name in formats.keys() & state.keys():
+        clip_format.check(clip_format.read(state[name], name), formats[name], name.removesuffix(clip_format.NAME))
+    lacking, strange = sorted(names - state.keys() - formats.keys()), sorted(state.keys() - names)
+    if lacking or strange:
         near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, n=1)
         raise ValueError(
             f"the clips are of other layers: {len(lacking)} of this model are missing"

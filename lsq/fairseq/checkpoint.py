@@ -7,6 +7,7 @@ cross-attention's key and value are rows of one weight, in this order.
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from fairseq.models.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from lsq import quant
+from lsq.config import QuantConfig
 from lsq.fairseq import calibration
-from lsq.layers import quantized_tensors
+from lsq.layers import clip_format, quantized_tensors
 
 _RENAMED = (
     (r"embed_positions\.weight", "embed_tokens.position_weight"),
@@ -65,6 +67,8 @@ _SAME = (
 )
 """Options that change what the same parameters compute, so that the two models must agree on them."""
 
+PREFIX = "lsq_"
+"""A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
 CLIP = "_clip"
 """How the names of clips end in checkpoints."""
 LAST = "checkpoint_last.pt"
@@ -207,6 +211,33 @@ def check_counts(state: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} in the checkpoint is of {tensor.dtype}, not bool: load a sound checkpoint")
 
 
+def say_formats(state: dict[str, Tensor], path: str) -> None:
+    """Let the parameters in a checkpoint say the format of their clips, as its options do. Earlier versions did not.
+
+    Works in place.
+
+    Args:
+        state: parameters by name, of any model.
+        path: the file, whose options are read again where formats are missing: nobody has changed those.
+    """
+    counted = [name.removesuffix("calibrated") for name in state if name.endswith(".calibrated")]
+    layers = [one for one in counted if not any(one != other and one.startswith(other) for other in counted)]
+    missing = [prefix for prefix in layers if prefix + clip_format.NAME not in state]
+    if missing:
+        trained = quantization(options_in(Path(path), "model"))
+        for prefix in missing:
+            clip_format.save(state, prefix, trained)
+
+
+def quantization(given: Mapping[str, Any]) -> QuantConfig:
+    """What the options of a checkpoint say; those that are younger have their defaults.
+
+    Raises:
+        ValueError: one has a value that is not allowed.
+    """
+    return QuantConfig(**{field.name: given.get(PREFIX + field.name, field.default) for field in fields(QuantConfig)})
+
+
 def start_from(model: nn.Module, path: str, args: Any) -> None:
     """Start `model`, built from fairseq's options `args`, from the checkpoint of a fairseq transformer at `path`.
 
@@ -216,7 +247,7 @@ def start_from(model: nn.Module, path: str, args: Any) -> None:
             options under which the same parameters compute something else.
     """
     state = checkpoint_utils.load_checkpoint_to_cpu(path)
-    given = _options(state, "model")
+    given = options_of(state, "model")
     before, now = TransformerConfig.from_namespace(given), TransformerConfig.from_namespace(args)
     different = [
         f"  --{name.replace('_', '-')}: {getattr(before, name)} in the checkpoint, {getattr(now, name)} here"
@@ -243,12 +274,12 @@ def options_in(path: Path, part: str) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = _options(torch.load(path, map_location="cpu", mmap=True), part)
+        found = options_of(torch.load(path, map_location="cpu", mmap=True), part)
         return found if isinstance(found, Mapping) else vars(found)
     except Exception:  # whatever is in the file decides what fails; fairseq loads it next, and then it is reported
         return {}
 
 
-def _options(state: dict[str, Any], part: str) -> Any:
+def options_of(state: dict[str, Any], part: str) -> Any:
     """The options of a part in a checkpoint: fairseq before 0.10 kept all together in `args`, later in `cfg`."""
     return state["args"] if state.get("args") is not None else state["cfg"][part]

@@ -7,11 +7,9 @@ from typing import Any
 
 from lsq.config import LayerConfig, QuantConfig, documentation
 from lsq.fairseq import checkpoint
+from lsq.fairseq.checkpoint import PREFIX
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "lsq_"
-"""A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
 
 
 def option(name: str) -> str:

@@ -32,12 +32,17 @@ def save_clips(model: nn.Module, folder: str | os.PathLike) -> Path:
     return path
 
 
-def load_clips(model: nn.Module, folder: str | os.PathLike) -> None:
+def load_clips(model: nn.Module, folder: str | os.PathLike, *, other_format: bool = False) -> None:
     """Let a converted `model` go on with the clips that `save_clips` wrote to `folder`. Load its weights before.
+
+    Args:
+        other_format: they may be of a model of another number format. Clips of weights are then measured anew, and
+            those of activations in the next pass, where their format is another one, too.
 
     Raises:
         FileNotFoundError: there is no lsq.safetensors.
-        ValueError: it is damaged, or of a model that was converted with other options; or the model is not converted.
+        ValueError: it is damaged, of another format, or of a model that was converted with other options; or the model
+            is not converted.
     """
     path = Path(folder) / NAME
     try:
@@ -45,7 +50,7 @@ def load_clips(model: nn.Module, folder: str | os.PathLike) -> None:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{path} is not there: {_hint(path.parent)}") from error
     try:
-        load_clip_state(model, load(content))
+        load_clip_state(model, load(content), other_format=other_format)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -9,6 +9,7 @@ from torch import nn
 from lsq import quant
 from lsq.backends import Backend, backend, for_device
 from lsq.config import QuantConfig
+from lsq.layers import clip_format
 from lsq.layers.clips import ClippedModule
 from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
@@ -195,9 +196,13 @@ class ProgramModule(ClippedModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.quant.quantized:
             self.schedule.save(destination, prefix)
+            clip_format.save(destination, prefix, self.quant)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *lists):
-        """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint would bring it."""
+        """As nn.Module's; raises ValueError where a clip cannot be used, as a damaged checkpoint would bring it, or has
+        another format."""
+        if self.quant.quantized:
+            clip_format.load(state_dict, prefix, self.quant)
         clips = [prefix + self.state_name(name) for name in self.clips()]
         for name in clips:
             if name in state_dict:

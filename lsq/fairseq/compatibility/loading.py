@@ -14,6 +14,7 @@ from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 from numpy._core import multiarray
 
+from lsq.fairseq.checkpoint import say_formats
 from lsq.fairseq.compatibility import parts, soundness
 from lsq.fairseq.compatibility.replacement import replaced
 
@@ -61,6 +62,7 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
         found = soundness.not_finite(part, name)
         if found is not None:
             raise ValueError(f"{path} cannot be used: {found}{soundness.beside(path)}")
+    say_formats(state["model"], path)
     return state
 
 

@@ -1,0 +1,116 @@
+"""`lsq convert-checkpoint`: a checkpoint of one number format as one of another."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lsq import files
+from lsq.commands import interruption
+from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors
+from lsq.config import QuantConfig, documentation
+from lsq.layers.clip_format import FIELDS, option
+from lsq.lock import locked_file
+
+DESCRIPTION = """
+Make a checkpoint that was trained in one number format into one of another, to train on with or to translate with.
+Clips of weights are measured anew for it. Those of activations stay; where their format changes, the next pass measures
+them. The checkpoint itself is not changed.
+"""
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq convert-checkpoint`."""
+    made = ArgumentParser(
+        prog="lsq convert-checkpoint", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+    )
+    one_line_errors(made)
+    made.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT",
+        help="a file of `lsq train` or `lsq train-text` (checkpoint_best.pt), or a folder of transformers with"
+        " lsq.safetensors in it",
+    )  # fmt: skip
+    made.add_argument("--output", type=Path, required=True, metavar="PATH", help="the file or folder to write")
+    made.add_argument("--overwrite", action="store_true", help="replace what is there")
+    texts = documentation(QuantConfig)
+    for field in fields(QuantConfig):
+        if field.name in FIELDS:
+            made.add_argument(option(field.name), type=field.type, help=texts[field.name].replace("%", "%%"))
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand: write the checkpoint.
+
+    Raises:
+        FileNotFoundError, ValueError: a mistake in the options or the files.
+        OSError: it cannot be written.
+        Interrupted: SIGTERM or SIGHUP.
+    """
+    given = parser().parse_args(arguments)
+    changes = {name: getattr(given, name) for name in FIELDS if getattr(given, name) is not None}
+    if not changes:
+        raise ValueError(f"say what shall be another: {', '.join(map(option, FIELDS))}")
+    QuantConfig(**changes)  # refuses what is not allowed before anything is read
+    check_output(given)
+    with interruption.raised(), locked_file(given.output, "choose another --output"):
+        said = convert_folder(given, changes) if given.checkpoint.is_dir() else convert_file(given, changes)
+    print(f"{given.output}: {said}")
+    return 0
+
+
+def check_output(given: Namespace) -> None:
+    """Make sure that --output may be written.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it may not, with what to do.
+    """
+    output = given.output
+    if not given.checkpoint.exists():
+        raise FileNotFoundError(2, "is not there", str(given.checkpoint))
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
+    if is_part_of(given.checkpoint, [output]) or is_part_of(output, [given.checkpoint]):
+        raise ValueError(f"--output {output} is what is converted, or part of it; choose another")
+    if not output.exists():
+        return
+    if not given.overwrite:
+        raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
+    if output.is_dir() != given.checkpoint.is_dir():
+        raise ValueError(f"--output {output} is there, and of another kind than {given.checkpoint}; choose another")
+
+
+def convert_file(given: Namespace, changes: dict[str, Any]) -> str:
+    """Convert a checkpoint of fairseq.
+
+    Returns:
+        What was done, to be shown.
+    """
+    import torch
+
+    from lsq.fairseq.other_format import converted
+
+    found = converted(given.checkpoint, changes)
+    files.write(given.output, lambda file: torch.save(found.state, file))
+    optimizer = "the optimizer's state is kept"
+    if found.optimizer is not None:
+        optimizer = f"the optimizer's state is left out ({found.optimizer}): a training goes on with --reset-optimizer"
+    return f"{told(found.weights, found.activations_due)}; {optimizer}"
+
+
+def convert_folder(given: Namespace, changes: dict[str, Any]) -> str:
+    """Convert a folder of transformers.
+
+    Returns:
+        What was done, to be shown.
+    """
+    from lsq.huggingface.other_format import convert_folder
+
+    return told(*convert_folder(given.checkpoint, given.output, changes))
+
+
+def told(weights: int, activations_due: bool) -> str:
+    """What became of clips."""
+    activations = "are measured in the next pass" if activations_due else "are kept"
+    return f"clips of {weights} weights are measured anew, those of activations {activations}"

@@ -1,0 +1,81 @@
+"""Clips of one format for a model of another: what is kept, and what is measured anew."""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lsq import quant
+from lsq.layers import clip_format
+from lsq.layers.module import ProgramModule
+from lsq.program.parameters import Kind
+
+OF_ACTIVATIONS = ("bits",)
+"""Of clip_format.FIELDS, what says what clips of activations mean."""
+
+
+def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What the formats of its modules are called in the state dict of `model` -> their fields."""
+    return {prefix + clip_format.NAME: clip_format.fields_of(module.quant) for prefix, module in _rounding(model)}
+
+
+def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wanted: Collection[str]) -> bool:
+    """Load a state dict whose clips may be of another format than those of `model`.
+
+    Clips of weights are measured anew, on the weights that the model then has. Those of activations are kept; where
+    their format is another one, the next pass measures them.
+
+    Args:
+        model: in which lsq's layers have clips.
+        state: of such a model; formats that it does not say are those of this one.
+        wanted: names that it shall hold, but for clips of weights, and formats.
+
+    Returns:
+        Whether the next pass measures clips of activations.
+
+    Raises:
+        ValueError: names or shapes do not fit, or a clip that is kept cannot be used. Nothing is loaded then.
+    """
+    own, kept, later, optional = model.state_dict(), dict(state), False, set()
+    for prefix, module in _rounding(model):
+        stored = kept.pop(prefix + clip_format.NAME, None)
+        ours = clip_format.fields_of(module.quant)
+        theirs = ours if stored is None else clip_format.read(stored, prefix + clip_format.NAME)
+        anew = any(theirs.get(field) != ours.get(field) for field in OF_ACTIVATIONS)
+        kinds = {Kind.WEIGHT_CLIP, Kind.ACTIVATION_CLIP} if anew else {Kind.WEIGHT_CLIP}
+        clips = {prefix + module.state_name(name) for name in module.clips() if module.declared[name].kind in kinds}
+        optional |= {prefix + clip_format.NAME, prefix + "fallen"}  # which earlier versions do not have
+        kept |= {name: own[name] for name in clips}  # until they are measured
+        if anew and prefix + "calibrated" in kept:
+            kept[prefix + "calibrated"] = torch.tensor(False)
+            later = True
+    _check(model, own, kept, set(wanted) - optional)
+    nn.Module.load_state_dict(model, kept, strict=False)
+    for _, module in _rounding(model):
+        module.calibrate_weights()
+    return later
+
+
+def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
+    """Prefixes of names, and modules whose clips have a format."""
+    for path, module in model.named_modules():
+        if isinstance(module, ProgramModule) and module.quant.quantized:
+            yield f"{path}." if path else "", module
+
+
+def _check(
+    model: nn.Module, own: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor], wanted: Collection[str]
+) -> None:
+    there, here = ({name: list(one.shape) for name, one in values.items()} for values in (kept, own))
+    problems = [name for name in kept.keys() | wanted if there.get(name) != here.get(name)]
+    if problems:
+        name = min(problems)
+        raise ValueError(
+            f"the checkpoint does not fit this model in {len(problems)} tensors, first {name}: "
+            f"{there.get(name, 'nothing')} in the checkpoint, {here.get(name, 'nothing')} here; make the model with "
+            "the options that it was trained with, apart from formats"
+        )
+    for prefix, module in _rounding(model):
+        for name in {prefix + module.state_name(clip) for clip in module.clips()} & kept.keys():
+            quant.check_clip(kept[name], name)

@@ -1,0 +1,80 @@
+"""What the clips in a state dict mean: the format of the model that they were learned in, beside them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from lsq.config import QuantConfig
+
+NAME = "format"
+"""In state dicts: uint8, a text in JSON, fields of QuantConfig by name."""
+FIELDS = ("weight_format", "weight_granularity", "bits")
+"""Fields of QuantConfig that say what clips mean."""
+DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
+
+
+def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
+    """Put the format into a state dict."""
+    text = json.dumps(fields_of(quantization))
+    destination[prefix + NAME] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
+    """Take the format out of a state dict. One without any is of an earlier version, and taken as it is.
+
+    Raises:
+        ValueError: it is another format than this one, or damaged.
+    """
+    found = state_dict.pop(prefix + NAME, None)
+    if found is not None:
+        check(read(found, prefix + NAME), fields_of(quantization), prefix)
+
+
+def fields_of(quantization: QuantConfig) -> dict[str, Any]:
+    """FIELDS with their values."""
+    return {name: getattr(quantization, name) for name in FIELDS}
+
+
+def read(stored: torch.Tensor, name: str) -> dict[str, Any]:
+    """The fields that a tensor of a state dict says, called `name` there; those of later versions have their defaults.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return DEFAULTS | json.loads(bytes(stored.tolist()))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is no format of clips ({error}); load a sound checkpoint") from None
+
+
+def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse clips of another format.
+
+    Args:
+        theirs: fields of QuantConfig of the checkpoint.
+        ours: of the model.
+        prefix: of the names in the checkpoint that are looked at.
+
+    Raises:
+        ValueError: a field differs; says what to do.
+    """
+    other = [name for name in theirs if theirs[name] != ours.get(name)]
+    if not other:
+        return
+    kept, here = (", ".join(f"{name}={values.get(name)!r}" for name in other) for values in (theirs, ours))
+    kept_in_fairseq = " ".join(f"{option(name, '--lsq-')} {theirs[name]}" for name in other)
+    asked = " ".join(f"{option(name)} {ours.get(name)}" for name in other)
+    where = f" ({prefix}*)" if prefix else ""
+    raise ValueError(
+        f"the checkpoint{where} was trained with {kept}, but this model has {here}, with which clips mean something "
+        f"else; keep QuantConfig({kept}), in fairseq {kept_in_fairseq}, or convert the checkpoint: lsq "
+        f"convert-checkpoint CHECKPOINT --output OTHER {asked}"
+    )
+
+
+def option(field: str, prefix: str = "--") -> str:
+    """A field on a command line."""
+    return prefix + field.replace("_", "-")

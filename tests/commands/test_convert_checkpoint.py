@@ -1,0 +1,111 @@
+"""`lsq convert-checkpoint`: files and folders are written whole or not at all, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lsq.huggingface
+from lsq import cli
+from lsq.layers import clip_format
+from tests.translate.conftest import output  # noqa: F401
+
+CHECKPOINT = "int8/model/checkpoint_best.pt"
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def convert(capsys):
+    """convert(checkpoint, path, *options) -> (exit status, what is said)."""
+
+    def convert(checkpoint, path, *options) -> tuple[int, str]:
+        status = cli.main(["convert-checkpoint", str(checkpoint), "--output", str(path), *map(str, options)])
+        said = capsys.readouterr()
+        return status, said.out or said.err
+
+    return convert
+
+
+def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp_path, capsys):  # noqa: F811
+    path = tmp_path / "int4.pt"
+    before = (output / CHECKPOINT).read_bytes()
+    status, said = convert(output / CHECKPOINT, path, "--weight-format", "int4")
+    assert status == 0 and "clips of 12 weights are measured anew, those of activations are kept" in said
+    assert (output / CHECKPOINT).read_bytes() == before and names_in(tmp_path) == {"int4.pt"}
+    assert torch.load(path)["cfg"]["model"].lsq_weight_format == "int4"
+    exported = tmp_path / "model.safetensors"
+    given = ["export", str(path), "--to", "lsq", "--output", str(exported), "--data", str(output / "data")]
+    assert cli.main(given) == 0 and exported.exists()
+
+
+def test_what_is_refused(convert, output, tmp_path):  # noqa: F811
+    checkpoint, path = output / CHECKPOINT, tmp_path / "other.pt"
+    assert "say what shall be another: --weight-format, --weight-granularity, --bits" in convert(checkpoint, path)[1]
+    status, said = convert(checkpoint, path, "--weight-format", "int5")
+    assert status == 2 and "weight_format is 'int5'" in said
+    status, said = convert(checkpoint, path, "--weight-format", "int8")
+    assert status == 2 and "has weight_format='int8' already" in said
+    assert "is not there" in convert(tmp_path / "none.pt", path, "--bits", 4)[1]
+    assert "is what is converted, or part of it" in convert(checkpoint, checkpoint, "--bits", 4, "--overwrite")[1]
+    assert "there is no folder" in convert(checkpoint, tmp_path / "no" / "other.pt", "--bits", 4)[1]
+    (tmp_path / "broken.pt").write_bytes(b"nothing")
+    assert "is not a checkpoint of fairseq's" in convert(tmp_path / "broken.pt", path, "--bits", 4)[1]
+    path.write_text("mine")
+    assert "is there already; choose another, or replace it" in convert(checkpoint, path, "--bits", 4)[1]
+    assert path.read_text() == "mine"
+    assert convert(checkpoint, path, "--bits", 4, "--overwrite")[0] == 0
+    assert names_in(tmp_path) == {"broken.pt", "other.pt"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of a tiny GPT-2 of transformers that was trained a step, and its inputs."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=96, n_positions=16)
+    config.bos_token_id = config.eos_token_id = 1
+    model = transformers.GPT2LMHeadModel(config)
+    lsq.convert(model)
+    words = torch.randint(0, 96, (2, 16))
+    model(input_ids=words, labels=words).loss.backward()
+    model.save_pretrained(folder)
+    lsq.huggingface.save_clips(model, folder)
+    (folder / "trainer_state.json").write_text("{}")
+    return folder, words
+
+
+def test_a_folder_of_transformers(convert, folder, tmp_path):
+    source, words = folder
+    status, said = convert(source, tmp_path / "tensor", "--weight-granularity", "tensor")
+    assert status == 0, said
+    assert "clips of 5 weights are measured anew, those of activations are kept" in said
+    assert names_in(tmp_path) == {"tensor"}
+    assert names_in(source) - names_in(tmp_path / "tensor") == {"trainer_state.json"}
+    before, after = (load_file(one / "lsq.safetensors") for one in (source, tmp_path / "tensor"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(name.endswith(("weight_clip", "format")) for name in changed) and len(changed) > 4
+    read = clip_format.read(after["transformer.h.0.format"], "format")
+    assert read == {"weight_format": "int8", "weight_granularity": "tensor", "bits": 8}
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tensor")
+    lsq.convert(model, lsq.QuantConfig(weight_granularity="tensor"))
+    lsq.huggingface.load_clips(model, tmp_path / "tensor")
+    assert model.eval()(input_ids=words).logits.isfinite().all()
+    lsq.revert(model)
+    lsq.convert(model)
+    with pytest.raises(ValueError, match="trained with weight_granularity='tensor'"):
+        lsq.huggingface.load_clips(model, tmp_path / "tensor")
+
+
+def test_folders_that_are_refused(convert, folder, tmp_path):
+    source, _ = folder
+    assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8)[1]
+    assert "is what is converted, or part of it" in convert(source, source / "other", "--bits", 4)[1]
+    assert "lsq.safetensors" in convert(tmp_path, tmp_path.parent / "other", "--bits", 4)[1]
+    assert not (tmp_path / "other").exists()

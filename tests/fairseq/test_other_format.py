@@ -1,0 +1,107 @@
+"""Checkpoints of fairseq in another number format: converted, or refused where they are loaded."""
+
+import copy
+
+import pytest
+import torch
+
+from lsq import cli
+from lsq.fairseq.other_format import converted
+from lsq.layers import quantized_tensors
+
+LAST = "checkpoint_last.pt"
+CLIPS = "weight_clip"
+
+
+@pytest.fixture
+def trained(train, tmp_path):
+    """The folder of a short training in int8, and its last checkpoint."""
+    return tmp_path / "int8", train(tmp_path / "int8", "--max-update 2 --share-all-embeddings")
+
+
+def without_formats(state: dict) -> dict:
+    """As earlier versions wrote it."""
+    older = copy.copy(state)
+    older["model"] = {
+        name: one for name, one in state["model"].items() if not name.endswith((".format", ".fallen"))
+    }
+    return older
+
+
+def test_a_checkpoint_in_another_format_goes_on(train, trained, tmp_path):
+    folder, before = trained
+    found = converted(folder / LAST, {"weight_format": "int4"})
+    after = found.state
+    assert (found.weights, found.activations_due, found.optimizer) == (23, False, None)
+    changed = {name for name, one in before["model"].items() if not torch.equal(after["model"][name], one)}
+    assert all(name.endswith((CLIPS, ".format")) for name in changed)
+    assert after["cfg"]["model"].lsq_weight_format == "int4" and after["cfg"]["model"].lsq_bits == 8
+    moments = after["last_optimizer_state"]["state"]
+    assert {not one["exp_avg"].any() for one in moments.values()} == {True, False}
+    assert all(one["step"] == 2 for one in moments.values())
+    (tmp_path / "int4").mkdir()
+    torch.save(after, tmp_path / "int4" / LAST)
+    resumed = train(tmp_path / "int4", "--max-update 4 --share-all-embeddings")
+    assert resumed["cfg"]["model"].lsq_weight_format == "int4"
+    assert resumed["optimizer_history"][-1]["num_updates"] == 4
+
+
+def test_formats_that_change_activations_or_shapes(trained):
+    folder, before = trained
+    found = converted(folder / LAST, {"bits": 4})
+    assert found.activations_due and found.optimizer is None
+    assert not any(one for name, one in found.state["model"].items() if name.endswith("calibrated"))
+    found = converted(folder / LAST, {"weight_granularity": "tensor"})
+    assert found.optimizer.endswith("_weight_clip has another shape") and found.state["last_optimizer_state"] is None
+    assert all(one.shape == (1,) for name, one in found.state["model"].items() if name.endswith(CLIPS))
+
+
+def test_of_a_language_model(train, corpus, tmp_path):
+    arguments = (
+        "--arch lsq_transformer_lm --task lsq_language_modeling --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 "
+        "--decoder-attention-heads 2 --decoder-layers 1 --tokens-per-sample 16 --sample-break-mode eos --cpu "
+        "--max-tokens 120 --max-update 2 --num-workers 0 --optimizer adam --lr 0.001 --no-epoch-checkpoints"
+    )
+    assert cli.main(["train", str(corpus), *arguments.split(), "--save-dir", str(tmp_path)]) == 0
+    found = converted(tmp_path / LAST, {"weight_format": "int4"})
+    assert found.weights == 5 and found.state["cfg"]["model"].lsq_weight_format == "int4"
+
+
+def test_what_is_not_converted(train, trained, tmp_path):
+    folder, _ = trained
+    with pytest.raises(ValueError, match="has weight_format='int8' already; nothing is written"):
+        converted(folder / LAST, {"weight_format": "int8"})
+    train(tmp_path / "float", "--lsq-mode float --max-update 1")
+    with pytest.raises(ValueError, match="is of a float model, which has no clips; .*--lsq-from"):
+        converted(tmp_path / "float" / LAST, {"bits": 4})
+    theirs = "--arch transformer --task translation --criterion label_smoothed_cross_entropy --max-update 1"
+    train(tmp_path / "theirs", theirs)
+    with pytest.raises(ValueError, match="is of transformer, and not of lsq"):
+        converted(tmp_path / "theirs" / LAST, {"bits": 4})
+    with pytest.raises(FileNotFoundError):
+        converted(tmp_path / "none.pt", {"bits": 4})
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_another_format_is_refused_where_it_is_loaded(train, trained, tmp_path, older):
+    folder, state = trained
+    path = tmp_path / "given.pt"
+    torch.save(without_formats(state) if older else state, path)
+    for how in ("--restore-file", "--finetune-from-model"):
+        with pytest.raises(Exception) as caught:
+            train(tmp_path / how, f"{how} {path} --lsq-weight-format int4 --share-all-embeddings --max-update 4")
+        errors = f"{caught.value} {caught.value.__context__}"
+        assert "was trained with weight_format='int8', but this model has weight_format='int4'" in errors, errors
+        assert "--output OTHER --weight-format int4" in errors
+    resumed = train(tmp_path / "on", f"--restore-file {path} --share-all-embeddings --max-update 3")
+    assert resumed["model"]["encoder.layers.0.format"].equal(state["model"]["encoder.layers.0.format"])
+
+
+def test_an_older_checkpoint_is_converted_as_its_options_say(trained, build, tmp_path):
+    folder, state = trained
+    torch.save(without_formats(state), tmp_path / LAST)
+    now, then = (converted(one / LAST, {"bits": 4}).state["model"] for one in (folder, tmp_path))
+    assert now.keys() == then.keys() and all(torch.equal(now[name], then[name]) for name in now)
+    _, model = build("--lsq-bits 4 --share-all-embeddings")
+    model.load_state_dict(now)
+    assert all(clip.isfinite().all() for _, clip in quantized_tensors(model))

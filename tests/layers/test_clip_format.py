@@ -1,0 +1,63 @@
+"""What clips in a state dict mean, and that a model of another format refuses them."""
+
+import pytest
+import torch
+
+from lsq.config import QuantConfig
+from lsq.layers import QuantizedLinear, clip_format
+
+
+def layer(**options) -> QuantizedLinear:
+    made = QuantizedLinear(32, 16, quant=QuantConfig(**options))
+    made(torch.randn(3, 32)).sum().backward()
+    return made
+
+
+def test_a_state_says_the_format_and_goes_on_in_it():
+    state = layer(weight_format="int4", bits=6).state_dict()
+    found = clip_format.read(state["format"], "format")
+    assert found == {"weight_format": "int4", "weight_granularity": "channel", "bits": 6}
+    layer(weight_format="int4", bits=6).load_state_dict(state)
+    assert "format" not in layer(mode="float").state_dict()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        ({"weight_format": "int4"}, {}, "trained with weight_format='int4', but this model has weight_format='int8'"),
+        ({}, {"bits": 4}, r"keep QuantConfig\(bits=8\), in fairseq --lsq-bits 8, or convert .*OTHER --bits 4$"),
+        ({"weight_granularity": "tensor", "bits": 5}, {}, "trained with bits=5, weight_granularity='tensor', but"),
+    ],
+)
+def test_another_format_is_refused_with_both_names(theirs, ours, said):
+    model = layer(**ours)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=said):
+        model.load_state_dict(layer(**theirs).state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_part_of_a_model_is_named():
+    model = torch.nn.Sequential(layer(), layer(bits=4))
+    state = torch.nn.Sequential(layer(), layer()).state_dict()
+    with pytest.raises(ValueError, match=r"the checkpoint \(1\.\*\) was trained with bits=8"):
+        model.load_state_dict(state)
+
+
+def test_states_of_earlier_versions_have_none():
+    state = layer(bits=4).state_dict()
+    del state["format"]
+    layer().load_state_dict(state)
+
+
+def test_of_later_versions_more_is_refused_unless_it_is_known():
+    text = b'{"weight_format": "int8", "turns": 3}'
+    state = layer().state_dict() | {"format": torch.tensor(list(text), dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="was trained with turns=3, but this model has turns=None"):
+        layer().load_state_dict(state)
+
+
+@pytest.mark.parametrize("stored", [torch.tensor(one) for one in ([1, 2], list(b"[1]"), 0.5, [-3])])
+def test_a_damaged_one_is_named(stored):
+    with pytest.raises(ValueError, match="format is no format of clips .* load a sound checkpoint"):
+        layer().load_state_dict(layer().state_dict() | {"format": stored})
