@@ -22,7 +22,7 @@ from lsq.ops.weight_by_inputs import round_by_inputs
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
-from lsq.quant import WeightFormat
+from lsq.quant.formats import GROUP
 
 VECTORS = 4
 """Of 8 values: what a thread of lsq_round rounds."""
@@ -102,12 +102,12 @@ class RoundWeight(Operation):
         loader.call(f"lsq_round_{self.weight.format.name}", self)
 
     def cuda(self):
-        if self.weight.format.packed:
-            _refuse_on_cuda(self.weight.format)
+        form, grid, transposed = self.weight.format, warp_blocks(self.rows), self.weight.transposed
         if self.weight.by_inputs:
             return round_by_inputs(self)
         kernels.check_columns(16, **{"the width of a weight": self.columns})
-        grid, transposed = warp_blocks(self.rows), self.weight.transposed
+        if form.packed:
+            return [launch(f"{form.name}.cu", f"lsq_round_{form.name}", self, TICKET, grid=grid)]
         rounding = launch("rounding_weight.cu", "lsq_round_weight", self, TICKET, grid=grid)
         return [rounding, *([] if transposed is None else [transpose_codes(self.weight.codes, transposed)])]
 
@@ -133,8 +133,10 @@ class UnpackWeight(Operation):
     def cpu(self):
         loader.call(f"lsq_unpack_{self.weight.format.name}", self)
 
-    def cuda_scratch(self):
-        _refuse_on_cuda(self.weight.format)
+    def cuda(self):
+        name, groups = self.weight.format.name, self.rows * -(-self.columns // GROUP)
+        kernels.check_columns(16, **{"the width of a weight": self.columns, "its padded number of rows": self.rows})
+        return [launch(f"{name}.cu", f"lsq_unpack_{name}", self, grid=max(1, -(-groups // THREADS)))]
 
     def gradient(self, builder) -> None:
         """That of the weight comes from whoever multiplies by it."""
@@ -148,13 +150,6 @@ def unpacked(builder, weight: Weight) -> Weight:
     codes = builder.tensor(stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8)
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
     return dataclasses.replace(stored, codes=codes)
-
-
-def _refuse_on_cuda(form: WeightFormat) -> None:
-    raise ValueError(
-        f"no CUDA kernel knows weights that are stored as {form.name}: train them on the CPU, or choose "
-        'weight_format="int8" (--lsq-weight-format int8)'
-    )
 
 
 WIDEST_TOGETHER = 8192

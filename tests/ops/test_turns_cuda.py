@@ -51,6 +51,7 @@ from tests.ops.test_scales import scales
 from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
+from tests.quant import test_int4_cuda
 
 BLOCKS, TURNS = 2, 3
 FEW, WIDE = (41, 48), (11, 1040)
@@ -234,7 +235,7 @@ CASES = {
     "gated.cu": gates, "gated_gradient.cu": gate_gradients,
     "input_gradient_product.cu": test_input_gradient_product_cuda.turns,
     **dict.fromkeys(("next_words.cu", "next_words_product.cu"), test_next_words_cuda.turns),
-    "operands.cu": float_operands, "project.cu": projects,
+    "int4.cu": test_int4_cuda.turns, "operands.cu": float_operands, "project.cu": projects,
     "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
     "rotation.cu": rotations, "rounding_weight_by_inputs.cu": weights_by_inputs,

@@ -1,32 +1,19 @@
 // Weights of 4 bits in groups; lsq/quant/formats.py has the formulas.
+#include "../int4.h"
 #include "weights.h"
 
 using namespace lsq;
 
 namespace {
 
-constexpr int64_t kGroup = 32;
-constexpr int kTried = 4;        // multipliers
-constexpr float kParts = 64.0f;  // of a step, in which errors are counted: whole numbers add up alike everywhere
+constexpr int64_t kGroup = kInt4Group;
 
-struct Group {
-    int8_t multiplier;
-    uint8_t pairs[kGroup / 2];  // codes i in the low half and i + kGroup / 2 in the high half
-};
-
-float code(float x, float multiplier) {
-    const float rounded = std::nearbyint(x / multiplier);
-    return rounded < -8.0f ? -8.0f : rounded > 7.0f ? 7.0f : rounded;
-}
+using Group = Int4Group;
 
 int32_t squared_error(const float* x, float multiplier) {
     int32_t error = 0;
 #pragma omp simd reduction(+ : error)
-    for (int64_t i = 0; i < kGroup; ++i) {
-        const float rest = (x[i] - code(x[i], multiplier) * multiplier) * kParts;
-        const int32_t parts = static_cast<int32_t>(std::nearbyint(rest));
-        error += parts * parts;
-    }
+    for (int64_t i = 0; i < kGroup; ++i) error += squared_parts(x[i], multiplier);
     return error;
 }
 
@@ -38,12 +25,10 @@ float best_multiplier(const float* x) {
         high = x[i] > high ? x[i] : high;
         low = x[i] < low ? x[i] : low;
     }
-    const float sign = -low > high ? 1.0f : -1.0f;
-    const float first = std::max(std::ceil(std::max(-low, high) / 8.0f), 1.0f);
     float tried[kTried];
     int32_t errors[kTried];
     for (int less = 0; less < kTried; ++less) {
-        tried[less] = std::max(first - less, 1.0f) * sign;
+        tried[less] = tried_multiplier(low, high, less);
         errors[less] = squared_error(x, tried[less]);
     }
     return tried[std::min_element(errors, errors + kTried) - errors];
@@ -55,8 +40,8 @@ Group rounded(const float* x) {
     group.multiplier = static_cast<int8_t>(multiplier);
 #pragma omp simd
     for (int64_t i = 0; i < kGroup / 2; ++i) {
-        const int32_t low = static_cast<int32_t>(code(x[i], multiplier));
-        const int32_t high = static_cast<int32_t>(code(x[i + kGroup / 2], multiplier));
+        const int32_t low = static_cast<int32_t>(code_of_four_bits(x[i], multiplier));
+        const int32_t high = static_cast<int32_t>(code_of_four_bits(x[i + kGroup / 2], multiplier));
         group.pairs[i] = static_cast<uint8_t>((low & 15) | high << 4);
     }
     return group;
