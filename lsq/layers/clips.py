@@ -1,11 +1,13 @@
 """What every module with declared parameters shares: its parameters, and clips that are measured, limited and saved."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from lsq.config import QuantConfig
+from lsq.layers import clip_format
 from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
@@ -103,6 +105,11 @@ class ClippedModule(nn.Module):
     def fallen(self) -> bool:
         """Whether it goes on in floats; in state dicts, too."""
         return self.schedule.fallen
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """What its clips mean, as fields of QuantConfig; in state dicts, too."""
+        return clip_format.fields_of(self.quant)
 
     # Measuring
 
