@@ -48,16 +48,16 @@ struct TileCopy {
     }
 };
 
-// A block's part of the steps along K, and what this thread copies of them.
-template <int THREADS>
+// A block's part of the steps along K, and what this thread copies of them. OfB: TileCopy, or what copies b as it is
+// stored.
+template <int THREADS, class OfB = TileCopy<THREADS, TILE_N>>
 struct StepCopies {
     const TileCopy<THREADS, TILE_M>& a;
-    const TileCopy<THREADS, TILE_N>& b;
+    const OfB& b;
     unsigned char* stages;
     int64_t first, last;
 
-    __device__ __forceinline__ StepCopies(const TileCopy<THREADS, TILE_M>& a, const TileCopy<THREADS, TILE_N>& b,
-                                          unsigned char* stages)
+    __device__ __forceinline__ StepCopies(const TileCopy<THREADS, TILE_M>& a, const OfB& b, unsigned char* stages)
         : a(a), b(b), stages(stages) {
         const auto steps = static_cast<uint32_t>((a.inner + kStep - 1) / kStep);
         first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;

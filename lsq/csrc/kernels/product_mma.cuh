@@ -22,34 +22,42 @@ struct Sums {
 __device__ __forceinline__ int warp_row() { return threadIdx.x / kWarp / kWarpsAcross * kWarpRows; }
 __device__ __forceinline__ int warp_column() { return threadIdx.x / kWarp % kWarpsAcross * kWarpColumns; }
 
-// Adds what a stage holds, rows of a and then rows of b.
-__device__ __forceinline__ void multiply_stage(const unsigned char* stage, Sums& sums) {
-    const int lane = threadIdx.x % kWarp;
-    const int row = warp_row() + lane % 16, column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
+// What a lane multiplies of 32 values along K.
+using RowFragments = uint32_t[kRowTiles][4];
+using ColumnFragments = uint32_t[kColumnTiles][2];
+
+// From chunk `chunk` of a stage's rows of a.
+__device__ __forceinline__ void load_rows(const unsigned char* stage, int chunk, RowFragments& a) {
+    const int lane = threadIdx.x % kWarp, row = warp_row() + lane % 16;
 #pragma unroll
-    for (int k = 0; k < kChunks; k += 2) {
-        uint32_t a[kRowTiles][4], b[kColumnTiles][2];
+    for (int i = 0; i < kRowTiles; ++i) load_matrices(stage + place_of(row + 16 * i, chunk + lane / 16), a[i]);
+}
+
+// The same of its rows of b.
+__device__ __forceinline__ void load_columns(const unsigned char* stage, int chunk, ColumnFragments& b) {
+    const int lane = threadIdx.x % kWarp, column = TILE_M + warp_column() + lane % 8 + lane / 16 * 8;
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) load_matrices(stage + place_of(row + 16 * i, k + lane / 16), a[i]);
-#pragma unroll
-        for (int j = 0; j < kColumnTiles; j += 2) {
-            uint32_t words[4];
-            load_matrices(stage + place_of(column + 8 * j, k + lane / 8 % 2), words);
-            b[j][0] = words[0], b[j][1] = words[1], b[j + 1][0] = words[2], b[j + 1][1] = words[3];
-        }
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kColumnTiles; ++j) multiply(sums.of[i][j], a[i], b[j]);
-        }
+    for (int j = 0; j < kColumnTiles; j += 2) {
+        uint32_t words[4];
+        load_matrices(stage + place_of(column + 8 * j, chunk + lane / 8 % 2), words);
+        b[j][0] = words[0], b[j][1] = words[1], b[j + 1][0] = words[2], b[j + 1][1] = words[3];
     }
 }
 
-// The sums of this block's tile, over its part of K. `stages` has STAGES * kStageBytes bytes, at a multiple of kPattern.
-__device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
-                                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
-                                           Sums& sums) {
-    const StepCopies<kProductThreads> copies(a, b, stages);
+__device__ __forceinline__ void multiply_fragments(const RowFragments& a, const ColumnFragments& b, Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) multiply(sums.of[i][j], a[i], b[j]);
+    }
+}
+
+// Calls work(stage, step) for each step along K in this block's part of it, once it is there for all warps. `stages` has
+// STAGES * kStageBytes bytes, at a multiple of kPattern. OfB: see StepCopies.
+template <class OfB, class Work>
+__device__ __forceinline__ void for_steps(const TileCopy<kProductThreads, TILE_M>& a, const OfB& b,
+                                          unsigned char* stages, const Work& work) {
+    const StepCopies<kProductThreads, OfB> copies(a, b, stages);
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copies.begin(stage, copies.first + stage);
     int now = 0, next = STAGES - 1;
@@ -58,10 +66,26 @@ __device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_
         wait_copies<STAGES - 2>();
         __syncthreads();  // this step is there for all warps, and all have read the one before
         copies.begin(next, step + STAGES - 1);
-        multiply_stage(stages + now * kStageBytes, sums);
+        work(stages + now * kStageBytes, step);
         next = now;
         now = now + 1 == STAGES ? 0 : now + 1;
     }
+}
+
+// The sums of this block's tile, over its part of K.
+__device__ __forceinline__ void accumulate(const TileCopy<kProductThreads, TILE_M>& a,
+                                           const TileCopy<kProductThreads, TILE_N>& b, unsigned char* stages,
+                                           Sums& sums) {
+    for_steps(a, b, stages, [&](const unsigned char* stage, int64_t) {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; chunk += 2) {
+            RowFragments rows;
+            ColumnFragments columns;
+            load_rows(stage, chunk, rows);
+            load_columns(stage, chunk, columns);
+            multiply_fragments(rows, columns, sums);
+        }
+    });
 }
 
 }  // namespace lsq

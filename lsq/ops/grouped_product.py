@@ -1,0 +1,181 @@
+"""A product of int8 codes whose scales belong to groups of values along the inner dimension, which is not padded.
+
+    out[m, n] = sum over groups g of a.scale[m, g] b.scale[n, g] (sum over k in g of a[m, k] b[n, k])
+
+The inner sums are exact; scaled, they are added in float32 in the order of groups (Dai et al. 2021, VS-Quant,
+arXiv:2102.04503, with float scales; powers of two make it MXINT8 of OCP Microscaling Formats 1.0, 2023). So it
+multiplies what numbers.ScaledFormat encodes as integers of at most 8 bits, by groups, rows or tensors. M rows, N
+columns, K values along the inner dimension, G groups, the last of which may be smaller.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lsq.csrc import loader, tiles
+from lsq.csrc.launch import check
+from lsq.gemm import TileConfiguration
+from lsq.ops.kernels import zero
+from lsq.ops.tiled_product import tiled
+from lsq.program.declare import Codes, Floats, In, Out, Value, extent
+from lsq.program.operation import Operation
+from lsq.quant.numbers import Grain, NumberFormat, ScaledFormat
+
+STEP = 16
+"""Of which a group has a multiple; 32, 64 and 128 are fast."""
+LARGE = 128
+"""The group of codes whose rows have one scale."""
+FEW_ROWS = 64
+"""Rows of a GPU's tile for so many or fewer; else it has twice as many."""
+ALIGNMENT = 64
+"""Bytes to whose multiples packed codes begin."""
+
+
+class GroupedCodes(Value):
+    """A matrix [R, K] as integers with scales: codes * scale of their row and group."""
+
+    codes: Codes
+    """[R, K]"""
+    scale: Floats
+    """[R, G] or [R, 1], or [1, 1] for all."""
+    group: int
+    """Values along K that share a scale; those whose sums are made together where rows have one."""
+
+    scale_rows = extent(0, "scale")
+    scale_columns = extent(1, "scale")
+
+    @classmethod
+    def of(cls, x: torch.Tensor, form: ScaledFormat, clip: str | torch.Tensor = "absmax") -> GroupedCodes:
+        """Encode float x [R, K], with clips as ScaledFormat.encode takes them.
+
+        The values of numbers must be whole, perhaps times a power of two, which scales then are divided by: those of
+        integers and of fp4-e2m1 are, so that mxint8, mxfp4, nvfp4 and vsquant4 have products of int8.
+
+        Raises:
+            ValueError: products know no such format.
+        """
+        grain, factor = form.grain, _whole_factor(form.number)
+        check(
+            factor is not None and (grain.rows == 1 or grain == Grain.TENSOR),
+            f"{form.name} has no product of int8 codes: choose numbers that are whole up to 127 times a power of two "
+            "(int2 to int8, fp4-e2m1, ternary) and scales of groups, rows or tensors, as in int8/group32",
+        )
+        encoded = form.encode(x, clip)
+        codes = (form.number.decode(encoded.codes) * factor).to(torch.int8)
+        scale = form.scales.decode(encoded.scales).contiguous() / factor
+        return cls(codes=codes, scale=scale, group=grain.columns or LARGE)
+
+    def regrouped(self, group: int) -> GroupedCodes:
+        """The same in groups of another size, of codes whose rows have one scale.
+
+        Raises:
+            ValueError: groups have scales of their own.
+        """
+        check(
+            group == self.group or self.scale.shape[1] == 1,
+            f"codes have scales of groups of {self.group}, which cannot become groups of {group}: encode both operands "
+            "in groups of one size",
+        )
+        return GroupedCodes(codes=self.codes, scale=self.scale, group=group)
+
+    def decode(self) -> torch.Tensor:
+        """float32 [R, K]."""
+        scale = self.scale
+        if scale.shape[1] > 1:
+            scale = scale.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+        return self.codes.float() * scale
+
+
+class GroupedProduct(Operation):
+    """out [M, N] = a [M, K] times b [N, K] transposed; see above."""
+
+    a: In[GroupedCodes]
+    b: In[GroupedCodes]
+    """Its groups are those of a."""
+    out: Out[Floats]
+
+    rows = extent(0, "a.codes")
+    columns = extent(0, "b.codes")
+    inner = extent(1, "a.codes")
+
+    def __post_init__(self):
+        group, (rows, inner), columns = self.b.group, self.a.codes.shape, self.b.codes.shape[0]
+        check(
+            group % STEP == 0 and group > 0,
+            f"groups have {group} values; a product takes multiples of {STEP}, and 32, 64 and 128 are fast",
+        )
+        check(
+            self.a.group == group and self.b.codes.shape[1] == inner,
+            f"a has rows of {inner} values in groups of {self.a.group}, b of {self.b.codes.shape[1]} in groups of "
+            f"{group}; both must be the same",
+        )
+        groups = -(-inner // group)
+        for name, codes, count in (("a", self.a, rows), ("b", self.b, columns)):
+            allowed = [(count, groups), (count, 1), (1, 1)]
+            check(
+                tuple(codes.scale.shape) in allowed,
+                f"scales of {name} have the shape {list(codes.scale.shape)}; its codes {list(codes.codes.shape)} in "
+                f"groups of {group} take {' or '.join(str(list(shape)) for shape in dict.fromkeys(allowed))}",
+            )
+
+    def reference(self):
+        out = torch.zeros(self.out.shape)
+        for number, first in enumerate(range(0, self.inner, self.a.group)):
+            of_group = slice(first, first + self.a.group)
+            sums = self.a.codes[:, of_group].double() @ self.b.codes[:, of_group].double().t()
+            scales = [one.scale[:, min(number, one.scale.shape[1] - 1), None] for one in (self.a, self.b)]
+            out += sums.float() * (scales[0] * scales[1].t())
+        return (out,)
+
+    def cpu_scratch(self):
+        depth = -(-self.inner // self.b.group) * self.b.group
+        rows = -(-self.rows // tiles.PAIR) * tiles.PAIR
+        return [((packed_bytes(self) + ALIGNMENT,), torch.uint8), ((rows * depth + ALIGNMENT,), torch.uint8)]
+
+    def cpu(self, packed, rows):
+        if not min(self.rows, self.columns, self.inner):
+            self.out.zero_()
+            return
+        packed = _aligned(packed)
+        loader.call("lsq_pack_grouped", self, packed)
+        self.multiply(packed, rows)
+
+    def multiply(self, packed: torch.Tensor, rows: torch.Tensor, instructions: str | None = None) -> None:
+        """On the CPU, with b packed before: what a weight that does not change saves its products.
+
+        Args:
+            packed: as `lsq_pack_grouped` made it, aligned.
+            rows: the second of `cpu_scratch`.
+            instructions: one of tiles.usable(); None: the fastest.
+        """
+        number = tiles.INSTRUCTIONS[instructions or tiles.usable()[0]]
+        loader.call("lsq_multiply_grouped", self, packed, _aligned(rows), number)
+
+    def cuda(self):
+        if not min(self.rows, self.inner):
+            return [zero(self.out)]
+        tile = TileConfiguration(rows=FEW_ROWS if self.rows <= FEW_ROWS else 2 * FEW_ROWS, columns=64, stages=4)
+        shape = self.rows, self.columns, self.inner
+        return [tiled("grouped_product.cu", "lsq_grouped_product", tile, shape, self, GROUP=self.b.group)]
+
+
+def packed_bytes(product: GroupedProduct) -> int:
+    """Of b as the CPU packs it: codes of whole pairs of tiles and groups, each with a sum and a scale for a column."""
+    group = product.b.group
+    return -(-product.columns // tiles.PAIR) * tiles.PAIR * -(-product.inner // group) * (group + 8)
+
+
+def _whole_factor(number: NumberFormat) -> int | None:
+    """The least power of two that makes all values whole; None: there is none, or they are beyond 127."""
+    values = [value for value in number.values if math.isfinite(value)]
+    for factor in (1, 2, 4, 8):
+        if all(float(value * factor).is_integer() for value in values):
+            return factor if number.largest * factor <= 127 else None
+    return None
+
+
+def _aligned(memory: torch.Tensor) -> torch.Tensor:
+    """Of bytes, from a multiple of ALIGNMENT on."""
+    return memory[-memory.data_ptr() % ALIGNMENT :]
