@@ -115,9 +115,10 @@ class _Functions(TorchFunctionMode):
     def _noted(self, x: Tensor, weight: Tensor, y: Tensor, *, by_inputs: bool = False, channels: int = -1) -> Tensor:
         """`channels`: the dimension of x and y that becomes the last one."""
         self._seen.note(ACTIVATION, weight, x.movedim(channels, -1), by_inputs=by_inputs)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: self._seen.note(GRADIENT, weight, gradient.movedim(channels, -1)))
-        return y
+        if not y.requires_grad:
+            return y
+        y.register_hook(lambda gradient: self._seen.note(GRADIENT, weight, gradient.movedim(channels, -1)))
+        return y.clone()  # y may be a view, which would lose the hook to whoever changes it in place
 
 
 _linear = functional.linear

@@ -46,8 +46,8 @@ class Entry:
 
     @property
     def sampled(self) -> bool:
-        """Whether less than all of it was looked at."""
-        return self.values < math.prod(self.shape)
+        """Whether less was looked at than all of it but rows of zeros."""
+        return self.values < (self.shape[0] - self.zero_rows) * self.shape[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Errors:
         rows = [one for one in self.entries if one.zero_rows and not one.problem]
         if rows:
             named = [f"{one.kind} {one.name} ({one.zero_rows} of {one.shape[0]})" for one in rows]
-            said.append(f"rows of zeros, which come back as zeros: {_few(named)}")
+            said.append(f"rows of zeros, which were left out: {_few(named)}")
         unseen = self._unseen()
         if unseen:
             said.append(f"no product was seen of: {_few(unseen)}")

@@ -28,7 +28,7 @@ class Sample:
     shape: tuple[int, int]
     """Of the whole matrix."""
     values: Tensor
-    """float32 [r, C]: whole rows, evenly spaced."""
+    """float32 [r, C]: whole rows, evenly spaced among those that are not all zeros."""
     unusable: int
     """NaN and infinities in the whole matrix."""
     zero_rows: int
@@ -37,38 +37,34 @@ class Sample:
     @property
     def problem(self) -> str | None:
         """Why no error is measured, or None."""
-        if not self.values.numel():
+        if 0 in self.shape:
             return "it has no values"
         if self.unusable:
             return f"{self.unusable} of {math.prod(self.shape)} values are NaN or infinite"
-        return None if self.values.any() else "all values that were looked at are zero"
+        return None if len(self.values) else "all its values are zero"
 
 
 @torch.no_grad()
 def take(name: str, kind: str, tensor: Tensor, largest: int = LARGEST_SAMPLE) -> Sample:
     """A sample of a tensor: whole rows of its matrix, one at least, with about `largest` values.
 
+    Rows of zeros, as padding leaves them, are counted and left out.
+
     Args:
         name, kind: see Sample.
         tensor: of any shape and float dtype; it may change afterwards.
         largest: values to keep.
     """
-    rows, columns = shape = as_matrix(tensor.shape)
+    shape = as_matrix(tensor.shape)
     matrix = tensor.detach().reshape(shape)
-    count = min(rows, max(1, largest // max(columns, 1)))
-    chosen = torch.arange(count, device=tensor.device) * rows // max(count, 1)
-    values = matrix[chosen].to(device="cpu", dtype=torch.float32)  # a copy
-    usable = 0 if not matrix.numel() else int(_finite(matrix))
+    rows = (matrix != 0).any(1).nonzero().flatten()
+    count = min(len(rows), max(1, largest // max(shape[1], 1)))
+    chosen = rows[torch.arange(count, device=rows.device) * len(rows) // max(count, 1)]
+    narrow = matrix.float() if matrix.dtype.itemsize > 4 else matrix  # where large values become infinite
     return Sample(
-        name=name, kind=kind, shape=shape, values=values, unusable=matrix.numel() - usable,
-        zero_rows=int((matrix == 0).all(1).sum()) if matrix.numel() else 0,
+        name=name, kind=kind, shape=shape, values=matrix[chosen].to(device="cpu", dtype=torch.float32, copy=True),
+        unusable=matrix.numel() - int(narrow.isfinite().sum()), zero_rows=shape[0] - len(rows) if shape[1] else 0,
     )  # fmt: skip
-
-
-def _finite(matrix: Tensor) -> Tensor:
-    """How many values are, also in float32."""
-    matrix = matrix.float() if matrix.dtype.itemsize != 4 else matrix
-    return matrix.isfinite().sum()
 
 
 def as_rows(weight: Tensor) -> Tensor:

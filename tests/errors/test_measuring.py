@@ -66,8 +66,8 @@ def test_what_cannot_be_measured_is_said():
     )  # fmt: skip
     assert errors.remarks() == [
         "not measured: weight broken: 1 of 12 values are NaN or infinite",
-        "not measured: weight zeros: all values that were looked at are zero",
-        "rows of zeros, which come back as zeros: weight rows (1 of 5)",
+        "not measured: weight zeros: all its values are zero",
+        "rows of zeros, which were left out: weight rows (1 of 5)",
         "of 1 large tensors evenly spaced rows were looked at, at most 640 values",
     ]
     assert str(errors).endswith("\n".join(errors.remarks()))

@@ -71,6 +71,17 @@ def test_attention_of_fairseq():
     torch.testing.assert_close(found["activation", "v_proj.weight"], x.reshape(6, 8))
 
 
+def test_what_is_changed_in_place_has_a_gradient():
+    model = nn.Linear(4, 3)
+
+    def run():
+        y = model(torch.ones(2, 5, 4))
+        y *= 3
+        return y.sum()
+
+    assert torch.equal(seen(model, run)["gradient", "weight"], torch.full((10, 3), 3.0))
+
+
 def test_without_a_loss_there_are_no_gradients():
     model = nn.Linear(4, 4)
 

@@ -26,12 +26,13 @@ def test_problems_are_found_in_all_of_a_tensor():
     assert take("x", "weight", x).problem is None
     x[5, 1], x[4, 0] = math.nan, -math.inf
     assert take("x", "weight", x, 4).problem == "2 of 24 values are NaN or infinite"
-    assert take("x", "weight", torch.zeros(2, 3)).problem == "all values that were looked at are zero"
+    assert take("x", "weight", torch.zeros(2, 3)).problem == "all its values are zero"
     assert take("x", "weight", torch.zeros(0, 3)).problem == take("x", "weight", torch.zeros(3, 0)).problem
     assert take("x", "weight", torch.full((2, 2), 1e300, dtype=torch.float64)).unusable == 4  # in float32
     assert take("x", "weight", torch.full((2, 2), 1e30, dtype=torch.bfloat16)).unusable == 0
     rows = torch.ones(5, 3).index_fill(0, torch.tensor([1, 4]), 0.0)
-    assert take("x", "weight", rows).zero_rows == 2
+    found = take("x", "weight", rows, 6)
+    assert found.zero_rows == 2 and torch.equal(found.values, torch.ones(2, 3)) and len(take("x", "a", rows).values) == 3
 
 
 def test_weights_are_floats_of_two_dimensions_each_once():
