@@ -76,7 +76,7 @@ def apart(model: nn.Module) -> dict[str, float]:
             weight, clip = module.own_parameter(name).data, module.own_parameter(declared.clip).data
             weight = (weight.t() if declared.by_inputs else weight).contiguous()
             anew, calibration = torch.empty_like(clip), Calibration(module.target)
-            calibration.measure(name, weight, anew, "mse", 8, per_channel=True)
+            calibration.measure(name, weight, anew, "mse", QuantConfig().weights, per_channel=True)
             calibration.finish()
             differences.append((clip / anew - 1).abs())
             error, least = error + squared_error(weight, clip), least + squared_error(weight, anew)

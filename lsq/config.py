@@ -9,7 +9,8 @@ import math
 import textwrap
 from dataclasses import dataclass, field, fields
 
-from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, GRADIENT, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant.numbers import ScaledFormat, scaled_format
 
 MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
@@ -17,6 +18,10 @@ GRANULARITIES = ("tensor", "channel")
 PRODUCT_DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 NORMS = ("layer", "rms")
+FAST_FORMATS = {"weight_format": tuple(WEIGHT_FORMATS), "activation_format": ("int8",), "gradient_format": ("int8",)}
+"""Field of QuantConfig -> formats that products read as they are."""
+UNROUNDED = "float32"
+"""What is not rounded."""
 DIMENSION_MULTIPLE = 16
 """Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI want them)."""
 
@@ -24,6 +29,21 @@ DIMENSION_MULTIPLE = 16
 def require_choice(name: str, value, allowed) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_format(name: str, value, fast: tuple[str, ...]) -> None:
+    """Refuse a format that does not exist.
+
+    Raises:
+        ValueError: `value` is no fast format, nor "float32", nor one of lsq.quant.numbers; the nearest is offered.
+    """
+    if value in (*fast, UNROUNDED):
+        return
+    try:
+        scaled_format(value)
+    except (ValueError, AttributeError, TypeError) as error:
+        allowed = ", ".join(map(repr, (*fast, UNROUNDED)))
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}, and formats of docs/formats.md: {error}") from None
 
 
 def require_positive(name: str, value: float) -> None:
@@ -76,7 +96,12 @@ class QuantConfig:
     weight_granularity: str = "channel"
     """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor."""
     weight_format: str = "int8"
-    """How weights are stored: "int8", a byte for each code of that many bits; docs/numbers.md lists the others."""
+    """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast products; any format of
+    docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all."""
+    activation_format: str = "int8"
+    """The same of activations: "int8" has fast products."""
+    gradient_format: str = "int8"
+    """The same of the gradients of products: "int8" rounds at random, all others to the nearest."""
     clip_gradient: str = "pact"
     """Gradient of clips: "pact" (out-of-range values only) or "lsq" (adds the rounding error in range)."""
     backward: str = "int8"
@@ -99,10 +124,28 @@ class QuantConfig:
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
         require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
-        require_choice("weight_format", self.weight_format, WEIGHT_FORMATS)
+        for name, fast in FAST_FORMATS.items():
+            check_format(name, getattr(self, name), fast)
         require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
         require_choice("backward", self.backward, BACKWARDS)
         require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
+        self._check_decoded()
+
+    def _check_decoded(self) -> None:
+        """Refuse what does not go with formats that have no fast product."""
+        if self.coded or not self.quantized:
+            return
+        if self.gradient_format != "int8" and self.backward == "float":
+            raise ValueError(
+                f'gradient_format is {self.gradient_format!r}, but backward="float" rounds no gradients: leave one out'
+            )
+        formats = ", ".join(f"{name} {getattr(self, name)!r}" for name in FAST_FORMATS)
+        if self.clip_gradient == "lsq":
+            raise ValueError(
+                f'clip_gradient is "lsq", which knows integers with fast products alone, not {formats}: take "pact"'
+            )
+        if self.weight_format == "int4":
+            raise ValueError(f"{formats}: int4 weights go with int8 activations and gradients; take int4/group32/uint4")
 
     @property
     def quantized(self) -> bool:
@@ -110,15 +153,49 @@ class QuantConfig:
         return self.mode == "int8"
 
     @property
-    def activations(self) -> Format:
-        """What activations are rounded to: one learned clip for a tensor."""
-        return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
+    def coded(self) -> bool:
+        """Whether products read integers: all formats have fast ones. Else anything quantised is decoded first."""
+        return self.quantized and all(getattr(self, name) in fast for name, fast in FAST_FORMATS.items())
 
     @property
-    def weights(self) -> WeightFormat:
-        """What weights are rounded to: one learned clip for each output channel, or one for all."""
-        grain = Grain.ROW if self.weight_granularity == "channel" else Grain.TENSOR
-        return WEIGHT_FORMATS[self.weight_format](self.bits, grain)
+    def activations(self) -> Format | ScaledFormat | None:
+        """What activations are rounded to, under one learned clip for a tensor; None: they are not."""
+        if self.coded:
+            return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
+        return self._decoded(self.activation_format, "tensor")
+
+    @property
+    def weights(self) -> WeightFormat | ScaledFormat | None:
+        """What weights are rounded to, under one learned clip for each output channel, or one for all; None: they are
+        not."""
+        per_row = self.weight_granularity == "channel"
+        if self.coded:
+            return WEIGHT_FORMATS[self.weight_format](self.bits, Grain.ROW if per_row else Grain.TENSOR)
+        return self._decoded(self.weight_format, "row" if per_row else "tensor")
+
+    @property
+    def gradients(self) -> Format | ScaledFormat | None:
+        """What gradients of products are rounded to: GRADIENT at random, others to the nearest; None: nothing."""
+        if not self.quantized or self.backward == "float":
+            return None
+        return GRADIENT if self.gradient_format == "int8" else self._decoded(self.gradient_format, "row")
+
+    def weight_clips(self, rows: int) -> int:
+        """How many clips a weight of so many output channels has.
+
+        Formats with one scale for the tensor have one, with one for each row as many as rows.
+        """
+        form = self.weights
+        if isinstance(form, WeightFormat):
+            return form.scales(rows)
+        per_row = form.grain.rows == 1 if form.grain.columns is None else self.weight_granularity == "channel"
+        return rows if per_row else 1
+
+    def _decoded(self, name: str, grain: str) -> ScaledFormat | None:
+        """`grain`: of integers that are called by their width alone."""
+        if not self.quantized or name == UNROUNDED:
+            return None
+        return scaled_format(f"int{self.bits}/{grain}" if name == "int8" else name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +322,7 @@ class LayerConfig:
             require_positive("head_norm", self.head_norm)
             if self.rotary is None:
                 raise ValueError(f"head_norm is {self.head_norm!r}, but only heads that turn have norms: give `rotary`")
-        if self.quant.quantized:
+        if self.quant.coded:
             for name in ("hidden", "feed_forward"):
                 check_dimension(name, getattr(self, name))
             check_dimension("the width of all heads of queries", self.query_columns)

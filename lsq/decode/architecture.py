@@ -55,8 +55,11 @@ class StackArchitecture:
             name, value = field.name, getattr(self.config, field.name)
             if name in OF_OTHERS and value != field.default:
                 raise ValueError(f"{name} is {value!r}; models that are kept as codes decode without: leave it out")
-        if not self.config.quant.quantized:
-            raise ValueError('mode is "float"; only models in int8 are kept as codes: train with mode "int8"')
+        quant = self.config.quant
+        if not quant.coded:
+            formats = f"weights in {quant.weight_format}, activations in {quant.activation_format}"
+            found = formats if quant.quantized else 'mode is "float"'
+            raise ValueError(f'{found}; only models in int8 are kept as codes: train with mode "int8" and fast formats')
 
     @property
     def padded_words(self) -> int:

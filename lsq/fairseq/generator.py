@@ -80,7 +80,7 @@ def engine_place(models: Sequence[nn.Module]) -> Backend | None:
     """
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
-    if not models[0].decoder.output_projection.quant.quantized:
+    if not models[0].decoder.output_projection.quant.coded:
         return None
     places = {module.target for module in models[0].modules() if isinstance(module, ProgramModule)}
     return places.pop() if len(places) == 1 and backend("reference") not in places else None

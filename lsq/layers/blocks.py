@@ -13,6 +13,7 @@ from lsq.config import LayerConfig
 from lsq.layers.positions import position_bias, turn_heads
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
+from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.prediction import Prediction
@@ -26,6 +27,7 @@ from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
 from lsq.quant import NORMALISED
+from lsq.quant.numbers import TENSOR, ScaledFormat
 
 
 def filled(rows: int) -> int:
@@ -67,12 +69,30 @@ class Memory:
 
 
 def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
-    """Round x [M, N] under the clip of that name; x itself in float mode."""
-    if not builder.quant.quantized:
-        return Rows(floats=x)
+    """Round x [M, N] under the clip of that name; x itself where activations are not rounded."""
+    if not builder.quant.coded:
+        return decode(builder, Rows(floats=x), clip)
     rounded = builder.coded(clip.removesuffix("_clip"), x.shape, clip)
     builder.add(Round(x=x, rounded=rounded))
     return Rows(coded=rounded)
+
+
+def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
+    """Floats [M, N] as the values of a format without a fast product, under the clip of that name.
+
+    x itself where it is rounded already, or nothing is.
+    """
+    form = builder.quant.activations
+    if clip is None or not isinstance(form, ScaledFormat):
+        return x
+    bits = (-(-math.prod(x.floats.shape) // 8),)
+    name = clip.removesuffix("_clip") + ".decoded"
+    decoded = FakeQuantize(
+        x=x.floats, clip=builder.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip),
+        out=builder.like(name, x.floats), form=form, given=form.grain == TENSOR,
+        clipped=builder.tensor(name + ".clipped", bits, torch.uint8) if builder.backward else None,
+    )
+    return Rows(floats=builder.add(decoded).out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +109,8 @@ class End:
     """Of floats; on a GPU they have that of its activations."""
 
     def rows(self, builder: Builder, shape: tuple[int, int]) -> Rows:
-        """Where a result [M, N] with this end goes."""
-        if self.clip and builder.quant.quantized:
+        """Where a result [M, N] with this end goes, before it is decoded."""
+        if self.clip and builder.quant.coded:
             return Rows(coded=builder.coded(self.name, shape, self.clip))
         return Rows(floats=builder.tensor(self.name, shape, self.dtype))
 
@@ -99,7 +119,7 @@ class End:
         found = Nonlinearity(activation=self.activation, dropout=builder.dropout(self.dropout))
         if builder.backward and self.activation is Activation.relu:
             found.positive = builder.tensor(self.name + ".positive", (-(-math.prod(shape) // 8),), torch.uint8)
-        elif builder.backward and self.activation.bounded_slope and builder.quant.quantized:
+        elif builder.backward and self.activation.bounded_slope and builder.quant.coded:
             found.slope = builder.tensor(self.name + ".slope", shape, torch.int8)
         elif builder.backward and self.activation is not Activation.none:
             found.before = builder.tensor(self.name + ".before", shape)
@@ -123,7 +143,7 @@ def project(
     builder.add(
         Project(x=x, weight=w, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity, joins=joins)
     )
-    return y
+    return decode(builder, y, end.clip)
 
 
 def bias_of(config: LayerConfig, name: str) -> str | None:
@@ -146,8 +166,9 @@ def project_heads(builder: Builder, config: LayerConfig, x: Rows, name: str, par
     )
     if not turns:
         return heads
-    turned = End(name=name, clip=name + "_clip").rows(builder, heads.floats.shape)
-    return turn_heads(builder, config, heads.floats, turned, name.removesuffix("qkv"))
+    end = End(name=name, clip=name + "_clip")
+    turned = end.rows(builder, heads.floats.shape)
+    return decode(builder, turn_heads(builder, config, heads.floats, turned, name.removesuffix("qkv")), end.clip)
 
 
 def project_memory(builder: Builder, config: LayerConfig, memory: VirtualTensor, prefix: str) -> Rows:
@@ -161,7 +182,8 @@ def attention(
 ) -> VirtualTensor:  # fmt: skip
     """Attention of rows that begin with queries, and its output projection: floats [M, H], before dropout."""
     hidden, columns, rows = config.hidden, config.query_columns, queries.tensor.shape[0]
-    context = End(name=prefix + "context", clip=prefix + "context_clip").rows(builder, (rows, columns))
+    end = End(name=prefix + "context", clip=prefix + "context_clip")
+    context = end.rows(builder, (rows, columns))
     heads = Heads(
         q=Projected(rows=queries, column=0), k=Projected(rows=memory.rows, column=memory.key_column),
         v=Projected(rows=memory.rows, column=memory.key_column + config.key_columns), starts=starts,
@@ -172,7 +194,7 @@ def attention(
     log_sum = builder.tensor(prefix + "log_sum", (rows, config.heads)) if builder.backward else None
     builder.add(Attention(heads=heads, out=context.floats, rounded=context.coded, log_sum=log_sum))
     return project(
-        builder, context, prefix + "out_weight", (hidden, columns), End(name=prefix + "out"),
+        builder, decode(builder, context, end.clip), prefix + "out_weight", (hidden, columns), End(name=prefix + "out"),
         bias=bias_of(config, prefix + "out"), bound=xavier(columns, hidden), by_inputs=config.by_inputs,
     ).floats
 
@@ -208,10 +230,11 @@ class Residual:
     rows: Rows
 
     @staticmethod
-    def of(floats: VirtualTensor, normed: ResidualNorm) -> "Residual":
+    def of(builder: Builder, floats: VirtualTensor, normed: ResidualNorm, clip: str) -> "Residual":
         """The next block reads what was normed."""
         rounded = normed.rounded
-        return Residual(floats=floats, rows=Rows(floats=normed.out) if rounded is None else Rows(coded=rounded))
+        rows = decode(builder, Rows(floats=normed.out), clip) if rounded is None else Rows(coded=rounded)
+        return Residual(floats=floats, rows=rows)
 
 
 def residual_sum(builder: Builder, config: LayerConfig, residual: VirtualTensor, update: VirtualTensor | None,
@@ -227,8 +250,8 @@ def norm(builder: Builder, config: LayerConfig, residual: VirtualTensor, update:
          clip: str | None, keep_float: bool) -> ResidualNorm:  # fmt: skip
     """residual + dropout(update), and its norm `name`: as codes under `clip`, as floats, or both."""
     rows, columns = residual.shape
-    quantized = builder.quant.quantized
-    rounds, keeps_codes = clip is not None and quantized, builder.backward and quantized
+    coded = builder.quant.coded
+    rounds, keeps_codes = clip is not None and coded, builder.backward and coded
     kept = config.pre_norm or builder.backward and not keeps_codes  # the next sum begins with z, or a gradient reads it
     fields = {
         "sum": residual_sum(builder, config, residual, update, name + ".sum", kept=kept),
@@ -251,7 +274,7 @@ def enter(builder: Builder, config: LayerConfig, x: VirtualTensor, name: str, cl
     """What the first block of a layer reads: the norm `name` of x under pre-norm, else x, rounded."""
     if not config.pre_norm:
         return Residual(floats=x, rows=quantize(builder, x, clip))
-    return Residual.of(x, norm(builder, config, x, None, name=name, clip=clip, keep_float=False))
+    return Residual.of(builder, x, norm(builder, config, x, None, name=name, clip=clip, keep_float=False), clip)
 
 
 def between(builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, *, own: str,
@@ -261,7 +284,7 @@ def between(builder: Builder, config: LayerConfig, before: Residual, update: Vir
         builder, config, before.floats, update, name=following if config.pre_norm else own, clip=clip,
         keep_float=not config.pre_norm,
     )
-    return Residual.of(normed.sum.z if config.pre_norm else normed.out, normed)
+    return Residual.of(builder, normed.sum.z if config.pre_norm else normed.out, normed, clip)
 
 
 def leave(builder: Builder, config: LayerConfig, before: Residual, update: VirtualTensor, own: str) -> VirtualTensor:
@@ -273,8 +296,8 @@ def leave(builder: Builder, config: LayerConfig, before: Residual, update: Virtu
 
 
 def stored(builder: Builder, tensor: VirtualTensor, scale: VirtualTensor | None) -> Rows:
-    """Rows that an earlier program wrote: codes under a scale, or floats in float mode."""
-    if not builder.quant.quantized:
+    """Rows that an earlier program wrote: codes under a scale, or floats where there are none."""
+    if not builder.quant.coded:
         return Rows(floats=tensor)
     return Rows(coded=Coded(format=builder.quant.activations, codes=tensor, scale=scale))
 

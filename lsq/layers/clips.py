@@ -133,8 +133,8 @@ class ClippedModule(nn.Module):
                 if not self.codes.changed(name, values) and again:
                     continue
                 self._measure(
-                    calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weights.bits,
-                    per_channel=self.quant.weight_granularity == "channel",
+                    calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weights,
+                    per_channel=self.quant.weight_clips(2) == 2,
                     fixed=self.quant.weight_clip, percentile=self.quant.percentile, again=again,
                 )
         self._drop_codes()

@@ -71,7 +71,7 @@ def keep_history(state: State, history: torch.Tensor) -> None:
 
 def codes_dtype(config: LayerConfig) -> torch.dtype:
     """dtype of kept keys and values: codes, or floats in float mode."""
-    return torch.int8 if config.quant.quantized else torch.float32
+    return torch.int8 if config.quant.coded else torch.float32
 
 
 @cached
@@ -96,7 +96,7 @@ def decoder_memory(config: LayerConfig, rows: int, mode: Mode) -> Program:
     memory = b.input("memory", (rows, config.hidden))
     found = blocks.project_memory(b, config, memory, "encoder_attn.")
     b.output(found.tensor)
-    if config.quant.quantized:
+    if config.quant.coded:
         b.output(found.scale)
     return b.build()
 
@@ -108,7 +108,7 @@ def decoder_step(config: LayerConfig, past: int, source: Sentences, mode: Mode) 
     batch = source.count
     x, starts = packed(b, "x", Sentences(rows=batch, count=batch), config)
     cross = b.input("cross", (source.rows, 2 * config.key_columns), codes_dtype(config))
-    cross_scale = b.input("cross_scale", (1,)) if config.quant.quantized else None
+    cross_scale = b.input("cross_scale", (1,)) if config.quant.coded else None
     source_starts = source.starts(b, "source_starts")
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update, every = _attend_to_history(b, config, residual.rows, starts, past)

@@ -4,7 +4,7 @@ M rows, H hidden, F feed-forward.
 """
 
 from lsq.config import LayerConfig
-from lsq.layers.blocks import End, bias_of, project
+from lsq.layers.blocks import End, bias_of, decode, project
 from lsq.ops.gated import Gated
 from lsq.ops.nonlinearity import Activation
 from lsq.program.builder import Builder
@@ -43,7 +43,7 @@ def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: End)
             rounded=rows.coded,
         )
     )  # fmt: skip
-    return rows
+    return decode(builder, rows, end.clip)
 
 
 def project_feed_forward(

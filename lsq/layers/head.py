@@ -28,7 +28,7 @@ class Head(InPlace):
 
     def take_place(self, quant: QuantConfig) -> None:
         self.begin(quant)
-        multiple = DIMENSION_MULTIPLE if quant.quantized else 1
+        multiple = DIMENSION_MULTIPLE if quant.coded else 1
         padded = -(-self.out_features // multiple) * multiple
         self.vocabulary = programs.Vocabulary(words=self.out_features, hidden=self.in_features, padded=padded)
         self.declare(partial(programs.vocabulary_logits, quant, 1, self.vocabulary), measure=False)

@@ -42,7 +42,7 @@ class Projection(InPlace):
             clip.requires_grad_(self.weight.requires_grad)
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
-        rounded = self.quant.quantized and self.quant.backward == "int8"
+        rounded = self.quant.coded and self.quant.backward == "int8"
         if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
             dtypes = (torch.float32,) * 3
         return programs.linear(
@@ -88,7 +88,7 @@ class QuantizedLinear(Projection, nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, quant: QuantConfig | None = None):
         super().__init__(quant or QuantConfig())
-        if self.quant.quantized:
+        if self.quant.coded:
             check_dimension("inputs", inputs)
             check_dimension("outputs", outputs)
         self.in_features, self.out_features = inputs, outputs

@@ -181,7 +181,7 @@ class ProgramModule(ClippedModule):
         clip = declared.rounding().clip.name
         self._measure(
             calibration, clip.removesuffix("_clip"), operation.unrounded(self.target.run), clip,
-            self.quant.activation_init, self.quant.bits, percentile=self.quant.percentile, into=rounding.clip,
+            self.quant.activation_init, self.quant.activations, percentile=self.quant.percentile, into=rounding.clip,
         )
         rounding.started = False  # the scale that was written is that of the clip before
 

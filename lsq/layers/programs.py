@@ -94,7 +94,7 @@ def linear(
 
     In float mode all floats are float32.
     """
-    dtypes = dtypes if quant.quantized else (torch.float32,) * 3
+    dtypes = dtypes if quant.coded else (torch.float32,) * 3
     b = mode.builder("linear", quant)
     x = blocks.quantize(b, b.input("x", (rows, inputs), dtypes[0]), "input_clip")
     bound = blocks.fan_in(inputs)
@@ -153,7 +153,7 @@ def encoder_layer(
     finish_with_feed_forward(b, config, residual, update, "self_attn_layer_norm")
     if heads:
         b.output(qkv.tensor)
-        if config.quant.quantized:
+        if config.quant.coded:
             b.output(qkv.scale)
     return b.build()
 

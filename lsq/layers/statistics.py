@@ -9,6 +9,7 @@ from torch import nn
 
 from lsq import backends, quant
 from lsq.layers.module import ProgramModule
+from lsq.ops.fake_quantize import FakeQuantize
 from lsq.program.operation import Operation
 
 
@@ -23,9 +24,9 @@ class TensorStatistics:
     clipped_share: float
     """Share of elements outside the clip, 0 to 1."""
     zero_share: float
-    """Share of elements whose code is 0."""
+    """Share of elements whose code, or decoded value, is 0."""
     largest_code: int
-    """Largest |code| in use."""
+    """Largest |code| in use; of decoded values, the largest in 127ths of its clip."""
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -59,6 +60,11 @@ def _program_modules(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
             yield name + "." if name else "", module
 
 
+def in_steps(values: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
+    """Decoded values in 127ths of their clip, rounded away from zero: as codes of 8 bits would tell of them."""
+    return (values.detach() / clip * quant.maximum_code(8)).abs().ceil()
+
+
 class _Observer:
     """Called after every operation of a module's forward pass."""
 
@@ -69,22 +75,27 @@ class _Observer:
         rounding = operation.rounding()
         if rounding is None:
             return
+        codes = in_steps(rounding.out, rounding.clip) if isinstance(rounding, FakeQuantize) else rounding.codes
         if rounding.clipped is None:
             outside = int((operation.unrounded(backends.run).abs() > rounding.clip).sum())
         else:
-            outside = int(quant.unpack_bits(rounding.clipped, rounding.codes.numel()).sum())
-        self._note(declared.rounding().clip.name, "activation", rounding.clip, rounding.codes, outside)
+            outside = int(quant.unpack_bits(rounding.clipped, codes.numel()).sum())
+        self._note(declared.rounding().clip.name, "activation", rounding.clip, codes, outside)
 
     def weights(self, module: ProgramModule, tensors: dict[str, torch.Tensor]) -> None:
-        """Look at the weights of a pass: parameters, and codes as the program takes them, by name."""
+        """Look at the weights of a pass: parameters, and codes or values as the program takes them, by name."""
         for name, declared in module.declared.items():
-            codes = tensors.get(name + ".codes")
-            if declared.clip is not None and codes is not None:
-                weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
-                weight = weight.t() if declared.by_inputs else weight
-                codes = module.quant.weights.unpack(codes, weight.shape[1])
-                outside = int((weight.abs() > clip[:, None]).sum())
-                self._note(declared.clip, "weight", clip, codes[: weight.shape[0]], outside)
+            codes, decoded = tensors.get(name + ".codes"), tensors.get(name + ".decoded")
+            if declared.clip is None or codes is decoded is None:
+                continue
+            weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
+            weight = weight.t() if declared.by_inputs else weight
+            if decoded is None:
+                codes = module.quant.weights.unpack(codes, weight.shape[1])[: weight.shape[0]]
+            else:
+                codes = in_steps(decoded, clip[:, None])
+            outside = int((weight.abs() > clip[:, None]).sum())
+            self._note(declared.clip, "weight", clip, codes, outside)
 
     def _note(self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor, outside: int) -> None:
         self._found[self._prefix + clip_name.removesuffix("_clip")] = TensorStatistics(

@@ -35,11 +35,11 @@ class VocabularyProjection(ProgramModule):
         super().__init__(quant)
         if vocabulary < 2:
             raise ValueError(f"vocabulary is {vocabulary}; it must have at least 2 words")
-        if quant.quantized:
+        if quant.coded:
             check_dimension("hidden", hidden)
         self.vocabulary, self.hidden = vocabulary, hidden
         self.padding_idx = -1 if padding_idx is None else padding_idx
-        self.padded = -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.quantized else vocabulary
+        self.padded = -(-vocabulary // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE if quant.coded else vocabulary
         if weight is not None and tuple(weight.shape) != (vocabulary, hidden):
             raise ValueError(f"weight is {tuple(weight.shape)}; a shared weight must be {(vocabulary, hidden)}")
         self.declare(lambda mode: programs.vocabulary_logits(quant, 1, self._sizes, mode))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lsq.backends import Backend
+from lsq.ops.fake_quantize import decode_weight
 from lsq.ops.rounding import RoundWeight
 from lsq.program import upkeep
 from lsq.program.program import Program
@@ -75,13 +76,13 @@ class WeightCodes:
             (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in every
         )
         probes = [] if training or not watched else [
-            one for virtual in program.weights.values() if virtual.codes is not None
+            one for virtual in program.weights.values() if virtual.written
             for one in upkeep.probe(parameters[virtual.values.name], parameters[virtual.clip.name])
         ]  # fmt: skip
         unchanged = made_from == self._made_from and all(map(torch.equal, self._probes, probes))
         kept, codes, lasting = self.kept if unchanged else {}, {}, {}
         for virtual in program.weights.values():
-            if virtual.codes is None:
+            if not virtual.written:
                 continue
             values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
             lasts = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
@@ -95,8 +96,9 @@ class WeightCodes:
                     lambda tensor, tensors=tensors: tensors[tensor.name].detach().to(tensor.dtype).contiguous()
                 )
                 if not (training and lasts and upkeep.current(values, clip, weight)):
-                    place.run(RoundWeight(weight=weight))
-                    if training and lasts and not weight.by_inputs:  # which no optimizer rounds
+                    coded = weight.decoded is None
+                    place.run(RoundWeight(weight=weight) if coded else decode_weight(weight))
+                    if training and lasts and coded and not weight.by_inputs:  # others no optimizer rounds
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
             if lasts:

@@ -12,9 +12,13 @@ import torch
 
 from lsq import quant
 from lsq.csrc.launch import TICKET, float_define, launch
+from lsq.ops.clip_search import least_error_clip
 from lsq.program.backend import Backend
 from lsq.program.declare import Activations, Floats, Host, In, Indices, Out, factor, size
 from lsq.program.operation import Operation
+from lsq.quant import Format
+from lsq.quant.numbers import ScaledFormat
+from lsq.quant.numbers.clips import INTEGERS
 
 RUN, TOGETHER = 512, 11
 """Values whose sum one warp takes, and clips whose errors are summed together (csrc/kernels/calibration.cu)."""
@@ -110,15 +114,17 @@ class Calibration:
 
     @torch.no_grad()
     def measure(
-        self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, bits: int, *, again: bool = False, **options
-    ) -> None:
+        self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, form: Format | ScaledFormat, *,
+        again: bool = False, **options,
+    ) -> None:  # fmt: skip
         """Write the clip of x into `clip`.
 
         Args:
             name: of x, for errors.
             x: any shape and float dtype.
             clip: float32 [1], or [R] with per_channel.
-            method, bits: see lsq.quant.calibrate, as for `options`.
+            method: see lsq.quant.calibrate, as for `options`.
+            form: what x will be rounded to.
             again: whether `clip` holds what was found at an earlier time; "mse" then searches near it.
 
         Raises:
@@ -126,9 +132,13 @@ class Calibration:
         """
         with _naming(name):
             if method != "mse":
-                clip.copy_(quant.calibrate(x, method, bits, **options))
+                clip.copy_(quant.calibrate(x, method, 8, **options))
                 return
             quant.check_not_empty(x)
+        bits = _bits(form)
+        if bits is None:
+            self._search(name, x, clip, form, bool(options.get("per_channel")))
+            return
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
         rows = floats.reshape(len(x) if options.get("per_channel") else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
@@ -138,6 +148,13 @@ class Calibration:
             before=clip if again else None, clip=clip, unusable=unusable,
         ))  # fmt: skip
         self._measured.append((name, unusable, x.numel()))
+
+    def _search(self, name: str, x: torch.Tensor, clip: torch.Tensor, form: ScaledFormat, per_row: bool) -> None:
+        """Under "mse", of formats that LeastErrorClip does not know."""
+        rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
+        usable = rows.isfinite()
+        clip.copy_(least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row))
+        self._measured.append((name, (~usable).sum().view(1), x.numel()))
 
     def finish(self) -> None:
         """Wait once for all that was measured since the last time.
@@ -153,6 +170,14 @@ class Calibration:
         for (name, _, values), found in zip(measured, of_each, strict=True):
             with _naming(name):
                 quant.check_usable(int(found.sum()), values)
+
+
+def _bits(form: Format | ScaledFormat) -> int | None:
+    """Of integers that share a scale as they share a clip; None: of anything else."""
+    if isinstance(form, Format):
+        return form.bits
+    plain = form.grain.columns is None and form.scales.fine
+    return INTEGERS.get(form.number) if plain else None
 
 
 @contextlib.contextmanager

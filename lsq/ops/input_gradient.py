@@ -105,7 +105,7 @@ class ProjectInputGradient(Operation):
             sums = gemm.reference(self.gradient.codes, self.weight.codes.t())
             return sums.to(torch.float32) * self.gradient.scale[:, None]
         if self.weight.codes is None:
-            return self.floats @ self.weight.values_by_rows
+            return self.floats @ self.weight.floats_by_rows
         return float_product(self.floats, self.weight.codes.to(torch.float32) * self.weight.scale[:, None], self.dtype)
 
     def cpu_scratch(self):
@@ -138,7 +138,7 @@ class ProjectInputGradient(Operation):
         """float32 [M, K]."""
         product, *scratch = scratch if self.dx is None else (self.dx, *scratch)
         if self.weight.codes is None:
-            return torch.mm(self.floats, self.weight.values_by_rows, out=product)
+            return torch.mm(self.floats, self.weight.floats_by_rows, out=product)
         weight, *narrow = scratch
         torch.mul(self.weight.codes, self.weight.scale[:, None], out=weight)
         float_product_into(product, self.floats, weight, narrow)
@@ -205,7 +205,7 @@ class ProjectInputGradient(Operation):
         product = self.dx if self._in_place else next(scratch)
         weights, weight = converted(self.weight.matrix, self.weight.scale, self._product_dtype, scratch)
         gradients, gradient = converted(self.floats, None, self._product_dtype, scratch)
-        multiply = Product(a=gradient, b=weight, out=product, transpose_b=not self.weight.by_inputs)
+        multiply = Product(a=gradient, b=weight, out=product, transpose_b=not self.weight.turned)
         return [*weights, *gradients, *([multiply] if self.rows else []), self._end(product, partial)]
 
     def _end(self, product, partial):

@@ -72,7 +72,7 @@ class Prediction(Value):
     def logits(self) -> torch.Tensor:
         """Reference: [M, V]."""
         if self.x.coded is None:
-            return (self.x.floats @ self.weight.values.t())[:, : self.vocabulary]
+            return (self.x.floats @ self.weight.matrix.t())[:, : self.vocabulary]
         sums = gemm.reference(self.x.tensor, self.weight.codes).to(torch.float32)
         return (sums * (self.x.scale * self.weight.scale))[:, : self.vocabulary]
 
@@ -118,7 +118,7 @@ class Prediction(Value):
             return
         for first in range(0, self.rows, memory.shape[0]):
             rows = self.x.floats[first : first + memory.shape[0]]
-            logits = torch.mm(rows, self.weight.values.t(), out=memory[: rows.shape[0]])
+            logits = torch.mm(rows, self.weight.matrix.t(), out=memory[: rows.shape[0]])
             loader.call(f"lsq_end_{product}", operation, logits, first, rows.shape[0], *arguments)
 
     def cuda_tile(self, product: str) -> gemm.TileConfiguration | None:

@@ -1,5 +1,6 @@
 """What the backward pass of a product appends to a program: the gradients of its input and of its weight."""
 
+from lsq.ops.fake_quantize import fake_gradient
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Weight
@@ -17,6 +18,8 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoe
         end: fields of ProjectInputGradient: where its result goes, and what is done to it.
     """
     x, (floats, rounded) = product.x.coded, upstream
+    if x is None:
+        floats = fake_gradient(builder, floats, builder.quant.gradients)
     narrow = x is not None and rounded is None
     common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
     if builder.needs_gradient(product.x.tensor):

@@ -72,7 +72,7 @@ class Project(Operation):
 
     def reference(self):
         if self.x.coded is None:
-            y = self.x.floats @ self.weight.values_by_rows.t()
+            y = self.x.floats @ self.weight.floats_by_rows.t()
         else:
             y = gemm.reference(self.x.tensor, self.weight.codes).float() * (self.x.scale * self.weight.scale)
         y = y if self.bias is None else y + self.bias
@@ -86,7 +86,7 @@ class Project(Operation):
 
     def cpu(self, *scratch):
         if self.x.coded is None:
-            torch.mm(self.x.floats, self.weight.values_by_rows.t(), out=self.out)
+            torch.mm(self.x.floats, self.weight.floats_by_rows.t(), out=self.out)
             if self._ends:
                 loader.call("lsq_end_floats", self)
             return
@@ -97,7 +97,7 @@ class Project(Operation):
 
     def cuda_scratch(self):
         if self.x.coded is None:
-            return converted_scratch(self.weight.values, self.x.floats.dtype)
+            return converted_scratch(self.weight.matrix, self.x.floats.dtype)
         return [((self.rows, self.columns), torch.int32)] if self._tile is None else []
 
     @property
@@ -113,8 +113,8 @@ class Project(Operation):
             return [*products, self._end(*scratch)]
         if self.rows == 0:
             return []
-        conversion, weight = converted(self.weight.values, None, self.x.floats.dtype, iter(scratch))
-        product = Product(a=self.x.floats, b=weight, out=self.out, transpose_b=self.weight.by_inputs)
+        conversion, weight = converted(self.weight.matrix, None, self.x.floats.dtype, iter(scratch))
+        product = Product(a=self.x.floats, b=weight, out=self.out, transpose_b=self.weight.turned)
         return [*conversion, product, *([self._end(None)] if self._ends else [])]
 
     def _end(self, sums):

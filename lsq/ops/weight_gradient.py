@@ -89,13 +89,14 @@ class ProjectWeightGradient(Operation):
 
     @property
     def _float_mode(self) -> bool:
-        return self.weight.codes is None
+        return self.weight.codes is None and self.weight.clip is None
 
     def reference(self):
         if self._float_mode:
             return self._as_held(self.floats.t() @ self.x.floats), None, None
         if self.gradient is None:
-            product = float_product(self.floats.t(), self.x.coded.decode(), self.dtype)
+            x = self.x.floats if self.x.coded is None else self.x.coded.decode()
+            product = float_product(self.floats.t(), x, self.dtype)
         else:
             codes, scale = arithmetic.round_columns(
                 self.x.tensor.to(torch.float32) * self.gradient.scale[:, None], self.key, self.subsequence,
@@ -133,6 +134,8 @@ class ProjectWeightGradient(Operation):
             memory = gemm.scratch_for(GEMM, inner, columns, rows)
             return [sums, (x, torch.int8), ((columns,), torch.float32), memory]
         product = (inner, columns)
+        if self.x.coded is None:
+            return [sums, (product, torch.float32)]
         floats = [(product, torch.float32), (x, getattr(torch, self.dtype))]
         return [sums, *floats, *narrow_scratch((inner, rows), product, self.dtype)]
 
@@ -144,10 +147,14 @@ class ProjectWeightGradient(Operation):
             if self.dclip is not None:
                 self.dclip.zero_()
         else:
-            self._codes_on_cpu(*scratch)
+            self._rounded_on_cpu(*scratch)
 
-    def _codes_on_cpu(self, sums, *scratch):
-        if self.gradient is None:
+    def _rounded_on_cpu(self, sums, *scratch):
+        if self.x.coded is None:
+            (product,) = scratch
+            torch.mm(self.floats.t(), self.x.floats, out=product)
+            loader.call("lsq_end_float_weight_gradient", self, product, sums)
+        elif self.gradient is None:
             product, floats, *narrow = scratch
             torch.mul(self.x.tensor, self.x.scale, out=floats)
             float_product_into(product, self.floats.t(), floats, narrow)

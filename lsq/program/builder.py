@@ -94,15 +94,17 @@ class Builder(Recorder):
         if name in self._weights:
             return self._weights[name]
         form = self.quant.weights
-        clip = name + "_clip" if self.quant.quantized else None
+        clip = None if form is None else name + "_clip"
         held = shape[::-1] if by_inputs else shape
         parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, by_inputs=by_inputs, **start)
         weight = Weight(format=form, values=parameter, by_inputs=by_inputs)
-        if self.quant.quantized:
+        if clip is not None:
+            clips = self.quant.weight_clips(shape[0])
+            weight.clip = self.parameter(clip, (clips,), Kind.WEIGHT_CLIP, start=self.quant.weight_clip)
+        if clip is not None and not self.quant.coded:
+            weight.decoded = self.input(name + ".decoded", shape)
+        elif clip is not None:
             padded = rows or shape[0]
-            weight.clip = self.parameter(
-                clip, (form.scales(shape[0]),), Kind.WEIGHT_CLIP, start=self.quant.weight_clip
-            )
             weight.codes = self.input(name + ".codes", (padded, form.stored_columns(shape[1])), form.storage)
             weight.scale = self.input(name + ".scale", (padded,))
             goes_back = self.backward and self.quant.backward == "int8"

@@ -7,6 +7,7 @@ import torch
 from lsq.csrc.launch import FLOATS
 from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Key, Parameters, Value, factor, size
 from lsq.quant import Format, WeightFormat, arithmetic, random
+from lsq.quant.numbers import ScaledFormat
 
 
 class Coded(Value):
@@ -102,7 +103,7 @@ class Rows(Value):
 class Weight(Value):
     """A weight [N, K]: its codes, and what they were made from. In float mode there are `values` alone."""
 
-    format: Host[WeightFormat]
+    format: Host[WeightFormat | ScaledFormat | None]
     codes: Codes | None
     """[P, K] where products read them, else as the format stores them; P at least N: rows beyond N hold 0."""
     scale: Floats | None
@@ -113,13 +114,15 @@ class Weight(Value):
     """[N] or [1], the parameter."""
     transposed: Codes | None
     """[K, P], the same codes, as the int8 product that goes back reads them on a GPU."""
+    decoded: Floats | None
+    """[N, K], in the place of codes: values of a format that has no fast product."""
     by_inputs: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
 
     @factor
     def largest(self) -> float:
-        """Q."""
-        return float(self.format.largest)
+        """Q, of codes."""
+        return 0.0 if self.codes is None else float(self.format.largest)
 
     @size
     def values_dtype(self) -> int:
@@ -127,18 +130,29 @@ class Weight(Value):
 
     @property
     def written(self) -> tuple:
-        """What is made from values and clip: codes, scale, and the codes transposed where they are wanted."""
-        return tuple(one for one in (self.codes, self.scale, self.transposed) if one is not None)
+        """What is made from values and clip: codes, scale, and the codes transposed where they are wanted; or what is
+        decoded."""
+        return tuple(one for one in (self.codes, self.scale, self.transposed, self.decoded) if one is not None)
 
     @property
     def matrix(self) -> torch.Tensor:
-        """What is multiplied: codes, or the values in float mode."""
-        return self.values if self.codes is None else self.codes
+        """What is multiplied: codes, what is decoded, or the values in float mode."""
+        return next(one for one in (self.codes, self.decoded, self.values) if one is not None)
+
+    @property
+    def turned(self) -> bool:
+        """Whether what is multiplied is [K, N]."""
+        return self.by_inputs and self.codes is None and self.decoded is None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of `matrix` by rows: [P, K], or [N, K] in float mode."""
-        return self.matrix.shape[::-1] if self.by_inputs and self.codes is None else self.matrix.shape
+        """Of `matrix` by rows: [P, K], or [N, K] of floats."""
+        return self.matrix.shape[::-1] if self.turned else self.matrix.shape
+
+    @property
+    def floats_by_rows(self) -> torch.Tensor:
+        """Of no codes, what is multiplied: float32 [N, K]."""
+        return self.values_by_rows if self.decoded is None else self.decoded
 
     @property
     def values_by_rows(self) -> torch.Tensor:

@@ -22,6 +22,8 @@ OTHER = {
     "clip_step": 0.01,
     "weight_granularity": "tensor",
     "weight_format": [*WEIGHT_FORMATS][-1],
+    "activation_format": "nvfp4",
+    "gradient_format": "fp8-e5m2/row",
     "clip_gradient": "lsq",
     "backward": "float",
     "backward_dtype": "bfloat16",

@@ -6,7 +6,7 @@ import torch
 from lsq import quant
 from lsq.backends import backend
 from lsq.ops.calibration import Calibration, LeastErrorClip
-from tests.ops.compare import compare, empty, on_cpu
+from tests.ops.compare import compare, empty, format_of, on_cpu
 from tests.quant.fake import fake_quantize
 
 
@@ -22,7 +22,7 @@ def measured(x, method: str = "mse", bits: int = 8, *, target: str = "cpu", **op
     """The clip of x, as layers measure it."""
     clip = torch.empty(len(x) if options.get("per_channel") else 1)
     calibration = Calibration(backend(target))
-    calibration.measure("x", x, clip, method, bits, **options)
+    calibration.measure("x", x, clip, method, format_of(bits), **options)
     calibration.finish()
     return clip
 
@@ -105,7 +105,7 @@ def test_a_clip_takes_the_place_of_the_one_before():
     clip = measured(x, per_channel=True) * 1.05
     expected = on_cpu(clip_of(x, before=clip.clone())).clip
     calibration = Calibration(backend("cpu"))
-    calibration.measure("x", x, clip, "mse", 8, again=True, per_channel=True)
+    calibration.measure("x", x, clip, "mse", format_of(8), again=True, per_channel=True)
     calibration.finish()
     assert torch.equal(clip, expected)
 
@@ -142,7 +142,7 @@ def test_the_first_tensor_that_cannot_be_measured_is_named():
     bad = sound.clone()
     bad[2, 3:5] = float("nan")
     for name, x in {"good": sound, "first": bad, "second": bad / 0.0}.items():
-        calibration.measure(name, x, torch.empty(1), "mse", 8)
+        calibration.measure(name, x, torch.empty(1), "mse", format_of(8))
     with pytest.raises(ValueError, match="^first: cannot calibrate on a tensor in which 2 of 40 values are NaN or inf"):
         calibration.finish()
     calibration.finish()  # nothing since

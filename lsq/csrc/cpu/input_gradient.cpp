@@ -1,7 +1,7 @@
 // What follows the product for the gradient of an input; lsq/ops/input_gradient.py has the formulas.
-#include "activation_kinds.h"
 #include "floats.h"
 #include "loops.h"
+#include "nonlinearity.h"
 #include "strips.h"
 #include "wide_floats.h"
 
@@ -10,24 +10,6 @@ using namespace lsq;
 namespace {
 
 constexpr int64_t kStripe = 256;   // columns that a thread adds up at a time
-
-// gradient *= activation', of row `row`, which starts at a byte of `positive`.
-void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gradient) {
-    const int64_t first = row * n;
-    if (end.activation == Activation::relu) {
-        keep_where(end.positive + first / 8, n, gradient);
-    } else if (end.slope) {
-        const int8_t* slope = end.slope + first;
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) gradient[i] *= slope_of(slope[i]);
-    } else if (end.before) {
-        const float* before = end.before + first;
-        with_activation(end.activation, [=](auto kind) {
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) gradient[i] *= activation_slope<kind>(before[i]);
-        });
-    }
-}
 
 // Ends rows of a product on one thread: dx or its codes, clip_sums [M], and partial [ceil(M / part_rows), K] where the sum
 // over rows is wanted. Rows come in order, and those of a part on one thread or one after the other.
@@ -128,8 +110,7 @@ private:
     }
 
     void undo(int64_t row, float* g) {
-        apply(op_.nonlinearity.dropout, row * n_, n_, g, scratch_.words.data());
-        undo_activation(op_.nonlinearity, row, n_, g);
+        lsq::undo(op_.nonlinearity, row, n_, g, scratch_.words.data());
         if (op_.added) add(op_.added + row * n_, g);
     }
 

@@ -66,7 +66,7 @@ class NumberFormat:
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes uint8, in the shape of float x, which is in units of the scale and is looked at in float32."""
-        boundaries, codes, missing = (part.to(x.device) for part in _tables(self.values))
+        boundaries, codes, missing = (part.to(x.device) for part in boundaries_of(self.values))
         x = x.float().contiguous()
         found = codes[torch.bucketize(x, boundaries, out_int32=True)]
         return torch.where(x.isnan(), missing, found)
@@ -114,7 +114,7 @@ class NumberFormat:
 
 
 @cache
-def _tables(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """(boundaries float32 [V - 1], codes uint8 [V], code of NaN uint8 []) of V different finite values, in order.
 
     A float above boundary i - 1, and up to boundary i, becomes codes[i]. Boundaries whose own place belongs to the

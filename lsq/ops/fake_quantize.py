@@ -1,0 +1,216 @@
+"""Training with number formats that have no fast product: floats become the values that a format has for them.
+
+    out = decode(encode(clamp(x, -clip, clip)))
+
+Backwards the gradient goes straight through within the clip, and what lies outside goes to the clip (PACT, Choi et al.
+2018, arXiv:1805.06085). Of formats with one scale for all that shares a clip, this is the clip over the largest value;
+of finer grains, scales are measured in each pass, by the largest magnitude within the clip. Where those are multiples
+of one scale for the tensor, that is the one of the clip. So values of a row depend on no other rows, unless blocks have
+several: decoding finds what training found. M rows, N columns.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lsq.ops.nonlinearity import Nonlinearity
+from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
+from lsq.program.operation import Operation
+from lsq.program.values import Weight
+from lsq.quant import GRADIENT, Format, arithmetic, pack_bits, unpack_bits
+from lsq.quant.numbers import Blocks, FloatScales, PowerScales, ScaledFormat
+from lsq.quant.numbers.lookup import lookup
+
+STORED = {torch.float32: 0, torch.bfloat16: 1}
+"""How scales are stored: as floats of a dtype, as powers of two, or as multiples of another scale."""
+POWER, MULTIPLIED = 2, 3
+
+
+class FakeQuantize(Operation):
+    """Values [M, N] that are all in a format."""
+
+    x: In[Activations]
+    """[M, N]"""
+    clip: In[Floats] | None
+    """[1], or [M] of a weight; None: nothing is clipped."""
+    out: Out[Activations]
+    """[M, N]; NaN where x is, and of finer grains in all that shares a scale with a NaN or an unclipped infinity."""
+    clipped: Out[Bits] | None
+    """One bit an element: |x| > clip, of one clip. Kept where there is a backward pass."""
+    form: Host[ScaledFormat]
+    given: bool = False
+    """Whether scales are those of the clips; else they are measured."""
+
+    rows = extent(0, "x")
+    columns = extent(1, "x")
+    clips = extent(0, "clip")
+
+    @size
+    def block_rows(self) -> int:
+        return self.form.grain.rows or self.rows
+
+    @size
+    def block_columns(self) -> int:
+        return self.form.grain.columns or self.columns
+
+    @size
+    def stored(self) -> int:
+        scales = self.form.scales
+        if isinstance(scales, FloatScales):
+            return STORED[scales.dtype]
+        return POWER if isinstance(scales, PowerScales) else MULTIPLIED
+
+    @size
+    def each_row(self) -> bool:
+        """Of scales that are multiples: whether rows of scales have one each; else there is one for all."""
+        return self.stored == MULTIPLIED and self.form.scales.grain.rows == 1
+
+    @size
+    def levels(self) -> int:
+        """Address of a lsq.quant.numbers.lookup."""
+        return lookup(self.form.number, self.x.device).data_ptr()
+
+    @size
+    def multipliers(self) -> int:
+        """The same, of scales that are multiples."""
+        return lookup(self.form.scales.number, self.x.device).data_ptr() if self.stored == MULTIPLIED else 0
+
+    @factor
+    def largest(self) -> float:
+        """Value of the format."""
+        return self.form.number.largest
+
+    @factor
+    def largest_multiplier(self) -> float:
+        return self.form.scales.number.largest if self.stored == MULTIPLIED else 0.0
+
+    def unrounded(self, run) -> torch.Tensor:
+        return self.x
+
+    def rounding(self) -> FakeQuantize | None:
+        return None if self.clip is None else self
+
+    def reference(self):
+        x, form, clipped = self.x.float(), self.form, None
+        if self.clip is not None:
+            limit = self.clip[:, None]
+            clipped = pack_bits(x.abs() > limit) if self.clips == 1 else None
+            x = torch.clamp(x, -limit, limit)
+        missing, shape = x.isnan(), tuple(x.shape)
+        if self.given:
+            scales = (self.clip / form.number.largest).view(form.grain.grid(shape))
+        else:
+            scales = largest_magnitudes(x, form.grain) / form.number.largest
+        scale = form.grain.spread(self._as_stored(scales), shape)
+        steps = torch.where((scale == 0) | missing, 0.0, x / scale)
+        values = form.number.decode(form.number.encode(steps)) * scale
+        return torch.where(missing, torch.nan, values), clipped
+
+    def _as_stored(self, scales: torch.Tensor) -> torch.Tensor:
+        """What comes back of scales [down, across]."""
+        stored = self.form.scales
+        if self.clips == 1 and self.stored == MULTIPLIED and not self.each_row:
+            return stored.decode(stored.encode(scales, self.clip / self.form.number.largest))
+        return stored.decode(stored.encode(scales))
+
+    def gradient(self, builder) -> None:
+        arrived, producer = builder.gradient_of(self.out), builder.producer(self.x)
+        if arrived is None:
+            return
+        found = FakeQuantizeGradient(gradient=arrived, out=self.out, clipped=self.clipped)
+        if producer is not None and producer.product_weight is not None:
+            found.dx, _ = builder.product_gradient(self.x)
+            found.nonlinearity, found.sum = producer.nonlinearity, builder.bias_gradient(self.x)
+        elif builder.needs_gradient(self.x):
+            found.added, found.dx = builder.take_gradient(self.x), builder.like("d_" + self.x.name, self.x)
+            builder.accumulate(self.x, found.dx)
+        found.dclip = builder.parameter_gradient(self.clip)
+        if found.outputs:
+            builder.add(found)
+
+
+class FakeQuantizeGradient(Operation):
+    """The gradient of x from that of its values, and the end of the product that made x, undone in the same pass."""
+
+    gradient: In[Activations]
+    """[M, N]"""
+    out: In[Activations]
+    """[M, N], the values."""
+    clipped: In[Bits]
+    nonlinearity: In[Nonlinearity] | None
+    """Of the Project that made x; None if x was made otherwise."""
+    added: In[Activations] | None
+    """[M, N], another gradient of x."""
+    dx: Out[Activations] | None
+    """[M, N]"""
+    sum: Out[Floats] | None
+    """[N], over rows: the gradient of a bias."""
+    dclip: Out[Floats] | None
+    """[1]"""
+
+    rows = extent(0, "gradient")
+    columns = extent(1, "gradient")
+
+    def reference(self):
+        outside = unpack_bits(self.clipped, self.gradient.numel()).view(self.gradient.shape)
+        across = torch.where(self.out > 0, self.gradient, -self.gradient)
+        dx = torch.where(outside, 0.0, self.gradient)
+        dx = dx if self.nonlinearity is None else self.nonlinearity.undo(dx)
+        dx = dx if self.added is None else dx + self.added
+        return dx, dx.sum(dim=0), torch.where(outside, across, 0.0).sum().reshape(1)
+
+
+class RoundAtRandom(Operation):
+    """A gradient [M, N] as integers times a scale for each row, rounded at random and so without bias."""
+
+    x: In[Activations]
+    """[M, N]"""
+    key: In[Key]
+    """[1]"""
+    subsequence: int
+    out: Out[Activations]
+    """[M, N]; NaN in a row that holds a NaN or an infinity."""
+    form: Host[Format] = GRADIENT
+
+    rows = extent(0, "x")
+    columns = extent(1, "x")
+
+    @factor
+    def largest(self) -> float:
+        """Q."""
+        return float(self.form.largest)
+
+    def reference(self):
+        ones = torch.ones(self.columns)
+        codes, scale = arithmetic.round_rows(self.x.float(), ones, self.key, self.subsequence, self.form.largest)
+        return (codes.float() * scale[:, None],)
+
+
+def decode_weight(weight: Weight) -> FakeQuantize:
+    """What makes the values [N, K] of a weight; its gradient is masked by the product that makes it."""
+    return FakeQuantize(
+        x=weight.values_by_rows.contiguous(), clip=weight.clip, out=weight.decoded, form=weight.format,
+        given=weight.format.grain.columns is None,
+    )
+
+
+def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
+    """The gradient of a product, in a format: at random as integers of a Format, to the nearest in a ScaledFormat."""
+    if form is None:
+        return gradient
+    out = builder.like(gradient.name + ".decoded", gradient)
+    if isinstance(form, Format):
+        builder.add(
+            RoundAtRandom(x=gradient, key=builder.key, subsequence=builder.next_subsequence(), out=out, form=form)
+        )
+    else:
+        builder.add(FakeQuantize(x=gradient, out=out, form=form))
+    return out
+
+
+def largest_magnitudes(x: torch.Tensor, grain: Blocks) -> torch.Tensor:
+    """Of each block of x [M, N], in the grid of blocks; NaN where one is not finite."""
+    shape = tuple(x.shape)
+    blocks, _ = grain.split(x)
+    largest = blocks.abs().amax(1).view(grain.grid(shape))
+    return torch.where(largest.isfinite(), largest, torch.nan)

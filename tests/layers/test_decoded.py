@@ -1,0 +1,129 @@
+"""Layers of formats without fast products: values in the place of codes, on every way through a layer."""
+
+import copy
+
+import pytest
+import torch
+
+from lsq.backends import backend
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import (
+    QuantizedLinear,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    VocabularyProjection,
+)
+from lsq.ops.fake_quantize import FakeQuantize
+from lsq.quant.numbers import scaled_format
+
+FORMATS = (
+    ("nvfp4", "nvfp4", "int8"), ("int6/row", "int8", "fp8-e5m2/row"), ("float32", "log4.3/tensor", "float32"),
+    ("int4/group32", "float32", "int8"), ("int8", "int8", "nvfp4"),
+)  # fmt: skip
+
+
+def config(formats: tuple[str, str, str], **options) -> LayerConfig:
+    weight, activation, gradient = formats
+    quant = QuantConfig(weight_format=weight, activation_format=activation, gradient_format=gradient)
+    return LayerConfig(hidden=36, heads=4, feed_forward=56, dropout=0.1, quant=quant, **options)
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return (found - wanted).abs().max() <= 2e-5 * wanted.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+@pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}], ids=["post", "pre"])
+def test_layers_compute_the_same_on_both_backends(formats, options):
+    """Encoder and decoder, of widths that are no multiples of 16, forward and backward."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(
+        [TransformerEncoderLayer(config(formats, **options)), TransformerDecoderLayer(config(formats, **options))]
+    )
+    x, memory, wanted = torch.randn(7, 3, 36), torch.randn(5, 3, 36), torch.randn(7, 3, 36)
+    results = []
+    for name in ("cpu", "reference"):
+        encoder, decoder = ours = copy.deepcopy(layers)
+        encoder.backend = decoder.backend = backend(name)
+        torch.manual_seed(1)
+        given = x.clone().requires_grad_()
+        y = decoder(encoder(given), memory)
+        (y * wanted).mean().backward()
+        results.append([y.detach(), given.grad, *(one.grad for one in ours.parameters())])
+    assert all(one is not None for one in results[0])
+    assert all(map(near, *results))
+
+
+def test_a_projection_multiplies_decoded_values():
+    torch.manual_seed(0)
+    quant = QuantConfig(weight_format="int4/group16", activation_format="fp8-e4m3/row", gradient_format="float32")
+    layer = QuantizedLinear(40, 24, quant=quant)
+    x = torch.randn(9, 40)
+    found = layer(x)
+    found.square().sum().backward()
+    clip, weight_clip = layer.input_clip.detach(), layer.weight_clip.detach()[:, None]
+    bound = torch.clamp(x, -clip, clip)
+    form, fp8 = scaled_format("int4/group16"), scaled_format("fp8-e4m3/row")
+    values = fp8.decode(fp8.encode(bound))
+    weight = form.decode(form.encode(torch.clamp(layer.weight.detach(), -weight_clip, weight_clip)))
+    wanted = values @ weight.t() + layer.bias
+    torch.testing.assert_close(found, wanted)
+    inside = layer.weight.abs() <= weight_clip
+    torch.testing.assert_close(layer.weight.grad, torch.where(inside, (2 * wanted).t() @ values, 0.0))
+
+
+def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
+    layer = VocabularyProjection(21, 36, quant=QuantConfig(weight_format="nvfp4", activation_format="float32")).eval()
+    x, runs = torch.randn(4, 36), []
+    monkeypatch.setattr(FakeQuantize, "cpu", lambda self: (runs.append(self), self.store(self.reference())))
+    first = layer(x)
+    assert layer(x).equal(first) and len(runs) == 1
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    assert not layer(x).equal(first) and len(runs) == 2
+
+
+def test_the_loss_of_a_vocabulary_and_its_logits_agree():
+    torch.manual_seed(0)
+    quant = QuantConfig(weight_format="nvfp4", activation_format="log4.3/tensor", gradient_format="float32")
+    layer = VocabularyProjection(21, 36, quant=quant)
+    x, target = torch.randn(6, 36, requires_grad=True), torch.randint(0, 21, (6,))
+    loss, _ = layer.loss(x, target, 0.0)
+    (gradient,) = torch.autograd.grad(loss, x)
+    wanted = torch.nn.functional.cross_entropy(layer(x), target, reduction="sum")
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted, x)[0])
+
+
+def test_incremental_steps_are_those_of_a_whole_target():
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(config(("nvfp4", "nvfp4", "int8")), causal=True).eval()
+    x = torch.randn(5, 2, 36)
+    whole = layer(x)
+    state, steps = {}, []
+    for one in x:
+        steps.append(layer.step(one, state))
+    torch.testing.assert_close(torch.stack(steps), whole)
+
+
+def test_state_dicts_hold_the_clips_and_no_values():
+    layer = QuantizedLinear(40, 24, quant=QuantConfig(weight_format="int6/tensor", activation_format="float32"))
+    layer(torch.randn(2, 40))
+    assert layer.weight_clip.shape == (1,)
+    assert set(layer.state_dict()) - {"passes", "calibrated", "fallen"} == {"weight", "weight_clip", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weight_format": "nvfp5"}, "did you mean nvfp4"),
+        ({"activation_format": "int8/group"}, "no grain is called 'group'"),
+        ({"gradient_format": "nvfp4", "backward": "float"}, "rounds no gradients"),
+        ({"weight_format": "nvfp4", "clip_gradient": "lsq"}, 'take "pact"'),
+        ({"weight_format": "int4", "activation_format": "nvfp4"}, "int4 weights go with int8"),
+        ({"weight_format": 4}, "weight_format is 4"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        QuantConfig(**given)
