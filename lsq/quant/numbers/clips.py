@@ -7,6 +7,7 @@ least information lost (Migacz 2017, "8-bit inference with TensorRT").
 from __future__ import annotations
 
 import math
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,12 +28,16 @@ BINS = 1024
 """Of a histogram from the lowest to the highest value, under "kl"."""
 POOLED = 4096
 """Blocks of fewer values share a histogram."""
+MOST = 2.0**127
+"""Codes times scales stay finite under it, also where scales are rounded up to powers of two."""
+TOGETHER = 2**16
+"""Values whose errors are searched at once, which stay in cache; longer blocks one by one."""
 
 
 def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
     """Clips float32 [B] of the blocks of a matrix [R, C] float32: 0 for zeros, NaN where not all is finite.
 
-    Of long blocks, mse and kl look at a sample (calibration.sample_stride).
+    Of long blocks, mse and kl look at a sample (calibration.sample_stride). No clip is above MOST.
 
     Raises:
         ValueError: `method` or `percentile` is not allowed.
@@ -43,6 +48,10 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
         raise ValueError(f"percentile is {percentile!r}; it must be above 0 and at most 100")
     if not matrix.numel():
         return matrix.new_zeros(0)
+    return _measured(form, matrix, method, percentile).clamp(max=MOST)
+
+
+def _measured(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) -> Tensor:
     blocks, inside = form.grain.split(matrix)
     largest = blocks.abs().amax(1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, math.nan)
@@ -55,9 +64,19 @@ def measure(form: ScaledFormat, matrix: Tensor, method: str, percentile: float) 
     blocks, inside = blocks[:, ::stride], None if inside is None else inside[:, ::stride]
     if method == "kl":
         return (largest * _least_information_lost(form, blocks, inside)).squeeze(1)
+    several = max(1, TOGETHER // blocks.shape[1])
+    insides = repeat(None) if inside is None else inside.split(several)
+    parts = zip(blocks.split(several), insides, largest.split(several), strict=False)
+    return torch.cat([_least_error(form, *part) for part in parts])
+
+
+def _least_error(form: ScaledFormat, blocks: Tensor, inside: Tensor | None, largest: Tensor) -> Tensor:
+    """[B], in units of the values."""
     if form.scales.fine and form.number in INTEGERS:
-        return largest.squeeze(1) * octav_clip(blocks, INTEGERS[form.number], per_channel=True)
-    return (largest * _least_squares(form, blocks, inside, largest)).squeeze(1)
+        clip = octav_clip(blocks, INTEGERS[form.number], per_channel=True).unsqueeze(1)
+    else:
+        clip = _least_squares(form, blocks, inside, largest)
+    return (largest * clip).squeeze(1)
 
 
 def _percentile(blocks: Tensor, inside: Tensor | None, percentile: float) -> Tensor:
@@ -109,7 +128,7 @@ def _least_information_lost(form: ScaledFormat, blocks: Tensor, inside: Tensor |
     weight = torch.ones_like(blocks) if inside is None else inside.float()
     weight = weight * blocks.any(1, keepdim=True)  # blocks of zeros say nothing to the others
     if together:
-        place, weight = place.view(1, -1), weight.view(1, -1)
+        place, weight = place.reshape(1, -1), weight.reshape(1, -1)
     histogram = weight.new_zeros(len(place), BINS).scatter_add_(1, place, weight)
     divergences = [_divergence(form, histogram, centres, float(ratio)) for ratio in ratios]
     return ratios[torch.stack(divergences).argmin(0)].unsqueeze(1)

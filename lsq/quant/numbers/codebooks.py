@@ -20,8 +20,8 @@ def nf4() -> NumberFormat:
     widest gap, 0.152, for what is not clipped. No NaN.
     """
     last = 1 - (1 / 32 + 1 / 30) / 2  # in the middle between the last quantiles of 16 and of 15 values
-    positive = torch.special.ndtri(torch.linspace(0.5, last, 9, dtype=torch.float64))
-    negative = -torch.special.ndtri(torch.linspace(0.5, last, 8, dtype=torch.float64))[1:]
+    positive = torch.special.ndtri(torch.linspace(0.5, last, 9, dtype=torch.float64, device="cpu"))
+    negative = -torch.special.ndtri(torch.linspace(0.5, last, 8, dtype=torch.float64, device="cpu"))[1:]
     values = torch.cat([negative, positive]).sort().values / positive[-1]
     return NumberFormat(name="nf4", values=tuple(values.tolist()))
 
@@ -71,7 +71,7 @@ def lloyd_max_distortion(source: str, bits: int) -> float:
 def _lloyd(source: str, levels: int) -> tuple[tuple[float, ...], float]:
     """(the values above 0, the distortion): both densities are log-concave, so that the only optimum is symmetric."""
     integrals = SOURCES[source]
-    values = torch.linspace(0.5, levels - 0.5, levels, dtype=torch.float64) * (4 / levels)
+    values = torch.linspace(0.5, levels - 0.5, levels, dtype=torch.float64, device="cpu") * (4 / levels)
     for _ in range(ITERATIONS):
         edges = torch.cat([values.new_zeros(1), (values[1:] + values[:-1]) / 2, values.new_full((1,), math.inf)])
         mass, first, second = (part[:-1] - part[1:] for part in integrals(edges))

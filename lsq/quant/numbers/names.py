@@ -62,6 +62,10 @@ def scaled_format(name: str) -> ScaledFormat:
     Raises:
         ValueError: a part is unknown; the nearest names are offered.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a number format is called {name!r}; its name is a string, as {next(iter(PRESETS))!r}")
+    if name in NUMBERS:
+        raise ValueError(f"{name!r} does not say which values share a scale; give {name}/row, {name}/group32 or such")
     parts = PRESETS.get(name, name).split("/")
     if len(parts) not in (2, 3):
         raise ValueError(

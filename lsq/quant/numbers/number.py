@@ -80,7 +80,7 @@ class NumberFormat:
         low, high = map(int, codes.aminmax()) if codes.numel() else (0, 0)
         if low < 0 or high >= len(self.values):
             raise ValueError(f"codes of {self.name} are from 0 to {len(self.values) - 1}, not from {low} to {high}")
-        return torch.tensor(self.values, device=codes.device)[codes.int()]
+        return torch.tensor(self.values, dtype=torch.float32, device=codes.device)[codes.int()]
 
     def pack(self, codes: Tensor) -> Tensor:
         """Codes, any shape -> bytes uint8 [whole words]: the first code of a word is its lowest digit."""
@@ -126,11 +126,12 @@ def boundaries_of(values: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor]:
             code_of.setdefault(value, code)
     ordered = sorted(code_of)
     rank = {magnitude: i for i, magnitude in enumerate(sorted({abs(value) for value in ordered}))}
-    levels = torch.tensor(ordered, dtype=torch.float64)
+    levels = torch.tensor(ordered, dtype=torch.float64, device="cpu")  # tables are kept, whatever the default device is
     middle = ((levels[1:] + levels[:-1]) / 2).float()
-    upper = torch.tensor([rank[abs(value)] % 2 == 1 for value in ordered[:-1]])
+    upper = torch.tensor([rank[abs(value)] % 2 == 1 for value in ordered[:-1]], device="cpu")
     below = torch.nextafter(middle, torch.full_like(middle, -math.inf))
     missing = [code for code, value in enumerate(values) if math.isnan(value)]
     zero = code_of[min(ordered, key=abs)]
-    codes = torch.tensor([code_of[value] for value in ordered], dtype=torch.uint8)
-    return torch.where(upper, below, middle), codes, torch.tensor((missing or [zero])[0], dtype=torch.uint8)
+    codes = torch.tensor([code_of[value] for value in ordered], dtype=torch.uint8, device="cpu")
+    of_nan = torch.tensor((missing or [zero])[0], dtype=torch.uint8, device="cpu")
+    return torch.where(upper, below, middle), codes, of_nan

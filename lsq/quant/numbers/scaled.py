@@ -57,7 +57,8 @@ class PowerScales:
 
     def decode(self, stored: Tensor) -> Tensor:
         """float32."""
-        return torch.tensor([*(2.0**power for power in range(-127, 128)), math.nan], device=stored.device)[stored.int()]
+        powers = [*(2.0**power for power in range(-127, 128)), math.nan]
+        return torch.tensor(powers, dtype=torch.float32, device=stored.device)[stored.int()]
 
     def total_bits(self, shape: tuple[int, int]) -> float:
         """What scales of this shape take."""
@@ -100,7 +101,8 @@ class ScaledFormat:
             percentile: for clip="percentile", the share of |x| in percent that the clip of a block leaves inside.
 
         Raises:
-            ValueError: the method or the percentile is not allowed, or the shape of the clips does not fit.
+            ValueError: the method or the percentile is not allowed, or the shape of the clips does not fit, or one is
+                negative.
         """
         shape = as_matrix(x.shape)
         matrix = x.detach().float().reshape(shape)
@@ -111,6 +113,8 @@ class ScaledFormat:
                     f"clips of shape {list(clip.shape)} do not fit x of shape {list(x.shape)} in {self.name}; give "
                     f"shape {list(grid)} or one clip"
                 )
+            if bool((clip < 0).any()):
+                raise ValueError(f"a clip given for {self.name} is {float(clip.min())}; clips must not be below 0")
             asked = clip.float().expand(grid) if clip.numel() == 1 else clip.float()
             asked = self._poisoned(asked, matrix)
         else:

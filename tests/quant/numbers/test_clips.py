@@ -7,7 +7,7 @@ import torch
 
 from lsq.quant import octav_clip
 from lsq.quant.calibration import _octav_fixed_point
-from lsq.quant.numbers import METHODS, scaled_format, signal_to_noise
+from lsq.quant.numbers import METHODS, clips, scaled_format, signal_to_noise
 from lsq.quant.numbers.clips import measure
 
 
@@ -113,3 +113,30 @@ def test_what_is_refused():
         scaled_format("mxfp4").encode(torch.ones(3), "mean")
     with pytest.raises(ValueError, match="percentile is 0; it must be above 0"):
         scaled_format("mxfp4").encode(torch.ones(3), "percentile", percentile=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["int4/channel", "ternary/block3x5", "nvfp4", "vsquant4", "fp8-e4m3/tensor/e8m0"])
+def test_views_are_measured_as_their_copies(name, method):
+    view = torch.randn(33, 3, 17, generator=torch.Generator().manual_seed(2)).transpose(0, 2)
+    form = scaled_format(name)
+    found, expected = (form.decode(form.encode(x, method)) for x in (view, view.contiguous()))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["int8-row", "mxint8", "mxfp4", "nvfp4", "vsquant6", "lloyd1-laplacian/row"])
+def test_the_largest_floats_stay_finite(name, method):
+    x = torch.linspace(-1, 1, 64).view(2, 32) * torch.finfo(torch.float32).max
+    form = scaled_format(name)
+    assert form.decode(form.encode(x, method)).isfinite().all()
+
+
+def test_blocks_are_searched_as_if_each_were_alone(monkeypatch):
+    x = torch.randn(50, 48, generator=torch.Generator().manual_seed(3))
+    for name in ("nvfp4", "vsquant4", "int8/block7x7"):
+        form = scaled_format(name)
+        expected = form.encode(x, "mse")
+        monkeypatch.setattr(clips, "TOGETHER", 1)
+        assert torch.equal(form.encode(x, "mse").codes, expected.codes)
+        monkeypatch.undo()

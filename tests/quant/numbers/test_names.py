@@ -34,6 +34,8 @@ def test_grains():
         ("int4/row/uint5", r"no scales are called 'uint5' \(did you mean uint6 or uint4\?\); allowed: float32, "),
         ("int4/row/float32/3", "give one of"),
         ("zzz", "no number format is called 'zzz'; give one of"),
+        ("int4", "'int4' does not say which values share a scale; give int4/row, int4/group32"),
+        (None, "a number format is called None; its name is a string"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(name, message):

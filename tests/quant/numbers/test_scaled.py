@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from lsq.quant import quantize
-from lsq.quant.numbers import PRESETS, SCALES, Encoded, as_matrix, grain, number_format, scaled_format, signal_to_noise
+from lsq.quant.numbers import (
+    PRESETS,
+    SCALES,
+    Encoded,
+    as_matrix,
+    grain,
+    lloyd_max,
+    nf4,
+    number,
+    number_format,
+    scaled_format,
+    signal_to_noise,
+)
 from lsq.quant.numbers.scaled import PowerScales
 
 GRAINS = ["tensor", "row", "channel", "group16", "group64", "block3x5"]
@@ -155,3 +167,26 @@ def test_signal_to_noise():
 def test_clips_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"\[3\] do not fit x of shape \[4, 40\] in mxfp4; give shape \[4, 2\] or"):
         scaled_format("mxfp4").encode(torch.ones(4, 40), torch.ones(3))
+
+
+def test_negative_clips_are_refused():
+    with pytest.raises(ValueError, match="a clip given for vsquant4 is -0.5; clips must not be below 0"):
+        scaled_format("vsquant4").encode(torch.randn(4, 16), torch.tensor(-0.5))
+
+
+def test_defaults_of_pytorch_change_nothing():
+    x = torch.randn(4, 64, dtype=torch.float32)
+    form = scaled_format("fp8-e5m2/row/e8m0")
+    expected = form.decode(form.encode(x))
+    tables = number._tables
+    dtype = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        tables.cache_clear()
+        with torch.device("meta"):
+            found = form.decode(form.encode(x))
+            assert lloyd_max("gaussian", 2).name == "lloyd2-gaussian" and nf4().largest == 1
+    finally:
+        torch.set_default_dtype(dtype)
+        tables.cache_clear()
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
