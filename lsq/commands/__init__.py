@@ -11,6 +11,7 @@ COMMANDS = {
     "numbers": "the built-in task: English number names to German, float and int8",
     "plan": "place buffers in as little memory as possible",
     "formats": "what number formats cost the tensors of a model, as table, picture and JSON",
+    "sensitivity": "what each layer costs in loss in each number format: which bits where",
     "doctor": "what this machine can do, and what to install for more",
     "tune": "find the fastest way to run each matrix product on this device",
     "configs": "files of tuned products: list, show, verify, export",

@@ -12,6 +12,8 @@ from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
 """Tokens of a line that are read."""
+IGNORED = -100
+"""The label of what counts for no loss, as transformers has it."""
 MASKED_SHARE = 0.15
 """Of the words that a masked language model has to guess (Devlin et al. 2019)."""
 
@@ -23,6 +25,11 @@ class ModelBatch:
     model: nn.Module
     loss: Callable[[], Tensor]
     """The mean loss of the batch, always the same one; it can be differentiated."""
+    lengths: Sequence[int]
+    """Words of each sentence, by which like ones can be taken together."""
+    losses: Callable[[Sequence[int]], tuple[Tensor, float]]
+    """Of some of the sentences, by their numbers: the sum of their losses, without label smoothing, and how many
+    words these are of."""
     description: str
     """What the batch is."""
 
@@ -66,16 +73,22 @@ def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: 
     dataset = _own_data(found) if not texts else _pairs(found, texts)
     chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
     sample = dataset.collater([dataset[i] for i in chosen])
-    criterion = found.task.build_criterion(found.criterion).eval()
+    criterion, plain = (found.task.build_criterion(found.criterion).eval() for _ in range(2))
+    plain.eps = 0.0
 
     def loss() -> Tensor:
         total, count, _ = criterion(found.model, sample)
         return total.sum() / count
 
+    def losses(numbers: Sequence[int]) -> tuple[Tensor, float]:
+        part = dataset.collater([dataset[chosen[number]] for number in numbers])
+        return plain(found.model, part)[0].sum(), float(part["ntokens"])
+
     where = "its validation data" if not texts else " and ".join(map(str, texts))
     return ModelBatch(
-        model=found.model, loss=loss, description=f"{len(chosen)} sentences, {sample['ntokens']} words of {where}"
-    )
+        model=found.model, loss=loss, losses=losses, lengths=[int(dataset.num_tokens(i)) for i in chosen],
+        description=f"{len(chosen)} sentences, {sample['ntokens']} words of {where}",
+    )  # fmt: skip
 
 
 def _own_data(found):
@@ -137,9 +150,22 @@ def _of_transformers(path: Path, texts: Sequence[Path], words: int) -> ModelBatc
     inputs, count = losses[0](model, tokenizer, texts, words)
     amount = int(inputs["attention_mask"].sum())
     return ModelBatch(
-        model=model, loss=lambda: model(**inputs).loss,
+        model=model, loss=lambda: model(**inputs).loss, lengths=inputs["attention_mask"].sum(1).tolist(),
+        losses=lambda numbers: _losses(model, inputs, numbers),
         description=f"{count} sentences, {amount} words of {' and '.join(map(str, texts))}",
     )
+
+
+def _losses(model: nn.Module, inputs: dict[str, Tensor], numbers: Sequence[int]) -> tuple[Tensor, float]:
+    """`ModelBatch.losses` of a model of transformers' and its inputs [B, T]."""
+    rows = {name: tensor[list(numbers)] for name, tensor in inputs.items()}
+    there = rows["attention_mask"].any(0)
+    wanted = (rows["labels"] != IGNORED).any(0) if model.config.is_encoder_decoder else there
+    rows = {name: tensor[:, wanted if name == "labels" else there] for name, tensor in rows.items()}
+    count = int((rows["labels"] != IGNORED).sum())
+    if not count:
+        return torch.zeros((), requires_grad=True), 0.0
+    return model(**rows).loss * count, float(count)
 
 
 def _encoded(model: nn.Module, tokenizer, lines: Sequence[str]):
@@ -168,7 +194,9 @@ def _one_file(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) ->
 def _next_word(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
     """Each word is to be predicted from those before it."""
     inputs, count = _one_file(model, tokenizer, texts, words)
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    first = inputs["attention_mask"].argmax(1, keepdim=True)  # which is predicted from nothing
+    labels = labels.scatter(1, first, IGNORED)
     return {**inputs, "labels": labels}, count
 
 
@@ -180,7 +208,7 @@ def _masked_words(model: nn.Module, tokenizer, texts: Sequence[Path], words: int
     guessed &= inputs["attention_mask"] == 1
     guessed[0, 0] = True  # one at least
     hidden = ids.masked_fill(guessed, tokenizer.mask_token_id)
-    return {**inputs, "input_ids": hidden, "labels": ids.masked_fill(~guessed, -100)}, count
+    return {**inputs, "input_ids": hidden, "labels": ids.masked_fill(~guessed, IGNORED)}, count
 
 
 def _translation(model: nn.Module, tokenizer, texts: Sequence[Path], words: int) -> tuple[dict, int]:
@@ -194,7 +222,7 @@ def _translation(model: nn.Module, tokenizer, texts: Sequence[Path], words: int)
         columns = [read_lines(texts[0], print)] * 2
     source, target = _chosen(tokenizer, columns, words)
     inputs, wanted = _encoded(model, tokenizer, source), _encoded(model, tokenizer, target)
-    labels = wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, -100)
+    labels = wanted["input_ids"].masked_fill(wanted["attention_mask"] == 0, IGNORED)
     return {**inputs, "labels": labels}, len(source)
 
 

@@ -1,0 +1,143 @@
+"""`lsq sensitivity`: what each layer of a trained model costs in loss in each number format."""
+
+import contextlib
+import math
+import signal
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lsq.commands import interruption, model_batch
+from lsq.commands.interruption import Interrupted, name_of
+from lsq.commands.options import HelpFormatter, count, one_line_errors
+from lsq.errors import draw_costs, sensitivity
+from lsq.errors.costs_table import table
+from lsq.errors.sensitivity import FORMATS
+from lsq.files import write_text
+from lsq.lock import locked_folder
+from lsq.quant.numbers import METHODS
+
+JSON, TABLE, PICTURE = OUTPUTS = ("sensitivity.json", "sensitivity.md", "sensitivity.png")
+BATCH_WORDS = 4096
+"""Of what is computed together, padding counted."""
+DESCRIPTION = """
+Say what each weight of a trained model, and what each product reads, costs in loss in each number format: measured, one
+tensor at a time, and estimated from gradients. Stop it whenever you like: what is done is in the file, and the same
+command goes on with the rest.
+"""
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq sensitivity`."""
+    made = ArgumentParser(
+        prog="lsq sensitivity", description=DESCRIPTION, allow_abbrev=False, formatter_class=HelpFormatter
+    )
+    one_line_errors(made)
+    made.add_argument(
+        "--model", type=Path, required=True, metavar="PATH",
+        help="a folder of transformers' (with --text), a run of `lsq train-text`, or a checkpoint of fairseq's with "
+        "--data",
+    )  # fmt: skip
+    made.add_argument(
+        "--text", type=Path, nargs="+", default=[], metavar="FILE",
+        help="sentences, one a line, and a second file of translations for a model that translates; without it, the "
+        "validation data of the training",
+    )  # fmt: skip
+    made.add_argument("--words", type=count, default=8192, metavar="N", help="of the text, about")
+    made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: its data folder")
+    made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint, for --text")
+    made.add_argument(
+        "--tensors", nargs="+", default=[], metavar="PATTERN", help="names of weights, with * and ?; default: all"
+    )
+    made.add_argument(
+        "--formats", nargs="+", default=list(FORMATS), metavar="FORMAT",
+        help="such as nvfp4 or int4/group16/uint4, see docs/formats.md",
+    )  # fmt: skip
+    made.add_argument("--clip", choices=METHODS, default="mse", help="how clips of weights are measured")
+    made.add_argument("--weights-only", action="store_true", help="leave out what products read")
+    made.add_argument("--output", type=Path, required=True, metavar="DIR", help=f"folder for {', '.join(OUTPUTS)}")
+    made.add_argument("--overwrite", action="store_true", help=f"begin anew, whatever {JSON} is there")
+    made.add_argument("--quiet", action="store_true", help="no progress bar")
+    return made
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        FileNotFoundError, ValueError: a mistake in the options or the files.
+        OSError: the output cannot be written.
+        Interrupted: a signal came.
+    """
+    given = parser().parse_args(arguments)
+    for path in (given.model, *given.text):
+        if not path.exists():
+            raise FileNotFoundError(2, "is not there", str(path))
+    if given.output.exists() and not given.output.is_dir():
+        raise ValueError(f"--output {given.output} is a file; give a folder")
+    with locked_folder(given.output, "choose another --output"), _interruptible():
+        batch = model_batch.load(
+            given.model, given.text, data=given.data, subwords=given.sentencepiece_model, words=given.words
+        )
+        print(f"measuring {given.model}, {batch.description}")
+        path = given.output / JSON
+        if given.overwrite:
+            path.unlink(missing_ok=True)
+
+        def bits(model: nn.Module, numbers: Sequence[int]) -> tuple[Tensor, float]:
+            total, words = batch.losses(numbers)
+            return total.double() / math.log(2), words
+
+        with _progress(given.quiet) as progress:
+            costs = sensitivity(
+                batch.model, bits, by_length(batch.lengths, BATCH_WORDS), formats=given.formats, clip=given.clip,
+                samples=[[number] for number in range(len(batch.lengths))], tensors=given.tensors, path=path,
+                activations=not given.weights_only, progress=progress,
+                about={"model": str(given.model), "text": batch.description, "loss": "bits per word"},
+            )  # fmt: skip
+        draw_costs(costs, given.output / PICTURE)
+        write_text(given.output / TABLE, f"# Which bits where: {given.model}\n\n{table(costs, 'github')}\n")
+        print(table(costs))
+        print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
+    return 0
+
+
+def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
+    """Numbers of sentences of like length together, at most so many words with padding, or one sentence."""
+    found: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= words:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Within this context signals end the work with a word on how to go on."""
+    try:
+        with interruption.raised():
+            yield
+    except KeyboardInterrupt:
+        message = f"stopped by {name_of(signal.SIGINT)}; the same command goes on from there"
+        raise Interrupted(signal.SIGINT, message) from None
+    except Interrupted as stopped:
+        stopped.message += "; the same command goes on from there"
+        raise
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Within this context, what to call after each tensor."""
+    with tqdm(desc="measuring", unit=" tensors", disable=quiet or None) as bar:
+
+        def progress(done: int, wanted: int, name: str) -> None:
+            bar.total = wanted
+            bar.set_postfix_str(name, refresh=False)
+            bar.update(done - bar.n)
+
+        yield progress

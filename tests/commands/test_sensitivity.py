@@ -1,0 +1,100 @@
+"""`lsq sensitivity`: of a run, stopped and gone on with; what is written, and what is refused."""
+
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from lsq import cli
+from lsq.commands import sensitivity
+from lsq.commands.sensitivity import by_length
+from lsq.errors import read_costs
+from tests.translate.conftest import output  # noqa: F401
+
+FORMATS = ["--formats", "int8/row", "int2/row"]
+FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
+
+
+@pytest.fixture
+def lsq_sensitivity(capsys, tmp_path, monkeypatch):
+    """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
+
+    monkeypatch.setattr("lsq.errors.costs_picture.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+
+    def lsq_sensitivity(model, *options) -> tuple[int, str, str]:
+        given = ["--model", model, "--output", tmp_path / "out", "--quiet", *options]
+        return cli.main(["sensitivity", *map(str, given)]), *capsys.readouterr()
+
+    return lsq_sensitivity
+
+
+def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
+    """All of its validation data have the loss that the training reported."""
+    status, said, _ = lsq_sensitivity(output, *FORMATS)
+    assert status == 0 and "12 sentences" in said and "Rank correlation of costs" in said
+    folder = tmp_path / "out"
+    assert {path.name for path in folder.iterdir()} >= set(sensitivity.OUTPUTS)
+    costs = read_costs(folder / sensitivity.JSON)
+    results = json.loads((output / "int8" / "results.json").read_text())
+    assert costs.loss == pytest.approx(results["best_validation_loss"], abs=2e-3)  # fairseq rounds to three digits
+    assert costs.finished and costs.samples == 12 and len(costs.tensors) > 8
+    assert costs.about["loss"] == "bits per word" and costs.about["model"] == str(output)
+    found = [tensor.formats["int2/row"].cost for tensor in costs.tensors]
+    assert max(found) > 10 * max(abs(tensor.formats["int8/row"].cost) for tensor in costs.tensors)
+    assert "| encoder.embed_tokens.weight " in (folder / sensitivity.TABLE).read_text()
+
+
+def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):  # noqa: F811
+    path = tmp_path / "out" / sensitivity.JSON
+    status, said, _ = lsq_sensitivity(output, *FEW)
+    whole = read_costs(path)
+    path.unlink()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with monkeypatch.context() as patch:
+            patch.setattr(sensitivity, "_progress", _stopping(number))
+            status, _, said = lsq_sensitivity(output, *FEW)
+        assert status == 128 + number and said.endswith("; the same command goes on from there\n")
+    assert len(read_costs(path).tensors) == 2 and not read_costs(path).finished
+    assert lsq_sensitivity(output, *FEW)[0] == 0
+    assert read_costs(path) == whole
+
+
+def _stopping(number: int):
+    """`_progress` under which a signal comes after the first tensor."""
+    @contextlib.contextmanager
+    def progress(quiet):
+        yield lambda done, wanted, name: os.kill(os.getpid(), number)
+
+    return progress
+
+
+def test_other_settings_need_overwrite(lsq_sensitivity, output, tmp_path):  # noqa: F811
+    assert lsq_sensitivity(output, *FEW)[0] == 0
+    status, _, said = lsq_sensitivity(output, *FEW, "--clip", "absmax")
+    assert status == 2 and "is of other settings (clip: mse before, absmax now)" in said
+    assert lsq_sensitivity(output, *FEW, "--clip", "absmax", "--overwrite")[0] == 0
+    assert read_costs(tmp_path / "out" / sensitivity.JSON).clip == "absmax"
+
+
+def test_mistakes_are_told_in_a_line(lsq_sensitivity, output, tmp_path):  # noqa: F811
+    (tmp_path / "file").touch()
+    for model, options, message in (
+        (tmp_path / "none", [], "none is not there; check the path"),
+        (output, ["--output", tmp_path / "file"], "is a file; give a folder"),
+        (output, ["--text", tmp_path / "file"], "a model that translates needs two"),
+        (output, ["--formats", "int4/group33x"], "group33x"),
+        (output, ["--tensors", "nothing"], "no tensor is called 'nothing'"),
+    ):
+        status, _, said = lsq_sensitivity(model, *options)
+        assert status == 2 and message in said and said.count("\n") == 1, said
+
+
+def test_batches_are_of_like_length():
+    lengths = [3, 9, 4, 9, 2, 30]
+    found = by_length(lengths, 18)
+    assert found == [[5], [1, 3], [2, 0, 4]]
+    assert by_length([], 18) == []
+    assert sorted(sum(by_length(torch.arange(1, 50).tolist(), 64), [])) == list(range(49))
