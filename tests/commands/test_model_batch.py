@@ -79,6 +79,43 @@ def test_models_of_transformers(folder, texts):
         assert 20 < int(batch.description.split()[2]) < 80
 
 
+def test_losses_of_sentences_of_a_run_add_up(output):  # noqa: F811
+    batch = load(output, words=60)
+    total, words = check_parts(batch, tolerance=0.02)  # in int8, sums are rounded by the clips of their batch
+    assert words == int(batch.description.split()[2])
+    assert float(batch.loss()) != pytest.approx(total / words)  # which is smoothed
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_losses_of_sentences_add_up(folder, texts, name):
+    torch.manual_seed(2)
+    made = {
+        "llama": llama,
+        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE)),
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=40, d_model=32, d_ff=48, d_kv=16, num_layers=1, num_heads=2,
+                                  decoder_start_token_id=0)
+        ),
+    }  # fmt: skip
+    batch = load(folder(made[name]()), texts if name == "t5" else texts[:1], words=60)
+    total, words = check_parts(batch, tolerance=1e-4)
+    assert total / words == pytest.approx(float(batch.loss()), rel=1e-4)
+    if name == "bert":
+        assert batch.losses([len(batch.lengths) - 1])[1] == 0  # no word of it is masked
+
+
+@torch.no_grad()
+def check_parts(batch, tolerance: float) -> tuple[float, float]:
+    """Losses of sentences by themselves, of two parts and of all together; returns the last."""
+    numbers = list(range(len(batch.lengths)))
+    total, words = batch.losses(numbers)
+    for parts in ([[number] for number in numbers], [numbers[::2], numbers[1::2]]):
+        found = [batch.losses(part) for part in parts]
+        assert sum(float(part) for part, _ in found) == pytest.approx(float(total), rel=tolerance)
+        assert sum(count for _, count in found) == words > 0
+    return float(total), words
+
+
 def test_what_is_refused(folder, texts, tmp_path):
     path = folder(transformers.BertModel(transformers.BertConfig(**SHAPE)))
     for given, options, message in (
