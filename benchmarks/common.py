@@ -73,7 +73,8 @@ def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) 
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2, synchronize: Callable | None = None
+    sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2, synchronize: Callable | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Time every side in turn, `rounds` times. Sides that take long say so on standard error as they go.
 
@@ -82,15 +83,16 @@ def alternate(
         rounds: measurements of each side.
         warm_up: rounds before these, of one call each.
         synchronize: waits for a device, before and after each measurement.
+        clock: in seconds.
     """
     repeats = {}
     for _ in range(warm_up):
         for name, run in sides.items():
-            repeats[name] = max(1, int(MINIMUM_SECONDS / seconds(run, 1, synchronize)))
+            repeats[name] = max(1, int(MINIMUM_SECONDS / seconds(run, 1, synchronize, clock)))
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(1, rounds + 1):
         for name, run in sides.items():
-            measured[name].append(seconds(run, repeats[name], synchronize))
+            measured[name].append(seconds(run, repeats[name], synchronize, clock))
             if measured[name][-1] > LONG_SECONDS:
                 print(f"round {number} of {rounds}: {name} {measured[name][-1]:.2f} s", file=sys.stderr, flush=True)
     return {name: timing(values) for name, values in measured.items()}
@@ -114,15 +116,18 @@ def beside_a_copy(timings: Mapping[str, Timing], moved: int) -> Iterator[dict]:
         }
 
 
-def seconds(run: Callable[[], object], repeats: int = 1, synchronize: Callable | None = None) -> float:
-    """Wall-clock seconds per call over `repeats` calls of `run`; `synchronize` waits for a device."""
+def seconds(
+    run: Callable[[], object], repeats: int = 1, synchronize: Callable | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of `clock` per call over `repeats` calls of `run`; `synchronize` waits for a device."""
     wait = synchronize or (lambda: None)
     wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         run()
     wait()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def conditions(options: argparse.Namespace, **more) -> dict:

@@ -18,6 +18,8 @@ PAIR = 32
 """Rows and columns that a kernel takes at a time."""
 INNER = 64
 """Inner elements of a tile."""
+SPARSE_BLOCK = 1280
+"""Bytes of two tiles of a sparse weight, side by side; see csrc/cpu/sparse_tiles.h."""
 
 
 @functools.cache
@@ -30,9 +32,20 @@ def usable() -> tuple[str, ...]:
     return tuple(name for name, number in reversed(INSTRUCTIONS.items()) if function(ctypes.c_int64(number)))
 
 
+def vectorised() -> bool:
+    """Whether anything but plain C++ multiplies here."""
+    return usable()[:1] not in ((), (PLAIN,))
+
+
 def packed_bytes(columns: int, inner: int) -> int:
     """Of b int8 [N, K] as the loops pack it: whole tiles, and a sum for each column."""
     return -(-columns // PAIR) * PAIR * (-(-inner // INNER) * INNER + 4)
+
+
+def packed_sparse_bytes(columns: int, inner: int) -> int:
+    """The same of codes that are 2:4 sparse, of which two of four are stored."""
+    pairs = -(-columns // PAIR)
+    return pairs * (-(-inner // INNER) * SPARSE_BLOCK + 4 * PAIR)
 
 
 class _Codes(ctypes.Structure):

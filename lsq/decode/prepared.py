@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lsq.backends import Backend
+from lsq.csrc import tiles
 from lsq.decode.model import DecodingModel
 from lsq.layers.embedding import sinusoidal_table
 from lsq.ops.nonlinearity import Activation
@@ -21,6 +22,7 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
+from lsq.sparsity import is_sparse
 
 T = TypeVar("T")
 
@@ -108,7 +110,8 @@ class Preparation:
         if name not in self._weights:
             codes, scale = self._model.codes(name, inner).contiguous(), self._model.tensors[name + ".scale"]
             if self._place.packs_weights:
-                self._weights[name] = PackedWeight.of(codes, scale)
+                pack = PackedWeight.of_sparse if is_sparse(codes) and tiles.vectorised() else PackedWeight.of
+                self._weights[name] = pack(codes, scale)
             else:
                 form, place = self._model.architecture.decoder.config.quant.weights, self._place.place
                 self._weights[name] = Weight(format=form, codes=codes.to(place), scale=scale.to(place))

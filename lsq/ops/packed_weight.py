@@ -1,6 +1,7 @@
 """A weight whose codes the CPU has packed once, for products with few rows: those are bound by reading it.
 
-P outputs, K inputs. Tiles are those of csrc/cpu/tiles.h: 16 outputs by 64 inputs, four of which lie together.
+P outputs, K inputs. Tiles are those of csrc/cpu/tiles.h: 16 outputs by 64 inputs, four of which lie together; of a 2:4
+sparse weight they are stored as csrc/cpu/sparse_tiles.h lays them out, in 5/8 of the bytes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ SIDE = 16
 """Outputs of a tile."""
 ALIGNMENT = 64
 """Bytes to whose multiple tiles begin."""
+HALVES, WORDS, UNITS = 4, 64, 8
+"""Of a sparse block: halves of tiles; of each half, bytes that say what is kept, and units of four inputs."""
 
 
 class PackedWeight(Value):
     """Codes [P, K] as tiles, and their scales."""
 
     tiles: Bytes
-    """[tiles.packed_bytes(P, K)], aligned to 64 bytes."""
+    """[tiles.packed_bytes(P, K)], or less if sparse; aligned to 64 bytes."""
     scale: Floats
     """[P]"""
     inner: int
     """K."""
+    sparse: bool
+    """Whether tiles hold two of four inputs alone."""
     instructions: int
     """What multiplies; see csrc/tiles.py."""
 
@@ -38,17 +43,61 @@ class PackedWeight(Value):
         Raises:
             ValueError: the processor has no such instructions, or the C++ library is missing.
         """
-        if not tiles.usable():
-            raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
-        chosen = instructions or tiles.usable()[0]
-        count = tiles.packed_bytes(*codes.shape)
-        memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device="cpu")
-        memory = memory[-memory.data_ptr() % ALIGNMENT :][:count]
+        chosen = _chosen(instructions)
+        memory = _aligned(tiles.packed_bytes(*codes.shape))
         loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory))
-        return cls(tiles=memory, scale=scale, inner=codes.shape[1], instructions=tiles.INSTRUCTIONS[chosen])
+        return cls(
+            tiles=memory, scale=scale, inner=codes.shape[1], sparse=False, instructions=tiles.INSTRUCTIONS[chosen]
+        )
+
+    @classmethod
+    def of_sparse(cls, codes: torch.Tensor, scale: torch.Tensor, instructions: str | None = None) -> PackedWeight:
+        """The same of codes that are 2:4 sparse: of four neighbouring inputs, two at most are not 0.
+
+        Raises:
+            ValueError: they are not; see also `of`.
+        """
+        chosen = _chosen(instructions)
+        memory = _aligned(tiles.packed_sparse_bytes(*codes.shape))
+        fits = torch.zeros(1, dtype=torch.int64, device="cpu")
+        loader.call("lsq_pack_sparse", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory), fits)
+        if not fits:
+            raise ValueError(
+                f"the codes {list(codes.shape)} are not 2:4 sparse: multiply them by a mask of lsq.sparsity.choose, or "
+                "pack them with PackedWeight.of"
+            )
+        return cls(
+            tiles=memory, scale=scale, inner=codes.shape[1], sparse=True, instructions=tiles.INSTRUCTIONS[chosen]
+        )
 
     def codes(self) -> torch.Tensor:
         """Reference: int8 [P, K]."""
         columns, inner = -(-self.columns // tiles.PAIR) * tiles.PAIR, -(-self.inner // tiles.INNER) * tiles.INNER
-        whole = self.tiles[: columns * inner].view(torch.int8).view(columns // SIDE, -1, SIDE, SIDE, 4)
+        whole = self._sparse_tiles() if self.sparse else self.tiles[: columns * inner].view(torch.int8)
+        whole = whole.view(columns // SIDE, -1, SIDE, SIDE, 4)
         return whole.permute(0, 3, 1, 2, 4).reshape(columns, inner)[: self.columns, : self.inner]
+
+    def _sparse_tiles(self) -> torch.Tensor:
+        """int8, the tiles that csrc/cpu/tiles.h would have."""
+        pairs, depth, half = -(-self.columns // tiles.PAIR), -(-self.inner // tiles.INNER), tiles.SPARSE_BLOCK // HALVES
+        halves = self.tiles[: pairs * depth * tiles.SPARSE_BLOCK].view(-1, half)
+        words, values = halves[:, :WORDS].contiguous().view(torch.int32), halves[:, WORDS:].view(torch.int8)
+        shifts = torch.arange(4 * UNITS, device="cpu").view(UNITS, 1, 4)
+        kept = (words.long()[:, None, :, None] >> shifts & 1).bool()  # half, unit, column, input
+        found = torch.zeros_like(kept, dtype=torch.int8)
+        in_order = values.reshape(-1, UNITS // 2, SIDE, 2, 2).transpose(2, 3).reshape(-1)
+        found[kept] = in_order
+        return found.view(pairs, depth, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _chosen(instructions: str | None) -> str:
+    """Those of that name, or the fastest here."""
+    if not tiles.usable():
+        raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
+    return instructions or tiles.usable()[0]
+
+
+def _aligned(count: int) -> torch.Tensor:
+    """uint8 [count] at a multiple of ALIGNMENT."""
+    memory = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device="cpu")
+    return memory[-memory.data_ptr() % ALIGNMENT :][:count]

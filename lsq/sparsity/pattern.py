@@ -39,3 +39,8 @@ def choose(scores: torch.Tensor) -> torch.Tensor:
             wins[first] += won
             wins[later] += ~won
     return torch.stack([count >= GROUP - KEPT for count in wins], dim=2).flatten(1)
+
+
+def is_sparse(matrix: torch.Tensor) -> bool:
+    """Whether each group of four in [N, K] holds two values at most that are not 0, and K is a multiple of 4."""
+    return matrix.shape[1] % GROUP == 0 and bool(((matrix.unflatten(1, (-1, GROUP)) != 0).sum(2) <= KEPT).all())

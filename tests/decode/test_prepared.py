@@ -3,12 +3,14 @@
 import torch
 
 from lsq.backends import backend
+from lsq.csrc import tiles
 from lsq.decode.model import model_of
 from lsq.decode.prepared import Blocks, Preparation, Recent
 from lsq.decode.programs import encoder_program
 from lsq.layers.blocks import Sentences
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.project import Project
+from lsq.sparsity import choose
 from tests.decode.models import small_model
 
 
@@ -38,6 +40,18 @@ def test_weights_are_packed_once_and_temporary_tensors_share_memory():
     assert all(one.tiles is other.tiles for one, other in zip(*packed, strict=True))
     temporary = [tensors[virtual] for virtual in tensors if virtual.role == "temporary"]
     assert len({one.untyped_storage().data_ptr() for one in temporary}) < len(temporary) / 2
+
+
+def test_sparse_weights_are_packed_as_such():
+    model = model_of(small_model())
+    name = next(one for one in model.tensors if one.endswith(".codes")).removesuffix(".codes")
+    codes = model.tensors[name + ".codes"]
+    codes *= choose(codes.int().abs())
+    preparation = Preparation(model, backend("cpu"))
+    packed = preparation.weight(name, codes.shape[1])
+    other = [one for one in model.tensors if one.endswith(".codes")][1].removesuffix(".codes")
+    assert packed.sparse == tiles.vectorised() and torch.equal(packed.codes(), codes)
+    assert not preparation.weight(other, model.tensors[other + ".codes"].shape[1]).sparse
 
 
 def test_programs_share_their_memory():

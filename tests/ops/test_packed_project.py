@@ -3,13 +3,25 @@
 import pytest
 import torch
 
-from lsq.csrc import tiles
+from lsq.csrc import loader, shared_library, tiles
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
+from lsq.sparsity import choose
 from tests.ops.compare import compare, empty, on_cpu, rounded, to_round, weight_format_of
+
+LEVELS = [
+    level for level, needed in loader._REQUIRED.items()
+    if needed <= loader.cpu_features() and (loader._FOLDER / f"libcpu_{level}.so").exists()
+]  # fmt: skip
+
+
+def sparse_codes(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some groups of four hold fewer than two."""
+    codes, scale = codes_of(columns, inner)
+    return codes * choose(torch.rand(columns, inner)) * (torch.rand(columns, inner) > 0.1), scale
 
 
 def codes_of(columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,12 +36,32 @@ def test_packed_codes_are_the_codes(instructions, columns, inner):
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
+@pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208), (130, 4)])
+def test_sparse_codes_take_less_room(instructions, columns, inner):
+    codes, scale = sparse_codes(columns, inner)
+    packed = PackedWeight.of_sparse(codes, scale, instructions)
+    assert torch.equal(packed.codes(), codes)
+    assert packed.tiles.numel() < PackedWeight.of(codes, scale, instructions).tiles.numel() * 0.65
+
+
+def test_three_of_four_are_refused():
+    codes, scale = sparse_codes(70, 64)
+    codes[69, 60:63] = 1
+    with pytest.raises(ValueError, match="not 2:4 sparse"):
+        PackedWeight.of_sparse(codes, scale)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("instructions", tiles.usable())
 @pytest.mark.parametrize("rows, columns, inner", [
-    (0, 32, 64), (1, 16, 16), (3, 48, 80), (17, 544, 208), (161, 96, 576),
+    (0, 32, 64), (1, 16, 16), (3, 48, 80), (8, 64, 4224), (17, 544, 208), (161, 96, 576),
 ])  # fmt: skip
-def test_products_and_their_ends(instructions, rows, columns, inner):
+def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
     torch.manual_seed(rows)
-    weight = PackedWeight.of(*codes_of(columns, inner), instructions)
+    if sparse:
+        weight = PackedWeight.of_sparse(*sparse_codes(columns, inner), instructions)
+    else:
+        weight = PackedWeight.of(*codes_of(columns, inner), instructions)
     for options in (
         {"out": empty(rows, columns)}, {"out": empty(rows, columns), "bias": torch.randn(columns)},
         {"rounded": to_round(rows, columns, 2.0, clipped=False), "bias": torch.randn(columns)},
@@ -63,3 +95,17 @@ def test_nan_poisons_the_scale():
     weight.scale[40] = float("nan")
     found = compare(PackedProject(x=rounded(2, 64).bare(), weight=weight, rounded=to_round(2, 64, 1.0, clipped=False)))
     assert found.rounded.scale.isnan()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_library_expands_sparse_weights(level, monkeypatch):
+    library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
+    monkeypatch.setattr(loader, "library", lambda: library)
+    tiles.usable.cache_clear()
+    try:
+        for instructions in tiles.usable():
+            weight = PackedWeight.of_sparse(*sparse_codes(80, 144), instructions)
+            for rows in (2, 40):
+                compare(PackedProject(x=rounded(rows, 144).bare(), weight=weight, out=empty(rows, 80)))
+    finally:
+        tiles.usable.cache_clear()

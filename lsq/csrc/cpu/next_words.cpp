@@ -149,19 +149,20 @@ LSQ_OPERATION(NextWords, op) {
         static thread_local Kept<int32_t> kept;
         constexpr int64_t kStride = kBlock + kTileSide;
         Block read(op, shared, omp_get_thread_num());
-        StripMultiplier multiplier(product);
-        int64_t taken = -1;
+        with_multiplier(product, op.packed_weight, [&](auto& multiplier) {
+            int64_t taken = -1;
 #pragma omp for schedule(dynamic)
-        for (int64_t block = 0; block < shared.blocks; ++block) {
-            const int64_t begin = block * kBlock, words = std::min(kBlock, op.vocabulary - begin);
-            for (int64_t first = 0; first < op.rows; first += kStrip) {
-                const int64_t rows = std::min(kStrip, op.rows - first);
-                if (taken != first) multiplier.take(taken = first, rows);
-                int32_t* sums = kept.at_least(multiplier.height() * kStride);
-                multiplier.multiply(begin, begin + rounded_up(words, kTilePair), sums, kStride);
-                read(begin, words, first, rows, sums, kStride);
+            for (int64_t block = 0; block < shared.blocks; ++block) {
+                const int64_t begin = block * kBlock, words = std::min(kBlock, op.vocabulary - begin);
+                for (int64_t first = 0; first < op.rows; first += kStrip) {
+                    const int64_t rows = std::min(kStrip, op.rows - first);
+                    if (taken != first) multiplier.take(taken = first, rows);
+                    int32_t* sums = kept.at_least(multiplier.height() * kStride);
+                    multiplier.multiply(begin, begin + rounded_up(words, kTilePair), sums, kStride);
+                    read(begin, words, first, rows, sums, kStride);
+                }
             }
-        }
+        });
         std::vector<int64_t> heads(shared.threads);
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < op.rows; ++row) finish_row(op, shared, row, heads);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "rows.h"
-#include "tiles.h"
+#include "sparse_tiles.h"
 
 namespace lsq {
 
@@ -16,6 +16,18 @@ inline TileProduct packed_product(const Coded& x, const PackedWeight& weight, in
             static_cast<Instructions>(weight.instructions),
             0,
             reinterpret_cast<int8_t*>(weight.tiles)};
+}
+
+// Calls use(multiplier) with what goes through the rows of such a product on this thread.
+template <class Use>
+void with_multiplier(const TileProduct& product, const PackedWeight& weight, const Use& use) {
+    if (weight.sparse) {
+        SparseMultiplier multiplier(product);
+        use(multiplier);
+    } else {
+        StripMultiplier multiplier(product);
+        use(multiplier);
+    }
 }
 
 }  // namespace lsq

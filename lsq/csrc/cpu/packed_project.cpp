@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 256;  // outputs that a thread makes at a time
 constexpr int64_t kStrip = 32;   // rows, whose sums stay in the first cache
+constexpr int64_t kSparseStrip = 256;  // rows for which a sparse weight is expanded
 
 // Ends blocks of sums on one thread.
 class PackedEnd {
@@ -92,23 +93,25 @@ LSQ_OPERATION(PackedProject, op) {
     const TileProduct product = packed_product(op.x, op.weight, op.rows);
     const int64_t n = op.weight.columns, threads = omp_get_max_threads();
     const int64_t chunk = std::min(kChunk, rounded_up((n + threads - 1) / threads, kTilePair));
+    const int64_t strip = op.weight.sparse ? kSparseStrip : kStrip;
     int missing = 0;
 #pragma omp parallel reduction(| : missing)
     {
         static thread_local Kept<int32_t> kept;
         PackedEnd end(op);
-        StripMultiplier multiplier(product);
-        for (int64_t first = 0; first < op.rows; first += kStrip) {
-            const int64_t rows = std::min(kStrip, op.rows - first), stride = chunk + kTileSide;
-            multiplier.take(first, rows);
-            int32_t* sums = kept.at_least(multiplier.height() * stride);
+        with_multiplier(product, op.weight, [&](auto& multiplier) {
+            for (int64_t first = 0; first < op.rows; first += strip) {
+                const int64_t rows = std::min(strip, op.rows - first), stride = chunk + kTileSide;
+                multiplier.take(first, rows);
+                int32_t* sums = kept.at_least(multiplier.height() * stride);
 #pragma omp for schedule(static) nowait
-            for (int64_t begin = 0; begin < n; begin += chunk) {
-                const int64_t count = std::min(chunk, n - begin);
-                multiplier.multiply(begin, begin + rounded_up(count, kTilePair), sums, stride);
-                missing |= end(first, rows, begin, count, sums, stride);
+                for (int64_t begin = 0; begin < n; begin += chunk) {
+                    const int64_t count = std::min(chunk, n - begin);
+                    multiplier.multiply(begin, begin + rounded_up(count, kTilePair), sums, stride);
+                    missing |= end(first, rows, begin, count, sums, stride);
+                }
             }
-        }
+        });
     }
     finish(op.rounded, missing);
 }
