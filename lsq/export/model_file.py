@@ -1,7 +1,8 @@
 """lsq's own file of a model to decode with: one safetensors file, whose codes are mapped, and checked when it is read.
 
-Its tensors are those of a DecodingModel. Architecture, vocabularies and sentencepiece's model are in the metadata, a
-text for each name. Checksums are CRC-32: of each tensor, and of all metadata.
+Its tensors are those of a DecodingModel; of codes that are 2:4 sparse, what lsq/export/sparse_codes.py says.
+Architecture, vocabularies and sentencepiece's model are in the metadata, a text for each name. Checksums are CRC-32: of
+each tensor, and of all metadata.
 """
 
 import base64
@@ -21,9 +22,11 @@ import lsq
 from lsq import files
 from lsq.decode.architecture import MOST, Architecture
 from lsq.decode.model import DecodingModel
+from lsq.export import sparse_codes
 
 KIND = "lsq model "
-FORMAT = KIND + "1"
+FORMAT, SPARSE_FORMAT = FORMATS = (KIND + "1", KIND + "2")
+"""That of a file, without and with sparse codes, which an older lsq does not know."""
 CHECKSUM = "checksum"
 """Of the metadata, in the metadata."""
 FORMAT_NAME, CHECKSUMS, VERSION = "format", "tensors", "lsq"
@@ -81,11 +84,15 @@ def write(path: Path, exported: ExportedModel) -> None:
         OSError: it cannot be written.
     """
     tensors = dict(exported.model.tensors)
+    if not exported.model.architecture.decoder.config.quant.weights.packed:
+        tensors = sparse_codes.split(tensors)
+    is_dense = tensors.keys() == exported.model.tensors.keys()
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds NaN or infinity; export another checkpoint of the training")
     metadata = {
-        FORMAT_NAME: FORMAT, VERSION: lsq.__version__, "architecture": exported.model.architecture.to_json(),
+        FORMAT_NAME: FORMAT if is_dense else SPARSE_FORMAT, VERSION: lsq.__version__,
+        "architecture": exported.model.architecture.to_json(),
         "source": json.dumps(exported.source), "target": json.dumps(exported.target),
         "subwords": "" if exported.subwords is None else base64.b64encode(exported.subwords).decode(),
         "trained_length": json.dumps(exported.trained_length),
@@ -98,8 +105,9 @@ def write(path: Path, exported: ExportedModel) -> None:
 def read(path: Path) -> ExportedModel:
     """Read a model; every tensor is read once, for its checksum.
 
-    Codes are mapped: the file must stay as it is until they are in use elsewhere, as the engine packs them. What is
-    used as it is, all floats, is copied. `write` puts another file in the place of this one, which then goes on.
+    Codes are mapped, but for sparse ones: the file must stay as it is until they are in use elsewhere, as the engine
+    packs them. What is used as it is, all floats, is copied. `write` puts another file in the place of this one, which
+    then goes on.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
@@ -122,12 +130,13 @@ def _kept(mapped: Tensor) -> Tensor:
 
 def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> ExportedModel:
     found = metadata.get(FORMAT_NAME, "")
-    if found != FORMAT:
-        raise ValueError(f"its format is {found[:40]!r}, not {FORMAT!r}; export the model again")
+    if found not in FORMATS:
+        raise ValueError(f"its format is {found[:40]!r}, not {' or '.join(map(repr, FORMATS))}; export the model again")
     rest = {name: text for name, text in metadata.items() if name != CHECKSUM}
     if metadata.get(CHECKSUM) != checksum_of_texts(rest):
         raise ValueError("the checksum of its metadata does not fit")
-    model = DecodingModel(architecture=Architecture.from_json(rest.get("architecture", "")), tensors=tensors)
+    whole = sparse_codes.join(tensors) if found == SPARSE_FORMAT else tensors
+    model = DecodingModel(architecture=Architecture.from_json(rest.get("architecture", "")), tensors=whole)
     wanted = _read(rest, CHECKSUMS, dict)
     for name, tensor in tensors.items():
         if wanted.get(name) != checksum(tensor):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from lsq.decode.model import DecodingModel, model_of
 from lsq.export import model_file
 from lsq.export.model_file import ExportedModel
+from lsq.sparsity import choose
 from tests.decode.models import small_model
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_bytes, mutated_json
@@ -65,6 +66,51 @@ def test_without_what_is_optional(tmp_path):
     before = dataclasses.replace(exported(), subwords=None, trained_length=None)
     model_file.write(tmp_path / "model", before)
     assert same(before, model_file.read(tmp_path / "model"))
+
+
+def sparse() -> ExportedModel:
+    """The codes of one layer's feed-forward weights are 2:4 sparse."""
+    found = exported()
+    for name, codes in found.model.tensors.items():
+        if name.startswith("encoder.layers.0.feed_forward") and name.endswith(".codes"):
+            codes *= choose(codes.int().abs())
+    return found
+
+
+def test_sparse_codes_take_less_room(tmp_path):
+    before = sparse()
+    names = [name for name in before.model.tensors if name.startswith("encoder.layers.0.f") and name.endswith(".codes")]
+    assert names
+    model_file.write(tmp_path / "dense", exported())
+    model_file.write(tmp_path / "sparse", before)
+    with safe_open(tmp_path / "sparse", framework="pt") as file:
+        assert file.metadata()["format"] == "lsq model 2"
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    for name in names:
+        assert name not in stored
+        parts = stored[name + ".values"].nbytes + stored[name + ".indices"].nbytes
+        assert parts == before.model.tensors[name].nbytes * 5 // 8
+    assert same(before, model_file.read(tmp_path / "sparse"))
+    assert (tmp_path / "sparse").stat().st_size < (tmp_path / "dense").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda metadata, tensors: tensors.pop(next(name for name in tensors if name.endswith(".indices"))), "alone"),
+        (lambda metadata, tensors: [one.zero_() for name, one in tensors.items() if name.endswith(".indices")],
+         "the checksum of .*indices does not fit"),
+        (lambda metadata, tensors: tensors.update({name: one[:, :-1].contiguous() for name, one in tensors.items()
+                                                   if name.endswith(".values")}), "they must be int8"),
+        (lambda metadata, tensors: metadata.update(format="lsq model 1"), "the model (lacks|has unknown) tensors"),
+    ],
+)  # fmt: skip
+def test_sparse_codes_that_do_not_fit_are_named(tmp_path, change, reason):
+    path = tmp_path / "model.safetensors"
+    model_file.write(path, sparse())
+    rewritten(path, change)
+    with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
+        model_file.read(path)
 
 
 def test_reading_maps_codes_and_needs_no_fairseq(tmp_path):
@@ -121,7 +167,7 @@ def rewritten(path, change):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda metadata, tensors: metadata.update(format="lsq model 2"), "its format is 'lsq model 2'"),
+        (lambda metadata, tensors: metadata.update(format="lsq model 3"), "its format is 'lsq model 3'"),
         (lambda metadata, tensors: metadata.pop("format"), "its format is ''"),
         (lambda metadata, tensors: metadata.pop("architecture"), "architecture"),
         (lambda metadata, tensors: metadata.update(target='["a"]'), "the decoder has 37 words, and its vocabulary 1"),
