@@ -27,7 +27,7 @@ from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
 from lsq.quant import NORMALISED
-from lsq.quant.numbers import TENSOR, ScaledFormat
+from lsq.quant.numbers import Grain, ScaledFormat
 
 
 def filled(rows: int) -> int:
@@ -89,7 +89,7 @@ def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
     name = clip.removesuffix("_clip") + ".decoded"
     decoded = FakeQuantize(
         x=x.floats, clip=builder.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip),
-        out=builder.like(name, x.floats), form=form, given=form.grain == TENSOR,
+        out=builder.like(name, x.floats), form=form, given=form.grain == Grain.TENSOR,
         clipped=builder.tensor(name + ".clipped", bits, torch.uint8) if builder.backward else None,
     )
     return Rows(floats=builder.add(decoded).out)

@@ -5,7 +5,7 @@ import torch
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.program.backend import Backend
 from lsq.quant import SMALLEST_CLIP, fill_empty
-from lsq.quant.numbers import TENSOR, ScaledFormat
+from lsq.quant.numbers import Grain, ScaledFormat
 
 FIRST, LEAST, TRIED, NEAR = 1.0, -6.0, 15, 9
 """Clips that are tried: the largest magnitude times 15 powers of two from FIRST down to LEAST; 9 around the best."""
@@ -22,7 +22,7 @@ def least_error_clip(form: ScaledFormat, x: torch.Tensor, target: Backend, *, pe
     """
     if not per_row:
         x = x[:: max(1, x.numel() // SAMPLE)].contiguous()
-    given = form.grain.columns is None if per_row else form.grain == TENSOR
+    given = form.grain.columns is None if per_row else form.grain == Grain.TENSOR
     largest = x.abs().amax(1, keepdim=True) if per_row else x.abs().amax().view(1, 1)
     out = torch.empty_like(x)
 

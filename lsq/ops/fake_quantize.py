@@ -18,7 +18,7 @@ from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, e
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 from lsq.quant import GRADIENT, Format, arithmetic, pack_bits, unpack_bits
-from lsq.quant.numbers import Blocks, FloatScales, PowerScales, ScaledFormat
+from lsq.quant.numbers import FloatScales, Grain, PowerScales, ScaledFormat
 from lsq.quant.numbers.lookup import lookup
 
 STORED = {torch.float32: 0, torch.bfloat16: 1}
@@ -208,7 +208,7 @@ def fake_gradient(builder, gradient, form: Format | ScaledFormat | None):
     return out
 
 
-def largest_magnitudes(x: torch.Tensor, grain: Blocks) -> torch.Tensor:
+def largest_magnitudes(x: torch.Tensor, grain: Grain) -> torch.Tensor:
     """Of each block of x [M, N], in the grid of blocks; NaN where one is not finite."""
     shape = tuple(x.shape)
     blocks, _ = grain.split(x)
