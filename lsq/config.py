@@ -7,9 +7,13 @@ import ast
 import inspect
 import math
 import textwrap
-from dataclasses import dataclass, field, fields
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, GRADIENT, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant.choices import check_choice, format_choice
 from lsq.quant.numbers import ScaledFormat, scaled_format
 
 MODES = ("float", "int8")
@@ -18,6 +22,10 @@ GRANULARITIES = ("tensor", "channel")
 PRODUCT_DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "squared_relu")
 NORMS = ("layer", "rms")
+Names = Mapping[str, Sequence[str]]
+"""What a part of a model calls a tensor -> its names in the state dict of the part."""
+Fitted = dict[str, set[str]]
+"""Names of fields of QuantConfig -> patterns that fit a tensor."""
 FAST_FORMATS = {"weight_format": tuple(WEIGHT_FORMATS), "activation_format": ("int8",), "gradient_format": ("int8",)}
 """Field of QuantConfig -> formats that products read as they are."""
 UNROUNDED = "float32"
@@ -31,19 +39,19 @@ def require_choice(name: str, value, allowed) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def check_format(name: str, value, fast: tuple[str, ...]) -> None:
+def check_format(fast: tuple[str, ...], name: str) -> None:
     """Refuse a format that does not exist.
 
     Raises:
-        ValueError: `value` is no fast format, nor "float32", nor one of lsq.quant.numbers; the nearest is offered.
+        ValueError: `name` is no fast format, nor "float32", nor one of lsq.quant.numbers; the nearest is offered.
     """
-    if value in (*fast, UNROUNDED):
+    if name in (*fast, UNROUNDED):
         return
     try:
-        scaled_format(value)
-    except (ValueError, AttributeError, TypeError) as error:
+        scaled_format(name)
+    except ValueError as error:
         allowed = ", ".join(map(repr, (*fast, UNROUNDED)))
-        raise ValueError(f"{name} is {value!r}; allowed: {allowed}, and formats of docs/formats.md: {error}") from None
+        raise ValueError(f"allowed are {allowed}, and formats of docs/formats.md, but {error}") from None
 
 
 def require_positive(name: str, value: float) -> None:
@@ -97,7 +105,8 @@ class QuantConfig:
     """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor."""
     weight_format: str = "int8"
     """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast products; any format of
-    docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all."""
+    docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all. Patterns of names
+    may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"."""
     activation_format: str = "int8"
     """The same of activations: "int8" has fast products."""
     gradient_format: str = "int8"
@@ -125,7 +134,7 @@ class QuantConfig:
             raise ValueError(f"percentile is {self.percentile!r}; it must be above 0 and at most 100")
         require_choice("weight_granularity", self.weight_granularity, GRANULARITIES)
         for name, fast in FAST_FORMATS.items():
-            check_format(name, getattr(self, name), fast)
+            check_choice(name, getattr(self, name), partial(check_format, fast))
         require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
         require_choice("backward", self.backward, BACKWARDS)
         require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
@@ -144,7 +153,7 @@ class QuantConfig:
             raise ValueError(
                 f'clip_gradient is "lsq", which knows integers with fast products alone, not {formats}: take "pact"'
             )
-        if self.weight_format == "int4":
+        if "int4" in format_choice(self.weight_format).formats:
             raise ValueError(f"{formats}: int4 weights go with int8 activations and gradients; take int4/group32/uint4")
 
     @property
@@ -155,41 +164,85 @@ class QuantConfig:
     @property
     def coded(self) -> bool:
         """Whether products read integers: all formats have fast ones. Else anything quantised is decoded first."""
-        return self.quantized and all(getattr(self, name) in fast for name, fast in FAST_FORMATS.items())
+        return self.quantized and all(
+            form in fast for name, fast in FAST_FORMATS.items() for form in format_choice(getattr(self, name)).formats
+        )
 
     @property
     def activations(self) -> Format | ScaledFormat | None:
-        """What activations are rounded to, under one learned clip for a tensor; None: they are not."""
-        if self.coded:
-            return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
-        return self._decoded(self.activation_format, "tensor")
+        """What activations are rounded to that no pattern names; see activation_form."""
+        return self.activation_form("")
 
     @property
     def weights(self) -> WeightFormat | ScaledFormat | None:
-        """What weights are rounded to, under one learned clip for each output channel, or one for all; None: they are
-        not."""
-        per_row = self.weight_granularity == "channel"
-        if self.coded:
-            return WEIGHT_FORMATS[self.weight_format](self.bits, Grain.ROW if per_row else Grain.TENSOR)
-        return self._decoded(self.weight_format, "row" if per_row else "tensor")
+        """What weights are rounded to that no pattern names; see weight_form."""
+        return self.weight_form("")
 
     @property
-    def gradients(self) -> Format | ScaledFormat | None:
-        """What gradients of products are rounded to: GRADIENT at random, others to the nearest; None: nothing."""
+    def formats_differ(self) -> bool:
+        """Whether patterns give some tensors other formats."""
+        return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
+
+    def activation_form(self, name: str) -> Format | ScaledFormat | None:
+        """What an activation is rounded to, under one learned clip for a tensor; None: it is not."""
+        if self.coded:
+            return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
+        return self._decoded(format_choice(self.activation_format).of(name), "tensor")
+
+    def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
+        """What a weight is rounded to, with a learned clip for each output channel, or one for all; None: it is not."""
+        form, per_row = format_choice(self.weight_format).of(name), self.weight_granularity == "channel"
+        if self.coded:
+            return WEIGHT_FORMATS[form](self.bits, Grain.ROW if per_row else Grain.TENSOR)
+        return self._decoded(form, "row" if per_row else "tensor")
+
+    def gradient_form(self, name: str) -> Format | ScaledFormat | None:
+        """What the gradient of a product with a weight is rounded to: GRADIENT at random, others to the nearest; None:
+        it is not."""
         if not self.quantized or self.backward == "float":
             return None
-        return GRADIENT if self.gradient_format == "int8" else self._decoded(self.gradient_format, "row")
+        form = format_choice(self.gradient_format).of(name)
+        return GRADIENT if form == "int8" else self._decoded(form, "row")
 
-    def weight_clips(self, rows: int) -> int:
+    def weight_clips(self, name: str, rows: int) -> int:
         """How many clips a weight of so many output channels has.
 
         Formats with one scale for the tensor have one, with one for each row as many as rows.
         """
-        form = self.weights
+        form = self.weight_form(name)
         if isinstance(form, WeightFormat):
             return form.scales(rows)
         per_row = form.grain.rows == 1 if form.grain.columns is None else self.weight_granularity == "channel"
         return rows if per_row else 1
+
+    def at(self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None) -> "QuantConfig":
+        """What concerns a part of a model: the same where patterns say nothing else.
+
+        Args:
+            path: of the part in the model.
+            weights, activations: what the part calls its tensors -> their names in the state dict of the part.
+            fitted: gets the patterns that fit something, by the names of fields.
+        """
+        if not self.formats_differ:
+            return self
+        fitted = defaultdict(set) if fitted is None else fitted
+        named = {"weight_format": weights, "activation_format": activations, "gradient_format": weights}
+        chosen = {one: format_choice(getattr(self, one)).at(path, names, fitted[one]) for one, names in named.items()}
+        return replace(self, **chosen)
+
+    def check_fitted(self, fitted: Fitted) -> None:
+        """Refuse patterns that fit no tensor of a model.
+
+        Raises:
+            ValueError: names the first one.
+        """
+        for name in FAST_FORMATS:
+            for pattern, form in format_choice(getattr(self, name)).exceptions:
+                if pattern not in fitted.get(name, ()):
+                    raise ValueError(
+                        f"{name} gives {form} to {pattern!r}, but no tensor of this model is called so; names are "
+                        "those of its state dict, of activations those of their clips without _clip"
+                    )
 
     def _decoded(self, name: str, grain: str) -> ScaledFormat | None:
         """`grain`: of integers that are called by their width alone."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -19,6 +19,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.in_place import InPlace
 from lsq.layers.module import ProgramModule
 from lsq.layers.packing import Packing, packing_options
+from lsq.layers.places import placed
 from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
@@ -80,14 +81,15 @@ class FusedLayer(InPlace):
         """Probabilities that others may change: those of LayerConfig, by name. They are read in every training pass."""
         return {}
 
-    def take_place(self, quant: QuantConfig) -> None:
-        config, trained = self.config_of(self, quant), self.trained()
-        self.begin(quant)
-        self.config = config
+    def take_place(self, quant: QuantConfig, path: str) -> None:
+        self.config, trained = self.config_of(self, quant), self.trained()
+        one = Sentences(rows=1, count=1)
+        build = partial(self._program, one, source=one if self.CROSS else None)
+        self.config = placed(self.config, path, build, self.state_names)
+        self.begin(self.config.quant)
         self.rounded = Rounded()
         self.joined: dict[str, torch.Tensor | None] = {}
-        one = Sentences(rows=1, count=1)
-        self.declare(partial(self._program, one, source=one if self.CROSS else None), measure=False)
+        self.declare(build, measure=False)
         self._join()
         for clip in self.clips().values():
             clip.requires_grad_(trained)
@@ -105,6 +107,9 @@ class FusedLayer(InPlace):
 
     def state_name(self, name: str) -> str:
         return name.replace(".", "_")
+
+    def state_names(self, name: str) -> Sequence[str]:
+        return self.SOURCES.get(name) or super().state_names(name)
 
     def _holder(self, path: str) -> tuple[nn.Module, str]:
         return self, self.state_name(path)

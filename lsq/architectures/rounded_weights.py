@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lsq.ops.fake_quantize import decode_weight
 from lsq.program import upkeep
 from lsq.program.parameters import Kind, Parameter
+from lsq.program.values import Weight
 from lsq.quant import WeightFormat
+from lsq.quant.numbers import ScaledFormat
 
 if TYPE_CHECKING:
     from lsq.architectures.fused_layer import FusedLayer
@@ -66,14 +69,14 @@ def _rounds(layer: FusedLayer) -> bool:
 
 def _swap(layer: FusedLayer, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     parameters = layer.sources(name)
-    clip = layer.own_parameter(declared.clip) if _rounds(layer) else None
+    clip = layer.own_parameter(declared.clip) if declared.clip is not None and _rounds(layer) else None
     stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip) if one is not None]
     probes = [value for one in parameters for value in upkeep.probe(one, one if clip is None else clip)]
     kept, values, rounded = layer.rounded.kept.get(name, (None, (), None))
     if kept != stamp or torch.is_grad_enabled() or not all(map(torch.equal, values, probes)):
         rounded = layer.values_of(name)
         if clip is not None:
-            rounded = _as_rounded(rounded, clip, layer.quant.weights, declared.by_inputs)
+            rounded = _as_rounded(layer, rounded, clip, layer.quant.weight_form(name), declared.by_inputs)
         if not torch.is_grad_enabled():
             layer.rounded.kept[name] = stamp, [one.clone() for one in probes], rounded
     sizes = [len(parameter) for parameter in parameters]
@@ -84,11 +87,18 @@ def _swap(layer: FusedLayer, name: str, declared: Parameter) -> Iterator[tuple[n
         module._parameters[last] = part
 
 
-def _as_rounded(weight: torch.Tensor, clip: torch.Tensor, form: WeightFormat, by_inputs: bool) -> torch.Tensor:
+def _as_rounded(
+    layer: FusedLayer, weight: torch.Tensor, clip: torch.Tensor, form: WeightFormat | ScaledFormat, by_inputs: bool
+) -> torch.Tensor:
     with torch.no_grad():
         rows = weight.detach().float()
         rows = rows.t() if by_inputs else rows
-        stored, scale = form.encode(rows, clip)
-        seen = form.unpack(stored, rows.shape[1]) * scale[:, None]
+        if isinstance(form, ScaledFormat):
+            decoded = Weight(format=form, values=rows, clip=clip.detach(), decoded=torch.empty_like(rows.contiguous()))
+            layer.target.run(decode_weight(decoded))
+            seen = decoded.decoded
+        else:
+            stored, scale = form.encode(rows, clip)
+            seen = form.unpack(stored, rows.shape[1]) * scale[:, None]
         change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
     return weight + change

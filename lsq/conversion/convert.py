@@ -14,6 +14,7 @@ from lsq.conversion.selection import Skip, choose, stacks_of
 from lsq.layers.head import head_class
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import QuantizedLinear, by_inputs_of
+from lsq.layers.places import check_patterns
 from lsq.program import shards
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,8 +49,8 @@ def convert(
         What was converted, and why the others were not; print it.
 
     Raises:
-        ValueError: nothing can be converted, a pattern in `skip` fits nothing, the model is wrapped already, or the
-            mode is "float" where nothing is fused.
+        ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing, the model is wrapped
+            already, or the mode is "float" where nothing is fused. The model is left as it was.
     """
     quant = QuantConfig() if quant is None else quant
     if not isinstance(quant, QuantConfig):
@@ -67,12 +68,17 @@ def convert(
         raise ValueError(f"{type(model).__name__} {lacks}. {report}")
     for fusion in whole:
         if fusion.whole.reason is None:
-            _swap(fusion.module, fusion.kind, quant)
+            _swap(fusion.module, fusion.kind, quant, fusion.whole.name)
     for choice, layer in zip(choices, report.layers, strict=True):
         if layer.reason is None and layer.within is None:
-            _swap(choice.module, head_class() if layer.head else _linear_class(type(choice.module)), quant)
+            _swap(choice.module, head_class() if layer.head else _linear_class(type(choice.module)), quant, layer.name)
     name_classes(model)
     keep_apart(model)
+    try:
+        check_patterns(model, quant)
+    except ValueError:
+        revert(model)
+        raise
     return report
 
 
@@ -80,10 +86,10 @@ def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:
     return QuantizedLinear if float_class is nn.Linear else by_inputs_of(float_class)
 
 
-def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig) -> None:
+def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig, path: str) -> None:
     """By its class alone: whoever holds the layer or its parameters holds them still."""
     module.__class__ = kind
-    module.take_place(quant)
+    module.take_place(quant, path)
 
 
 def revert(model: Model) -> Model:

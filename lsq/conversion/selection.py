@@ -55,7 +55,8 @@ def choose(
         id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
     inside = {id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()}
-    found = _heads(names) if heads and not quant.weights.packed else set()
+    whole_tiles = quant.coded or quant.formats_differ
+    found = _heads(names) if heads and "int4" not in quant.weight_format else set()
     return [
         Choice(
             module=module, layer=Layer(
@@ -68,7 +69,7 @@ def choose(
             or ("skip names it" if skips(module, name) else None)
             or (None if quant.quantized else FLOAT_MODE)
             or _unusual(module, quant)
-            or _unfit(inputs, inputs if id(module) in found else outputs, minimum_width)
+            or _unfit(inputs, inputs if id(module) in found else outputs, minimum_width, whole_tiles)
             or (None if tied or id(module) in found else _shared(module, embeddings))
         ]
     ]
@@ -123,16 +124,16 @@ def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
         return f"has a weight that is a {type(module.weight).__name__}"
     if module.weight.dtype not in DTYPES:
         return f"has a weight of {module.weight.dtype}"
-    if is_conv1d(module) and quant.weights.packed:
-        return f"has a weight [inputs, outputs], which {quant.weight_format} does not store"
+    if is_conv1d(module) and "int4" in quant.weight_format:
+        return "has a weight [inputs, outputs], which int4 does not store"
     return None
 
 
-def _unfit(inputs: int, outputs: int, minimum_width: int) -> str | None:
+def _unfit(inputs: int, outputs: int, minimum_width: int, whole_tiles: bool) -> str | None:
     for name, width in (("inputs", inputs), ("outputs", outputs)):
         if width < minimum_width:
             return f"{width} {name}: narrower than {minimum_width} gains nothing (minimum_width)"
-        if width % DIMENSION_MULTIPLE:
+        if whole_tiles and width % DIMENSION_MULTIPLE:
             return f"{width} {name}: int8 products need a multiple of {DIMENSION_MULTIPLE}"
     return None
 

@@ -8,8 +8,9 @@ from fairseq.models import FairseqIncrementalDecoder
 from torch import Tensor, nn
 
 from lsq.fairseq.options import layer_config, quantization
-from lsq.fairseq.stack import FairseqStack, build_embedding, final_norm
+from lsq.fairseq.stack import FairseqStack, build_embedding, configs_of, final_norm
 from lsq.layers import Packing, TransformerDecoderLayer, VocabularyProjection
+from lsq.layers.linear import ALONE
 from lsq.layers.packing import packing_options
 
 IncrementalState = dict[str, dict[str, Tensor]]
@@ -34,7 +35,7 @@ class LSQDecoder(FairseqStack, FairseqIncrementalDecoder):
         self.output_projection = VocabularyProjection(
             len(dictionary),
             weight.shape[1],
-            quant=quantization(args),
+            quant=quantization(args).at("decoder.output_projection", *ALONE),
             weight=weight if args.share_decoder_input_output_embed else None,
             padding_idx=self.padding_idx,
         )
@@ -113,7 +114,7 @@ class LSQTransformerDecoder(LSQDecoder):
 
     def __init__(self, args: Any, dictionary: Dictionary, weight: nn.Parameter):
         config = layer_config(args, "decoder")
-        layers = (TransformerDecoderLayer(config) for _ in range(args.decoder_layers))
+        layers = map(TransformerDecoderLayer, configs_of(config, args.decoder_layers, "decoder", memory=True))
         super().__init__(args, dictionary, weight, layers)
 
     def memory_of_rows(self, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, Packing]:

@@ -9,7 +9,7 @@ from fairseq.models.transformer import TransformerEncoder
 from torch import Tensor, nn
 
 from lsq.fairseq.options import layer_config
-from lsq.fairseq.stack import FairseqStack, build_embedding, final_norm
+from lsq.fairseq.stack import FairseqStack, build_embedding, configs_of, final_norm
 from lsq.layers import Packing, TransformerEncoderLayer, unpack_time_major
 from lsq.layers.packing import packing_options
 
@@ -30,7 +30,7 @@ class LSQTransformerEncoder(FairseqStack, FairseqEncoder):
         self.padding_idx = dictionary.pad()
         self.embed_tokens = build_embedding(args, "encoder", self.padding_idx, weight)
         config = layer_config(args, "encoder")
-        self.layers = nn.ModuleList(TransformerEncoderLayer(config) for _ in range(args.encoder_layers))
+        self.layers = nn.ModuleList(map(TransformerEncoderLayer, configs_of(config, args.encoder_layers, "encoder")))
         self.layer_norm = final_norm(args, "encoder")
 
     def forward(

@@ -76,13 +76,16 @@ def options_of(args: Any) -> SearchOptions:
 def engine_place(models: Sequence[nn.Module]) -> Backend | None:
     """Where the int8 engine decodes these, as their layers compute there; None: they decode by steps of their own.
 
-    The engine takes one model of lsq in int8 whose layers compute in one place, with compiled loops or kernels.
+    The engine takes one model of lsq whose layers all are in int8, or all in int4, and compute in one place, with
+    compiled loops or kernels.
     """
     if len(models) != 1 or not isinstance(models[0], LSQModel):
         return None
-    if not models[0].decoder.output_projection.quant.coded:
+    modules = [module for module in models[0].modules() if isinstance(module, ProgramModule)]
+    rounded = {module.quant for module in modules if module.quant.quantized}
+    if len(rounded) != 1 or not all(quant.coded and not quant.formats_differ for quant in rounded):
         return None
-    places = {module.target for module in models[0].modules() if isinstance(module, ProgramModule)}
+    places = {module.target for module in modules}
     return places.pop() if len(places) == 1 and backend("reference") not in places else None
 
 

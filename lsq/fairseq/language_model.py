@@ -17,6 +17,7 @@ from lsq.fairseq.decoder import LSQDecoder
 from lsq.fairseq.memory import bounding_batch
 from lsq.fairseq.model import LSQModel
 from lsq.fairseq.paddings import Paddings
+from lsq.fairseq.stack import configs_of
 from lsq.fairseq.task import LSQTask, TaskOptions
 from lsq.layers import Packing, TransformerEncoderLayer
 from lsq.layers.packing import packing_options
@@ -60,7 +61,8 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         words = task.source_dictionary
         weight = transformer_lm.Embedding(len(words), args.decoder_embed_dim, words.pad()).weight
         config = options.layer_config(args, "decoder")
-        layers = (TransformerEncoderLayer(config, causal=True) for _ in range(args.decoder_layers))
+        configs = configs_of(config, args.decoder_layers, "decoder")
+        layers = (TransformerEncoderLayer(config, causal=True) for config in configs)
         return cls(LSQDecoder(args, task.target_dictionary, weight, layers)).started(args)
 
     def forward(

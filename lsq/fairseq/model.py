@@ -15,6 +15,7 @@ from lsq.fairseq.encoder import LSQTransformerEncoder
 from lsq.fairseq.paddings import Paddings
 from lsq.layers import Packing
 from lsq.layers.packing import packing_options
+from lsq.layers.places import check_patterns
 from lsq.program import rehearsal
 
 MODEL = "lsq_transformer"
@@ -41,9 +42,10 @@ class LSQModel:
         generating from those does not look for that file again.
 
         Raises:
-            ValueError: the checkpoint does not fit.
+            ValueError: the checkpoint does not fit, or a pattern of formats fits no tensor.
             FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
+        check_patterns(self, options.quantization(args))
         if args.lsq_from is not None:
             try:
                 checkpoint.start_from(self, args.lsq_from, args)

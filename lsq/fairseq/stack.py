@@ -1,11 +1,15 @@
 """What encoders and decoders behind fairseq's interface are made of: embedding, final norm, and a run through both."""
 
+from functools import partial
 from typing import Any
 
 from fairseq.utils import safe_getattr
 from torch import nn
 
-from lsq.layers import Embedding
+from lsq.config import LayerConfig
+from lsq.layers import Embedding, programs
+from lsq.layers.blocks import Sentences
+from lsq.layers.places import placed
 from lsq.layers.stack import Stack
 
 
@@ -31,6 +35,14 @@ def final_norm(args: Any, side: str) -> nn.LayerNorm | None:
     if side == "decoder" and safe_getattr(args, "no_decoder_final_norm", False):
         return None
     return nn.LayerNorm(getattr(args, f"{side}_embed_dim"))
+
+
+def configs_of(config: LayerConfig, layers: int, side: str, *, memory: bool = False) -> list[LayerConfig]:
+    """Those of so many layers of one side, each at its place; `memory`: they attend to one, too."""
+    one = Sentences(rows=1, count=1)
+    layer, sizes = (programs.decoder_layer, (one, one)) if memory else (programs.encoder_layer, (one,))
+    build = partial(layer, config, *sizes)
+    return [placed(config, f"{side}.layers.{number}", build) for number in range(layers)]
 
 
 class FairseqStack(Stack):

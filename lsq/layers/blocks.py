@@ -27,7 +27,7 @@ from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
 from lsq.quant import NORMALISED
-from lsq.quant.numbers import Grain, ScaledFormat
+from lsq.quant.numbers import Grain
 
 
 def filled(rows: int) -> int:
@@ -82,11 +82,14 @@ def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
 
     x itself where it is rounded already, or nothing is.
     """
-    form = builder.quant.activations
-    if clip is None or not isinstance(form, ScaledFormat):
+    if clip is None:
         return x
-    bits = (-(-math.prod(x.floats.shape) // 8),)
-    name = clip.removesuffix("_clip") + ".decoded"
+    name = clip.removesuffix("_clip")
+    builder.activations[name] = None
+    form = None if builder.quant.coded else builder.quant.activation_form(name)
+    if form is None:
+        return x
+    bits, name = (-(-math.prod(x.floats.shape) // 8),), name + ".decoded"
     decoded = FakeQuantize(
         x=x.floats, clip=builder.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip),
         out=builder.like(name, x.floats), form=form, given=form.grain == Grain.TENSOR,

@@ -11,7 +11,7 @@ from lsq.config import QuantConfig
 
 NAME = "format"
 """In state dicts: uint8, a text in JSON, fields of QuantConfig by name."""
-FIELDS = ("weight_format", "weight_granularity", "bits")
+FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 """Fields of QuantConfig that say what clips mean."""
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
 

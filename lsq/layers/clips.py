@@ -1,6 +1,6 @@
 """What every module with declared parameters shares: its parameters, and clips that are measured, limited and saved."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class ClippedModule(nn.Module):
     def state_name(self, name: str) -> str:
         """What a declared parameter is called in this module's state dict."""
         return name
+
+    def state_names(self, name: str) -> Sequence[str]:
+        """The same of one that may be made of several."""
+        return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
         """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several times."""
@@ -133,8 +137,8 @@ class ClippedModule(nn.Module):
                 if not self.codes.changed(name, values) and again:
                     continue
                 self._measure(
-                    calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weights,
-                    per_channel=self.quant.weight_clips(2) == 2,
+                    calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weight_form(name),
+                    per_channel=self.quant.weight_clips(name, 2) == 2,
                     fixed=self.quant.weight_clip, percentile=self.quant.percentile, again=again,
                 )
         self._drop_codes()

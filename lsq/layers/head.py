@@ -10,7 +10,7 @@ from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import filled
 from lsq.layers.in_place import InPlace, class_in_place
-from lsq.layers.linear import result_dtype
+from lsq.layers.linear import ALONE, result_dtype
 from lsq.layers.logits import Logits
 from lsq.layers.torch_compile import beside_the_graph
 from lsq.program import rehearsal
@@ -26,7 +26,8 @@ class Head(InPlace):
     projection, and nothing [M, V] is ever stored. Of targets that count for nothing no product is made on the CPU.
     """
 
-    def take_place(self, quant: QuantConfig) -> None:
+    def take_place(self, quant: QuantConfig, path: str) -> None:
+        quant = quant.at(path, *ALONE)
         self.begin(quant)
         multiple = DIMENSION_MULTIPLE if quant.coded else 1
         padded = -(-self.out_features // multiple) * multiple

@@ -18,8 +18,12 @@ class InPlace(ProgramModule):
     float_class: type[nn.Module]
     """What it takes the place of."""
 
-    def take_place(self, quant: QuantConfig) -> None:
+    def take_place(self, quant: QuantConfig, path: str) -> None:
         """Begin to be what another module has become by its class; clips get their memory, and are not measured.
+
+        Args:
+            quant: of the model.
+            path: of the module in it.
 
         Raises:
             ValueError: there is no program for a module like this one.

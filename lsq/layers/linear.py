@@ -16,6 +16,8 @@ from lsq.layers.torch_compile import beside_the_graph
 from lsq.layers.variants import held
 from lsq.program.program import Program
 
+ALONE = {"weight": ["weight"]}, {"input": ["input"]}
+"""Names of the weights and activations of one product."""
 FLOATS = {torch.float32, torch.bfloat16}
 """What crosses the border of a program as it is, where the backend takes either."""
 
@@ -35,8 +37,8 @@ class Projection(InPlace):
         """Inputs and outputs."""
         raise NotImplementedError
 
-    def take_place(self, quant: QuantConfig) -> None:
-        self.begin(quant)
+    def take_place(self, quant: QuantConfig, path: str) -> None:
+        self.begin(quant.at(path, *ALONE))
         self.declare(functools.partial(self._program, 1), measure=False)
         for clip in self.clips().values():
             clip.requires_grad_(self.weight.requires_grad)

@@ -14,6 +14,7 @@ from lsq.layers.clips import ClippedModule
 from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
+from lsq.layers.tensor_names import tensor_names
 from lsq.layers.upgrade import upgrade
 from lsq.layers.variants import held, in_floats
 from lsq.ops.calibration import Calibration
@@ -36,7 +37,8 @@ class ProgramModule(ClippedModule):
     """
 
     STATE = (
-        "quant", "declared", "codes", "schedule", "weight_masks", "backend", "_observer", "_watcher", "step_memory",
+        "quant", "declared", "tensor_names", "codes", "schedule", "weight_masks", "backend", "_observer", "_watcher",
+        "step_memory",
     )  # fmt: skip
     """Its attributes beside those of nn.Module."""
     watches_weights = False
@@ -62,6 +64,7 @@ class ProgramModule(ClippedModule):
         first pass measures them.
         """
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
+        self.tensor_names = tensor_names(program, self.state_names)
         self.take_parameters(virtual.declared for virtual in program.parameters)
         if measure:
             self.calibrate_weights()
@@ -179,9 +182,11 @@ class ProgramModule(ClippedModule):
         if rounding is None:
             return
         clip = declared.rounding().clip.name
+        name = clip.removesuffix("_clip")
         self._measure(
-            calibration, clip.removesuffix("_clip"), operation.unrounded(self.target.run), clip,
-            self.quant.activation_init, self.quant.activations, percentile=self.quant.percentile, into=rounding.clip,
+            calibration, name, operation.unrounded(self.target.run), clip,
+            self.quant.activation_init, self.quant.activation_form(name), percentile=self.quant.percentile,
+            into=rounding.clip,
         )
         rounding.started = False  # the scale that was written is that of the clip before
 

@@ -91,7 +91,7 @@ class _Observer:
             weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
             weight = weight.t() if declared.by_inputs else weight
             if decoded is None:
-                codes = module.quant.weights.unpack(codes, weight.shape[1])[: weight.shape[0]]
+                codes = module.quant.weight_form(name).unpack(codes, weight.shape[1])[: weight.shape[0]]
             else:
                 codes = in_steps(decoded, clip[:, None])
             outside = int((weight.abs() > clip[:, None]).sum())

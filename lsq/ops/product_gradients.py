@@ -19,7 +19,7 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoe
     """
     x, (floats, rounded) = product.x.coded, upstream
     if x is None:
-        floats = fake_gradient(builder, floats, builder.quant.gradients)
+        floats = fake_gradient(builder, floats, builder.quant.gradient_form(weight.values.name))
     narrow = x is not None and rounded is None
     common = {"gradient": rounded, "floats": floats, "dtype": builder.quant.backward_dtype if narrow else "float32"}
     if builder.needs_gradient(product.x.tensor):

@@ -50,6 +50,8 @@ class Builder(Recorder):
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
+        self.activations: dict[str, None] = {}
+        """Names of those that a clip was asked for, in order."""
         self.key = self.input("random_key", (1,), torch.int64)
 
     # Values
@@ -72,6 +74,7 @@ class Builder(Recorder):
 
     def coded(self, name: str, shape, clip: str) -> Coded:
         """An activation that is rounded under the clip of that name."""
+        self.activations[clip.removesuffix("_clip")] = None
         rows, columns = shape
         keeps_error = self.backward and self.quant.clip_gradient == "lsq"
         parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
@@ -93,13 +96,13 @@ class Builder(Recorder):
         """
         if name in self._weights:
             return self._weights[name]
-        form = self.quant.weights
+        form = self.quant.weight_form(name)
         clip = None if form is None else name + "_clip"
         held = shape[::-1] if by_inputs else shape
         parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, by_inputs=by_inputs, **start)
         weight = Weight(format=form, values=parameter, by_inputs=by_inputs)
         if clip is not None:
-            clips = self.quant.weight_clips(shape[0])
+            clips = self.quant.weight_clips(name, shape[0])
             weight.clip = self.parameter(clip, (clips,), Kind.WEIGHT_CLIP, start=self.quant.weight_clip)
         if clip is not None and not self.quant.coded:
             weight.decoded = self.input(name + ".decoded", shape)
@@ -243,8 +246,8 @@ class Builder(Recorder):
         return Program(
             name=self.name, operations=operations, scratch=scratch, forward_length=len(begun) + len(forward),
             inputs=tuple(self._inputs), parameters=tuple(self._parameters.values()), outputs=tuple(self._outputs),
-            weights=dict(self._weights), output_gradients=output_gradients, differentiable=differentiable,
-            gradients=gradients,
+            weights=dict(self._weights), activations=tuple(self.activations), output_gradients=output_gradients,
+            differentiable=differentiable, gradients=gradients,
             lifetimes=lifetimes_of(
                 [(*one.inputs, *one.outputs, *extra) for one, extra in zip(operations, scratch, strict=True)],
                 len(begun) + len(forward), (*self._inputs, *self._parameters.values()), tuple(self._outputs), gradients,

@@ -1,0 +1,35 @@
+"""lsq.convert with formats by patterns of names."""
+
+import pytest
+import torch
+from torch import nn
+
+import lsq
+from lsq.config import QuantConfig
+
+
+def model() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"fc1": nn.Linear(64, 128), "fc2": nn.Linear(128, 64), "out": nn.Linear(64, 64)})
+
+
+def test_patterns_choose_formats_of_layers():
+    found = model()
+    quant = QuantConfig(weight_format="int8,*fc2*=nvfp4,out.*=float32", activation_format="int8,out.*=float32")
+    lsq.convert(found, quant)
+    fc1, fc2, out = found.values()
+    assert fc1.quant == QuantConfig() and not fc2.quant.coded
+    assert fc2.quant.weight_format == "nvfp4" and hasattr(fc2, "weight_clip")
+    assert not any("clip" in name for name, _ in out.named_parameters())
+    x = torch.randn(5, 64, requires_grad=True)
+    out(fc2(fc1(x).relu())).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in found.parameters())
+    plain = model()["out"]
+    torch.testing.assert_close(out(x), plain(x))  # nothing is rounded there
+
+
+def test_a_pattern_that_fits_nothing_leaves_the_model_as_it_was():
+    found = model()
+    with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc3\\*'"):
+        lsq.convert(found, QuantConfig(weight_format="int8,*fc3*=nvfp4"))
+    assert all(type(module) is nn.Linear for module in found.values())
