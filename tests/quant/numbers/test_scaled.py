@@ -178,7 +178,7 @@ def test_defaults_of_pytorch_change_nothing():
     x = torch.randn(4, 64, dtype=torch.float32)
     form = scaled_format("fp8-e5m2/row/e8m0")
     expected = form.decode(form.encode(x))
-    tables = number._tables
+    tables = number.boundaries_of
     dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
