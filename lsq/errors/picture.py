@@ -10,10 +10,10 @@ from lsq import files
 from lsq.errors.bounds import BOUNDS, lloyd_max
 from lsq.errors.table import PLURALS, Errors
 
-MARKERS = "osD^vP*X<>"
+MARKERS, COLOURS = "osD^vPX", 10
+"""So many have no common divisor: 70 formats look different."""
 STYLES = {"gaussian": "-", "laplacian": "--"}
 LLOYD_BITS = range(1, 5)  # more take seconds to find
-COLOURS = 10
 
 
 def draw(errors: Errors, path: Path, title: str = "") -> None:
@@ -53,8 +53,8 @@ def _panel(axes: Axes, errors: Errors, kind: str) -> None:
     for one in medians:
         if math.isfinite(one.signal_to_noise):
             number = errors.formats.index(one.format)
-            marker, colour = MARKERS[number // COLOURS % len(MARKERS)], f"C{number % COLOURS}"
-            axes.plot([one.bits], [one.signal_to_noise], marker, color=colour, markersize=7, label=one.format)
+            marker, colour = MARKERS[number % len(MARKERS)], f"C{number % COLOURS}"
+            axes.plot([one.bits], [one.signal_to_noise], marker, color=colour, alpha=0.8, label=one.format)
     most = math.ceil(max(one.bits for one in medians))
     for source, bound in BOUNDS.items():
         name, style = source.capitalize(), STYLES[source]

@@ -195,6 +195,8 @@ RULES = [
     Rule(words="lsq serve", way=parse_lsq, why="serves until it is stopped; tests/commands/test_serve.py starts one"),
     Rule(words="curl", way=leave_it, why="asks the service, which does not run here; tests/serve asks one"),
     Rule(words="lsq export", way=run_lsq),
+    Rule(words="lsq formats", way=run_lsq),
+    Rule(words="lsq formats --model", way=parse_lsq, why="needs a training; tests/commands/test_formats.py has one"),
     Rule(words="lsq plan", way=run_lsq),
     Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
     Rule(words="lsq configs", way=run_lsq),
