@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,8 @@ def measure(
         ValueError: a format, a method or a pattern is wrong, `run` returns something else, or the model has no weight.
     """
     forms = _checked(formats, clip, percentile, sample)
-    return _errors(gather(model, run, tensors, sample), forms, clip, percentile, quiet)
+    found = _errors(gather(model, run, tensors, sample), forms, clip, percentile, quiet)
+    return replace(found, of_model=True)
 
 
 def measure_tensors(

@@ -46,7 +46,7 @@ def gather(model: nn.Module, run: Callable[[], Tensor | None], patterns: Iterabl
             raise ValueError(f"run returned a {type(loss).__name__}; return a loss, one number, or None")
     found = [
         take(name, WEIGHT, weight.t() if name in seen.by_inputs else as_rows(weight), largest)
-        for name, weight in weights.items() if name in seen.chosen
+        for name, weight in {**weights, **seen.masked}.items() if name in seen.chosen
     ]  # fmt: skip
     return [*found, *seen.samples.values()]
 
@@ -59,30 +59,58 @@ class _Seen:
         self.samples: dict[tuple[str, str], Sample] = {}
         self.by_inputs: set[str] = set()
         """Names of weights that are [K, N]."""
-        self._names = {weight.data_ptr(): name for name, weight in weights.items()}
-        self._parts = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
+        self.masked: dict[str, Tensor] = {}
+        """What masks leave of weights, by their names; as long as they are here, nothing else takes their place."""
+        self._all = len(weights)
+        self._places = {weight.data_ptr(): (name, weight) for name, weight in weights.items()}
+        self._storages = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
 
-    def name_of(self, weight: Tensor) -> tuple[str, str]:
+    def mask(self, weight: Tensor, masked: Tensor) -> None:
+        """Know what is left of a weight by its name."""
+        name = self._places.get(weight.data_ptr(), ("",))[0]
+        if name and masked is not weight:
+            self.masked[name] = masked
+            self._places[masked.data_ptr()] = name, masked
+
+    def note(self, kind: str, weight: Tensor, tensor: Tensor, *, by_inputs: bool = False) -> None:
+        """Take samples of a tensor [..., K] or [..., N] of a product with `weight`, unless there are any."""
+        if by_inputs:
+            self.by_inputs.add(self._names(weight)[0])
+        for parameter, name, rows in self._parts(weight):
+            wanted = parameter in self.chosen or not parameter and len(self.chosen) == self._all
+            if wanted and (kind, name) not in self.samples:
+                part = tensor[..., rows] if kind == GRADIENT else tensor
+                self.samples[kind, name] = take(name, kind, part, self._largest)
+
+    def _parts(self, weight: Tensor) -> Iterator[tuple[str, str, slice]]:
+        """(name of the parameter, name of its product, its rows) of the parameters that lie in a weight [N, K]."""
+        found, first = [], weight.data_ptr()
+        while first in self._places and weight.is_contiguous():
+            name, parameter = self._places[first]
+            found.append((name, parameter))
+            first += parameter.nbytes
+            if first >= weight.data_ptr() + weight.nbytes:
+                break
+        if len(found) < 2 or first != weight.data_ptr() + weight.nbytes:
+            yield *self._names(weight), slice(None)
+            return
+        begin = 0
+        for name, parameter in found:
+            yield name, name, slice(begin, begin + len(parameter))
+            begin += len(parameter)
+
+    def _names(self, weight: Tensor) -> tuple[str, str]:
         """(name of the parameter, name of its product), which differ where the weight is part of the parameter.
 
         A weight that is made while the model runs is no parameter and goes by its shape.
         """
-        name = self._names.get(weight.data_ptr())
-        if name is not None:
+        if weight.data_ptr() in self._places:
+            name = self._places[weight.data_ptr()][0]
             return name, name
-        name = self._parts.get(weight.untyped_storage().data_ptr())
+        name = self._storages.get(weight.untyped_storage().data_ptr())
         if name is None:
             return "", f"a weight made of others {list(weight.shape)}"
         return name, f"{name}[{weight.storage_offset() // max(weight.shape[-1], 1)}:]"
-
-    def note(self, kind: str, weight: Tensor, tensor: Tensor, *, by_inputs: bool = False) -> None:
-        """Take a sample of a tensor [..., K] or [..., N] of a product with `weight`, unless there is one."""
-        parameter, name = self.name_of(weight)
-        if by_inputs:
-            self.by_inputs.add(parameter)
-        wanted = parameter in self.chosen or not parameter and len(self.chosen) == len(self._names)
-        if wanted and (kind, name) not in self.samples:
-            self.samples[kind, name] = take(name, kind, tensor, self._largest)
 
 
 class _Functions(TorchFunctionMode):
@@ -177,12 +205,23 @@ def _in_floats(model: nn.Module, seen: _Seen) -> Iterator[None]:
         model.eval()
         for module in programs:
             module.backend, module.schedule.fallen = watching(module.target), True
+            if module.weight_masks is not None:
+                module.values_of = functools.partial(_values_of, module, seen)
         yield
     finally:
+        for module in programs:
+            vars(module).pop("values_of", None)
         for module, backend, fallen in before:
             module.backend, module.schedule.fallen = backend, fallen
         for module in trained:
             module.training = True
+
+
+def _values_of(module: ProgramModule, seen: _Seen, name: str) -> Tensor:
+    """The module's own, whose results are known by name from then on."""
+    values = type(module).values_of(module, name)
+    seen.mask(module.own_parameter(name), values)
+    return values
 
 
 @contextlib.contextmanager

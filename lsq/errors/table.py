@@ -72,6 +72,8 @@ class Errors:
     percentile: float
     formats: tuple[str, ...]
     entries: tuple[Entry, ...]
+    of_model: bool = False
+    """Whether a model was running, so that there may be activations."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -128,7 +130,7 @@ class Errors:
     def _unseen(self) -> list[str]:
         """Weights that were multiplied with nothing that could be looked at, such as tables of words."""
         read = {one.name.partition("[")[0] for one in self.entries if one.kind == ACTIVATION}
-        return [one.name for one in self.entries if read and one.kind == WEIGHT and one.name not in read]
+        return [one.name for one in self.entries if self.of_model and one.kind == WEIGHT and one.name not in read]
 
     def to_json(self) -> dict:
         """Plain data. Signal-to-noise is null where nothing differs."""

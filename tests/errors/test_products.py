@@ -12,6 +12,7 @@ import lsq
 from lsq.config import LayerConfig, QuantConfig
 from lsq.errors.products import gather
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
+from lsq.sparsity import sparsify
 
 sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would stop transformers
 transformers = pytest.importorskip("transformers")
@@ -155,6 +156,33 @@ def test_a_converted_model_is_seen_as_the_float_one_was_and_stays_as_it_is():
     assert all(torch.equal(before[0][name], tensor) for name, tensor in model.state_dict().items())
     assert all(torch.equal(before[1][name], parameter.grad) for name, parameter in model.named_parameters())
     assert all(module.training for module in model.modules())
+
+
+def test_weights_that_are_joined_are_seen_one_by_one():
+    """The queries, keys and values of a converted BERT are one product."""
+    torch.manual_seed(2)
+    config = transformers.BertConfig(vocab_size=70, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+                                     num_attention_heads=2, max_position_embeddings=16)  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+    ids = torch.randint(0, 70, (2, 9))
+    expected = seen(model, lambda: model(ids, labels=ids).loss)
+    lsq.convert(model)
+    found = seen(model, lambda: model(ids, labels=ids).loss)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_sparse_weights_are_what_masks_leave():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    lsq.convert(model)
+    sparsify(model)
+    x = torch.randn(5, 64)
+    found = seen(model, lambda: model(x).square().mean())
+    assert len(found) == 6
+    for name, module in model.named_children():
+        kept = found["weight", f"{name}.weight"].view(64, 16, 4) != 0
+        assert (kept.sum(2) == 2).all() and "values_of" not in vars(module)
 
 
 def test_everything_is_put_back_when_something_fails():

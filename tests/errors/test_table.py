@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 from lsq.errors.table import COLUMNS, Entry, Error, Errors
 
@@ -49,10 +50,9 @@ def test_json_holds_everything():
 def test_weights_without_a_product_are_named():
     entries = (entry("table", 1.0), entry("a", 1.0), entry("b", 1.0), entry("a", 1.0, kind="activation"),
                entry("b[4:]", 1.0, kind="activation"))  # fmt: skip
-    errors = Errors(clip="mse", percentile=1.0, formats=("int8/row",), entries=entries)
-    assert errors.remarks() == ["no product was seen of: table"] and not Errors(
-        clip="mse", percentile=1.0, formats=("int8/row",), entries=entries[:3]
-    ).remarks()
+    errors = Errors(clip="mse", percentile=1.0, formats=("int8/row",), entries=entries, of_model=True)
+    assert errors.remarks() == ["no product was seen of: table"]
+    assert replace(errors, of_model=False).remarks() == []
 
 
 def test_nothing_measured():
