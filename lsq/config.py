@@ -8,7 +8,7 @@ import inspect
 import math
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -26,7 +26,7 @@ Names = Mapping[str, Sequence[str]]
 """What a part of a model calls a tensor -> its names in the state dict of the part."""
 Fitted = dict[str, set[str]]
 """Names of fields of QuantConfig -> patterns that fit a tensor."""
-FAST_FORMATS = {"weight_format": tuple(WEIGHT_FORMATS), "activation_format": ("int8",), "gradient_format": ("int8",)}
+FAST_FORMATS = {"weight_format": WEIGHT_FORMATS, "activation_format": ("int8",), "gradient_format": ("int8",)}
 """Field of QuantConfig -> formats that products read as they are."""
 UNROUNDED = "float32"
 """What is not rounded."""
@@ -39,7 +39,7 @@ def require_choice(name: str, value, allowed) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def check_format(fast: tuple[str, ...], name: str) -> None:
+def check_format(fast: Collection[str], name: str) -> None:
     """Refuse a format that does not exist.
 
     Raises:

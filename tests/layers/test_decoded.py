@@ -110,7 +110,7 @@ def test_state_dicts_hold_the_clips_and_no_values():
     layer = QuantizedLinear(40, 24, quant=QuantConfig(weight_format="int6/tensor", activation_format="float32"))
     layer(torch.randn(2, 40))
     assert layer.weight_clip.shape == (1,)
-    assert set(layer.state_dict()) - {"passes", "calibrated", "fallen"} == {"weight", "weight_clip", "bias"}
+    assert set(layer.state_dict()) - {"passes", "calibrated", "fallen", "format"} == {"weight", "weight_clip", "bias"}
 
 
 @pytest.mark.parametrize(
