@@ -12,6 +12,8 @@ from lsq.config import QuantConfig, documentation
 from lsq.layers.clip_format import FIELDS, option
 from lsq.lock import locked_file
 
+CHANGEABLE = (*FIELDS, "gradient_format")
+"""Fields of QuantConfig. What gradients are rounded to says nothing about clips, but must go with the others."""
 DESCRIPTION = """
 Make a checkpoint that was trained in one number format into one of another, to train on with or to translate with.
 Clips of weights are measured anew for it. Those of activations stay; where their format changes, the next pass measures
@@ -34,7 +36,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--overwrite", action="store_true", help="replace what is there")
     texts = documentation(QuantConfig)
     for field in fields(QuantConfig):
-        if field.name in FIELDS:
+        if field.name in CHANGEABLE:
             made.add_argument(option(field.name), type=field.type, help=texts[field.name].replace("%", "%%"))
     return made
 
@@ -48,9 +50,9 @@ def run(arguments: list[str]) -> int:
         Interrupted: SIGTERM or SIGHUP.
     """
     given = parser().parse_args(arguments)
-    changes = {name: getattr(given, name) for name in FIELDS if getattr(given, name) is not None}
+    changes = {name: getattr(given, name) for name in CHANGEABLE if getattr(given, name) is not None}
     if not changes:
-        raise ValueError(f"say what shall be another: {', '.join(map(option, FIELDS))}")
+        raise ValueError(f"say what shall be another: {', '.join(map(option, CHANGEABLE))}")
     QuantConfig(**changes)  # refuses what is not allowed before anything is read
     check_output(given)
     with interruption.raised(), locked_file(given.output, "choose another --output"):

@@ -11,8 +11,10 @@ from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.program.parameters import Kind
 
-OF_ACTIVATIONS = ("bits",)
+OF_ACTIVATIONS = ("activation_format", "bits")
 """Of clip_format.FIELDS, what says what clips of activations mean."""
+CLIP = "_clip"
+"""How names of clips end."""
 
 
 def formats_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -42,12 +44,16 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
         stored = kept.pop(prefix + clip_format.NAME, None)
         ours = clip_format.fields_of(module.quant)
         theirs = ours if stored is None else clip_format.read(stored, prefix + clip_format.NAME)
-        anew = any(theirs.get(field) != ours.get(field) for field in OF_ACTIVATIONS)
-        kinds = {Kind.WEIGHT_CLIP, Kind.ACTIVATION_CLIP} if anew else {Kind.WEIGHT_CLIP}
-        clips = {prefix + module.state_name(name) for name in module.clips() if module.declared[name].kind in kinds}
         optional |= {prefix + clip_format.NAME, prefix + "fallen"}  # which earlier versions do not have
-        kept |= {name: own[name] for name in clips}  # until they are measured
-        if anew and prefix + "calibrated" in kept:
+        if theirs != ours:  # formats that do not round have no clips
+            ending = [name for name in kept if name.startswith(prefix) and name.endswith(CLIP)]
+            kept = {name: value for name, value in kept.items() if name not in ending or name in own}
+        anew = any(theirs.get(field) != ours.get(field) for field in OF_ACTIVATIONS)
+        clips = {prefix + module.state_name(name): module.declared[name].kind for name in module.clips()}
+        of_activations = [name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew]
+        of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
+        kept |= {name: own[name] for name in (*of_weights, *of_activations)}  # until they are measured
+        if of_activations and prefix + "calibrated" in kept:
             kept[prefix + "calibrated"] = torch.tensor(False)
             later = True
     _check(model, own, kept, set(wanted) - optional)

@@ -44,7 +44,7 @@ def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp
 
 def test_what_is_refused(convert, output, tmp_path):  # noqa: F811
     checkpoint, path = output / CHECKPOINT, tmp_path / "other.pt"
-    assert "say what shall be another: --weight-format, --weight-granularity, --bits" in convert(checkpoint, path)[1]
+    assert "say what shall be another: --weight-format, --activation-format, " in convert(checkpoint, path)[1]
     status, said = convert(checkpoint, path, "--weight-format", "int5")
     assert status == 2 and "weight_format is 'int5'" in said
     status, said = convert(checkpoint, path, "--weight-format", "int8")
@@ -91,7 +91,9 @@ def test_a_folder_of_transformers(convert, folder, tmp_path):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(name.endswith(("weight_clip", "format")) for name in changed) and len(changed) > 4
     read = clip_format.read(after["transformer.h.0.format"], "format")
-    assert read == {"weight_format": "int8", "weight_granularity": "tensor", "bits": 8}
+    assert read == {
+        "weight_format": "int8", "activation_format": "int8", "weight_granularity": "tensor", "bits": 8,
+    }  # fmt: skip
     transformers = pytest.importorskip("transformers")
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "tensor")
     lsq.convert(model, lsq.QuantConfig(weight_granularity="tensor"))

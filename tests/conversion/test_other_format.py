@@ -10,12 +10,21 @@ import lsq
 from lsq.config import QuantConfig
 from lsq.conversion.clip_state import clip_names, clip_state, load_clip_state
 from lsq.conversion.other_format import load_other_format
+from lsq.layers import QuantizedLinear
 
 
 def made(**options) -> nn.Module:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 64))
     lsq.convert(model, QuantConfig(**options), minimum_width=16)
+    model(torch.randn(5, 64)).sum().backward()
+    return model
+
+
+def ours(**options) -> nn.Module:
+    torch.manual_seed(3)
+    quant = QuantConfig(**options)
+    model = nn.Sequential(QuantizedLinear(64, 32, quant=quant), QuantizedLinear(32, 64, quant=quant))
     model(torch.randn(5, 64)).sum().backward()
     return model
 
@@ -69,3 +78,32 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
     with pytest.raises(ValueError, match=r"2\.input_clip is nan"):
         load_other_format(third, {**state, "2.input_clip": torch.tensor([float("nan")])}, wanted)
     assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "later"),
+    [
+        ({}, {"weight_format": "nvfp4"}, False),
+        ({"weight_format": "vsquant4"}, {"weight_format": "int4"}, False),
+        ({}, {"weight_format": "fp8-e4m3/row", "activation_format": "fp8-e4m3/tensor"}, True),
+        ({}, {"weight_format": "float32"}, False),
+        ({"weight_format": "float32"}, {}, False),
+        ({}, {"activation_format": "float32"}, False),
+        ({"activation_format": "float32"}, {}, True),
+    ],
+)
+def test_formats_of_every_kind(before, after, later):
+    first, second, fresh = ours(**before), ours(**after), ours(**after)
+    state = clip_state(first)
+    assert load_other_format(second, state, clip_names(second)) is later
+    x = torch.randn(5, 64)
+    if not later and before.get("activation_format") == after.get("activation_format"):
+        for layer in (0, 1):
+            if after.get("activation_format") != "float32":
+                assert torch.equal(second[layer].input_clip, first[layer].input_clip)
+    for layer in (0, 1):
+        if after.get("weight_format") != "float32":
+            fresh[layer].calibrate_weights()
+            assert torch.equal(second[layer].weight_clip, fresh[layer].weight_clip)
+    assert second(x).isfinite().all()
+    load_clip_state(ours(**after), clip_state(second))

@@ -16,7 +16,9 @@ def layer(**options) -> QuantizedLinear:
 def test_a_state_says_the_format_and_goes_on_in_it():
     state = layer(weight_format="int4", bits=6).state_dict()
     found = clip_format.read(state["format"], "format")
-    assert found == {"weight_format": "int4", "weight_granularity": "channel", "bits": 6}
+    assert found == {
+        "weight_format": "int4", "activation_format": "int8", "weight_granularity": "channel", "bits": 6,
+    }  # fmt: skip
     layer(weight_format="int4", bits=6).load_state_dict(state)
     assert "format" not in layer(mode="float").state_dict()
 
