@@ -37,11 +37,10 @@ WAYS: dict[str, Pruning | None] = {
     "masks stay, by magnitude": Pruning(every=0),
     "masks stay, by output": Pruning(every=0, measure="output"),
     "straight-through": Pruning(decay=0.0),
-    "SR-STE, decay 0.00002": Pruning(decay=2e-5),
-    "SR-STE, decay 0.0002": Pruning(decay=2e-4),
-    "SR-STE, decay 0.002": Pruning(decay=2e-3),
-    "SR-STE, decay 0.02": Pruning(decay=2e-2),
-    "SR-STE, decay 0.0002, every update": Pruning(decay=2e-4, every=1),
+    "SR-STE, decay 0.1": Pruning(decay=0.1),
+    "SR-STE, decay 1": Pruning(decay=1.0),
+    "SR-STE, decay 10": Pruning(decay=10.0),
+    "SR-STE, decay 1, every update": Pruning(decay=1.0, every=1),
 }
 
 

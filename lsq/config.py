@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
-from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, GRADIENT, WEIGHT_FORMATS, Format, Grain, WeightFormat
+from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, GRADIENT, WEIGHT_FORMATS, Format, Grain, Pruning, WeightFormat
 from lsq.quant.choices import check_choice, format_choice
 from lsq.quant.numbers import ScaledFormat, scaled_format
+from lsq.quant.pruning import check_width
 
 MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
@@ -117,6 +118,9 @@ class QuantConfig:
     """Products of the backward pass: "int8" (gradients rounded at random) or "float" (on the dequantised codes)."""
     backward_dtype: str = "float32"
     """dtype of the products under backward="float"; sums stay float32."""
+    sparsity: str = ""
+    """"2:4": of four neighbouring inputs of an output two weights count, in either mode; "": all do. More may follow:
+    "2:4,every=16,decay=1,begin=0,end=500"; docs/sparsity.md."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -138,6 +142,7 @@ class QuantConfig:
         require_choice("clip_gradient", self.clip_gradient, CLIP_GRADIENTS)
         require_choice("backward", self.backward, BACKWARDS)
         require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
+        Pruning.read(self.sparsity)
         self._check_decoded()
 
     def _check_decoded(self) -> None:
@@ -160,6 +165,11 @@ class QuantConfig:
     def quantized(self) -> bool:
         """Whether anything is quantised at all."""
         return self.mode == "int8"
+
+    @property
+    def pruning(self) -> Pruning | None:
+        """Which weights count, and when that is decided; None: all do."""
+        return Pruning.read(self.sparsity)
 
     @property
     def coded(self) -> bool:
@@ -380,6 +390,9 @@ class LayerConfig:
                 check_dimension(name, getattr(self, name))
             check_dimension("the width of all heads of queries", self.query_columns)
             check_dimension("the width of all queries, keys and values", self.query_columns + 2 * self.key_columns)
+        if self.quant.pruning is not None:
+            for name in ("hidden", "feed_forward", "query_columns"):
+                check_width(name, getattr(self, name))
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:

@@ -35,6 +35,7 @@ def test_defaults():
     ("activation_clip", -1.0, "above 0"),
     ("activation_clip", float("inf"), "above 0"),
     ("activation_clip", "16", "above 0"),
+    ("sparsity", "1:4", "'2:4'"),
     ("percentile", 0.0, "above 0 and at most 100"),
     ("percentile", 100.1, "above 0 and at most 100"),
     ("percentile", float("nan"), "above 0 and at most 100"),

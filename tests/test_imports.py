@@ -24,7 +24,7 @@ ALLOWED = {
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
     "architectures": {"config", "layers", "program", "quant"},
     "conversion": {"config", "architectures", "layers", "program", "quant"},
-    "sparsity": {"config", "conversion", "layers", "ops", "program"},
+    "sparsity": {"conversion", "layers", "ops", "program", "quant"},
     "optim": {"csrc", "program", "ops", "backends"},
     "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},

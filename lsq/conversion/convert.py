@@ -50,12 +50,15 @@ def convert(
 
     Raises:
         ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing, the model is wrapped
-            already, or the mode is "float" where nothing is fused. The model is left as it was.
+            already, the mode is "float" where nothing is fused, or a model that is to be sparse is on the meta device.
+            The model is left as it was.
     """
     quant = QuantConfig() if quant is None else quant
     if not isinstance(quant, QuantConfig):
         raise ValueError(f"quant is {quant!r:.80}; it must be a lsq.QuantConfig, such as QuantConfig(backward='float')")
     _check_bare(model, "convert")
+    if quant.sparsity and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device, where weights have no masks; load or initialise it first")
     choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
     whole = fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied)) if fused else []
     report = Report(

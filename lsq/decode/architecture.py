@@ -138,6 +138,8 @@ KINDS = {
     "config": LayerConfig, "quant": QuantConfig, "encoder": StackArchitecture, "decoder": StackArchitecture,
 }  # fmt: skip
 """Fields that hold others."""
+OF_TRAINING = ("sparsity",)
+"""Fields that say how a model goes on learning; files leave them out, too."""
 OPTIONAL = ("encoder",)
 ADDED = {"gated": False, "bias": True}
 """What the layers of older files are."""
@@ -145,7 +147,7 @@ ADDED = {"gated": False, "bias": True}
 
 def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """What is written of a dataclass, as names and values."""
-    return {name: value for name, value in pairs if name not in OF_OTHERS}
+    return {name: value for name, value in pairs if name not in (*OF_OTHERS, *OF_TRAINING)}
 
 
 def _read(cls: type, value: Any, where: str) -> Any:
@@ -156,7 +158,7 @@ def _read(cls: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {value!r:.80}; it must be an object")
     value = (ADDED if cls is LayerConfig else {}) | value
-    kept = [field for field in fields(cls) if field.name not in OF_OTHERS]
+    kept = [field for field in fields(cls) if field.name not in (*OF_OTHERS, *OF_TRAINING)]
     names = [field.name for field in kept]
     for problem, found in (("lacks", set(names) - set(value)), ("has unknown", set(value) - set(names))):
         if found:

@@ -162,7 +162,10 @@ def _architecture(stack: nn.Module) -> StackArchitecture:
     if norm is not None and not isinstance(norm, wanted):
         given = type(norm).__name__
         raise ValueError(f"the final norm is a {given} behind layers of another norm; use {wanted.__name__}")
-    config = replace(stack.layers[0].config, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0)
+    config = stack.layers[0].config
+    config = replace(
+        config, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, quant=replace(config.quant, sparsity=""),
+    )  # fmt: skip
     return StackArchitecture(
         config=config, layers=len(stack.layers), words=len(embedding.weight), max_positions=embedding.max_positions,
         positions="learned" if embedding.learned else "sinusoidal", embedding_scale=float(embedding.scale),

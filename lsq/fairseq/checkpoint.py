@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from lsq import quant
 from lsq.config import QuantConfig
 from lsq.fairseq import calibration
-from lsq.layers import clip_format, quantized_tensors
+from lsq.layers import clip_format, quantized_tensors, weight_masks
+from lsq.sparsity import wants_sparsity
 
 _RENAMED = (
     (r"embed_positions\.weight", "embed_tokens.position_weight"),
@@ -69,6 +70,8 @@ _SAME = (
 
 PREFIX = "lsq_"
 """A field of QuantConfig is this plus its name in fairseq's namespaces: `bits` is `lsq_bits`, --lsq-bits."""
+MASK = weight_masks.SUFFIX
+"""How the names of masks of weights end there."""
 CLIP = "_clip"
 """How the names of clips end in checkpoints."""
 LAST = "checkpoint_last.pt"
@@ -141,6 +144,11 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
             "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from fairseq's own "
             "transformer; continue an int8 model with --restore-file or --finetune-from-model"
         )
+    if any(name.endswith(MASK) for name in state):
+        raise ValueError(
+            "--lsq-from was given a sparse model's checkpoint (it holds masks), but it starts from fairseq's own "
+            "transformer; continue a sparse model with --restore-file or --finetune-from-model"
+        )
     given, clips = rename(state), {name + CLIP for name, _ in quantized_tensors(model)}
     own = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in clips}
     here, there = ({name: list(tensor.shape) for name, tensor in found.items()} for found in (own, given))
@@ -193,6 +201,19 @@ def check_clips(model: nn.Module, state: dict[str, Tensor]) -> None:
         )
     for name in found:
         quant.check_clip(state[name], f"{name} in the checkpoint")
+
+
+def check_masks(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Check that there are masks here for those in a checkpoint. The other way round, masks are chosen.
+
+    Raises:
+        ValueError: the checkpoint is of a sparse model, and this one is dense.
+    """
+    if any(name.endswith(MASK) for name in state) and not wants_sparsity(model):
+        raise ValueError(
+            "the checkpoint is of a sparse model (it holds masks of weights), but this model was made dense; add "
+            "--lsq-sparsity 2:4, or to train on without masks from the same weights --lsq-sparsity 2:4,end=1"
+        )
 
 
 def check_counts(state: dict[str, Tensor]) -> None:

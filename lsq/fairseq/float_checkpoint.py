@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lsq import files
 from lsq.decode.model import model_of
 from lsq.fairseq import checkpoint
-from lsq.layers import quantized_tensors
+from lsq.layers import ProgramModule, quantized_tensors
 
 VERSION = 3.0
 """Of fairseq's stacks; those below 3 have no norm after the last layer."""
@@ -92,6 +92,10 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name not in clips
     }
+    for path, module in model.named_modules():
+        if isinstance(module, ProgramModule) and module.weight_masks is not None:
+            prefix = f"{path}." if path else ""
+            state |= {prefix + name: module.values_of(name).detach() for name in module.weight_masks.names}
     if clips:
         decoding = model_of(model)
         for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Tasks of lsq: fairseq's, with planned memory, training signals, and gradients as `lsq.fairseq.gradients` has them."""
+"""Tasks of lsq: fairseq's, with planned memory, signals, sparse weights and the gradients of lsq.fairseq.gradients."""
 
 import logging
 import weakref
@@ -27,6 +27,7 @@ from lsq.layers import quantized_tensors
 from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
 from lsq.layers.signals import interval_of
+from lsq.sparsity import Sparsity, sparsity_of, wants_sparsity
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class LSQTask(GradientTask):
     signals: TrainingSignals | None = None
     model: BaseFairseqModel | None = None
     planned: bool = False
+    sparsity: Sparsity | None = None
+    """What chooses masks, where --lsq-sparsity wants some."""
 
     def __init__(self, cfg: TaskOptions, *dictionaries, **options):
         super().__init__(cfg, *dictionaries, **options)
@@ -147,6 +150,8 @@ class LSQTask(GradientTask):
         if self.model is None and distributed.get_global_rank() == 0:
             device.report(model, self.cfg)
         self.model = model
+        if self.sparsity is None and wants_sparsity(model):
+            self.sparsity = sparsity_of(model, updates=self.updates_done)
         if self.signals is None and distributed.get_global_rank() == 0 and any(True for _ in quantized_tensors(model)):
             self.signals = TrainingSignals(
                 model,
@@ -192,7 +197,11 @@ class LSQTask(GradientTask):
         """Called by fairseq once the gradients of an update are there."""
         if self.signals is not None:
             self.signals.record(update_num + 1, getattr(optimizer, "gradient_factor", 1.0))
+        if self.sparsity is not None:
+            self.sparsity.draw()
         super().optimizer_step(optimizer, model, update_num)
+        if self.sparsity is not None:
+            self.sparsity.step()
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """What lsq adds to a training by transformers' Trainer: signals, warnings, planned memory, int8 gradients, a monitor,
-clips in checkpoints.
+sparse weights, clips in checkpoints.
 
 Trainer's checkpoints hold the weights as any program reads them. The clips lie beside them in lsq.safetensors, and in
 the state that Trainer keeps of its callbacks: that comes back by itself, whatever folder a training goes on from.
@@ -34,6 +34,7 @@ from lsq.layers.memory import MODES, release_memory
 from lsq.layers.signals import complaint, interval_of
 from lsq.monitoring import Monitor
 from lsq.program import shards
+from lsq.sparsity import Sparsity, sparsity_of, wants_sparsity
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class LsqCallback(TrainerCallback, ExportableState):
         """In the state of a callback: see there."""
         self.looks: dict[str, Any] | None = None
         """The same."""
+        self.sparsity: Sparsity | None = None
+        """What chooses masks of weights during a training, where QuantConfig(sparsity=...) wants some."""
         self._last_step = -1
         self._looked = False
         """Whether the monitor has readings that are not logged yet."""
@@ -129,6 +132,9 @@ class LsqCallback(TrainerCallback, ExportableState):
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
         self._watch(state)
+        if wants_sparsity(model):
+            self.sparsity = sparsity_of(model, updates=state.global_step)
+            self._installed.callback(self.sparsity.leave)
         if self.largest_batch is not None:
             plan_batch(trainer, self.largest_batch, self.memory)
             self._installed.callback(release_memory, model)
@@ -147,6 +153,12 @@ class LsqCallback(TrainerCallback, ExportableState):
         self._observing.close()
         if self._last_step == state.global_step + 1:
             self._warn(self._last_step)
+        if self.sparsity is not None:
+            self.sparsity.draw()
+
+    def on_optimizer_step(self, args, state, control, **others) -> None:
+        if self.sparsity is not None:
+            self.sparsity.step()
 
     def on_step_end(self, args, state, control, **others) -> None:
         """Count a step of the monitor."""
@@ -185,6 +197,8 @@ class LsqCallback(TrainerCallback, ExportableState):
                 load_clips(model, best)
             except FileNotFoundError:
                 logger.warning("%s was written without LsqCallback: its clips are measured in the next pass", best)
+        if self.sparsity is not None:  # so that whatever saves the model saves its zeros
+            self.sparsity.write_zeros()
 
     # Parts of them
 

@@ -13,7 +13,7 @@ from lsq.layers.weight_codes import WeightCodes
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.ops.calibration import Calibration
 from lsq.program import shards, upkeep
-from lsq.program.parameters import CLIPS, Parameter
+from lsq.program.parameters import CLIPS, Kind, Parameter
 
 
 class ClippedModule(nn.Module):
@@ -79,6 +79,22 @@ class ClippedModule(nn.Module):
         """What programs read of a declared parameter: all of it, or what a mask leaves."""
         found = self.own_parameter(name)
         return found if self.weight_masks is None else self.weight_masks.apply(self, name, found)
+
+    def prunable(self) -> list[str]:
+        """The weights that masks may be of: those of products."""
+        return [name for name, declared in self.declared.items() if declared.kind is Kind.WEIGHT]
+
+    def add_masks(self) -> None:
+        """Give each of them a mask that keeps everything, if they are to be sparse.
+
+        Raises:
+            ValueError: a width is no multiple of 4.
+        """
+        names = [] if self.quant.pruning is None else self.prunable()
+        if names:
+            self.weight_masks = WeightMasks(straight_through=self.quant.pruning.every > 0)
+        for name in names:
+            self.weight_masks.add(self, name)
 
     def mask_names(self) -> list[str]:
         """What masks of weights are called in this module's state dict."""

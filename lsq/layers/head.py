@@ -38,6 +38,10 @@ class Head(InPlace):
 
     STATE = (*InPlace.STATE, "vocabulary")
 
+    def prunable(self) -> list[str]:
+        """Projections onto a vocabulary stay dense."""
+        return []
+
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = result_dtype(x)

@@ -66,6 +66,7 @@ class ProgramModule(ClippedModule):
         program = build(Mode(training=True, backward=True, backend=backend("reference")))
         self.tensor_names = tensor_names(program, self.state_names)
         self.take_parameters(virtual.declared for virtual in program.parameters)
+        self.add_masks()
         if measure:
             self.calibrate_weights()
         else:
@@ -170,6 +171,8 @@ class ProgramModule(ClippedModule):
             )
         if self.weight_masks is None:
             return {virtual.name: one for virtual, one in zip(program.parameters, own, strict=True)}
+        if self.training and program.output_gradients:
+            self.weight_masks.warn_alone()
         return {virtual.name: self.values_of(virtual.name) for virtual in program.parameters}
 
     def calibration_due(self) -> bool:
@@ -216,6 +219,8 @@ class ProgramModule(ClippedModule):
         self._forget_clips()
         shards.forget(self)
         upgrade(state_dict, prefix, self.declared)
+        if self.weight_masks is not None:
+            self.weight_masks.load(self, state_dict, prefix)
         lacking = self.schedule.load(state_dict, prefix) if self.quant.quantized else []
         found: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, found, *lists)

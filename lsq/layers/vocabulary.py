@@ -47,6 +47,10 @@ class VocabularyProjection(ProgramModule):
             self.weight = weight
             self.calibrate_weights()
 
+    def prunable(self) -> list[str]:
+        """Projections onto a vocabulary stay dense."""
+        return []
+
     @property
     def _sizes(self) -> programs.Vocabulary:
         return programs.Vocabulary(words=self.vocabulary, hidden=self.hidden, padded=self.padded)

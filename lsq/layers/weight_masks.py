@@ -1,41 +1,57 @@
 """Masks of a module's weights: what of them programs read. How masks are chosen: lsq.sparsity."""
 
+import warnings
+
 import torch
 from torch import nn
 
 from lsq.program import shards
 from lsq.quant import pack_bits, unpack_bits
+from lsq.quant.pruning import check_width
 
 SUFFIX = "_kept"
 """What the buffer of a weight's mask is called behind the weight's own name."""
+ALONE = (
+    "a layer that is to be sparse trains, but its masks stay as they are, and nothing is pruned if there are none yet; "
+    "call lsq.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and the tasks of "
+    "`lsq train` do, or finish() of what that returns"
+)
 
 
 class WeightMasks:
     """Those of one module. A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits).
 
-    Weights themselves keep all their values, which go on learning where gradients are `straight_through`.
+    Weights themselves keep all their values, which go on learning where gradients are `straight_through`. While a model
+    is dense, its masks keep everything.
 
     Attributes:
         names: of the weights that have a mask, as programs call them.
-        active: whether masks count; else weights are read as they are.
+        active: whether a mask leaves anything out; else weights are read as they are.
         straight_through: whether the gradient of what a mask leaves is that of the whole weight (Bengio et al. 2013,
             arXiv:1308.3432); else what is masked gets none.
+        followed: whether somebody chooses masks while the module trains: a lsq.sparsity.Sparsity.
     """
 
-    def __init__(self):
+    def __init__(self, *, straight_through: bool):
         self.names: list[str] = []
-        self.active = self.straight_through = False
+        self.active = self.followed = False
+        self.straight_through = straight_through
         self._unpacked: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
         """Buffer, its version and mask."""
 
     def __getstate__(self):
-        return {**self.__dict__, "_unpacked": {}}
+        return {**self.__dict__, "_unpacked": {}, "followed": False}
 
     def add(self, module: nn.Module, name: str) -> None:
-        """Give a weight of `module` a mask, which keeps all of it."""
+        """Give a weight of `module` a mask, which keeps all of it.
+
+        Raises:
+            ValueError: its width is no multiple of 4.
+        """
+        declared = module.declared[name]
+        check_width(name, declared.shape[0 if declared.by_inputs else 1])
         holder, last = module._holder(name)
-        every = torch.ones(module.own_parameter(name).shape, dtype=torch.bool, device=module.own_parameter(name).device)
-        holder.register_buffer(last + SUFFIX, pack_bits(every))
+        holder.register_buffer(last + SUFFIX, pack_bits(self._everything(module, name)))
         self.names.append(name)
 
     def remove(self, module: nn.Module) -> None:
@@ -51,12 +67,35 @@ class WeightMasks:
     def put(self, module: nn.Module, name: str, mask: torch.Tensor) -> None:
         """Let a weight have another mask: bool, of the weight's shape."""
         self._bits(module, name).copy_(pack_bits(mask))
+        self.active = True
         module._drop_codes()
 
-    def activate(self, module: nn.Module, active: bool) -> None:
-        """Let masks count, or not."""
-        self.active = active
+    def fill(self, module: nn.Module) -> None:
+        """Let all masks keep everything, so that weights count as they are."""
+        for name in self.names:
+            self._bits(module, name).copy_(pack_bits(self._everything(module, name)))
+        self.active = False
         module._drop_codes()
+
+    def load(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str) -> None:
+        """Masks are about to be loaded, and count if they leave anything out. Weights without are of a dense model:
+        they get masks that keep everything.
+
+        Args:
+            module: whose masks they are.
+            state: a state dict, which is changed.
+            prefix: what names of the module begin with there.
+        """
+        paths = {id(one): prefix + path for path, one in module.named_parameters(remove_duplicate=False)}
+        counts = []
+        for name in self.names:
+            mask = prefix + module.state_name(name) + SUFFIX
+            full = pack_bits(self._everything(module, name))
+            if any(paths[id(one)] in state for one in module.sources(name)):
+                state.setdefault(mask, full)
+            found = state.get(mask, self._bits(module, name))
+            counts.append(not torch.equal(found.to(full.device), full))
+        self.active = any(counts)
 
     def mask(self, module: nn.Module, name: str) -> torch.Tensor:
         """bool, of the weight's shape: True is kept."""
@@ -87,6 +126,17 @@ class WeightMasks:
         check_whole(module, name)
         found = module.sources(name)
         return list(zip(found, self.mask(module, name).split([len(part) for part in found]), strict=True))
+
+    def warn_alone(self) -> None:
+        """Say once that the module trains and nobody chooses masks."""
+        if not self.followed:
+            self.followed = True
+            warnings.warn(ALONE, stacklevel=2)
+
+    @staticmethod
+    def _everything(module: nn.Module, name: str) -> torch.Tensor:
+        weight = module.own_parameter(name)
+        return torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
 
     @staticmethod
     def _bits(module: nn.Module, name: str) -> torch.Tensor:

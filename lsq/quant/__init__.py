@@ -11,6 +11,7 @@ from lsq.quant.calibration import (
 )
 from lsq.quant.formats import GRADIENT, NORMALISED, WEIGHT_FORMATS, Format, WeightFormat
 from lsq.quant.numbers.grains import Grain
+from lsq.quant.pruning import Pruning
 from lsq.quant.rounding import (
     CLIP_GRADIENTS,
     LARGEST_CLIP,
@@ -34,6 +35,7 @@ __all__ = [
     "WEIGHT_FORMATS",
     "Format",
     "Grain",
+    "Pruning",
     "Quantized",
     "WeightFormat",
     "calibrate",

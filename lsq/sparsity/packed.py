@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lsq.sparsity.pattern import GROUP, KEPT, choose
+from lsq.quant.pruning import GROUP, KEPT
+from lsq.sparsity.pattern import choose
 
 ROOM = 256
 """Rows of a weight that `product` gathers inputs for at once."""

@@ -1,24 +1,10 @@
-"""The pattern 2:4: of each group of four neighbours in a row, two are kept. Shapes: N rows, K columns.
-
-NVIDIA's sparse products take it, which skip half of the work: Mishra et al. 2021, arXiv:2104.08378.
-"""
+"""Masks of the pattern 2:4. Shapes: N rows, K columns."""
 
 import math
 
 import torch
 
-GROUP, KEPT = 4, 2
-
-
-def check_width(name: str, columns: int) -> None:
-    """Refuse a number of columns that groups do not fill.
-
-    Raises:
-        ValueError: `columns` is no multiple of GROUP, or 0.
-    """
-    if columns % GROUP or not columns:
-        larger = max(1, -(-columns // GROUP)) * GROUP
-        raise ValueError(f"{name} has {columns} inputs, but 2:4 sparsity needs a multiple of {GROUP}; use {larger}")
+from lsq.quant.pruning import GROUP, KEPT, check_width
 
 
 def choose(scores: torch.Tensor) -> torch.Tensor:

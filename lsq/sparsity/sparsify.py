@@ -9,13 +9,11 @@ from torch.optim.optimizer import Optimizer
 
 from lsq.conversion.clip_state import keep_apart
 from lsq.conversion.selection import Skip, skipping
-from lsq.layers import ProgramModule, VocabularyProjection
-from lsq.layers.head import Head
+from lsq.layers import ProgramModule
 from lsq.layers.weight_masks import WeightMasks, check_whole
-from lsq.program.parameters import Kind
+from lsq.quant.pruning import Pruning, check_width
 from lsq.sparsity.inputs import mean_squares
-from lsq.sparsity.pattern import check_width, choose
-from lsq.sparsity.pruning import Pruning
+from lsq.sparsity.pattern import choose
 
 
 def sparsify(
@@ -56,12 +54,45 @@ def sparsify(
         sparsity.measure(run)
     for module, name in weights.values():
         if module.weight_masks is None:
-            module.weight_masks = WeightMasks()
-            module.weight_masks.straight_through = pruning.every > 0
+            module.weight_masks = WeightMasks(straight_through=pruning.every > 0)
         module.weight_masks.add(module, name)
     keep_apart(model)
     sparsity.begin()
     return sparsity
+
+
+def wants_sparsity(model: nn.Module) -> bool:
+    """Whether layers of `model` were made with QuantConfig(sparsity=...), and have their masks still."""
+    return any(module.quant.sparsity and module.weight_masks is not None for _, (module, _) in _weights(model))
+
+
+def sparsity_of(model: nn.Module, *, updates: int = 0) -> "Sparsity":
+    """The Sparsity of a model whose layers were made with QuantConfig(sparsity=...): what goes on with their masks.
+
+    Args:
+        model: before or after DistributedDataParallel; with its state dict, where a training goes on.
+        updates: that it was trained for, in this training.
+
+    Returns:
+        What goes on with it: call `follow(optimizer)`.
+
+    Raises:
+        ValueError: there is none, its layers want different things, or weights are shards of FSDP2.
+    """
+    weights = {path: found for path, found in _weights(model) if found[0].weight_masks is not None}
+    asked = {module.quant.sparsity for module, _ in weights.values()}
+    if len(asked) != 1 or "" in asked:
+        listed = ", ".join(map(repr, sorted(asked)))
+        wanted = f"its layers ask for sparsity {listed}" if asked else "no layer of it is to be sparse"
+        raise ValueError(
+            f"{type(model).__name__} has no sparsity of its configuration to follow: {wanted}; make them with one "
+            "QuantConfig(sparsity='2:4'), or call lsq.sparsity.sparsify(model)"
+        )
+    for module, name in weights.values():
+        check_whole(module, name)
+    found = Sparsity(model, Pruning.read(asked.pop()), weights)
+    found.begin(updates)
+    return found
 
 
 class Sparsity:
@@ -86,11 +117,16 @@ class Sparsity:
 
     # Over a training
 
-    def begin(self) -> None:
-        """Let masks be as they are before the first update."""
-        if self.pruning.due(self.updates):
+    def begin(self, updates: int = 0) -> None:
+        """Let masks be as they are after so many updates: those that there are, of a checkpoint, or else new ones."""
+        self.updates = updates
+        modules = self._modules()
+        for module in modules:
+            module.weight_masks.followed = True
+        if not self.pruning.sparse(updates):
+            self._make_dense()
+        elif not any(module.weight_masks.active for module in modules):
             self.choose()
-        self._activate()
 
     def follow(self, optimizer: Optimizer) -> None:
         """From now on every step of `optimizer`, lsq's or another, is an update: `step` is called after it.
@@ -98,36 +134,30 @@ class Sparsity:
         Before it, what is pruned is drawn to zero. Optimizers without step hooks need both calls: `draw` and `step`.
         """
         self._hooks += [
-            optimizer.register_step_pre_hook(lambda one, *_: self.draw(getattr(one, "gradient_factor", 1.0))),
+            optimizer.register_step_pre_hook(lambda *_: self.draw()),
             optimizer.register_step_post_hook(lambda *_: self.step()),
         ]
 
     @torch.no_grad()
-    def draw(self, gradient_factor: float | torch.Tensor = 1.0) -> None:
-        """SR-STE: add decay times itself to the gradient of what is pruned.
-
-        `gradient_factor`: what the step will multiply gradients by, as lsq.optim.Adam does.
-        """
+    def draw(self) -> None:
+        """SR-STE: add a share of itself to the gradient of what is pruned, in proportion to the gradient's size."""
         if not (self.pruning.decay and self.pruning.every and self.pruning.sparse(self.updates)):
             return
-        factor, drawn = self.pruning.decay / gradient_factor, set()
+        drawn = set()
         for module, name in self.weights.values():
             for part, kept in module.weight_masks.parts(module, name):
                 if part.grad is not None and id(part) not in drawn:
-                    here = factor.to(part.device) if isinstance(factor, torch.Tensor) else factor
-                    part.grad.add_(part * ~kept * here)
+                    direction = part / part.norm().clamp_min(torch.finfo(part.dtype).tiny)
+                    part.grad.add_(direction * ~kept * (self.pruning.decay * part.grad.norm()))
                     drawn.add(id(part))
 
     def step(self) -> None:
         """An update is done: choose masks, or make the model dense again, where that is due."""
-        before = self.pruning.sparse(self.updates)
         self.updates += 1
         if self.pruning.due(self.updates):
             self.choose()
-        if before != self.pruning.sparse(self.updates):
-            if before:
-                self._write_zeros()
-            self._activate()
+        elif not self.pruning.sparse(self.updates):
+            self._make_dense()
 
     @torch.no_grad()
     def choose(self) -> None:
@@ -174,12 +204,25 @@ class Sparsity:
 
         Where masks do not count now, weights stay as they are.
         """
-        for module in {module for module, _ in self.weights.values()}:
+        self.leave()
+        for module in self._modules():
             module.weight_masks.remove(module)
-        for hook in self._hooks:
-            hook.remove()
         keep_apart(self._model)
         self.weights = {}
+
+    def write_zeros(self) -> None:
+        """Write what masks leave into the weights, and keep the masks."""
+        for module in self._modules():
+            if module.weight_masks.active:
+                module.weight_masks.write_zeros(module)
+
+    def leave(self) -> None:
+        """Follow no optimizer any more; masks stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for module in self._modules():
+            module.weight_masks.followed = False
 
     # State
 
@@ -188,7 +231,7 @@ class Sparsity:
         return {"updates": self.updates, "squares": dict(self._squares)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after so many updates, with the masks that the model has loaded, or will.
+        """Go on after so many updates, with the masks that the model has loaded, or will load.
 
         Raises:
             ValueError: it is of other weights.
@@ -200,15 +243,16 @@ class Sparsity:
                 "with the same Pruning and skip"
             )
         self.updates, self._squares = state["updates"], dict(state["squares"])
-        self._activate()
 
-    def _activate(self) -> None:
-        for module in {module for module, _ in self.weights.values()}:
-            module.weight_masks.activate(module, self.pruning.sparse(self.updates))
+    def _modules(self) -> set[ProgramModule]:
+        return {module for module, _ in self.weights.values()}
 
-    def _write_zeros(self) -> None:
-        for module in {module for module, _ in self.weights.values()}:
-            module.weight_masks.write_zeros(module)
+    def _make_dense(self) -> None:
+        """Let zeros be where weights are pruned, and all weights count."""
+        self.write_zeros()
+        for module in self._modules():
+            if module.weight_masks.active:
+                module.weight_masks.fill(module)
 
 
 def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]]:
@@ -230,10 +274,9 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, tuple[ProgramModule, str]]]:
     for prefix, module in model.named_modules():
-        if isinstance(module, ProgramModule) and not isinstance(module, Head | VocabularyProjection):
-            for name, declared in module.declared.items():
-                if declared.kind is Kind.WEIGHT:
-                    yield f"{prefix}.{name}" if prefix else name, (module, name)
+        if isinstance(module, ProgramModule):
+            for name in module.prunable():
+                yield f"{prefix}.{name}" if prefix else name, (module, name)
 
 
 def _check(path: str, module: ProgramModule, name: str) -> None:
@@ -242,5 +285,8 @@ def _check(path: str, module: ProgramModule, name: str) -> None:
     if values.is_meta:
         raise ValueError(f"{path} is on the meta device and has no values; load or initialise the model first")
     if module.weight_masks is not None:
-        raise ValueError(f"{path} is sparse already; call finish() of its Sparsity before it is sparsified again")
+        raise ValueError(
+            f"{path} is sparse already; call finish() of its Sparsity (lsq.sparsity.sparsity_of, if QuantConfig asked "
+            "for it) before it is sparsified again"
+        )
     check_width(path, values.shape[0 if module.declared[name].by_inputs else 1])

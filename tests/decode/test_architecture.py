@@ -27,6 +27,11 @@ def test_layers_of_before_gates_and_without_bias_are_read():
     assert Architecture.from_json(json.dumps(whole | {"decoder": side})) == Architecture.from_json(json.dumps(whole))
 
 
+def test_how_a_model_goes_on_learning_is_left_out():
+    whole = model_of(small_model(quant={"sparsity": "2:4"})).architecture
+    assert "sparsity" not in whole.to_json() and whole == model_of(small_model()).architecture
+
+
 def test_what_cannot_be_is_refused():
     whole = written()
     for change, words in [

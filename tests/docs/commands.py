@@ -217,6 +217,7 @@ RULES = [
     Rule(words="recipes/numbers/run.sh", way=dry_recipe, why="minutes of training, as lsq numbers"),
     Rule(words="recipes/text/run.sh", way=dry_recipe, why="hours of training; tests/recipes runs it on toy text"),
     Rule(words="recipes/quality/run.sh", way=dry_recipe, why="hours of training"),
+    Rule(words="recipes/sparsity/run.sh", way=dry_recipe, why="an hour of training"),
 ]
 """The longest that fits counts."""
 PROGRAMS = {rule.words.split()[0] for rule in RULES} | {"python3", "curl", "tar"}

@@ -27,6 +27,7 @@ OTHER = {
     "clip_gradient": "lsq",
     "backward": "float",
     "backward_dtype": "bfloat16",
+    "sparsity": "2:4,every=8",
 }
 """A value other than the default for every field."""
 

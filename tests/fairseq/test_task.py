@@ -33,6 +33,7 @@ def losses(monkeypatch) -> list[float]:
 
 @pytest.mark.parametrize("options", [
     "--lsq-backward int8 --update-freq 2",
+    "--lsq-sparsity 2:4,every=2,begin=1",
     *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float")),
 ])  # fmt: skip
 def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):

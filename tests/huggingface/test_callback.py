@@ -240,3 +240,20 @@ def test_low_rank_adapters_go_on_bit_for_bit(tmp_path):
     later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert losses(later) == losses(whole) and losses(whole)[-1] < losses(whole)[0]
     assert same_states(later.model, whole.model)
+
+
+SPARSE = QuantConfig(sparsity="2:4,every=2,begin=1")
+
+
+def test_sparse_weights(tmp_path):
+    """Masks are chosen, come back with a checkpoint, and are zeros in the end."""
+    whole = trainer("gpt2", tmp_path / "whole", LsqCallback(), model=converted("gpt2", quant=SPARSE))
+    whole.train()
+    later = trainer("gpt2", tmp_path / "later", LsqCallback(), model=converted("gpt2", seed=5, quant=SPARSE))
+    later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses(later) == losses(whole)
+    assert same_states(later.model, whole.model)
+    weight = whole.model.transformer.h[1].mlp.c_fc.weight
+    assert ((weight.t().unflatten(1, (-1, 4)) != 0).sum(2) == 2).all()
+    kept = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole" / "checkpoint-4")
+    assert (kept.transformer.h[1].mlp.c_fc.weight != 0).all()

@@ -15,7 +15,7 @@ def layer() -> QuantizedLinear:
     """Whose mask keeps every second input."""
     torch.manual_seed(1)
     layer = QuantizedLinear(16, 32, quant=QuantConfig(backward="float"))
-    layer.weight_masks = WeightMasks()
+    layer.weight_masks = WeightMasks(straight_through=False)
     layer.weight_masks.add(layer, "weight")
     layer.weight_masks.put(layer, "weight", torch.arange(16).remainder(2).bool().expand(32, 16))
     return layer
@@ -28,43 +28,39 @@ def test_one_bit_a_value(layer):
 
 
 def test_what_is_read(layer):
-    assert layer.values_of("weight") is layer.weight and layer.values_of("bias") is layer.bias
-    layer.weight_masks.activate(layer, True)
     expected = layer.weight.detach().clone()
     expected[:, ::2] = 0
     assert torch.equal(layer.values_of("weight"), expected) and layer.values_of("bias") is layer.bias
     layer.fall_back()
     x = torch.randn(5, 16)
-    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, expected, layer.bias))
+    torch.testing.assert_close(layer.eval()(x), torch.nn.functional.linear(x, expected, layer.bias))
+    layer.weight_masks.fill(layer)
+    assert layer.values_of("weight") is layer.weight and layer.weight_masks.mask(layer, "weight").all()
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
 def test_gradient(layer, straight_through):
-    layer.weight_masks.activate(layer, True)
     layer.weight_masks.straight_through = straight_through
     layer.values_of("weight").sum().backward()
     assert layer.weight.grad.tolist() == [[float(straight_through), 1.0] * 8] * 32
 
 
 def test_a_loaded_mask_counts_at_once(layer):
-    layer.weight_masks.activate(layer, True)
     other, x = copy.deepcopy(layer), torch.randn(5, 16)
     other.weight_masks.put(other, "weight", torch.ones(32, 16, dtype=torch.bool))
     assert not torch.equal(layer.eval()(x), other.eval()(x))
     layer.load_state_dict(other.state_dict())
     assert torch.equal(layer(x), other(x))
-    assert layer.weight_masks.mask(layer, "weight").all()
+    assert layer.weight_masks.mask(layer, "weight").all() and not layer.weight_masks.active
 
 
 def test_other_dtypes(layer):
-    layer.weight_masks.activate(layer, True)
     layer.bfloat16()
     assert layer.values_of("weight").dtype == torch.bfloat16 and layer.weight_kept.dtype == torch.uint8
     assert layer(torch.randn(5, 16, dtype=torch.bfloat16)).isfinite().all()
 
 
 def test_clips_are_those_of_what_is_left(layer):
-    layer.weight_masks.activate(layer, True)
     with torch.no_grad():
         layer.weight[:, ::2] = 100.0
     layer.calibrate_weights()
@@ -72,7 +68,6 @@ def test_clips_are_those_of_what_is_left(layer):
 
 
 def test_remove(layer):
-    layer.weight_masks.activate(layer, True)
     layer.weight_masks.remove(layer)
     assert layer.weight_masks is None and "weight_kept" not in layer.state_dict()
     assert (layer.weight[:, ::2] == 0).all() and (layer.weight[:, 1::2] != 0).all()

@@ -163,10 +163,21 @@ def test_decay_is_of_what_is_pruned():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparsity.follow(optimizer)
     mask, before = model.weight_masks.mask(model, "weight"), model.weight.detach().clone()
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one)
+    model.weight.grad = torch.full_like(model.weight, 0.3)
+    share = 0.5 * model.weight.grad.norm() / before.norm()
     optimizer.step()
-    torch.testing.assert_close(model.weight, torch.where(mask, before, before * 0.95))
+    drawn = before - 0.1 * (0.3 + share * before)
+    torch.testing.assert_close(model.weight, torch.where(mask, before - 0.03, drawn), rtol=0, atol=1e-6)
+
+
+def test_decay_of_nothing():
+    """Weights of zeros, and gradients of zeros, are drawn nowhere."""
+    model = layer()
+    torch.nn.init.zeros_(model.weight)
+    sparsity = sparsify(model)
+    model.weight.grad = torch.ones_like(model.weight)
+    sparsity.draw()
+    assert (model.weight.grad == 1).all()
 
 
 def test_masks_follow_the_weights():
@@ -306,7 +317,7 @@ def test_refused(make, options, message):
 def test_sparse_already():
     model = layer()
     sparsify(model)
-    with pytest.raises(ValueError, match=r"weight is sparse already; call finish\(\)"):
+    with pytest.raises(ValueError, match=r"weight is sparse already; call finish\(\) of its Sparsity"):
         sparsify(model)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq.sparsity import Pruning
+from lsq.quant import Pruning
 
 
 @pytest.mark.parametrize(("pruning", "due", "sparse"), [
@@ -28,3 +28,25 @@ def test_schedule(pruning, due, sparse):
 def test_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Pruning(**options)
+
+
+def test_read():
+    assert Pruning.read("") is None
+    assert Pruning.read("2:4") == Pruning()
+    assert Pruning.read(" 2:4, every = 8,decay=1e-2, begin=3, end=40") == Pruning(every=8, decay=0.01, begin=3, end=40)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("4:8", r"sparsity is '4:8': pattern is '4:8'; allowed: '2:4'; '' is dense"),
+    ("2:4,end=0", r"end is 0; it must be a whole number above begin \(0\)"),
+    ("2:4,evry=3", r"'evry=3' says nothing; behind the pattern may follow, once each: every=..., decay=..., "),
+    ("2:4,every=3,every=4", r"'every=4' says nothing"),
+    ("2:4,measure=output", r"'measure=output' says nothing"),
+    ("2:4,every", r"'every' says nothing"),
+    ("2:4,every=1.5", r"every must be a number, not '1.5'"),
+    ("every=3", r"pattern is 'every=3'; allowed: '2:4'"),
+    (0.5, r"sparsity is 0.5; it must be a text, such as '2:4'"),
+])  # fmt: skip
+def test_what_cannot_be_read(text, message):
+    with pytest.raises(ValueError, match=message):
+        Pruning.read(text)
