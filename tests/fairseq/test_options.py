@@ -132,4 +132,5 @@ def test_unknown_option_is_refused(parse, capsys):
 def test_manual_lists_every_option_with_its_default():
     manual = (Path(__file__).parents[2] / "docs" / "fairseq.md").read_text(encoding="utf-8")
     for field in fields(QuantConfig):
-        assert f"| `{options.option(options.PREFIX + field.name)}` | `{field.default}` |" in manual
+        default = f"`{field.default}`" if field.default != "" else "–"
+        assert f"| `{options.option(options.PREFIX + field.name)}` | {default} |" in manual
