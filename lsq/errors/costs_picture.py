@@ -18,7 +18,7 @@ def draw_costs(costs: Costs, path: Path) -> None:
     """Draw measured costs over the tensors, formats in colours, and estimates over measured costs.
 
     Args:
-        costs: those at or below zero are left out: both axes are logarithmic.
+        costs: those at or below zero are left out: axes are logarithmic.
         path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
@@ -27,31 +27,31 @@ def draw_costs(costs: Costs, path: Path) -> None:
     """
     names = list(dict.fromkeys(tensor.name for tensor in costs.tensors))
     shown = names if len(names) <= MOST_NAMES else []
-    figure = Figure(figsize=(8 + 0.18 * max(len(shown), 20), 7), layout="constrained")
-    over, against = figure.subplots(1, 2, width_ratios=(1 + 0.04 * len(shown), 1))
-    _over_tensors(over, costs, names)
-    over.set_xticks(range(len(shown)), shown, rotation=90, fontsize="x-small")
-    _against_estimate(against, costs)
+    kinds = [kind for kind in KINDS if costs.of(kind)] or list(KINDS)
+    figure = Figure(figsize=(9 + 0.16 * len(shown), 4 + 3 * len(kinds)), layout="constrained")
+    places = [["estimate", kind] for kind in kinds]
+    panels = figure.subplot_mosaic(places, width_ratios=(1, 0.8 + 0.03 * len(shown)))
+    for kind in kinds:
+        _over_tensors(panels[kind], costs, kind, names)
+        panels[kind].set_xticks(range(len(shown)), shown if kind == kinds[-1] else [""] * len(shown), rotation=90)
+        panels[kind].tick_params(axis="x", labelsize="x-small")
+    _against_estimate(panels["estimate"], costs)
     figure.suptitle(f"Loss {costs.loss:.4f}: what it grows by with one tensor in another format")
     figure.savefig(path, dpi=120)
 
 
-def _over_tensors(axes: Axes, costs: Costs, names: list[str]) -> None:
+def _over_tensors(axes: Axes, costs: Costs, kind: str, names: list[str]) -> None:
     for number, form in enumerate(costs.formats):
-        for kind in KINDS:
-            found = {
-                names.index(tensor.name): tensor.formats[form].cost for tensor in costs.of(kind)
-                if (tensor.formats[form].cost or 0) > 0
-            }  # fmt: skip
-            if found:
-                axes.plot(
-                    list(found), list(found.values()), MARKERS[kind], color=f"C{number}", alpha=0.8, markersize=5,
-                    label=f"{form}, {PLURALS[kind]}",
-                )
-    axes.set(yscale="log", ylabel="measured cost", xlabel="" if names else "tensors")
+        found = {
+            names.index(tensor.name): tensor.formats[form].cost for tensor in costs.of(kind)
+            if (tensor.formats[form].cost or 0) > 0
+        }  # fmt: skip
+        axes.plot(
+            list(found), list(found.values()), MARKERS[kind], color=f"C{number}", alpha=0.8, markersize=5, label=form
+        )
+    axes.set(yscale="log", ylabel="measured cost", title=PLURALS[kind])
     axes.grid(alpha=0.25)
-    if axes.lines:
-        axes.legend(fontsize="x-small", ncols=2)
+    axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _against_estimate(axes: Axes, costs: Costs) -> None:
@@ -70,6 +70,6 @@ def _against_estimate(axes: Axes, costs: Costs) -> None:
     found = ", ".join(f"{PLURALS[kind]} {correlation(costs, kind, 'second term'):.2f}" for kind in kinds)
     axes.set(
         xscale="log", yscale="log", xlabel="measured cost", ylabel="estimate, second term",
-        title=f"rank correlation: {found}",
+        title=f"rank correlation:\n{found}",
     )  # fmt: skip
     axes.grid(alpha=0.25)
