@@ -1,13 +1,11 @@
 """`lsq sensitivity`: what each layer of a trained model costs in loss in each number format."""
 
 import contextlib
-import math
 import signal
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torch import Tensor, nn
 from tqdm import tqdm
 
 from lsq.commands import interruption, model_batch
@@ -86,17 +84,12 @@ def run(arguments: list[str]) -> int:
         path = given.output / JSON
         if given.overwrite:
             path.unlink(missing_ok=True)
-
-        def bits(model: nn.Module, numbers: Sequence[int]) -> tuple[Tensor, float]:
-            total, words = batch.losses(numbers)
-            return total.double() / math.log(2), words
-
         with _progress(given.quiet) as progress:
             costs = sensitivity(
-                batch.model, bits, by_length(batch.lengths, BATCH_WORDS), formats=given.formats, clip=given.clip,
-                samples=[[number] for number in range(len(batch.lengths))], tensors=given.tensors, path=path,
-                activations=not given.weights_only, progress=progress,
-                about={"model": str(given.model), "text": batch.description, "loss": "bits per word"},
+                batch.model, lambda model, numbers: batch.losses(numbers), by_length(batch.lengths, BATCH_WORDS),
+                samples=[[number] for number in range(len(batch.lengths))], formats=given.formats, clip=given.clip,
+                tensors=given.tensors, activations=not given.weights_only, path=path, progress=progress,
+                about={"model": str(given.model), "text": batch.description, "loss": "nats per word"},
             )  # fmt: skip
         draw_costs(costs, given.output / PICTURE)
         write_text(given.output / TABLE, f"# Which bits where: {given.model}\n\n{table(costs, 'github')}\n")

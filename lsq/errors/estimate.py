@@ -1,8 +1,8 @@
 """The second-order estimate of what a change of one tensor adds to the loss.
 
 A change d changes the loss by about g d + 1/2 d H d. H is taken as the diagonal of the empirical Fisher information:
-for a loss that is the mean of T negative log-likelihoods, 1/T times the sum over samples of the squared gradient of
-what each adds up to (LeCun et al. 1989, "Optimal Brain Damage", has the diagonal; Martens 2014, arXiv:1412.1193,
+for a loss that is the mean of T negative log-likelihoods in nats, 1/T times the sum over samples of squared gradients
+of what each adds up to (LeCun et al. 1989, "Optimal Brain Damage", has the diagonal; Martens 2014, arXiv:1412.1193,
 section 11, what stands in for it). A sample should be one sentence: in the gradient of a whole batch those of its
 sentences nearly cancel, once the model is trained, so that its square is too small by about their number.
 """

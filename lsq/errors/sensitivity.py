@@ -35,7 +35,8 @@ def sensitivity(
 
     Args:
         model: on any device.
-        loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; how many they are).
+        loss: (model, batch) -> (sum of the batch's losses, a scalar with gradients; how many they are). The estimate
+            is for negative log-likelihoods in nats, such as cross-entropy.
         batches: for what is measured; the loss is the mean over all.
         samples: for the estimate, best one sentence each (see lsq.errors.estimate); None: the batches.
         formats: names of lsq.quant.numbers.scaled_format; rows of blocks lie along what the product sums over.

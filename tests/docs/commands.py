@@ -197,6 +197,7 @@ RULES = [
     Rule(words="lsq export", way=run_lsq),
     Rule(words="lsq formats", way=run_lsq),
     Rule(words="lsq formats --model", way=parse_lsq, why="needs a training; tests/commands/test_formats.py has one"),
+    Rule(words="lsq sensitivity", way=parse_lsq, why="as lsq formats --model; see tests/commands/test_sensitivity.py"),
     Rule(words="lsq plan", way=run_lsq),
     Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
     Rule(words="lsq configs", way=run_lsq),
