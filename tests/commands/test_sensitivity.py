@@ -13,6 +13,7 @@ from lsq import cli
 from lsq.commands import sensitivity
 from lsq.commands.sensitivity import by_length
 from lsq.errors import read_costs
+from tests.commands.test_model_batch import folder, texts, transformers  # noqa: F401
 from tests.translate.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "int2/row"]
@@ -36,9 +37,9 @@ def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
     """All of its validation data have the loss that the training reported."""
     status, said, _ = lsq_sensitivity(output, *FORMATS)
     assert status == 0 and "12 sentences" in said and "Rank correlation of costs" in said
-    folder = tmp_path / "out"
-    assert {path.name for path in folder.iterdir()} >= set(sensitivity.OUTPUTS)
-    costs = read_costs(folder / sensitivity.JSON)
+    written = tmp_path / "out"
+    assert {path.name for path in written.iterdir()} >= set(sensitivity.OUTPUTS)
+    costs = read_costs(written / sensitivity.JSON)
     results = json.loads((output / "int8" / "results.json").read_text())
     bits = costs.loss / math.log(2)
     assert bits == pytest.approx(results["best_validation_loss"], abs=2e-3)  # which fairseq rounds to three digits
@@ -46,7 +47,20 @@ def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
     assert costs.about["loss"] == "nats per word" and costs.about["model"] == str(output)
     found = [tensor.formats["int2/row"].cost for tensor in costs.tensors]
     assert max(found) > 10 * max(abs(tensor.formats["int8/row"].cost) for tensor in costs.tensors)
-    assert "| encoder.embed_tokens.weight " in (folder / sensitivity.TABLE).read_text()
+    assert "| encoder.embed_tokens.weight " in (written / sensitivity.TABLE).read_text()
+
+
+def test_a_folder_of_transformers(lsq_sensitivity, folder, texts, tmp_path):  # noqa: F811
+    """GPT-2's weights lie as [inputs, outputs]."""
+    config = transformers.GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    model = folder(transformers.GPT2LMHeadModel(config))
+    given = ["--text", texts[0], "--words", "40", *FORMATS, "--tensors", "*mlp*", "*wte*"]
+    status, said, _ = lsq_sensitivity(model, *given)
+    assert status == 0 and f"words of {texts[0]}" in said
+    tensors = read_costs(tmp_path / "out" / sensitivity.JSON).tensors
+    assert [(one.name.split(".")[-2], one.kind, one.transposed) for one in tensors] == [
+        (name, kind, name != "wte") for kind in ("weight", "activation") for name in ("wte", "c_fc", "c_proj")
+    ]
 
 
 def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatch):  # noqa: F811
