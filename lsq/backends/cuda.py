@@ -78,6 +78,7 @@ class CUDA(Backend):
     refillable = True
     leaves_sums = True
     transposed_weights = True
+    packed_rows = 64  # a row of tiles, of which each unpacks what it multiplies
     starts_scales = True
 
     def __init__(self, target: Device, *, activations: torch.dtype = torch.float32, kept: int = KEPT):

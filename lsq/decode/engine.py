@@ -43,7 +43,7 @@ class Engine:
         self.longest = model.architecture.decoder.max_positions
         self._preparation = Preparation(model, place)
         hidden = model.architecture.decoder.config.hidden
-        projection = self._preparation.weight(f"decoder.{PROJECTION}.weight", hidden)
+        projection = self._preparation.weight(f"decoder.{PROJECTION}.weight", hidden, plain=True)
         self._projection = {"packed_weight" if isinstance(projection, PackedWeight) else "weight": projection}
         self._programs, self._encoders, self._runs = Recent(64), Recent(24), Recent(24)
         self._tensors: dict[str, Tensor] = {}

@@ -105,16 +105,21 @@ class Preparation:
                 table = sinusoidal_table(rows, stack.config.hidden, architecture.padding)
                 self._tensors[f"{side}.embed_tokens.position_weight"] = table
 
-    def weight(self, name: str, inner: int) -> Weight | PackedWeight:
-        """The weight of that name with `inner` inputs as products read it: packed, or codes on the device."""
+    def weight(self, name: str, inner: int, *, plain: bool = False) -> Weight | PackedWeight:
+        """The weight of that name with `inner` inputs as products read it: packed, or on the device as it is stored.
+
+        `plain`: there as codes, however it is stored.
+        """
         if name not in self._weights:
-            codes, scale = self._model.codes(name, inner).contiguous(), self._model.tensors[name + ".scale"]
+            stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
+            form, place = self._model.architecture.decoder.config.quant.weights, self._place.place
+            if plain or self._place.packs_weights:
+                stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
             if self._place.packs_weights:
-                pack = PackedWeight.of_sparse if is_sparse(codes) and tiles.vectorised() else PackedWeight.of
-                self._weights[name] = pack(codes, scale)
+                pack = PackedWeight.of_sparse if is_sparse(stored) and tiles.vectorised() else PackedWeight.of
+                self._weights[name] = pack(stored, scale)
             else:
-                form, place = self._model.architecture.decoder.config.quant.weights, self._place.place
-                self._weights[name] = Weight(format=form, codes=codes.to(place), scale=scale.to(place))
+                self._weights[name] = Weight(format=form, codes=stored.to(place), scale=scale.to(place))
         return self._weights[name]
 
     def _tensor(self, name: str) -> Tensor:

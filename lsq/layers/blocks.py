@@ -139,7 +139,7 @@ def project(
     0, or as the weight does where that has `bias_bound`. `joins`: x has a product before this one.
     """
     bias_bound = start.pop("bias_bound", 0.0)
-    w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start))
+    w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start), x.tensor.shape[0])
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     size = (x.tensor.shape[0], rows or shape[0])
     y, nonlinearity = end.rows(builder, size), end.nonlinearity(builder, size)

@@ -20,7 +20,7 @@ from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.products import converted, converted_scratch, int8_products
-from lsq.ops.project_product import project_product
+from lsq.ops.project_product import packed_tile, project_product
 from lsq.ops.rounding import Round, RoundGradient, unpacked
 from lsq.ops.scales import started
 from lsq.program.declare import Activations, Floats, Host, In, Out, extent, size
@@ -37,7 +37,7 @@ class Project(Operation):
     x: In[Rows]
     """[M, K]"""
     weight: In[Weight]
-    """[P, K]; its values are multiplied in float mode."""
+    """[P, K]; its values are multiplied in float mode. On CUDA it may be stored as int4."""
     bias: In[Floats] | None
     """[P]"""
     out: Out[Activations] | None
@@ -74,7 +74,8 @@ class Project(Operation):
         if self.x.coded is None:
             y = self.x.floats @ self.weight.floats_by_rows.t()
         else:
-            y = gemm.reference(self.x.tensor, self.weight.codes).float() * (self.x.scale * self.weight.scale)
+            codes = self.weight.format.unpack(self.weight.codes, self.x.tensor.shape[1])
+            y = gemm.reference(self.x.tensor, codes).float() * (self.x.scale * self.weight.scale)
         y = y if self.bias is None else y + self.bias
         result = y if self.nonlinearity is None else self.nonlinearity.apply(y)
         kept = self.nonlinearity.keep(y) if self.nonlinearity is not None else (None,) * 3
@@ -103,6 +104,8 @@ class Project(Operation):
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
         """How one kernel multiplies codes and ends the product; None: cuBLASLt multiplies, and a kernel ends it."""
+        if self.weight.format.packed:
+            return packed_tile(self.rows)
         return gemm.cuda_tile(GEMM, self.rows, *self.weight.codes.shape)
 
     def cuda(self, *scratch):

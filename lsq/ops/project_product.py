@@ -24,8 +24,14 @@ def project_product(operation: Project, tile: TileConfiguration) -> Launch:
         ValueError: K or P is no multiple of 16, or there are more rows than a grid has blocks for.
     """
     inner, end = operation.x.tensor.shape[1], operation.nonlinearity or Nonlinearity()
+    stored = {"INT4": 1} if operation.weight.format.packed else {}
     return tiled(
         "project_product.cu", "lsq_project_product", tile, (operation.rows, operation.columns, inner), operation, inner,
-        TICKET, ACTIVATION=int(end.activation), **started(operation.rounded),
+        TICKET, ACTIVATION=int(end.activation), **started(operation.rounded), **stored,
         **({} if operation.out is None else float_define(operation.out)),
     )  # fmt: skip
+
+
+def packed_tile(rows: int) -> TileConfiguration:
+    """For a weight that is stored as int4, by mma.sync on every GPU: many rows share what they unpack."""
+    return TileConfiguration(rows=64 if rows <= 64 else 128, columns=64, stages=4)

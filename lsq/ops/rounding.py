@@ -142,14 +142,17 @@ class UnpackWeight(Operation):
         """That of the weight comes from whoever multiplies by it."""
 
 
-def unpacked(builder, weight: Weight) -> Weight:
-    """The weight as the next product reads it. Each pass unpacks anew, so that no unpacked codes wait for another."""
+def unpacked(builder, weight: Weight, rows: int | None = None) -> Weight:
+    """The weight as the next product reads it. Each pass unpacks anew, so that no unpacked codes wait for another.
+
+    `rows`: of x, of a product that reads weights as they are stored where those are few enough.
+    """
     stored = builder.stored(weight)
-    if stored.codes is None or not stored.format.packed:
+    if stored.codes is None or not stored.format.packed or (rows is not None and rows <= builder.packed_rows):
         return stored
     codes = builder.tensor(stored.codes.name + ".unpacked", (stored.codes.shape[0], stored.values.shape[1]), torch.int8)
     builder.add(UnpackWeight(weight=stored.bare(), codes=codes))
-    return dataclasses.replace(stored, codes=codes)
+    return dataclasses.replace(stored, codes=codes, format=stored.format.unpacked)
 
 
 WIDEST_TOGETHER = 8192

@@ -23,6 +23,7 @@ class Backend:
         leaves_sums: whether operations leave sums over rows in parts, for one operation to finish at the end of a pass.
         transposed_weights: whether the int8 products that go back read codes of weights transposed, which come in then.
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
+        packed_rows: up to how many rows a product reads its weight as a packed format stores it, instead of as codes.
         packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain codes.
         either_border: whether floats at the borders of a product may be float32 or bfloat16, whatever activations are.
         few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
@@ -35,6 +36,7 @@ class Backend:
     leaves_sums: bool = False
     transposed_weights: bool = False
     refillable: bool = False
+    packed_rows: int = 0
     packs_weights: bool = False
     few_sizes: bool = False
     either_border: bool = False

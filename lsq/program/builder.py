@@ -61,6 +61,11 @@ class Builder(Recorder):
         """The narrowest dtype of floats between operations of which either reads any."""
         return torch.bfloat16 if self._backend.either_border else torch.float32
 
+    @property
+    def packed_rows(self) -> int:
+        """Rows up to which a product reads its weight as it is stored."""
+        return self._backend.packed_rows
+
     def next_subsequence(self) -> int:
         """Random numbers that no other operation of this program uses."""
         self._subsequences += 1

@@ -62,12 +62,25 @@ class WeightFormat(Format):
         """Reference: the codes int8 [N, K] of what is stored; none is beyond `largest`."""
         return stored
 
+    @property
+    def unpacked(self) -> "WeightFormat":
+        """That of the codes which `unpack` gives."""
+        return self
+
 
 GROUP, TRIED, PARTS = 32, 4, 64
 """Of Int4: inputs that share a multiplier; multipliers that are tried; parts of a step in which errors are counted."""
 
 
-class Int4(WeightFormat):
+class Int4Codes(WeightFormat):
+    """What products read of Int4: the codes m * q."""
+
+    @property
+    def largest(self) -> int:
+        return 120
+
+
+class Int4(Int4Codes):
     """4-bit codes q, two to a byte, and a whole multiplier m for each group of 32 inputs: a value is scale * m * q.
 
     m is from -15 to 15, q from -8 to 7, and the scale is clip / 120, so that products read m * q. A stored group is m
@@ -78,8 +91,8 @@ class Int4(WeightFormat):
     packed = True
 
     @property
-    def largest(self) -> int:
-        return 120
+    def unpacked(self) -> WeightFormat:
+        return Int4Codes(name=self.name, bits=self.bits, grain=self.grain)
 
     def stored_columns(self, columns: int) -> int:
         return -(-columns // GROUP) * (1 + GROUP // 2)

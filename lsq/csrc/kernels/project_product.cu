@@ -1,15 +1,26 @@
 // A product of codes with a weight and its end in one kernel: M rows, N columns, K values, N and K multiples of 16.
 //
 // product.cuh makes the sums of a tile, product_rows.cuh hands them on by rows, project_end.cuh is what is done to them.
+// -DINT4=1: the weight is stored so.
 #include "product_rows.cuh"
 #include "project_end.cuh"
+
+#ifndef INT4
+#define INT4 0
+#endif
+#if INT4
+#include "product_int4.cuh"
+using Columns = Int4Columns;
+#else
+using Columns = TileCopy<kProductThreads, TILE_N>;
+#endif
 
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_project_product(
     const Project op, int64_t inner, Out<uint32_t> ticket) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
     Sums sums = {};
-    accumulate({op.x.coded.codes, block_row(), op.rows, inner}, {op.weight.codes, block_column(), op.columns, inner},
-               stages, sums);
+    const Columns columns(op.weight.codes, block_column(), op.columns, inner);
+    accumulate({op.x.coded.codes, block_row(), op.rows, inner}, columns, stages, sums);
     const ProjectEnd end{op};
     const int64_t column = sums_column();
     float added[kVector] = {}, factor[kVector] = {};
