@@ -22,6 +22,7 @@ from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
+from lsq.quant.formats import Int4, WeightFormat
 from lsq.sparsity import is_sparse
 
 T = TypeVar("T")
@@ -113,12 +114,11 @@ class Preparation:
         if name not in self._weights:
             stored, scale = (self._model.tensors[name + part] for part in (".codes", ".scale"))
             form, place = self._model.architecture.decoder.config.quant.weights, self._place.place
-            if plain or self._place.packs_weights:
-                stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
             if self._place.packs_weights:
-                pack = PackedWeight.of_sparse if is_sparse(stored) and tiles.vectorised() else PackedWeight.of
-                self._weights[name] = pack(stored, scale)
+                self._weights[name] = _packed(form, stored, scale, inner)
             else:
+                if plain:
+                    stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
                 self._weights[name] = Weight(format=form, codes=stored.to(place), scale=scale.to(place))
         return self._weights[name]
 
@@ -172,6 +172,15 @@ class Preparation:
             x=operation.x.coded.bare(), weight=weight, bias=operation.bias, out=operation.out,
             rounded=operation.rounded, activation=Activation.none if end is None else end.activation,
         )
+
+
+def _packed(form: WeightFormat, stored: Tensor, scale: Tensor, inner: int) -> PackedWeight:
+    """What the model stores of a weight with `inner` inputs, as the CPU's products with few rows read it."""
+    if isinstance(form, Int4):
+        return PackedWeight.of_int4(stored, scale, inner)
+    if is_sparse(stored) and tiles.vectorised():
+        return PackedWeight.of_sparse(stored, scale)
+    return PackedWeight.of(stored, scale)
 
 
 def roomy(count: int) -> int:

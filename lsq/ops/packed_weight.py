@@ -17,6 +17,8 @@ ALIGNMENT = 64
 """Bytes to whose multiple tiles begin."""
 HALVES, WORDS, UNITS = 4, 64, 8
 """Of a sparse block: halves of tiles; of each half, bytes that say what is kept, and units of four inputs."""
+INT4_BLOCK = 1088
+"""Bytes of two tiles of 4-bit codes, with their multipliers."""
 
 
 class PackedWeight(Value):
@@ -30,6 +32,8 @@ class PackedWeight(Value):
     """K."""
     sparse: bool
     """Whether tiles hold two of four inputs alone."""
+    bits: int
+    """8, or 4: groups of Int4 that products unpack in registers, as csrc/cpu/int4_tiles.h lays them out."""
     instructions: int
     """What multiplies; see csrc/tiles.py."""
 
@@ -47,7 +51,8 @@ class PackedWeight(Value):
         memory = _aligned(tiles.packed_bytes(*codes.shape))
         loader.call("lsq_pack_columns", tiles.TileProduct.of(codes[:1], codes, chosen, 0, memory))
         return cls(
-            tiles=memory, scale=scale, inner=codes.shape[1], sparse=False, instructions=tiles.INSTRUCTIONS[chosen]
+            tiles=memory, scale=scale, inner=codes.shape[1], sparse=False, bits=8,
+            instructions=tiles.INSTRUCTIONS[chosen]
         )
 
     @classmethod
@@ -67,11 +72,30 @@ class PackedWeight(Value):
                 "pack them with PackedWeight.of"
             )
         return cls(
-            tiles=memory, scale=scale, inner=codes.shape[1], sparse=True, instructions=tiles.INSTRUCTIONS[chosen]
+            tiles=memory, scale=scale, inner=codes.shape[1], sparse=True, bits=8,
+            instructions=tiles.INSTRUCTIONS[chosen]
+        )
+
+    @classmethod
+    def of_int4(
+        cls, stored: torch.Tensor, scale: torch.Tensor, inner: int, instructions: str | None = None
+    ) -> PackedWeight:
+        """Pack what Int4 stores of K = `inner` inputs, int8 [P, stored columns], with scale float32 [P].
+
+        Raises:
+            ValueError: see `of`.
+        """
+        chosen, columns = _chosen(instructions), len(stored)
+        memory = _aligned(_int4_shape(columns, inner).numel())
+        loader.call("lsq_pack_int4", stored.contiguous(), columns, inner, memory)
+        return cls(
+            tiles=memory, scale=scale, inner=inner, sparse=False, bits=4, instructions=tiles.INSTRUCTIONS[chosen]
         )
 
     def codes(self) -> torch.Tensor:
         """Reference: int8 [P, K]."""
+        if self.bits == 4:
+            return self._int4_codes()
         columns, inner = -(-self.columns // tiles.PAIR) * tiles.PAIR, -(-self.inner // tiles.INNER) * tiles.INNER
         whole = self._sparse_tiles() if self.sparse else self.tiles[: columns * inner].view(torch.int8)
         whole = whole.view(columns // SIDE, -1, SIDE, SIDE, 4)
@@ -89,12 +113,32 @@ class PackedWeight(Value):
         found[kept] = in_order
         return found.view(pairs, depth, 2, -1).transpose(1, 2).reshape(-1)
 
+    def _int4_codes(self) -> torch.Tensor:
+        blocks = self.tiles.view(_int4_shape(self.columns, self.inner))
+        pairs, multipliers = blocks.split([2 * SIDE * tiles.INNER // 2, INT4_BLOCK - SIDE * tiles.INNER], dim=2)
+        halves = torch.stack([pairs & 15, pairs >> 4], dim=3).view(torch.int8)
+        # pairs of columns, depth, tile, unit, column, element of it, group -> columns, inputs
+        codes = halves.view(*blocks.shape[:2], 2, 8, SIDE, 4, 2).permute(0, 2, 4, 1, 6, 3, 5)
+        factors = multipliers.view(torch.int8).reshape(*blocks.shape[:2], 2, SIDE, 2).permute(0, 2, 3, 1, 4)
+        factors = factors[..., None, None].contiguous()
+        signed = torch.where(factors < 0, 7 - codes, codes - 8)
+        whole = (signed * factors).reshape(len(blocks) * tiles.PAIR, -1)
+        return whole[: self.columns, : self.inner]
+
+
+def _int4_shape(columns: int, inner: int) -> torch.Size:
+    """[pairs of columns, depth, bytes of a block]."""
+    return torch.Size((-(-columns // tiles.PAIR), -(-inner // tiles.INNER), INT4_BLOCK))
+
 
 def _chosen(instructions: str | None) -> str:
     """Those of that name, or the fastest here."""
     if not tiles.usable():
         raise ValueError("packed weights need the C++ host library; install g++ and reinstall lsq")
-    return instructions or tiles.usable()[0]
+    chosen = instructions or tiles.usable()[0]
+    if chosen not in tiles.usable():
+        raise ValueError(f"{chosen!r} cannot run here; there are {', '.join(map(repr, tiles.usable()))}")
+    return chosen
 
 
 def _aligned(count: int) -> torch.Tensor:

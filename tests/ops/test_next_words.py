@@ -7,6 +7,8 @@ from torch.testing import assert_close
 from lsq.csrc import tiles
 from lsq.ops.next_words import NextWords
 from lsq.ops.packed_weight import PackedWeight
+from lsq.quant import Grain
+from lsq.quant.formats import Int4
 from tests.ops.compare import empty, on_cpu, on_reference, rounded
 
 
@@ -44,6 +46,17 @@ def test_against_the_reference(rows, words, best, asked, every):
 @pytest.mark.parametrize("instructions", tiles.usable())
 def test_every_instruction(instructions):
     same(example(9, 601, 5, 1, instructions=instructions, inner=80))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_weights_of_4_bits(rows):
+    operation, form = example(rows, 601, 5, 1, inner=80), Int4(name="int4", bits=8, grain=Grain.ROW)
+    stored, scale = form.encode(torch.randn(608, 80), torch.tensor([3.0]))
+    found = []
+    for packed in (PackedWeight.of_int4(stored, scale, 80), PackedWeight.of(form.unpack(stored, 80), scale)):
+        operation.packed_weight = packed
+        found.append(same(operation))
+    assert torch.equal(found[0].words, found[1].words) and torch.equal(found[0].scores, found[1].scores)
 
 
 def test_of_equal_words_the_lower_number_comes_first():

@@ -1,14 +1,17 @@
-"""PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and many."""
+"""PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and many, 8 bits and 4."""
 
 import pytest
 import torch
 
+from lsq import gemm
 from lsq.csrc import loader, shared_library, tiles
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
 from lsq.program.values import Rows, Weight
+from lsq.quant import Grain
+from lsq.quant.formats import GROUP, Int4
 from lsq.sparsity import choose
 from tests.ops.compare import compare, empty, on_cpu, rounded, to_round, weight_format_of
 
@@ -71,6 +74,64 @@ def test_products_and_their_ends(instructions, rows, columns, inner, sparse):
         {"out": empty(rows, columns), "activation": Activation.squared_relu},
     ):  # fmt: skip
         compare(PackedProject(x=rounded(rows, inner).bare(), weight=weight, **options))
+
+
+def int4_of(columns: int, inner: int) -> tuple[Int4, torch.Tensor, torch.Tensor]:
+    """(format, what is stored, scale), with multipliers of both signs and codes of all values."""
+    form, groups = Int4(name="int4", bits=8, grain=Grain.ROW), -(-inner // GROUP)
+    stored = torch.randint(-128, 128, (columns, groups, 1 + GROUP // 2), dtype=torch.int8)
+    stored[..., 0] = torch.randint(-15, 16, (columns, groups))
+    beyond = torch.arange(groups * GROUP).view(groups, 2, GROUP // 2) >= inner  # stored as zeros
+    stored[..., 1:] &= ~(torch.where(beyond[:, 0], 15, 0) | torch.where(beyond[:, 1], 240, 0)).to(torch.int8)
+    return form, stored.flatten(1), 0.001 + 0.01 * torch.rand(columns)
+
+
+@pytest.mark.parametrize("instructions", tiles.usable())
+@pytest.mark.parametrize("columns, inner", [(16, 16), (48, 80), (97, 64), (272, 208), (5, 100)])
+def test_int4_is_packed_as_it_is(instructions, columns, inner):
+    form, stored, scale = int4_of(columns, inner)
+    packed = PackedWeight.of_int4(stored, scale, inner, instructions)
+    assert torch.equal(packed.codes(), form.unpack(stored, inner))
+    assert len(packed.tiles) <= 0.54 * len(PackedWeight.of(form.unpack(stored, inner), scale).tiles)
+
+
+@pytest.mark.parametrize("instructions", tiles.usable())
+@pytest.mark.parametrize("rows, columns, inner", [
+    (0, 32, 64), (1, 16, 16), (1, 100, 4160), (2, 32, 64), (3, 48, 80), (5, 64, 100), (8, 96, 64), (13, 33, 40),
+    (17, 544, 208), (32, 64, 640), (161, 96, 576),
+])  # fmt: skip
+def test_products_with_int4(instructions, rows, columns, inner):
+    torch.manual_seed(rows)
+    form, stored, scale = int4_of(columns, inner)
+    packed = PackedWeight.of_int4(stored, scale, inner, instructions)
+    unpacked = PackedWeight.of(form.unpack(stored, inner), scale, instructions)
+    x, bias = rounded(rows, inner).bare(), torch.randn(columns)
+    options = {"x": x, "bias": bias, "activation": Activation.gelu, "out": empty(rows, columns)}
+    found, wanted = (on_cpu(PackedProject(weight=weight, **options)).out for weight in (packed, unpacked))
+    assert torch.equal(found, wanted)
+    compare(PackedProject(weight=packed, **options))
+
+
+@pytest.mark.parametrize("instructions", tiles.usable())
+def test_int4_of_the_largest_sums(instructions):
+    columns, inner = 32, 128
+    form = int4_of(1, 1)[0]
+    stored = torch.full((columns, inner // GROUP, 1 + GROUP // 2), -120, dtype=torch.int8)  # pairs of -8
+    stored[..., 0] = torch.where(torch.arange(columns) % 2 == 0, 15, -15)[:, None]
+    x, scale = rounded(3, inner).bare(), torch.ones(columns)
+    x.codes[:2] = torch.tensor([[127], [-127]])
+    packed = PackedWeight.of_int4(stored.flatten(1), scale, inner, instructions)
+    out = on_cpu(PackedProject(x=x, weight=packed, out=empty(3, columns))).out
+    expected = gemm.reference(x.codes, form.unpack(stored.flatten(1), inner)).float() * x.scale
+    assert torch.equal(out, expected) and (out[0, 0] / x.scale).round() == -8 * 15 * 127 * inner
+
+
+def test_instructions_that_are_not_there():
+    form, stored, scale = int4_of(16, 16)
+    with pytest.raises(ValueError, match="'none' cannot run here; there are "):
+        PackedWeight.of_int4(stored, scale, 16, "none")
+    with pytest.raises(ValueError, match="'none' cannot run here; there are "):
+        PackedWeight.of(form.unpack(stored, 16), scale, "none")
 
 
 def test_integers_are_those_of_project():

@@ -1,6 +1,7 @@
 // Products of codes with a weight that was packed once; lsq/ops/packed_weight.py packs it.
 #pragma once
 
+#include "int4_tiles.h"
 #include "rows.h"
 #include "sparse_tiles.h"
 
@@ -21,7 +22,10 @@ inline TileProduct packed_product(const Coded& x, const PackedWeight& weight, in
 // Calls use(multiplier) with what goes through the rows of such a product on this thread.
 template <class Use>
 void with_multiplier(const TileProduct& product, const PackedWeight& weight, const Use& use) {
-    if (weight.sparse) {
+    if (weight.bits == 4) {
+        Int4Multiplier multiplier(product);
+        use(multiplier);
+    } else if (weight.sparse) {
         SparseMultiplier multiplier(product);
         use(multiplier);
     } else {

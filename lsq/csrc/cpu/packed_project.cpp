@@ -12,6 +12,7 @@ namespace {
 constexpr int64_t kChunk = 256;  // outputs that a thread makes at a time
 constexpr int64_t kStrip = 32;   // rows, whose sums stay in the first cache
 constexpr int64_t kSparseStrip = 256;  // rows for which a sparse weight is expanded
+constexpr int64_t kInt4Strip = 128;    // rows for which a weight of 4 bits is unpacked
 
 // Ends blocks of sums on one thread.
 class PackedEnd {
@@ -93,7 +94,7 @@ LSQ_OPERATION(PackedProject, op) {
     const TileProduct product = packed_product(op.x, op.weight, op.rows);
     const int64_t n = op.weight.columns, threads = omp_get_max_threads();
     const int64_t chunk = std::min(kChunk, rounded_up((n + threads - 1) / threads, kTilePair));
-    const int64_t strip = op.weight.sparse ? kSparseStrip : kStrip;
+    const int64_t strip = op.weight.sparse ? kSparseStrip : op.weight.bits == 4 ? kInt4Strip : kStrip;
     int missing = 0;
 #pragma omp parallel reduction(| : missing)
     {
