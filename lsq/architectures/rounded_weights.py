@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lsq.ops.fake_quantize import decode_weight
+from lsq.layers.weight_codes import rounded_values
 from lsq.program import upkeep
 from lsq.program.parameters import Kind, Parameter
-from lsq.program.values import Weight
 from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 
@@ -93,12 +92,6 @@ def _as_rounded(
     with torch.no_grad():
         rows = weight.detach().float()
         rows = rows.t() if by_inputs else rows
-        if isinstance(form, ScaledFormat):
-            decoded = Weight(format=form, values=rows, clip=clip.detach(), decoded=torch.empty_like(rows.contiguous()))
-            layer.target.run(decode_weight(decoded))
-            seen = decoded.decoded
-        else:
-            stored, scale = form.encode(rows, clip)
-            seen = form.unpack(stored, rows.shape[1]) * scale[:, None]
+        seen = rounded_values(rows, clip.detach(), form, layer.target)
         change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
     return weight + change

@@ -12,6 +12,8 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program import upkeep
 from lsq.program.program import Program
 from lsq.program.values import Weight
+from lsq.quant import WeightFormat
+from lsq.quant.numbers import ScaledFormat
 
 
 class WeightCodes:
@@ -115,3 +117,15 @@ def _allocate(virtual: Weight, made: dict[str, torch.Tensor | None], place: Back
         before = made[tensor.name]
         if before is None or tuple(before.shape) != tensor.shape:
             made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
+
+
+def rounded_values(
+    rows: torch.Tensor, clip: torch.Tensor, form: WeightFormat | ScaledFormat, place: Backend
+) -> torch.Tensor:
+    """What products see of a weight: float32 [N, K] of rows float32 [N, K] and clips [N] or [1]."""
+    if isinstance(form, WeightFormat):
+        stored, scale = form.encode(rows, clip)
+        return form.unpack(stored, rows.shape[1]) * scale[:, None]
+    weight = Weight(format=form, values=rows, clip=clip, decoded=torch.empty(rows.shape, device=rows.device))
+    place.run(decode_weight(weight))
+    return weight.decoded

@@ -84,6 +84,9 @@ class FakeQuantize(Operation):
     def largest_multiplier(self) -> float:
         return self.form.scales.number.largest if self.stored == MULTIPLIED else 0.0
 
+    def cuda(self):
+        refuse_on_cuda(self.form.name)
+
     def unrounded(self, run) -> torch.Tensor:
         return self.x
 
@@ -180,10 +183,25 @@ class RoundAtRandom(Operation):
         """Q."""
         return float(self.form.largest)
 
+    def cuda(self):
+        refuse_on_cuda(self.form.name)
+
     def reference(self):
         ones = torch.ones(self.columns)
         codes, scale = arithmetic.round_rows(self.x.float(), ones, self.key, self.subsequence, self.form.largest)
         return (codes.float() * scale[:, None],)
+
+
+def refuse_on_cuda(form: str) -> None:
+    """Say that no kernel decodes.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"no CUDA kernel knows the values of {form}: train layers with formats without a fast product on the CPU, "
+        "or take int8 for weights, activations and gradients"
+    )
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:

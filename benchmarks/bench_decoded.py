@@ -1,0 +1,65 @@
+"""A training step of one encoder layer, forward and backward, in formats that are decoded first, against floats and int8.
+
+Seconds of processor time of all threads: others may be at work on the machine. Clips are measured before.
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import common
+import torch
+
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import TransformerEncoderLayer
+
+SHAPES = {"small": (128, 4, 512, 64, 16), "base": (512, 8, 2048, 64, 16)}
+"""Name -> hidden, heads, feed-forward, words, sentences."""
+QUICK_SHAPES = {"tiny": (32, 2, 48, 5, 3)}
+FORMATS = ("int6/row", "int4/group32", "vsquant4", "nvfp4", "mxfp8-e4m3", "log4.3/row")
+BASELINE = "float32"
+
+
+def sides(hidden: int, heads: int, feed_forward: int, words: int, sentences: int) -> dict[str, Callable[[], None]]:
+    """Steps by name."""
+    decoded = {
+        name: QuantConfig(weight_format=name, activation_format=name, calibration_passes=1) for name in FORMATS
+    }
+    quants = {BASELINE: QuantConfig(mode="float"), "int8": QuantConfig(calibration_passes=1)} | decoded
+    x = torch.randn(words, sentences, hidden, requires_grad=True)
+    gradient = torch.randn(words, sentences, hidden)
+
+    def step(layer: torch.nn.Module) -> None:
+        torch.autograd.grad(layer(x), (x, *layer.parameters()), gradient)
+
+    found = {}
+    for name, quant in quants.items():
+        config = LayerConfig(hidden=hidden, heads=heads, feed_forward=feed_forward, quant=quant)
+        layer = TransformerEncoderLayer(config)
+        for _ in range(3):  # measures clips, prepares passes
+            step(layer)
+        found[name] = lambda layer=layer: step(layer)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = common.parse(common.parser(__doc__), arguments)
+    rows = []
+    for shape, sizes in (QUICK_SHAPES if options.quick else SHAPES).items():
+        seconds: dict[str, list[float]] = {}
+        every = sides(*sizes)
+        for _ in range(options.rounds):
+            for name, run in every.items():
+                start = time.process_time()
+                run()
+                seconds.setdefault(name, []).append(time.process_time() - start)
+        medians = {name: median(values) for name, values in seconds.items()}
+        rows += [
+            {"shape": shape, "side": name, "milliseconds": 1e3 * value, "over_float": value / medians[BASELINE]}
+            for name, value in medians.items()
+        ]
+    common.report("decoded", rows, common.conditions(options, baseline=BASELINE, sizes=SHAPES), options)
+
+
+if __name__ == "__main__":
+    main()
