@@ -1,4 +1,4 @@
-"""A training step of one encoder layer, forward and backward, in formats that are decoded first, against floats and int8.
+"""A training step of an encoder layer, forward and backward, in formats that are decoded first, beside float and int8.
 
 Seconds of processor time of all threads: others may be at work on the machine. Clips are measured before.
 """
