@@ -17,13 +17,15 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.packed_weight import PackedWeight
 from lsq.ops.project import Project
+from lsq.ops.sparse_project import MOST_ROWS, SparseProject
+from lsq.ops.sparse_weight import OUTPUTS, SparseWeight
 from lsq.program.backend import Call
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 from lsq.quant.formats import Int4, WeightFormat
-from lsq.sparsity import is_sparse
+from lsq.sparsity import is_sparse, pack
 
 T = TypeVar("T")
 
@@ -98,6 +100,7 @@ class Preparation:
         self._model, self._place = model, place
         self.blocks = Blocks(place)
         self._weights: dict[str, Weight | PackedWeight] = {}
+        self._sparse: dict[str, SparseWeight | None] = {}
         self._tensors = dict(model.tensors)
         architecture = model.architecture
         for side, stack in architecture.stacks.items():
@@ -121,6 +124,17 @@ class Preparation:
                     stored, form = self._model.codes(name, inner).contiguous(), form.unpacked
                 self._weights[name] = Weight(format=form, codes=stored.to(place), scale=scale.to(place))
         return self._weights[name]
+
+    def sparse_weight(self, name: str, inner: int) -> SparseWeight | None:
+        """The same for kernels that read few rows, if it is 2:4 sparse and they take its size."""
+        if name not in self._sparse:
+            codes, found = self._model.codes(name, inner), None
+            if is_sparse(codes) and len(codes) % OUTPUTS == 0:
+                packed, scale = pack(codes), self._model.tensors[name + ".scale"]
+                parts = (part.to(self._place.place) for part in (packed.values, packed.indices, scale))
+                found = SparseWeight.of(*parts)
+            self._sparse[name] = found
+        return self._sparse[name]
 
     def _tensor(self, name: str) -> Tensor:
         """A tensor of the model on the device."""
@@ -164,7 +178,15 @@ class Preparation:
         """The same with its weight."""
         if not isinstance(operation, Project):
             return operation
-        weight = self.weight(operation.weight.values.name, operation.x.tensor.shape[1])
+        name, (rows, inner) = operation.weight.values.name, operation.x.tensor.shape
+        few = not self._place.packs_weights and rows <= MOST_ROWS
+        sparse = self.sparse_weight(name, inner) if few else None
+        if sparse is not None:
+            return SparseProject(
+                x=operation.x.bare(), weight=sparse, bias=operation.bias, out=operation.out,
+                rounded=operation.rounded, nonlinearity=operation.nonlinearity,
+            )
+        weight = self.weight(name, inner)
         if isinstance(weight, Weight):
             return replace(operation, weight=weight)
         end = operation.nonlinearity

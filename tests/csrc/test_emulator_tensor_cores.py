@@ -7,6 +7,7 @@ import torch
 
 from lsq.csrc import profile
 from lsq.csrc.launch import launch
+from lsq.sparsity import choose, pack
 from tests.csrc.emulated import FOLDER, ORDERS, CudaError, Module, memory
 
 SOURCE = "tensor_cores.cu"
@@ -29,6 +30,24 @@ def test_a_multiplication(order):
     expected = sums + a.int() @ b.int().t()
     module(order).launch("one_multiplication", 1, 32, a.data_ptr(), b.data_ptr(), sums.data_ptr())
     assert torch.equal(sums, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_sparse_multiplication(order):
+    a, b = codes(16, 64), codes(8, 64)
+    a *= choose(torch.rand(16, 64, generator=torch.Generator().manual_seed(5)))
+    packed, sums = pack(a), torch.arange(128, dtype=torch.int32).reshape(16, 8)
+    expected = sums + a.int() @ b.int().t()
+    operands = (packed.values, packed.indices, b, sums)
+    module(order).launch("one_sparse_multiplication", 1, 32, *(one.data_ptr() for one in operands))
+    assert torch.equal(sums, expected)
+
+
+def test_places_out_of_order_end_the_launch():
+    values, kept, b, sums = codes(16, 32), torch.full((16, 8), 0x44, dtype=torch.uint8), codes(8, 64), codes(16, 32)
+    kept[3, 5] = 0x41
+    with pytest.raises(CudaError, match="mma.sp.*places 1 and 0"):
+        module().launch("one_sparse_multiplication", 1, 32, *(one.data_ptr() for one in (values, kept, b, sums)))
 
 
 def test_sums_wrap_around():

@@ -10,6 +10,7 @@ from lsq.backends.cuda import CUDA
 from lsq.decode import SearchOptions, search
 from lsq.decode.engine import Engine
 from lsq.decode.model import DecodingModel, model_of
+from lsq.sparsity import choose
 from tests.decode.models import batch, small_model
 from tests.decode.test_engine import TIME, hypotheses, sentences
 from tests.ops import cuda
@@ -23,14 +24,17 @@ def usual_model() -> DecodingModel:
     return model_of(small_model(**SMALL))
 
 
-def engines(activations=torch.float32, **options) -> tuple[Engine, Engine]:
-    """On the CPU and on CUDA."""
-    model = model_of(small_model(**SMALL | options)) if options else usual_model()
+def engines(activations=torch.float32, sparse=False, **options) -> tuple[Engine, Engine]:
+    """On the CPU and on CUDA; `sparse`: the weights of layers are 2:4 sparse."""
+    model = model_of(small_model(**SMALL | options)) if options or sparse else usual_model()
+    for name, codes in model.tensors.items():
+        if sparse and ".layers." in name and name.endswith(".codes"):
+            codes *= choose(codes.int().abs())
     return Engine(model), Engine(model, CUDA(cuda.current_device(), activations=activations))
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
+    {}, {"sparse": True}, {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
     pytest.param({"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"}, marks=pytest.mark.thorough),
     pytest.param({"embedding": {"positions": "learned", "layer_norm": True}}, marks=pytest.mark.thorough),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ from lsq.decode.programs import encoder_program
 from lsq.layers.blocks import Sentences
 from lsq.ops.packed_project import PackedProject
 from lsq.ops.project import Project
+from lsq.ops.sparse_project import MOST_ROWS, SparseProject
 from lsq.sparsity import choose
 from tests.decode.models import small_model
 
@@ -52,6 +53,21 @@ def test_sparse_weights_are_packed_as_such():
     other = [one for one in model.tensors if one.endswith(".codes")][1].removesuffix(".codes")
     assert packed.sparse == tiles.vectorised() and torch.equal(packed.codes(), codes)
     assert not preparation.weight(other, model.tensors[other + ".codes"].shape[1]).sparse
+
+
+def test_few_rows_read_sparse_weights_where_none_are_packed():
+    model, place = model_of(small_model(encoder_layers=1)), backend("reference")
+    sparse = [name for name in model.tensors if name.startswith("encoder") and name.endswith("1_weight.codes")]
+    for name in sparse:
+        codes = model.tensors[name]
+        codes *= choose(codes.int().abs())
+    preparation = Preparation(model, place)
+    for rows, wanted in ((MOST_ROWS, len(sparse)), (MOST_ROWS + 1, 0)):
+        program = encoder_program(model.architecture, Sentences(rows=rows, count=2), place)
+        inputs = {one.name: torch.zeros(one.shape, dtype=one.dtype) for one in program.inputs}
+        calls, _ = preparation.calls(program, inputs)
+        assert sum(isinstance(call, SparseProject) for call, _ in calls) == wanted, rows
+    assert sparse
 
 
 def test_programs_share_their_memory():

@@ -26,6 +26,7 @@ from tests.ops import (
     test_next_words_cuda,
     test_project_product_cuda,
     test_rounding_cuda,
+    test_sparse_project_cuda,
     test_vocabulary_loss_product_cuda,
     test_weight_by_inputs_cuda,
     test_weight_gradient,
@@ -239,7 +240,8 @@ CASES = {
     "int4.cu": test_int4_cuda.turns, "operands.cu": float_operands, "project.cu": projects,
     "project_product.cu": test_project_product_cuda.turns, "residual_norm.cu": norms,
     "rounding.cu": roundings, "rounding_gradient.cu": rounded_gradients, "rounding_weight.cu": rounded_weights,
-    "rotation.cu": rotations, "rounding_weight_by_inputs.cu": weights_by_inputs,
+    "rotation.cu": rotations, "sparse_project.cu": test_sparse_project_cuda.turns,
+    "rounding_weight_by_inputs.cu": weights_by_inputs,
     "weight_gradient_by_inputs.cu": weight_gradients_by_inputs,
     "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     **dict.fromkeys(

@@ -292,4 +292,9 @@ void emulator_misaligned(const void* address, size_t alignment, emulator::Site s
                    emulator::describe(site) + "), which is not aligned to " + std::to_string(alignment) + " bytes");
 }
 
+void emulator_unordered(uint32_t places, emulator::Site site) {
+    emulator::fail_thread("gives mma.sp (" + emulator::describe(site) + ") the places " + std::to_string(places & 3) +
+                          " and " + std::to_string(places >> 2) + " of a group, of which the first must be the smaller");
+}
+
 }  // extern "C"

@@ -40,6 +40,29 @@ EMULATOR_TOGETHER inline void multiply_bytes(void* const* operands) {
     }
 }
 
+struct SparseMultiplication {
+    uint32_t a[4], b[4], kept;
+    int32_t sums[4];
+};
+
+// Of stored byte k of a row, group k / 2 of four columns has the place; the smaller one of a group comes first.
+EMULATOR_TOGETHER inline void multiply_sparse_bytes(void* const* operands) {
+    const auto of = [operands](int lane) { return static_cast<SparseMultiplication*>(operands[lane]); };
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < 8; ++column) {
+            int64_t sum = 0;
+            for (int k = 0; k < 32; ++k) {
+                const uint32_t kept = of(row % 8 * 4 + row / 8 + k / 16 * 2)->kept;
+                const int place = k / 2 * 4 + (kept >> k % 16 * 2 & 3);
+                sum += byte_of(of(row % 8 * 4 + k / 4 % 4)->a + row / 8, 2, k) *
+                       byte_of(of(column * 4 + place / 4 % 4)->b, 1, place);
+            }
+            int32_t& found = of(row % 8 * 4 + column / 2)->sums[row / 8 * 2 + column % 2];
+            found = static_cast<int32_t>(static_cast<uint32_t>(found) + static_cast<uint32_t>(sum));
+        }
+    }
+}
+
 // Value k of a fragment's row: half of word k / 8 of lane `4 * row + k / 2 % 4`.
 inline double bfloat16_of(const uint32_t* words, int stride, int k) {
     const uint32_t bits = words[k / 8 * stride] >> 16 * (k % 2) << 16;
@@ -102,6 +125,21 @@ EMULATOR_TOGETHER inline void emulator_multiply(
     int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
     emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
     emulator::together(emulator::multiply_bytes, sums, a, b, site);
+}
+
+// mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32: sums [16, 8] += a [16, 64], of which 32 columns are
+// stored, times b [8, 64] transposed. An order of places that the instruction does not take ends the launch.
+EMULATOR_TOGETHER inline void emulator_multiply_sparse(
+    int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t kept,
+    emulator::Site site = {__builtin_FILE(), __builtin_LINE()}) {
+    for (int group = 0; group < 8; ++group) {
+        const uint32_t places = kept >> 4 * group;
+        if ((places & 3) >= (places >> 2 & 3)) emulator_unordered(places & 15, site);
+    }
+    emulator::SparseMultiplication operands = {
+        {a[0], a[1], a[2], a[3]}, {b[0], b[1], b[2], b[3]}, kept, {sums[0], sums[1], sums[2], sums[3]}};
+    emulator_together("mma.sp", emulator::multiply_sparse_bytes, &operands, site);
+    for (int i = 0; i < 4; ++i) sums[i] = operands.sums[i];
 }
 
 // mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32: sums [16, 8] += a [16, 16] times b [8, 16] transposed.

@@ -15,8 +15,9 @@ namespace lsq {
 
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
-// What turns sums of columns [column, column + 8) into floats.
-__device__ __forceinline__ void factor8(const Project& op, int64_t column, float (&factor)[kVector]) {
+// What turns sums of columns [column, column + 8) into floats; of a Project or a SparseProject.
+template <class Operation>
+__device__ __forceinline__ void factor8(const Operation& op, int64_t column, float (&factor)[kVector]) {
     load8(op.weight.scale + column, factor);
     const float scale = op.x.coded.scale[0];
 #pragma unroll
@@ -30,7 +31,8 @@ struct ProjectEnd {
     const float* bias;
     Float* out;
 
-    __device__ __forceinline__ explicit ProjectEnd(const Project& op)
+    template <class Operation>
+    __device__ __forceinline__ explicit ProjectEnd(const Operation& op)
         : nonlinearity(op.nonlinearity), codes(op.rounded), dropout(op.nonlinearity.dropout), bias(op.bias), out(op.out) {}
 
     // The bias of columns [column, column + 8), zeros where there is none.

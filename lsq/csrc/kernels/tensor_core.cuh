@@ -23,7 +23,23 @@ __device__ __forceinline__ void multiply(int32_t (&sums)[4], const uint32_t (&a)
 #endif
 }
 
-// The same of bfloat16. Products are exact, and sums of whole numbers below 2^24 are.
+// sums += a times b transposed, of int8, where a [16, 64] is 2:4 sparse and has the 32 values of each row that are kept as
+// a dense a would have them; b [8, 64] has byte 16 * i + 4 * part of row `group` in word i. `kept` names the places of the
+// kept, as lsq/sparsity/packed.py does: eight groups of four, four bits each, of row `group` in parts 0 and 2, of row
+// group + 8 in 1 and 3, the first 32 columns in 0 and 1.
+__device__ __forceinline__ void multiply_sparse(int32_t (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
+                                                uint32_t kept) {
+#ifdef LSQ_EMULATOR
+    emulator_multiply_sparse(sums, a, b, kept);
+#else
+    asm("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(kept));
+#endif
+}
+
+// As `multiply`, of bfloat16. Products are exact, and sums of whole numbers below 2^24 are.
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef LSQ_EMULATOR
     emulator_multiply(sums, a, b);

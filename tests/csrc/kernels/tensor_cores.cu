@@ -25,6 +25,20 @@ LSQ_KERNEL one_multiplication(In<uint32_t> a, In<uint32_t> b, Out<int32_t> out) 
 }
 LSQ_EXPORT(one_multiplication)
 
+// out [16, 8] += a [16, 64], of which 32 columns are stored and `kept` [16, 2] has the places, times b [8, 64] transposed.
+LSQ_KERNEL one_sparse_multiplication(In<uint32_t> a, In<uint32_t> kept, In<uint32_t> b, Out<int32_t> out) {
+    const int group = threadIdx.x / 4, part = threadIdx.x % 4;
+    const uint32_t of_a[4] = {a[8 * group + part], a[8 * (group + 8) + part], a[8 * group + part + 4],
+                              a[8 * (group + 8) + part + 4]};
+    const uint32_t of_b[4] = {b[16 * group + part], b[16 * group + part + 4], b[16 * group + part + 8],
+                              b[16 * group + part + 12]};
+    int32_t sums[4];
+    for (int i = 0; i < 4; ++i) sums[i] = out[8 * (group + i / 2 * 8) + 2 * part + i % 2];
+    multiply_sparse(sums, of_a, of_b, kept[2 * (group + part % 2 * 8) + part / 2]);
+    for (int i = 0; i < 4; ++i) out[8 * (group + i / 2 * 8) + 2 * part + i % 2] = sums[i];
+}
+LSQ_EXPORT(one_sparse_multiplication)
+
 // out [16, 8] += a [16, 16] times b [8, 16] transposed, bfloat16 in pairs.
 LSQ_KERNEL one_bfloat16_multiplication(In<uint32_t> a, In<uint32_t> b, Out<float> out) {
     const int group = threadIdx.x / 4, part = threadIdx.x % 4;
