@@ -95,10 +95,7 @@ def convert_file(given: Namespace, changes: dict[str, Any]) -> str:
 
     found = converted(given.checkpoint, changes)
     files.write(given.output, lambda file: torch.save(found.state, file))
-    optimizer = "the optimizer's state is kept"
-    if found.optimizer is not None:
-        optimizer = f"the optimizer's state is left out ({found.optimizer}): a training goes on with --reset-optimizer"
-    return f"{told(found.weights, found.activations_due)}; {optimizer}"
+    return f"{told(found.weights, found.activations_due)}; {found.optimizer}"
 
 
 def convert_folder(given: Namespace, changes: dict[str, Any]) -> str:

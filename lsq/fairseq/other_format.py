@@ -28,8 +28,8 @@ class Converted:
     """Clips of so many weights were measured anew."""
     activations_due: bool
     """Whether the next pass measures the clips of activations; else they are what they were."""
-    optimizer: str | None
-    """Why the optimizer's state was left out; None: it was kept, with clips of weights at their beginning."""
+    optimizer: str
+    """What became of the optimizer's state; where it is kept, moments of the clips that were measured begin at zero."""
 
 
 def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
@@ -63,8 +63,8 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
     state["model"] = type(state["model"])(model.state_dict())
     for field in changes:
         _set(stored, options.PREFIX + field, after[options.PREFIX + field])
-    left_out = _convert_optimizer(state, model, shapes)
-    return Converted(state=state, weights=len(_clips(model)), activations_due=due, optimizer=left_out)
+    optimizer = _convert_optimizer(state, model, shapes)
+    return Converted(state=state, weights=len(_clips(model)), activations_due=due, optimizer=optimizer)
 
 
 def _set(stored: Any, name: str, value: Any) -> None:
@@ -102,15 +102,15 @@ def _clips(model: nn.Module) -> set[str]:
     }  # fmt: skip
 
 
-def _convert_optimizer(state: dict[str, Any], model: nn.Module, shapes: Mapping[str, torch.Size]) -> str | None:
+def _convert_optimizer(state: dict[str, Any], model: nn.Module, shapes: Mapping[str, torch.Size]) -> str:
     """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's state out.
 
     Returns:
-        Why it was left out.
+        What was done.
     """
     kept = state.get("last_optimizer_state")
     if not kept:
-        return None
+        return "it holds no optimizer's state"
     parameters = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     moments = kept.get("state", {})
     changed = [name for name, one in parameters if shapes.get(name) != one.shape]
@@ -125,6 +125,6 @@ def _convert_optimizer(state: dict[str, Any], model: nn.Module, shapes: Mapping[
                 for value in moments.get(number, {}).values():
                     if isinstance(value, Tensor) and value.dim():
                         value.zero_()
-        return None
+        return "the optimizer's state is kept"
     state["last_optimizer_state"] = None
-    return reason
+    return f"the optimizer's state is left out ({reason}): a training goes on with --reset-optimizer"

@@ -11,6 +11,7 @@ from lsq.layers import quantized_tensors
 
 LAST = "checkpoint_last.pt"
 CLIPS = "weight_clip"
+KEPT = "the optimizer's state is kept"
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_checkpoint_in_another_format_goes_on(train, trained, tmp_path):
     folder, before = trained
     found = converted(folder / LAST, {"weight_format": "int4"})
     after = found.state
-    assert (found.weights, found.activations_due, found.optimizer) == (23, False, None)
+    assert (found.weights, found.activations_due, found.optimizer) == (23, False, KEPT)
     changed = {name for name, one in before["model"].items() if not torch.equal(after["model"][name], one)}
     assert all(name.endswith((CLIPS, ".format")) for name in changed)
     assert after["cfg"]["model"].lsq_weight_format == "int4" and after["cfg"]["model"].lsq_bits == 8
@@ -49,11 +50,26 @@ def test_a_checkpoint_in_another_format_goes_on(train, trained, tmp_path):
 def test_formats_that_change_activations_or_shapes(trained):
     folder, before = trained
     found = converted(folder / LAST, {"bits": 4})
-    assert found.activations_due and found.optimizer is None
+    assert found.activations_due and found.optimizer == KEPT
     assert not any(one for name, one in found.state["model"].items() if name.endswith("calibrated"))
     found = converted(folder / LAST, {"weight_granularity": "tensor"})
-    assert found.optimizer.endswith("_weight_clip has another shape") and found.state["last_optimizer_state"] is None
+    assert "_weight_clip has another shape): a training goes on with --reset-optimizer" in found.optimizer
+    assert found.state["last_optimizer_state"] is None
     assert all(one.shape == (1,) for name, one in found.state["model"].items() if name.endswith(CLIPS))
+
+
+def test_patterns_and_formats_without_clips(train, trained, tmp_path):
+    folder, before = trained
+    found = converted(folder / LAST, {"weight_format": "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"})
+    assert found.weights == 19 and "it is of " in found.optimizer
+    assert not any(name.startswith("encoder.layers.0.") and name.endswith(CLIPS) for name in found.state["model"])
+    torch.save(found.state, tmp_path / LAST)
+    back = converted(tmp_path / LAST, {"weight_format": "int8"})
+    assert back.weights == 23 and back.optimizer == "it holds no optimizer's state"
+    assert back.state["model"].keys() == before["model"].keys()
+    (tmp_path / "on").mkdir()
+    resumed = train(tmp_path / "on", f"--restore-file {tmp_path / LAST} --share-all-embeddings --max-update 2")
+    assert resumed["cfg"]["model"].lsq_weight_format.endswith("float32")
 
 
 def test_of_a_language_model(train, corpus, tmp_path):
