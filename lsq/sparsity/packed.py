@@ -11,8 +11,8 @@ import torch
 from lsq.quant.pruning import GROUP, KEPT
 from lsq.sparsity.pattern import choose
 
-ROOM = 256
-"""Rows of a weight that `product` gathers inputs for at once."""
+ROOM = 2**24
+"""Inputs that `product` gathers at once, of all rows of x for some rows of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ def product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
             f"x is {x.dtype} {list(x.shape)} and the weight {weight.values.dtype} of {columns} columns; the sparse "
             f"product is of int8, x must be [M, {columns}]"
         )
-    parts = zip(weight.columns().split(ROOM), weight.values.int().split(ROOM), strict=True)
+    several = max(1, ROOM // max(1, len(x) * weight.values.shape[1]))
+    parts = zip(weight.columns().split(several), weight.values.int().split(several), strict=True)
     sums = [torch.einsum("mnk,nk->mn", x.int()[:, places], values) for places, values in parts]
     return torch.cat(sums, dim=1) if sums else x.new_zeros((len(x), 0), dtype=torch.int32)

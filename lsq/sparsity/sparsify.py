@@ -172,7 +172,9 @@ class Sparsity:
             values = module.own_parameter(name)
             by_inputs = module.declared[name].by_inputs
             rows = (values.t() if by_inputs else values).float()
-            scores = rows.abs() if path not in self._squares else rows.square() * self._squares[path].to(rows.device)
+            scores = rows.abs()
+            if path in self._squares:
+                scores = scores * self._squares[path].to(rows.device).sqrt()  # squares of small weights would vanish
             mask = choose(scores)
             mask = mask.t() if by_inputs else mask
             self._changed.append((mask != module.weight_masks.mask(module, name)).float().mean())
