@@ -11,7 +11,7 @@ from tqdm import tqdm
 from lsq.commands import interruption, model_batch
 from lsq.commands.interruption import Interrupted, name_of
 from lsq.commands.options import HelpFormatter, count, one_line_errors
-from lsq.errors import draw_costs, sensitivity
+from lsq.errors import Keep, draw_costs, sensitivity
 from lsq.errors.costs_table import table
 from lsq.errors.sensitivity import FORMATS
 from lsq.files import write_text
@@ -88,8 +88,11 @@ def run(arguments: list[str]) -> int:
             costs = sensitivity(
                 batch.model, lambda model, numbers: batch.losses(numbers), by_length(batch.lengths, BATCH_WORDS),
                 samples=[[number] for number in range(len(batch.lengths))], formats=given.formats, clip=given.clip,
-                tensors=given.tensors, activations=not given.weights_only, path=path, progress=progress,
-                about={"model": str(given.model), "text": batch.description, "loss": "nats per word"},
+                tensors=given.tensors, activations=not given.weights_only,
+                keep=Keep(
+                    path=path, progress=progress,
+                    about={"model": str(given.model), "text": batch.description, "loss": "nats per word"},
+                ),
             )  # fmt: skip
         draw_costs(costs, given.output / PICTURE)
         write_text(given.output / TABLE, f"# Which bits where: {given.model}\n\n{table(costs, 'github')}\n")

@@ -6,10 +6,10 @@ from lsq.errors.costs_picture import draw_costs
 from lsq.errors.costs_table import correlation
 from lsq.errors.measuring import DEFAULT_FORMATS, measure, measure_tensors
 from lsq.errors.picture import draw
-from lsq.errors.sensitivity import sensitivity
+from lsq.errors.sensitivity import Keep, sensitivity
 from lsq.errors.table import Errors
 
 __all__ = [
-    "DEFAULT_FORMATS", "Cost", "Costs", "Errors", "TensorCosts", "correlation", "draw", "draw_costs", "measure",
+    "DEFAULT_FORMATS", "Cost", "Costs", "Errors", "Keep", "TensorCosts", "correlation", "draw", "draw_costs", "measure",
     "measure_tensors", "read_costs", "sensitivity",
 ]  # fmt: skip

@@ -21,11 +21,27 @@ FORMATS = ("int8/row", "int6/row", "int4/group32", "vsquant4", "nvfp4", "int3/gr
 """What is tried where nothing else is said."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What is said of a measurement while it goes on, and where."""
+
+    path: Path | None = None
+    """File that is written after each tensor; if it is there, what it holds is not measured again."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """In the result: what the model and the batches are. Plain values, as JSON has them."""
+    progress: Callable[[int, int, str], object] | None = None
+    """Called after each tensor with (how many are done, of how many, name)."""
+
+    def write(self, costs: Costs) -> None:
+        """Put what is measured so far into the file."""
+        if self.path is not None:
+            write_costs(self.path, costs)
+
+
 def sensitivity(
     model: nn.Module, loss: Loss, batches: Sequence[Any], *, samples: Sequence[Any] | None = None,
     formats: Sequence[str] = FORMATS, clip: str = "mse", tensors: Iterable[str] = (), activations: bool = True,
-    about: Mapping[str, Any] | None = None, path: Path | None = None,
-    progress: Callable[[int, int, str], object] | None = None,
+    keep: Keep | None = None,
 ) -> Costs:  # fmt: skip
     """What each weight of two dimensions or more costs in each format, and what products with it read.
 
@@ -43,21 +59,19 @@ def sensitivity(
         clip: how clips of weights are measured. Those of activations are their largest values.
         tensors: patterns with * and ? of names of weights; none: all.
         activations: whether they are measured, too.
-        about: kept in the result: what the model and the batches are. Plain values, as JSON has them.
-        path: file that is written after each tensor; if it is there, what it holds is not measured again.
-        progress: called after each tensor with (how many are done, of how many, name).
+        keep: what is said of the measurement, and where; None: nothing, nowhere.
 
     Raises:
         ValueError: an argument is wrong, a pattern fits nothing, a weight or the loss is not finite, the loss is
-            another every time, or `path` holds something else.
-        OSError: `path` cannot be written.
+            another every time, or its file holds something else.
+        OSError: that file cannot be written.
     """
     if clip not in METHODS:
         raise ValueError(f"clip is {clip!r}; allowed: {', '.join(map(repr, METHODS))}")
     rounding = {name: Rounding(form=scaled_format(name), clip=clip) for name in formats}
     if not rounding:
         raise ValueError("there are no formats; name one at least")
-    samples = batches if samples is None else samples
+    samples, keep = batches if samples is None else samples, keep or Keep()
     trial = _Trial(model=model, loss=loss, batches=batches, weights=_weights(model, tensors), rounding=rounding)
     with _still(model, trial.weights.values()):
         before, count = trial.mean_loss(trial.look)
@@ -67,10 +81,10 @@ def sensitivity(
         if not math.isclose(before, again, rel_tol=1e-6):
             raise ValueError(f"the same batches have losses of {before:g} and {again:g}; make the loss deterministic")
         costs = Costs(
-            about=dict(about or {}), weights=_digest(trial.weights), clip=clip, formats=tuple(rounding), loss=before,
+            about=dict(keep.about), weights=_digest(trial.weights), clip=clip, formats=tuple(rounding), loss=before,
             count=count, samples=len(samples),
         )  # fmt: skip
-        costs = costs if path is None else _resumed(costs, path)
+        costs = costs if keep.path is None else _resumed(costs, keep.path)
         wanted = [(WEIGHT, name) for name in trial.weights]
         wanted += [(ACTIVATION, name) for name in trial.weights if activations and name in trial.values]
         done = {(tensor.kind, tensor.name) for tensor in costs.tensors}
@@ -81,13 +95,11 @@ def sensitivity(
         for number, (kind, name) in enumerate(left, len(wanted) - len(left) + 1):
             measured = getattr(trial, kind)(name, found, before)
             costs = replace(costs, tensors=(*costs.tensors, measured))
-            if path is not None:
-                write_costs(path, costs)
-            if progress is not None:
-                progress(number, len(wanted), name)
+            keep.write(costs)
+            if keep.progress is not None:
+                keep.progress(number, len(wanted), name)
     costs = replace(costs, finished=True)
-    if path is not None:
-        write_costs(path, costs)
+    keep.write(costs)
     return costs
 
 

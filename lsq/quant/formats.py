@@ -64,7 +64,7 @@ class WeightFormat(Format):
 
     @property
     def unpacked(self) -> "WeightFormat":
-        """That of the codes which `unpack` gives."""
+        """That of the codes which `unpack` gives; packed formats have another one."""
         return self
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lsq.errors import read_costs, sensitivity
+from lsq.errors import Keep, read_costs, sensitivity
 from lsq.errors.costs import TensorCosts
 from lsq.quant.numbers import scaled_format
 from tests.errors.models import Layers, Quadratic, quadratic_loss, quadratic_samples, word_batches, word_loss
@@ -127,7 +127,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_a_stopped_measurement_goes_on(tmp_path):
     path, batches = tmp_path / "costs.json", word_batches()
-    whole = sensitivity(Layers(), word_loss, batches, formats=FORMATS, about={"text": "words"})
+    whole = sensitivity(Layers(), word_loss, batches, formats=FORMATS, keep=Keep(about={"text": "words"}))
     assert whole.finished
 
     class Stop(Exception):
@@ -138,23 +138,26 @@ def test_a_stopped_measurement_goes_on(tmp_path):
         if done == 3:
             raise Stop
 
-    given = {"formats": FORMATS, "about": {"text": "words"}, "path": path}
+    def again(progress):
+        keep = Keep(about={"text": "words"}, path=path, progress=progress)
+        return sensitivity(Layers(), word_loss, batches, formats=FORMATS, keep=keep)
+
     with pytest.raises(Stop):
-        sensitivity(Layers(), word_loss, batches, progress=stopping, **given)
+        again(stopping)
     partial = read_costs(path)
     assert len(partial.tensors) == 3 and not partial.finished
     told = []
-    assert sensitivity(Layers(), word_loss, batches, progress=lambda *given: told.append(given[0]), **given) == whole
+    assert again(lambda *given: told.append(given[0])) == whole
     assert told == list(range(4, 11))
     assert read_costs(path) == whole
     told.clear()
-    assert sensitivity(Layers(), word_loss, batches, progress=lambda *given: told.append(given[0]), **given) == whole
+    assert again(lambda *given: told.append(given[0])) == whole
     assert told == []
 
 
 def test_a_file_of_other_settings_is_refused(tmp_path):
     path, batches = tmp_path / "costs.json", word_batches()
-    given = {"formats": FORMATS, "path": path, "activations": False}
+    given = {"formats": FORMATS, "keep": Keep(path=path), "activations": False}
     sensitivity(Layers(), word_loss, batches, **given)
     content = path.read_bytes()
     other = Layers()
@@ -163,7 +166,7 @@ def test_a_file_of_other_settings_is_refused(tmp_path):
     for model, more, named in (
         (Layers(), {"clip": "absmax"}, "clip: mse before, absmax now"),
         (Layers(), {"formats": ("int8/row",)}, "formats: "),
-        (Layers(), {"about": {"text": "others"}}, "about: {} before"),
+        (Layers(), {"keep": Keep(path=path, about={"text": "others"})}, "about: {} before"),
         (other, {}, "weights: "),
     ):
         with pytest.raises(ValueError, match=named):

@@ -18,6 +18,10 @@ class Turned(WeightFormat):
 
     packed = True
 
+    @property
+    def unpacked(self):
+        return WeightFormat(name="int8", bits=self.bits, grain=self.grain)
+
     def stored_columns(self, columns):
         return columns + 1
 

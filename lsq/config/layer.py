@@ -1,0 +1,176 @@
+"""Shape and behaviour of layers."""
+
+from dataclasses import dataclass, field
+
+from lsq.config.checks import check_dimension, require_choice, require_positive, require_whole
+from lsq.config.quantization import QuantConfig
+from lsq.quant.pruning import check_width
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "squared_relu")
+NORMS = ("layer", "rms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """How queries and keys turn by their places (RoFormer, Su et al. 2021), in halves as Llama's: lsq.ops.rotation."""
+
+    places: int
+    """Words of the longest sentence."""
+    base: float = 10000.0
+    """Column i of R / 2 turns by place * base ** (-2 i / R)."""
+    width: int | None = None
+    """R, columns of a head that turn, the first ones; None: all."""
+    frequencies: tuple[float, ...] | None = None
+    """In the place of base ** (-2 i / R), as models have them whose sentences were lengthened."""
+    factor: float = 1.0
+    """Of all cosines and sines (YaRN, Peng et al. 2023)."""
+
+    def __post_init__(self) -> None:
+        require_whole("places", self.places)
+        require_positive("base", self.base)
+        require_positive("factor", self.factor)
+        if self.width is not None and (not isinstance(self.width, int) or self.width < 2 or self.width % 2):
+            raise ValueError(f"width is {self.width!r}; it must be an even number above 0, or None")
+
+    def columns(self, head: int) -> int:
+        """R, for heads of so many columns.
+
+        Raises:
+            ValueError: they are too few, or an odd number, or there are not R / 2 frequencies.
+        """
+        found = head if self.width is None else self.width
+        if found > head or found % 2:
+            raise ValueError(f"{found} columns of a head cannot turn; give an even number up to its width, {head}")
+        if self.frequencies is not None and 2 * len(self.frequencies) != found:
+            raise ValueError(f"{len(self.frequencies)} frequencies are given; {found} columns need {found // 2}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeBias:
+    """What scores get for how far a key stands from its query: a learned number for each head and bucket of distances
+    (T5, Raffel et al. 2020). Half of the buckets are of one distance each, the others of ranges that grow."""
+
+    buckets: int = 32
+    """Rows of the table; in attention that is not causal, half of them for keys behind the query."""
+    farthest: int = 128
+    """Distance from which on all are in one bucket."""
+    shared: bool = False
+    """Whether the table is one for several layers: it comes along with each pass, and is no parameter of the layer."""
+
+    def __post_init__(self) -> None:
+        for name in ("buckets", "farthest"):
+            require_whole(name, getattr(self, name))
+        if self.buckets % 4 or self.farthest <= self.buckets // 2:
+            raise ValueError(
+                f"buckets is {self.buckets} and farthest {self.farthest}; buckets must be a multiple of 4, and "
+                "farthest above half of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Shape and behaviour of one encoder or decoder layer; the names are fairseq's."""
+
+    hidden: int
+    """Width of the residual stream, H."""
+    heads: int
+    """Attention heads; must divide `hidden`."""
+    key_heads: int | None = None
+    """Heads of keys and of values; must divide `heads`, of which groups share one. None: as many as `heads`."""
+    head_width: int | None = None
+    """Columns of a head; None: hidden / heads."""
+    score_factor: float | None = None
+    """What a product of query and key counts in a score; None: head_width ** -0.5."""
+    window: int | None = None
+    """Of the words up to its own, how many a word sees in causal self-attention; None: all."""
+    rotary: Rotary | None = None
+    """How queries and keys of self-attention turn; None: they do not."""
+    head_norm: float | None = None
+    """Epsilon of an RMSNorm of each head of queries and keys before they turn, as Qwen3 has it; None: there is none."""
+    relative_bias: RelativeBias | None = None
+    """What scores of self-attention get for the distance of key and query; None: nothing."""
+    feed_forward: int
+    """Inner width of the feed-forward block, F."""
+    dropout: float = 0.0
+    """Dropout before every residual addition."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+    activation_dropout: float = 0.0
+    """Dropout after the feed-forward activation."""
+    activation: str = "relu"
+    """"relu", "gelu" (the exact form, with erf), "gelu_tanh" (its approximation), "silu" or "squared_relu"."""
+    gated: bool = False
+    """Whether the activation's result is multiplied by another projection of the same width (SwiGLU, GEGLU)."""
+    bias: bool = True
+    """Whether projections have a bias."""
+    head_bias: bool | None = None
+    """Whether those of queries, keys and values have one; None: as the others."""
+    by_inputs: bool = False
+    """Whether weights are [inputs, outputs], as GPT-2 has them, and not [outputs, inputs]."""
+    pre_norm: bool = False
+    """A norm before each block (True) or after its residual addition (False)."""
+    norm: str = "layer"
+    """"layer" (LayerNorm, as fairseq has it) or "rms" (RMSNorm, which has no bias)."""
+    layer_norm_epsilon: float = 1e-5
+    """Of either norm."""
+    quant: QuantConfig = field(default_factory=QuantConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "heads", "feed_forward"):
+            require_whole(name, getattr(self, name))
+        for name in ("key_heads", "head_width", "window"):
+            if getattr(self, name) is not None:
+                require_whole(name, getattr(self, name))
+        if self.hidden % self.heads and self.head_width is None:
+            raise ValueError(f"hidden size {self.hidden} is not divisible by {self.heads} heads")
+        if self.heads % self.of_keys:
+            raise ValueError(f"{self.heads} heads are not divisible by {self.of_keys} key_heads")
+        if self.rotary is not None:
+            self.rotary.columns(self.head_columns)
+        if self.score_factor is not None:
+            require_positive("score_factor", self.score_factor)
+        if self.head_norm is not None:
+            require_positive("head_norm", self.head_norm)
+            if self.rotary is None:
+                raise ValueError(f"head_norm is {self.head_norm!r}, but only heads that turn have norms: give `rotary`")
+        if self.quant.coded:
+            for name in ("hidden", "feed_forward"):
+                check_dimension(name, getattr(self, name))
+            check_dimension("the width of all heads of queries", self.query_columns)
+            check_dimension("the width of all queries, keys and values", self.query_columns + 2 * self.key_columns)
+        if self.quant.pruning is not None:
+            for name in ("hidden", "feed_forward", "query_columns"):
+                check_width(name, getattr(self, name))
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(f"{name} is {value!r}; it must be at least 0 and below 1")
+        require_choice("activation", self.activation, ACTIVATIONS)
+        require_choice("norm", self.norm, NORMS)
+        require_positive("layer_norm_epsilon", self.layer_norm_epsilon)
+
+    @property
+    def biased_heads(self) -> bool:
+        """Whether projections of queries, keys and values have a bias."""
+        return self.bias if self.head_bias is None else self.head_bias
+
+    @property
+    def of_keys(self) -> int:
+        """Heads of keys."""
+        return self.heads if self.key_heads is None else self.key_heads
+
+    @property
+    def head_columns(self) -> int:
+        """Of a head."""
+        return self.hidden // self.heads if self.head_width is None else self.head_width
+
+    @property
+    def query_columns(self) -> int:
+        """Of all heads of queries."""
+        return self.heads * self.head_columns
+
+    @property
+    def key_columns(self) -> int:
+        """Of all heads of keys, and of all heads of values."""
+        return self.of_keys * self.head_columns
