@@ -1,6 +1,7 @@
 """`lsq export`: a trained model as a file for `lsq translate`, for CTranslate2, or for fairseq."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -8,6 +9,7 @@ from lsq.commands import interruption
 from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors
 from lsq.export import ctranslate2_folder, model_file
 from lsq.export.model_file import ExportedModel
+from lsq.export.narrowing import with_int4
 from lsq.lock import locked_file
 
 LSQ, CTRANSLATE2, FAIRSEQ = TARGETS = ("lsq", "ctranslate2", "fairseq")
@@ -31,6 +33,10 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     made.add_argument("--to", choices=TARGETS, required=True, help="who is to load it")
     made.add_argument("--output", type=Path, required=True, metavar="PATH", help="the file, or CTranslate2's folder")
+    made.add_argument(
+        "--bits", type=int, choices=(4, 8), metavar="N",
+        help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares (default: as trained)",
+    )  # fmt: skip
     made.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
     made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt")
     made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint: its subwords")
@@ -47,6 +53,8 @@ def run(arguments: list[str]) -> int:
     """
     given = parser().parse_args(arguments)
     check_output(given)
+    if given.bits is not None and given.to != LSQ:
+        raise ValueError(f"--bits {given.bits} is for files that lsq reads, not for {given.to}: leave it out")
     with interruption.raised(), locked_file(given.output, "choose another --output"):
         if given.model.is_file() and model_file.is_model_file(given.model):
             export_file(given)
@@ -98,7 +106,7 @@ def export_file(given: Namespace) -> None:
     """
     if given.data is not None or given.sentencepiece_model is not None:
         raise ValueError(f"{given.model} has its words in it; leave --data and --sentencepiece-model out")
-    if given.to != CTRANSLATE2:
+    if given.to == FAIRSEQ or given.to == LSQ and given.bits != 4:
         raise ValueError(f"{given.model} is exported for lsq already; for {given.to} give the run or its checkpoint")
     write_codes(given, model_file.read(given.model))
 
@@ -131,10 +139,24 @@ def export_training(given: Namespace) -> None:
     write_codes(given, exported)
 
 
+def with_bits(exported: ExportedModel, bits: int | None) -> ExportedModel:
+    """The same with weights of 4 bits; None: as they are, as 8 are as well.
+
+    Raises:
+        ValueError: 8 are asked for of weights that have 4.
+    """
+    if bits == 4:
+        return replace(exported, model=with_int4(exported.model))
+    trained = exported.model.architecture.decoder.config.quant.weight_format
+    if bits == 8 and trained == "int4":
+        raise ValueError(f"--bits 8, but the model was trained with weights in {trained}: leave --bits out")
+    return exported
+
+
 def write_codes(given: Namespace, exported: ExportedModel) -> None:
     """Write a model with its codes."""
     if given.to == LSQ:
-        model_file.write(given.output, exported)
+        model_file.write(given.output, with_bits(exported, given.bits))
     else:
         ctranslate2_folder.write(
             given.output, exported.model, exported.source, exported.target, subwords=exported.subwords

@@ -7,7 +7,7 @@ from fairseq.models.transformer import TransformerModel
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
-from lsq import cli
+from lsq import Translator, cli
 from lsq.commands import export, train, trained
 from lsq.commands.logs import logging_to
 from lsq.decode.model import model_of
@@ -53,6 +53,25 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
     assert (list(exported.source), list(exported.target)) == (found.source.symbols, found.target.symbols)
     assert exported.subwords == source.subwords.read_bytes()
     assert exported.trained_length == 40
+
+
+def test_weights_of_4_bits(lsq_export, output, tmp_path):  # noqa: F811
+    whole, narrow, again = (tmp_path / name for name in ("whole", "narrow", "again"))
+    assert lsq_export(output, "lsq", whole, "--bits", 8)[0] == 0
+    assert lsq_export(output, "lsq", narrow, "--bits", 4)[0] == 0
+    assert lsq_export(whole, "lsq", again, "--bits", 4)[0] == 0
+    before, after, same_again = (model_file.read(path).model for path in (whole, narrow, again))
+    assert all(torch.equal(tensor, same_again.tensors[name]) for name, tensor in after.tensors.items())
+    name, form = "decoder.layers.0.feed_forward.fc2_weight.codes", after.architecture.decoder.config.quant.weights
+    rows, inner = before.tensors[name].shape
+    assert form.name == "int4" and after.tensors[name].shape == (rows, form.stored_columns(inner))
+    assert len(list(Translator(narrow).translate(["a b c"]))) == 1
+    for model, target, options, message in (
+        (output, "fairseq", ("--bits", 4), "--bits 4 is for files that lsq reads, not for fairseq"),
+        (narrow, "lsq", ("--bits", 8), "is exported for lsq already"),
+    ):  # fmt: skip
+        status, said = lsq_export(model, target, tmp_path / "other", *options)
+        assert status == 2 and message in said and not (tmp_path / "other").exists()
 
 
 def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
