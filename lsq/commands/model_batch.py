@@ -73,6 +73,8 @@ def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: 
     dataset = _own_data(found) if not texts else _pairs(found, texts)
     chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
     sample = dataset.collater([dataset[i] for i in chosen])
+    if found.criterion is None:
+        raise ValueError(f"{path} does not say what its loss was; give the checkpoint of a training")
     criterion, plain = (found.task.build_criterion(found.criterion).eval() for _ in range(2))
     plain.eps = 0.0
 

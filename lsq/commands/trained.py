@@ -60,7 +60,7 @@ class Trained:
     """sentencepiece's model."""
     task: FairseqTask
     criterion: Any
-    """fairseq's options of its loss."""
+    """fairseq's options of its loss; None where the checkpoint has none, as exported ones."""
 
 
 def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> Source:
@@ -111,5 +111,5 @@ def load(source: Source) -> Trained:
         model=model.to(torch.device("cpu")).eval(), options=vars(options.model),
         languages=Languages(source=task.cfg.source_lang, target=task.cfg.target_lang) if translates else Languages(),
         updates=updates, source=task.source_dictionary if translates else None, target=task.target_dictionary,
-        subwords=source.subwords, task=task, criterion=state["cfg"].criterion,
+        subwords=source.subwords, task=task, criterion=state["cfg"].get("criterion"),
     )
