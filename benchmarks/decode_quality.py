@@ -3,8 +3,8 @@
     python benchmarks/decode_quality.py RUN [--tokenizer char]
 
 RUN is a run of `lsq train-text` in int8, of subwords, that has translated its test set: these hypotheses are the first
-side. The others translate the same sentences with what `lsq export` writes. In float32 the weights are what the codes
-stand for, and no activation is rounded.
+side. The others translate the same sentences with what `lsq export` writes; "lsq int4" with --bits 4. In float32 the
+weights are what the codes stand for, and no activation is rounded.
 """
 
 import json
@@ -91,8 +91,10 @@ def sides_of(run: Path, beam: int, threads: int, folder: Path) -> dict[str, Side
     exported = {target: folder / f"{target}.model" for target in ("lsq", "fairseq", "ctranslate2")}
     for target, path in exported.items():
         run_lsq("export", str(run), "--to", target, "--output", str(path))
+    narrow = folder / "int4.model"
+    run_lsq("export", str(run), "--to", "lsq", "--bits", "4", "--output", str(narrow))
     translator = Translator(exported["lsq"])
-    found = {"lsq int8": of_lsq(translator, beam)}
+    found = {"lsq int8": of_lsq(translator, beam), "lsq int4": of_lsq(Translator(narrow), beam)}
     found[FLOAT] = of_fairseq(exported["fairseq"], run.absolute().parent / "data", translator, beam)
     for compute_type in ("int8", "float32"):
         name = f"ctranslate2 {compute_type}"

@@ -15,7 +15,7 @@ def test_every_decoder(tmp_path, capsys):
     output = train(tmp_path, "--updates", "300", "--validate-every", "100")
     decode_quality.main([str(output / "int8"), "--threads", "1", "--tokenizer", "char"])
     rows = {row["side"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]}
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert rows["lsq int8"] == rows[decode_quality.TRAINING] | {"side": "lsq int8"}
     sentences = len((output / "data" / "test.src").read_text().splitlines())
     assert rows["lsq int8"]["same_as_training"] == sentences
