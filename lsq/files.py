@@ -44,16 +44,14 @@ def write_folder(path: Path, make: Callable[[Path], object]) -> None:
     """Let `make` write into an empty folder beside `path`, then rename it; a folder that was there is replaced.
 
     For an instant between two renames neither is there; of a process that is killed then, the next one puts the old
-    folder back.
+    folder back. A link to a folder is replaced, and what it names stays.
 
     Raises:
         OSError: it cannot be written.
     """
     new, old = (path.with_name(f".{path.name}.{name}{PARTIAL}") for name in ("new", "old"))
-    shutil.rmtree(new, ignore_errors=True)  # of a killed process
-    if old.exists() and not path.exists():
-        old.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+    _put_back(old, path)  # of a killed process
+    _remove(new, old)
     new.mkdir()
     try:
         make(new)
@@ -61,8 +59,20 @@ def write_folder(path: Path, make: Callable[[Path], object]) -> None:
             path.rename(old)
         new.rename(path)
     finally:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
+        _put_back(old, path)  # a signal came between the renames, or the second one failed
+        _remove(new, old)
+
+
+def _put_back(old: Path, path: Path) -> None:
+    if old.exists() and not path.exists():
+        old.rename(path)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.is_symlink():
+            folder.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def open_partial(path: Path) -> BinaryIO:

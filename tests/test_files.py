@@ -1,5 +1,7 @@
+import itertools
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,31 @@ def test_what_a_killed_writer_of_a_folder_left(tmp_path, there):
     with pytest.raises(OSError):
         files.write_folder(path, fail)
     assert contents(tmp_path) == {"model/a": path.name if there else left.name}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_folder_survives_a_signal_between_the_renames(tmp_path, monkeypatch, stage):
+    path, rename, count = tmp_path / "model", Path.rename, itertools.count(1)
+    path.mkdir()
+    (path / "a").write_text("old")
+
+    def interrupted(self, target):
+        rename(self, target)
+        if next(count) == stage:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.write_folder(path, lambda folder: (folder / "a").write_text("new"))
+    assert contents(tmp_path) == {"model/a": "old" if stage == 1 else "new"}
+
+
+def test_a_link_to_a_folder_is_replaced_each_time(tmp_path):
+    path, real = tmp_path / "model", tmp_path / "real"
+    real.mkdir()
+    (real / "a").write_text("somebody's")
+    path.symlink_to(real)
+    for text in ("1", "2"):
+        files.write_folder(path, lambda folder, text=text: (folder / "a").write_text(text))
+        assert contents(tmp_path) == {"model/a": text, "real/a": "somebody's"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"model", "real"}
