@@ -45,18 +45,21 @@ def with_int4(model: DecodingModel) -> DecodingModel:
 
 def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """(what the format stores, int8 [P, stored columns], scale float32 [P]) of floats [P, K], by the clip of each row,
-    of those that are TRIED, under which the sum of squared errors is least."""
+    of those that are TRIED, under which the sum of squared errors is least. The scale of a row with a NaN or an
+    infinity is NaN."""
     largest = values.abs().amax(dim=1)
-    largest = torch.where(largest > 0, largest, 1.0)  # of a row of zeros, which are exact under any clip
+    usable = largest.isfinite()
+    largest = torch.where(usable & (largest > 0), largest, 1.0)  # rows of zeros are exact under any clip
     stored = torch.zeros(len(values), form.stored_columns(values.shape[1]), dtype=form.storage)
     scale, least = torch.ones(len(values)), torch.full((len(values),), math.inf)
     for part in TRIED:
         found = _rounded(values, part * largest, form)
-        error = (form.unpack(found.codes, values.shape[1]) * found.scale[:, None] - values).square().sum(dim=1)
+        error = form.unpack(found.codes, values.shape[1]) * found.scale[:, None] - values
+        error = (error / largest[:, None]).square().sum(dim=1)  # squares alone may be infinite
         better = error < least
         stored = torch.where(better[:, None], found.codes, stored)
         scale, least = torch.where(better, found.scale, scale), torch.minimum(error, least)
-    return stored, scale
+    return stored, scale.masked_fill(~usable, math.nan)
 
 
 def _rounded(values: Tensor, clip: Tensor, form: WeightFormat) -> Weight:

@@ -33,6 +33,22 @@ def test_rows_of_zeros_stay_zeros():
     assert not decoded(stored, scale, 40).any() and scale.isfinite().all()
 
 
+def test_nan_and_infinity_stay_visible():
+    torch.manual_seed(0)
+    values = torch.randn(4, 40)
+    values[1, 3], values[2, 5] = torch.nan, torch.inf
+    _, scale = least_squares(values, FORM)
+    assert scale.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_values_whose_squares_are_no_floats(size):
+    torch.manual_seed(0)
+    values = torch.randn(4, 40)
+    wanted, found = (decoded(*least_squares(values * factor, FORM), 40) / factor for factor in (1.0, size))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("options", [{}, {"quant": {"weight_granularity": "tensor", "bits": 6}}, {"encoder_layers": 0}])
 def test_a_model(options):
     before = model_of(small_model(**options))
