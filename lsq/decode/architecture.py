@@ -57,9 +57,12 @@ class StackArchitecture:
                 raise ValueError(f"{name} is {value!r}; models that are kept as codes decode without: leave it out")
         quant = self.config.quant
         if not quant.coded or quant.formats_differ:
-            formats = f"weights in {quant.weight_format}, activations in {quant.activation_format}"
-            found = formats if quant.quantized else 'mode is "float"'
-            raise ValueError(f'{found}; only models in int8 are kept as codes: train with mode "int8" and fast formats')
+            formats = f"weights in {quant.weight_format}, activations in {quant.activation_format}, gradients in "
+            found = formats + quant.gradient_format if quant.quantized else 'mode is "float"'
+            raise ValueError(
+                f'{found}; only models in int8 are kept as codes: train with mode "int8" and fast formats, or make '
+                "checkpoints of others into such by lsq convert-checkpoint"
+            )
 
     @property
     def padded_words(self) -> int:

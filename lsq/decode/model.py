@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lsq.backends import backend
+from lsq.config.quantization import FAST_FORMATS
 from lsq.decode.architecture import Architecture, StackArchitecture
 from lsq.layers import Embedding, VocabularyProjection, programs
 from lsq.layers.blocks import Sentences
+from lsq.layers.clip_format import option
 from lsq.layers.decoding import check_ready
 from lsq.layers.module import ProgramModule
 from lsq.layers.programs import Mode
@@ -129,13 +131,14 @@ def model_of(module: nn.Module) -> DecodingModel:
             `output_projection`. In eval mode.
 
     Raises:
-        ValueError: it is in training mode or in float mode, its clips were never measured, or its final norm is of
-            another kind than those of its layers.
+        ValueError: it is in training mode or in float mode, its clips were never measured, its layers are in different
+            formats, or its final norm is of another kind than those of its layers.
     """
     encoder, decoder = getattr(module, "encoder", None), module.decoder
     for each in module.modules():
         if isinstance(each, ProgramModule):
             check_ready(each)
+    _check_alike(module)
     shared = encoder is not None and encoder.embed_tokens.weight is decoder.embed_tokens.weight
     words, projection = decoder.dictionary, decoder.output_projection
     if encoder is not None and encoder.padding_idx != decoder.padding_idx:
@@ -154,6 +157,22 @@ def model_of(module: nn.Module) -> DecodingModel:
     return DecodingModel(
         architecture=architecture, tensors={name: found[name] for name in tensors_of(architecture)}
     )
+
+
+def _check_alike(module: nn.Module) -> None:
+    """Refuse layers in different formats, as patterns of names give them."""
+    rounding = {
+        path: each.quant for path, each in module.named_modules()
+        if isinstance(each, ProgramModule) and each.quant.quantized
+    }  # fmt: skip
+    for field in FAST_FORMATS:
+        first = {getattr(quant, field): path for path, quant in reversed(rounding.items())}
+        if len(first) > 1:
+            listed = ", ".join(f"{form} in {path}" for form, path in sorted(first.items()))
+            raise ValueError(
+                f"{field} differs between layers ({listed}); models that are kept as codes have one format: lsq "
+                f"convert-checkpoint CHECKPOINT --output OTHER {option(field)} int8"
+            )
 
 
 def _architecture(stack: nn.Module) -> StackArchitecture:

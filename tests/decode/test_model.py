@@ -82,6 +82,19 @@ def test_modules_that_are_not_ready_are_refused():
         model_of(small_model().train())
 
 
+@pytest.mark.parametrize("field, form", [
+    ("weight_format", "int4"), ("weight_format", "nvfp4"), ("weight_format", "float32"),
+    ("activation_format", "fp8-e4m3/row"), ("gradient_format", "float32"),
+])  # fmt: skip
+def test_layers_in_different_formats_are_refused(field, form):
+    """As fairseq's plugin makes them, each with a configuration for its place."""
+    module = small_model()
+    other = small_model(quant={field: form})
+    module.decoder.layers[1] = other.decoder.layers[1]
+    with pytest.raises(ValueError, match=f"{field} differs .*in decoder.layers.1.*--{field.replace('_', '-')} int8"):
+        model_of(module)
+
+
 def test_a_final_norm_of_another_kind_is_refused():
     module = small_model(pre_norm=True, norm="rms")
     module.decoder.layer_norm = torch.nn.LayerNorm(48)
