@@ -12,6 +12,7 @@ from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.conversion.report import Layer, Stack
 from lsq.layers.in_place import InPlace
 from lsq.layers.linear import Projection
+from lsq.quant.choices import format_choice
 
 Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
 """Names or patterns of modules to leave as they are, or a function of a linear layer and its name that says so."""
@@ -56,7 +57,7 @@ def choose(
     }
     inside = {id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()}
     whole_tiles = quant.coded or quant.formats_differ
-    found = _heads(names) if heads and "int4" not in quant.weight_format else set()
+    found = _heads(names) if heads and not _packed(quant) else set()
     return [
         Choice(
             module=module, layer=Layer(
@@ -110,6 +111,11 @@ def _heads(names: dict[str, nn.Module]) -> set[int]:
     return {id(one) for one in found if type(one) is nn.Linear and one.bias is None}
 
 
+def _packed(quant: QuantConfig) -> bool:
+    """Whether a weight may be stored as int4; formats such as int4/row are decoded."""
+    return "int4" in format_choice(quant.weight_format).formats
+
+
 def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
     """What makes another linear layer of a module that is called so."""
     kind = type(module)
@@ -124,7 +130,7 @@ def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
         return f"has a weight that is a {type(module.weight).__name__}"
     if module.weight.dtype not in DTYPES:
         return f"has a weight of {module.weight.dtype}"
-    if is_conv1d(module) and "int4" in quant.weight_format:
+    if is_conv1d(module) and _packed(quant):
         return "has a weight [inputs, outputs], which int4 does not store"
     return None
 

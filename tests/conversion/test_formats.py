@@ -6,6 +6,7 @@ from torch import nn
 
 import lsq
 from lsq.config import QuantConfig
+from tests.conversion.models import Conv1D
 
 
 def model() -> nn.ModuleDict:
@@ -33,3 +34,12 @@ def test_a_pattern_that_fits_nothing_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc3\\*'"):
         lsq.convert(found, QuantConfig(weight_format="int8,*fc3*=nvfp4"))
     assert all(type(module) is nn.Linear for module in found.values())
+
+
+def test_formats_that_begin_like_int4_take_what_int4_does_not():
+    """Weights [inputs, outputs], which packed codes do not store."""
+    found = nn.Sequential(Conv1D(64, 64))
+    with pytest.raises(ValueError, match="which int4 does not store"):
+        lsq.convert(found, QuantConfig(weight_format="int4"))
+    report = lsq.convert(found, QuantConfig(weight_format="int4/row"))
+    assert not any(layer.reason for layer in report.layers) and found[0].weight_clip.shape == (64,)
