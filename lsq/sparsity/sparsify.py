@@ -131,8 +131,17 @@ class Sparsity:
     def follow(self, optimizer: Optimizer) -> None:
         """From now on every step of `optimizer`, lsq's or another, is an update: `step` is called after it.
 
-        Before it, what is pruned is drawn to zero. Optimizers without step hooks need both calls: `draw` and `step`.
+        Before it, what is pruned is drawn to zero. Optimizers without step hooks need both calls: `draw` and `step`; so
+        do several optimizers, once before all of their steps and once after them.
+
+        Raises:
+            ValueError: it follows one already, and would count updates twice.
         """
+        if self._hooks:
+            raise ValueError(
+                "it follows an optimizer already, and updates would count twice; call leave() first, or, with several "
+                "optimizers, draw() before all of their steps and step() after them"
+            )
         self._hooks += [
             optimizer.register_step_pre_hook(lambda *_: self.draw()),
             optimizer.register_step_post_hook(lambda *_: self.step()),
@@ -190,7 +199,11 @@ class Sparsity:
         missing = [path for path, (module, name) in self.weights.items() if name not in found[module]]
         if missing:
             raise ValueError(f"{missing[0]} was not used in this batch, and {len(missing) - 1} others; skip them")
-        self._squares = {path: found[module][name] for path, (module, name) in self.weights.items()}
+        shared: dict[tuple[int, ...], torch.Tensor] = {}  # a parameter of several layers has one mask
+        owners = {path: tuple(map(id, module.sources(name))) for path, (module, name) in self.weights.items()}
+        for path, (module, name) in self.weights.items():
+            shared[owners[path]] = shared.get(owners[path], 0) + found[module][name]
+        self._squares = {path: shared[owner] for path, owner in owners.items()}
 
     @property
     def changed(self) -> float:

@@ -334,3 +334,28 @@ def test_state_of_another_measure():
     with pytest.raises(ValueError, match=r"other weights or another measure: weight is in one of both alone"):
         sparsity.load_state_dict({"updates": 3, "squares": {"weight": torch.ones(INPUTS)}})
     assert sparsity.updates == 0
+
+
+def test_a_parameter_of_two_layers_has_one_mask():
+    torch.manual_seed(0)
+    first, second = layers = torch.nn.Sequential(QuantizedLinear(32, 32), QuantizedLinear(32, 32))
+    second.weight = first.weight
+    x = torch.randn(9, 32) * torch.linspace(0.1, 3, 32)
+    sparsity = sparsify(layers, Pruning(measure="output"), run=lambda: layers(x))
+    masks = [one.weight_masks.mask(one, "weight") for one in layers]
+    assert masks[0].equal(masks[1])
+    sparsity.finish()
+    assert (first.weight != 0).float().mean() == 0.5
+
+
+def test_two_optimizers_do_not_count_twice():
+    layers = torch.nn.Sequential(QuantizedLinear(32, 32), QuantizedLinear(32, 32))
+    sparsity = sparsify(layers)
+    first, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in layers)
+    sparsity.follow(first)
+    with pytest.raises(ValueError, match="updates would count twice"):
+        sparsity.follow(second)
+    sparsity.leave()
+    sparsity.follow(second)
+    second.step()
+    assert sparsity.updates == 1
