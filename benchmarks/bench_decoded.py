@@ -5,7 +5,6 @@ Seconds of processor time of all threads: others may be at work on the machine. 
 
 import time
 from collections.abc import Callable
-from statistics import median
 
 import common
 import torch
@@ -46,18 +45,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = common.parse(common.parser(__doc__), arguments)
     rows = []
     for shape, sizes in (QUICK_SHAPES if options.quick else SHAPES).items():
-        seconds: dict[str, list[float]] = {}
-        every = sides(*sizes)
-        for _ in range(options.rounds):
-            for name, run in every.items():
-                start = time.process_time()
-                run()
-                seconds.setdefault(name, []).append(time.process_time() - start)
-        medians = {name: median(values) for name, values in seconds.items()}
+        timings = common.alternate(sides(*sizes), rounds=options.rounds, warm_up=1, clock=time.process_time)
         rows += [
-            {"shape": shape, "side": name, "milliseconds": 1e3 * value, "over_float": value / medians[BASELINE]}
-            for name, value in medians.items()
-        ]
+            {
+                "shape": shape, "side": name, "milliseconds": 1e3 * timing.median,
+                "ratio": timings[BASELINE].median / timing.median,
+            }
+            for name, timing in timings.items()
+        ]  # fmt: skip
     common.report("decoded", rows, common.conditions(options, baseline=BASELINE, sizes=SHAPES), options)
 
 

@@ -74,7 +74,7 @@ def parse(options: argparse.ArgumentParser, arguments: list[str] | None = None) 
 
 def alternate(
     sides: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 2, synchronize: Callable | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, Timing]:
     """Time every side in turn, `rounds` times. Sides that take long say so on standard error as they go.
 
@@ -83,7 +83,7 @@ def alternate(
         rounds: measurements of each side.
         warm_up: rounds before these, of one call each.
         synchronize: waits for a device, before and after each measurement.
-        clock: in seconds.
+        clock: in seconds; None: the wall's.
     """
     repeats = {}
     for _ in range(warm_up):
@@ -118,10 +118,10 @@ def beside_a_copy(timings: Mapping[str, Timing], moved: int) -> Iterator[dict]:
 
 def seconds(
     run: Callable[[], object], repeats: int = 1, synchronize: Callable | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> float:
-    """Seconds of `clock` per call over `repeats` calls of `run`; `synchronize` waits for a device."""
-    wait = synchronize or (lambda: None)
+    """Seconds of `clock` (None: the wall's) a call, over `repeats` of `run`; `synchronize` waits for a device."""
+    wait, clock = synchronize or (lambda: None), clock or time.perf_counter
     wait()
     start = clock()
     for _ in range(repeats):

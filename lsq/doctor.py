@@ -28,6 +28,7 @@ REQUIRED = (
     "tqdm",
     "matplotlib",
     "tensorboard",
+    "tabulate",
 )
 OPTIONAL = {
     "fairseq-fixed": "training in fairseq",

@@ -15,7 +15,7 @@ def test_sides_take_turns(monkeypatch):
 
 
 def test_quick_sides_are_repeated(monkeypatch):
-    def fake(run, repeats=1, synchronize=None):
+    def fake(run, repeats=1, synchronize=None, clock=None):
         run(repeats)
         return common.MINIMUM_SECONDS / 10
 

@@ -198,6 +198,7 @@ RULES = [
     Rule(words="lsq formats", way=run_lsq),
     Rule(words="lsq formats --model", way=parse_lsq, why="needs a training; tests/commands/test_formats.py has one"),
     Rule(words="lsq sensitivity", way=parse_lsq, why="as lsq formats --model; see tests/commands/test_sensitivity.py"),
+    Rule(words="lsq convert-checkpoint", way=parse_lsq, why="needs a training; tests/commands converts one's"),
     Rule(words="lsq plan", way=run_lsq),
     Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
     Rule(words="lsq configs", way=run_lsq),
@@ -219,6 +220,7 @@ RULES = [
     Rule(words="recipes/text/run.sh", way=dry_recipe, why="hours of training; tests/recipes runs it on toy text"),
     Rule(words="recipes/quality/run.sh", way=dry_recipe, why="hours of training"),
     Rule(words="recipes/sparsity/run.sh", way=dry_recipe, why="an hour of training"),
+    Rule(words="recipes/formats/run.sh", way=dry_recipe, why="hours of training"),
 ]
 """The longest that fits counts."""
 PROGRAMS = {rule.words.split()[0] for rule in RULES} | {"python3", "curl", "tar"}

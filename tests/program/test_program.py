@@ -62,7 +62,7 @@ def test_saved_is_what_crosses_into_the_backward_pass():
     read_and_written = [(*one.inputs, *one.outputs, *extra) for one, extra in zip(listed, scratch, strict=True)]
     program = Program(
         name="tiny", operations=listed, scratch=scratch, forward_length=3, inputs=(x,), parameters=(), weights={},
-        outputs=(y,), output_gradients=(dy,), differentiable=(x,), gradients=(dx,),
+        activations=(), outputs=(y,), output_gradients=(dy,), differentiable=(x,), gradients=(dx,),
         lifetimes=lifetimes_of(read_and_written, 3, (x,), (y,), (dx,)),
     )  # fmt: skip
     assert program.saved == (b,) and program.saved_bytes == 16
