@@ -15,9 +15,11 @@ import lsq
 from lsq import files
 from lsq.config import QuantConfig
 from lsq.conversion.clip_state import clip_names, clip_state
-from lsq.conversion.other_format import formats_of, load_other_format
+from lsq.conversion.other_format import CLIP, formats_of, load_other_format
 from lsq.huggingface.clip_files import NAME
 from lsq.layers import clip_format
+from lsq.layers.weight_masks import SUFFIX
+from lsq.quant.pruning import Pruning
 
 OF_TRAINING = ("trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 """What Trainer keeps in a checkpoint beside the model: of the format before, so that it is left out."""
@@ -77,9 +79,15 @@ def _wanted(state: Mapping[str, torch.Tensor], changes: Mapping[str, Any], folde
             f"layers in {folder} have different {mixed[0]} ({', '.join(map(repr, sorted(old[mixed[0]])))}); give "
             f"{clip_format.option(mixed[0])}, for all of them"
         )
-    if found and all(old[name] == {value} for name, value in changes.items()):
-        raise ValueError(f"{folder} has {', '.join(f'{k}={v!r}' for k, v in changes.items())} already")
-    return QuantConfig(**{name: next(iter(values)) for name, values in old.items()} | dict(changes))
+    said = {name: value for name, value in changes.items() if name in clip_format.FIELDS}
+    if not said:
+        raise ValueError(f"{folder} says nothing of {', '.join(changes)}; give that to lsq.convert alone")
+    if found and all(old[name] == {value} for name, value in said.items()):
+        raise ValueError(f"{folder} has {', '.join(f'{k}={v!r}' for k, v in said.items())} already")
+    sparsity = Pruning().pattern if any(name.endswith(SUFFIX) for name in state) else ""
+    return QuantConfig(
+        **{name: next(iter(values)) for name, values in old.items()} | dict(changes), sparsity=sparsity
+    )
 
 
 def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) -> nn.Module:
@@ -89,8 +97,8 @@ def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) 
     model = kind.from_pretrained(folder, local_files_only=True)
     for way in WAYS:
         lsq.convert(model, quant, **way)
-        weights = {name for name in clip_names(model) | state.keys() if name.endswith("weight_clip")}
-        if not (clip_names(model) ^ state.keys()) - formats_of(model).keys() - weights:
+        clips = {name for name in clip_names(model) | state.keys() if name.endswith(CLIP)}  # as their formats have them
+        if not (clip_names(model) ^ state.keys()) - formats_of(model).keys() - clips:
             return model
         lsq.revert(model)
     raise ValueError(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import lsq.huggingface
 from lsq import cli
 from lsq.layers import clip_format
+from lsq.sparsity import sparsity_of
 from tests.translate.conftest import output  # noqa: F401
 
 CHECKPOINT = "int8/model/checkpoint_best.pt"
@@ -105,9 +106,48 @@ def test_a_folder_of_transformers(convert, folder, tmp_path):
         lsq.huggingface.load_clips(model, tmp_path / "tensor")
 
 
+def write_folder(path: Path, source: Path, **quant) -> torch.nn.Module:
+    """A folder of the same model with other layers, and that model."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel.from_pretrained(source)
+    lsq.convert(model, lsq.QuantConfig(**quant))
+    if quant.get("sparsity"):
+        sparsity_of(model)
+    words = torch.arange(2, 18).view(1, 16)
+    model.train()(input_ids=words, labels=words)
+    model.save_pretrained(path)
+    lsq.huggingface.save_clips(model, path)
+    return model
+
+
+def test_masks_of_a_folder_stay(convert, folder, tmp_path):
+    transformers, before = pytest.importorskip("transformers"), tmp_path / "before"
+    sparse = write_folder(before, folder[0], sparsity="2:4")
+    status, said = convert(before, tmp_path / "after", "--weight-format", "nvfp4")
+    assert status == 0, said
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "after")
+    lsq.convert(model, lsq.QuantConfig(sparsity="2:4", weight_format="nvfp4"))
+    lsq.huggingface.load_clips(model, tmp_path / "after")
+    layer, other = (one.transformer.h[0] for one in (model, sparse))
+    assert layer.weight_masks.active
+    for name in layer.weight_masks.names:
+        assert layer.weight_masks.mask(layer, name).equal(other.weight_masks.mask(other, name))
+
+
+def test_a_folder_without_clips_gets_some(convert, folder, tmp_path):
+    write_folder(tmp_path / "before", folder[0], weight_format="float32", activation_format="float32")
+    formats = "--weight-format", "int8", "--activation-format", "int8"
+    status, said = convert(tmp_path / "before", tmp_path / "after", *formats)
+    assert status == 0, said
+    assert "clips of 5 weights are measured anew, those of activations are measured in the next pass" in said
+
+
 def test_folders_that_are_refused(convert, folder, tmp_path):
     source, _ = folder
     assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8)[1]
+    gradients = "--gradient-format", "float32"
+    assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8, *gradients)[1]
+    assert "says nothing of gradient_format" in convert(source, tmp_path / "other", *gradients)[1]
     assert "is what is converted, or part of it" in convert(source, source / "other", "--bits", 4)[1]
     assert "lsq.safetensors" in convert(tmp_path, tmp_path.parent / "other", "--bits", 4)[1]
     assert not (tmp_path / "other").exists()
