@@ -11,9 +11,15 @@ several: decoding finds what training found. M rows, N columns.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
+from lsq.csrc.launch import float_define, launch
+from lsq.ops.kernels import zero
 from lsq.ops.nonlinearity import Nonlinearity
+from lsq.ops.sums import PartialSums, finish, parts_of
 from lsq.program.declare import Activations, Bits, Floats, Host, In, Key, Out, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
@@ -84,8 +90,34 @@ class FakeQuantize(Operation):
     def largest_multiplier(self) -> float:
         return self.form.scales.number.largest if self.stored == MULTIPLIED else 0.0
 
-    def cuda(self):
-        refuse_on_cuda(self.form.name)
+    @property
+    def _measured(self) -> tuple[int, int]:
+        """Numbers that a GPU finds before: the largest magnitudes of blocks, and of rows of blocks, or of all, where
+        scales are multiples of one that no clip gives."""
+        down, across = self.form.grain.grid((self.rows, self.columns))
+        blocks, tops = 0 if self.given else down * across, 0
+        if self.stored == MULTIPLIED and (self.each_row or self.clips != 1):
+            tops = down if self.each_row else 1
+        return blocks, tops
+
+    def cuda_scratch(self):
+        return [((count,), torch.float32) for count in self._measured if count and self.x.numel()]
+
+    def cuda(self, *scratch):
+        count = self.x.numel()
+        if count == 0:
+            return []
+        left, grid = iter(scratch), -(-count // (VECTOR * THREADS))
+        found = [next(left) if wanted else None for wanted in self._measured]
+        entries = [("lsq_largest_magnitudes", -(-self.clips // THREADS) if self.given else grid)] if scratch else []
+        whole = int(self.columns % VECTOR == 0 and self.block_columns % VECTOR == 0)
+        return [
+            *map(zero, scratch),
+            *(
+                launch("fake_quantize.cu", name, self, *found, grid=blocks, WHOLE=whole, **float_define(self.x, self.out))
+                for name, blocks in [*entries, ("lsq_fake_quantize", grid)]
+            ),
+        ]
 
     def unrounded(self, run) -> torch.Tensor:
         return self.x
@@ -154,6 +186,19 @@ class FakeQuantizeGradient(Operation):
     rows = extent(0, "gradient")
     columns = extent(1, "gradient")
 
+    def cuda_scratch(self):
+        return [parts_of(self.rows, self.columns, 1)]
+
+    def cuda(self, partial):
+        end = self.nonlinearity
+        floats = self.gradient, self.out, self.added, self.dx, None if end is None else end.before
+        slope = {} if end is None or end.before is None else {"ACTIVATION": int(end.activation)}
+        entry = launch(
+            "fake_quantize_gradient.cu", "lsq_fake_quantize_gradient", self, partial, grid=len(partial), **slope,
+            **float_define(*floats), **row_defines(self.columns),
+        )
+        return [entry, *finish(PartialSums.of(partial, self.columns, (self.sum,), self.dclip), leaves=False)]
+
     def reference(self):
         outside = unpack_bits(self.clipped, self.gradient.numel()).view(self.gradient.shape)
         across = torch.where(self.out > 0, self.gradient, -self.gradient)
@@ -184,24 +229,17 @@ class RoundAtRandom(Operation):
         return float(self.form.largest)
 
     def cuda(self):
-        refuse_on_cuda(self.form.name)
+        return [
+            launch(
+                "fake_quantize.cu", "lsq_round_values_at_random", self, grid=warp_blocks(self.rows),
+                WHOLE=int(self.columns % VECTOR == 0), **float_define(self.x, self.out),
+            )
+        ]  # fmt: skip
 
     def reference(self):
         ones = torch.ones(self.columns)
         codes, scale = arithmetic.round_rows(self.x.float(), ones, self.key, self.subsequence, self.form.largest)
         return (codes.float() * scale[:, None],)
-
-
-def refuse_on_cuda(form: str) -> None:
-    """Say that no kernel decodes.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(
-        f"no CUDA kernel knows the values of {form}: train layers with formats without a fast product on the CPU, "
-        "or take int8 for weights, activations and gradients"
-    )
 
 
 def decode_weight(weight: Weight) -> FakeQuantize:

@@ -88,6 +88,11 @@ class ProjectWeightGradient(Operation):
         return self.floats if self.gradient is None else self.gradient.codes
 
     @property
+    def _product_dtype(self) -> torch.dtype:
+        """Of the operands of a product of floats, on a GPU."""
+        return self.x.floats.dtype if self.x.coded is None else getattr(torch, self.dtype)
+
+    @property
     def _float_mode(self) -> bool:
         return self.weight.codes is None and self.weight.clip is None
 
@@ -210,7 +215,7 @@ class ProjectWeightGradient(Operation):
                 *sums, transposed_scratch(rows, inner), transposed_scratch(rows, columns),
                 ((parts, columns), torch.float32), ((columns,), torch.float32), *made,
             ]  # fmt: skip
-        dtype = getattr(torch, self.dtype)
+        dtype = self._product_dtype
         operands = [*converted_scratch(self.x.tensor, dtype), *converted_scratch(self.floats, dtype)]
         return [*sums, (product, torch.float32), *operands]
 
@@ -266,8 +271,8 @@ class ProjectWeightGradient(Operation):
         )
 
     def _float_entries(self, sums, scratch):
-        product, dtype = next(scratch), getattr(torch, self.dtype)
-        values, x = converted(self.x.tensor, self.x.scale, dtype, scratch)
+        product, dtype = next(scratch), self._product_dtype
+        values, x = converted(self.x.tensor, None if self.x.coded is None else self.x.scale, dtype, scratch)
         gradients, gradient = converted(self.floats, None, dtype, scratch)
         products = [*values, *gradients, self._floats(gradient, x, product)] if self.rows else []
         return [*products, self._end(product, None, sums)]

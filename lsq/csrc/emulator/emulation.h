@@ -142,6 +142,13 @@ EMULATOR_ATOMIC unsigned atomicExch(unsigned* address, unsigned value) {
     return before;
 }
 
+EMULATOR_ATOMIC unsigned atomicMax(unsigned* address, unsigned value) {
+    emulator_atomic(address, sizeof value);
+    const unsigned before = *address;
+    *address = before > value ? before : value;
+    return before;
+}
+
 inline void __syncthreads(EMULATOR_SITE) { emulator_barrier(site); }
 
 inline void __syncwarp(unsigned mask = 0xffffffff, EMULATOR_SITE) {

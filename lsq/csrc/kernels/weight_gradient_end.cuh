@@ -23,7 +23,7 @@ struct WeightGradientEnd {
           limit_of_row(op.clips > 1) {}
 
     __device__ __forceinline__ WeightRow row(int64_t row) const {
-        const float step = scales[row];
+        const float step = scales ? scales[row] : 1.0f;  // decoded values have none
         return {limits[limit_of_row ? row : 0], step, 1.0f / step};
     }
 
