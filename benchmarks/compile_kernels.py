@@ -30,6 +30,7 @@ from lsq.gemm.product_key import ProductKey
 from lsq.layers import decoding, programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
+from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
 from lsq.ops.next_words import NextWords
@@ -66,6 +67,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
     for quant in (
         QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
         QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
+        QuantConfig(weight_format="nvfp4", activation_format="int6/row"),
     ):  # fmt: skip
         for options in (
             {"activation": "relu"}, {"activation": "gelu", "pre_norm": True}, {"activation": "squared_relu"},
@@ -93,7 +95,7 @@ def needed_programs() -> Iterator[Program]:
                 yield decoding.decoder_step(config, 7, sentences, mode)
                 yield decoding.encoder_step(config, 7, sentences.count, mode)
                 yield programs.vocabulary_logits(quant, step.rows, words(size), mode)
-                if quant.quantized:
+                if quant.coded:
                     architecture = translation_model(size, config)
                     yield encoder_program(architecture, sentences, mode.backend)
                     yield step_program(architecture, step.rows, mode.backend)
@@ -165,7 +167,12 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
 
 def of_program(program: Program) -> Iterator[Operation]:
     """What rounds its weights, and its operations."""
-    yield from (RoundWeight(weight=weight) for weight in program.weights.values() if weight.codes is not None)
+    for weight in program.weights.values():
+        if weight.codes is not None:
+            yield RoundWeight(weight=weight)
+        elif weight.decoded is not None:
+            values, decoded = (replace(weight.values, shape=weight.decoded.shape) for _ in range(2))  # both float32
+            yield FakeQuantize(x=values, clip=weight.clip, out=decoded, form=weight.format)
     yield from program.operations
 
 

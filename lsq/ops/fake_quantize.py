@@ -11,8 +11,6 @@ several: decoding finds what training found. M rows, N columns.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
@@ -109,15 +107,12 @@ class FakeQuantize(Operation):
             return []
         left, grid = iter(scratch), -(-count // (VECTOR * THREADS))
         found = [next(left) if wanted else None for wanted in self._measured]
-        entries = [("lsq_largest_magnitudes", -(-self.clips // THREADS) if self.given else grid)] if scratch else []
+        measures = [("lsq_largest_magnitudes", -(-self.clips // THREADS) if self.given else grid)] if scratch else []
         whole = int(self.columns % VECTOR == 0 and self.block_columns % VECTOR == 0)
-        return [
-            *map(zero, scratch),
-            *(
-                launch("fake_quantize.cu", name, self, *found, grid=blocks, WHOLE=whole, **float_define(self.x, self.out))
-                for name, blocks in [*entries, ("lsq_fake_quantize", grid)]
-            ),
-        ]
+        defines = {"WHOLE": whole, **float_define(self.x, self.out)}
+        passes = [*measures, ("lsq_fake_quantize", grid)]
+        kernels = [launch("fake_quantize.cu", name, self, *found, grid=blocks, **defines) for name, blocks in passes]
+        return [*map(zero, scratch), *kernels]
 
     def unrounded(self, run) -> torch.Tensor:
         return self.x

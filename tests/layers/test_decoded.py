@@ -31,54 +31,81 @@ def config(formats: tuple[str, str, str], hidden: int = 36, **options) -> LayerC
     return LayerConfig(**{"heads": 4, "feed_forward": 56, **options}, hidden=hidden, dropout=0.1, quant=quant)
 
 
-CUDA_FORMATS = (FORMATS[0], ("int6/row", "fp8-e4m3/group16", "int8"), FORMATS[4])
-
-
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return (found - wanted).abs().max() <= 2e-5 * wanted.abs().max() + 1e-6
 
 
-def results_of(layers, where: Backend, lengths=(7, 5)) -> list[torch.Tensor]:
-    """Of copies of an encoder layer and a decoder layer on a backend: the result, and every gradient."""
-    encoder, decoder = ours = copy.deepcopy(layers)
-    encoder.backend = decoder.backend = where
-    hidden = encoder.config.hidden
-    given, wanted = examples(lengths[0], hidden).requires_grad_(), examples(lengths[0], hidden, seed=3)
-    torch.manual_seed(1)
-    y = decoder(encoder(given), examples(lengths[1], hidden, seed=2))
-    (y * wanted).mean().backward()
-    return [y.detach(), given.grad, *(one.grad for one in ours.parameters())]
-
-
-def examples(length: int, hidden: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(length, 3, hidden, generator=torch.Generator().manual_seed(seed))
-
-
-def layers_of(*arguments, **options) -> torch.nn.ModuleList:
-    """An encoder layer and a decoder layer."""
+def case(*arguments, **options) -> tuple[torch.nn.ModuleList, list[torch.Tensor]]:
+    """An encoder layer and a decoder layer, and what `results_of` takes for them."""
     torch.manual_seed(0)
     given = config(*arguments, **options)
-    return torch.nn.ModuleList([TransformerEncoderLayer(given), TransformerDecoderLayer(given)])
+    layers = torch.nn.ModuleList([TransformerEncoderLayer(given), TransformerDecoderLayer(given)])
+    return layers, [torch.randn(length, 3, given.hidden) for length in (7, 5, 7)]
+
+
+def results_of(layers, given: list[torch.Tensor], where: Backend) -> list[torch.Tensor]:
+    """Of copies of the layers on a backend: the result, and every gradient."""
+    x, memory, wanted = given
+    encoder, decoder = ours = copy.deepcopy(layers)
+    encoder.backend = decoder.backend = where
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = decoder(encoder(x), memory)
+    (y * wanted).mean().backward()
+    return [y.detach(), x.grad, *(one.grad for one in ours.parameters())]
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}], ids=["post", "pre"])
 def test_layers_compute_the_same_on_both_backends(formats, options):
     """Encoder and decoder, of widths that are no multiples of 16, forward and backward."""
-    layers = layers_of(formats, **options)
-    results = [results_of(layers, backend(name)) for name in ("cpu", "reference")]
+    tested = case(formats, **options)
+    results = [results_of(*tested, backend(name)) for name in ("cpu", "reference")]
     assert all(one is not None for one in results[0])
     assert all(map(near, *results))
 
 
-@pytest.mark.parametrize("formats", CUDA_FORMATS, ids="-".join)
-@pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}], ids=["post", "pre"])
+@pytest.mark.parametrize(
+    ("formats", "options"),
+    [
+        (FORMATS[0], {}),
+        (("int6/row", "fp8-e4m3/group16", "int8"), {"pre_norm": True, "activation": "silu", "gated": True}),
+        (FORMATS[4], {"activation": "gelu", "by_inputs": True}),
+    ],
+    ids=["post", "gated", "by inputs"],
+)  # fmt: skip
 def test_layers_compute_the_reference_on_cuda(formats, options):
     """But for values that lie beside a boundary, where products are summed in another order."""
-    layers = layers_of(formats, hidden=HIDDEN, heads=HEADS, feed_forward=INNER, **options)
-    found, wanted = (results_of(layers, where) for where in (CUDA(current_device()), backend("reference")))
-    print([float((a-b).norm()/b.norm()) for a,b in zip(found,wanted)])
+    tested = case(formats, hidden=HIDDEN, heads=HEADS, feed_forward=INNER, **options)
+    found, wanted = (results_of(*tested, where) for where in (CUDA(current_device()), backend("reference")))
     assert all((one - other).norm() <= 2e-2 * other.norm() + 1e-9 for one, other in zip(found, wanted, strict=True))
+
+
+def test_layers_with_activations_in_bfloat16_on_cuda():
+    tested = case(("nvfp4", "fp8-e4m3/row", "int8"), hidden=HIDDEN, heads=HEADS, feed_forward=INNER)
+    narrow = CUDA(current_device(), activations=torch.bfloat16)
+    found, wanted = (results_of(*tested, where) for where in (narrow, backend("reference")))
+    assert all((one - other).norm() <= 0.25 * other.norm() for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor"])
+def test_a_vocabulary_and_a_projection_on_cuda(granularity):
+    """Loss, logits and gradients; first clips are measured by rounding."""
+    options = {"weight_format": "nvfp4", "activation_format": "fp4-e2m1/row", "gradient_format": "int8"}
+    quant = QuantConfig(**options, weight_granularity=granularity, weight_init="mse")
+    results = []
+    for where in (CUDA(current_device()), backend("reference")):
+        torch.manual_seed(0)
+        words, linear = VocabularyProjection(96, HIDDEN, quant=quant), QuantizedLinear(HIDDEN, 64, quant=quant)
+        words.backend = linear.backend = where
+        x = torch.randn(9, HIDDEN, requires_grad=True)
+        loss, _ = words.loss(x, torch.arange(9), 0.1)
+        (loss + linear(x).square().sum()).backward()
+        parameters = [*words.parameters(), *linear.parameters()]
+        results.append([loss.detach(), x.grad, *(one.grad for one in parameters), *map(torch.detach, parameters)])
+        with torch.no_grad():
+            results[-1] += [words.eval()(x), linear.eval()(x)]
+    assert all((one - other).norm() <= 2e-2 * other.norm() for one, other in zip(*results, strict=True))
 
 
 def test_a_projection_multiplies_decoded_values():
@@ -122,15 +149,23 @@ def test_the_loss_of_a_vocabulary_and_its_logits_agree():
     torch.testing.assert_close(gradient, torch.autograd.grad(wanted, x)[0])
 
 
+def check_steps(layer) -> None:
+    """One row after another gives what all rows together give."""
+    x, state = torch.randn(5, 2, layer.config.hidden), {}
+    whole = layer(x)
+    torch.testing.assert_close(torch.stack([layer.step(one, state) for one in x]), whole)
+
+
 def test_incremental_steps_are_those_of_a_whole_target():
     torch.manual_seed(0)
-    layer = TransformerEncoderLayer(config(("nvfp4", "nvfp4", "int8")), causal=True).eval()
-    x = torch.randn(5, 2, 36)
-    whole = layer(x)
-    state, steps = {}, []
-    for one in x:
-        steps.append(layer.step(one, state))
-    torch.testing.assert_close(torch.stack(steps), whole)
+    check_steps(TransformerEncoderLayer(config(("nvfp4", "nvfp4", "int8")), causal=True).eval())
+
+
+def test_incremental_steps_are_those_of_a_whole_target_on_cuda():
+    torch.manual_seed(0)
+    layer = TransformerEncoderLayer(config(("nvfp4", "nvfp4", "int8"), hidden=HIDDEN, heads=HEADS), causal=True).eval()
+    layer.backend = CUDA(current_device())
+    check_steps(layer)
 
 
 def test_state_dicts_hold_the_clips_and_no_values():
