@@ -29,13 +29,14 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "model", type=Path, metavar="MODEL",
         help="a run of `lsq train-text` (runs/mine/int8, or runs/mine with one run in it), a checkpoint with --data, or"
-        " (for ctranslate2) a file that was exported for lsq",
+        " (for ctranslate2, or with --bits 4) a file that was exported for lsq",
     )  # fmt: skip
     made.add_argument("--to", choices=TARGETS, required=True, help="who is to load it")
     made.add_argument("--output", type=Path, required=True, metavar="PATH", help="the file, or CTranslate2's folder")
     made.add_argument(
         "--bits", type=int, choices=(4, 8), metavar="N",
-        help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares (default: as trained)",
+        help="of weights, for lsq: 4 rounds those of a training in int8 to int4 by least squares, 8 leaves them "
+        "(default: as trained)",
     )  # fmt: skip
     made.add_argument("--overwrite", action="store_true", help="replace what was exported there before")
     made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: the folder of its dict.*.txt")

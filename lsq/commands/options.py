@@ -17,11 +17,14 @@ DIGITS = re.compile("[0-9]{1,18}")
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for None and False, which say nothing."""
+    """Shows defaults, lists as they are typed, but for None, False and empty lists, which say nothing."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        nothing = action.default is None or action.default is False
-        return action.help if nothing else super()._get_help_string(action)
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
+        return super()._get_help_string(action)
 
 
 def one_line_errors(parser: ArgumentParser) -> None:

@@ -48,7 +48,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint: its data folder")
     made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint, for --text")
     made.add_argument(
-        "--tensors", nargs="+", default=[], metavar="PATTERN", help="names of weights, with * and ?; default: all"
+        "--tensors", nargs="+", default=[], metavar="PATTERN", help="names of weights, with * and ?; without it, all"
     )
     made.add_argument(
         "--formats", nargs="+", default=list(FORMATS), metavar="FORMAT",

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 
 from lsq.config.checks import require_choice, require_positive
@@ -188,6 +189,14 @@ class QuantConfig:
         per_row = form.grain.rows == 1 if form.grain.columns is None else self.weight_granularity == "channel"
         return rows if per_row else 1
 
+    @property
+    def told(self) -> str:
+        """What layers run in, in words."""
+        formats = {name.removesuffix("_format"): getattr(self, name) for name in FAST_FORMATS}
+        if not self.quantized or set(formats.values()) == {"int8"}:
+            return "in int8" if self.quantized else "in floats"
+        return "with " + ", ".join(f"{what}s in {form}" for what, form in formats.items())
+
     def at(self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None) -> "QuantConfig":
         """What concerns a part of a model: the same where patterns say nothing else.
 
@@ -203,8 +212,12 @@ class QuantConfig:
         chosen = {one: format_choice(getattr(self, one)).at(path, names, fitted[one]) for one, names in named.items()}
         return replace(self, **chosen)
 
-    def check_fitted(self, fitted: Fitted) -> None:
+    def check_fitted(self, fitted: Fitted, names: Mapping[str, Sequence[str]]) -> None:
         """Refuse patterns that fit no tensor of a model.
+
+        Args:
+            fitted: patterns that do.
+            names: of fields -> those of the model's tensors, for the error.
 
         Raises:
             ValueError: names the first one.
@@ -213,8 +226,8 @@ class QuantConfig:
             for pattern, form in format_choice(getattr(self, name)).exceptions:
                 if pattern not in fitted.get(name, ()):
                     raise ValueError(
-                        f"{name} gives {form} to {pattern!r}, but no tensor of this model is called so; names are "
-                        "those of its state dict, of activations those of their clips without _clip"
+                        f"{name} gives {form} to {pattern!r}, but no tensor of this model is called so; nearest are "
+                        f"{', '.join(get_close_matches(pattern, names[name], cutoff=0)) or 'none'}"
                     )
 
     def _decoded(self, name: str, grain: str) -> ScaledFormat | None:

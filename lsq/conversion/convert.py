@@ -62,7 +62,8 @@ def convert(
     choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
     whole = fusions(model, quant, choose(model, quant, skip, minimum_width=1, tied=tied)) if fused else []
     report = Report(
-        layers=told(choices, whole), whole=tuple(one.whole for one in whole), stacks=stacks_of(model, minimum_width),
+        layers=told(choices, whole), numbers=quant.told, whole=tuple(one.whole for one in whole),
+        stacks=stacks_of(model, minimum_width),
         unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,
     )  # fmt: skip
     if not report.converted:

@@ -53,6 +53,8 @@ class Report:
     """Every linear layer of a model. As text, layers that differ by numbers in their names alone share a line."""
 
     layers: tuple[Layer, ...]
+    numbers: str = "in int8"
+    """What converted layers run in, in words: see QuantConfig.told."""
     whole: tuple[Whole, ...] = ()
     """Layers that there is a program for."""
     stacks: tuple[Stack, ...] = ()
@@ -80,7 +82,7 @@ class Report:
         part, total = (sum(layer.weights for layer in layers) for layers in (converted, self.layers))
         share = f", {part:,} of their {total:,} weights ({part / total:.1%})" if total else ""
         whole = [(one.name, one.kind, f"not fused: {one.reason}" if one.reason else "fused") for one in self.whole]
-        first = f"{len(converted)} of {len(self.layers)} linear layers run in int8{share}:"
+        first = f"{len(converted)} of {len(self.layers)} linear layers run {self.numbers}{share}:"
         lines = [first, *_lines(map(_row, converted))]
         lines += ["left as they are:", *_lines(map(_row, left))] if left else []
         lines += ["stacks of weights, which stay floats:", *_lines(map(_stack_row, self.stacks))] if self.stacks else []

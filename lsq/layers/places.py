@@ -40,7 +40,13 @@ def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
     """
     if quant.formats_differ:
         fitted: Fitted = defaultdict(set)
+        called: tuple[list[str], list[str]] = [], []
         for path, module in model.named_modules():
             if isinstance(module, ProgramModule):
                 quant.at(path, *module.tensor_names, fitted)
-        quant.check_fitted(fitted)
+                for found, names in zip(called, module.tensor_names, strict=True):
+                    found += [f"{path}.{name}" if path else name for every in names.values() for name in every]
+        weights, activations = called
+        quant.check_fitted(
+            fitted, {"weight_format": weights, "activation_format": activations, "gradient_format": weights}
+        )

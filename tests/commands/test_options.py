@@ -71,5 +71,8 @@ def test_help_shows_defaults_that_say_something():
     parser.add_argument("--number", default=0, help="a number")
     parser.add_argument("--file", help="a file")
     parser.add_argument("--quiet", action="store_true", help="no bars")
+    parser.add_argument("--names", nargs="+", default=["a", "b"], help="names")
+    parser.add_argument("--more", nargs="+", default=[], help="more")
     text = parser.format_help()
+    assert "names (default: a b)" in text and "[]" not in text
     assert "a number (default: 0)" in text and "None" not in text and "False" not in text

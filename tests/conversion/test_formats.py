@@ -17,7 +17,8 @@ def model() -> nn.ModuleDict:
 def test_patterns_choose_formats_of_layers():
     found = model()
     quant = QuantConfig(weight_format="int8,*fc2*=nvfp4,out.*=float32", activation_format="int8,out.*=float32")
-    lsq.convert(found, quant)
+    report = lsq.convert(found, quant)
+    assert str(report).startswith("3 of 3 linear layers run with weights in int8,*fc2*=nvfp4,out.*=float32, activation")
     fc1, fc2, out = found.values()
     assert fc1.quant == QuantConfig() and not fc2.quant.coded
     assert fc2.quant.weight_format == "nvfp4" and hasattr(fc2, "weight_clip")
@@ -31,7 +32,7 @@ def test_patterns_choose_formats_of_layers():
 
 def test_a_pattern_that_fits_nothing_leaves_the_model_as_it_was():
     found = model()
-    with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc3\\*'"):
+    with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc3\\*'.* nearest are fc2.weight, "):
         lsq.convert(found, QuantConfig(weight_format="int8,*fc3*=nvfp4"))
     assert all(type(module) is nn.Linear for module in found.values())
 

@@ -49,5 +49,7 @@ def test_formats_of_patterns_exist():
 
 
 def test_patterns_that_fit_nothing_are_named():
-    with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc2\\*', but no tensor"):
-        QuantConfig(weight_format=TEXT).check_fitted({"weight_format": {"encoder.layers.0.*"}})
+    with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc2\\*', but no tensor .* a.fc1.weight"):
+        QuantConfig(weight_format=TEXT).check_fitted(
+            {"weight_format": {"encoder.layers.0.*"}}, {"weight_format": ["a.fc1.weight"]}
+        )
