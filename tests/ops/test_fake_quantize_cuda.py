@@ -100,7 +100,7 @@ def test_a_width_that_no_vector_fits_is_refused():
 
 def at_random(rows: int, columns: int) -> RoundAtRandom:
     x = torch.randn(rows, columns)
-    x[0] *= 1e-37  # vanishes
+    x[:1] *= 1e-37  # vanishes
     x[1:2, 0] = torch.inf
     return RoundAtRandom(x=x, key=KEY, subsequence=5, out=empty(rows, columns))
 
@@ -108,12 +108,7 @@ def at_random(rows: int, columns: int) -> RoundAtRandom:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 48), (7, 37), (41, 48), (3, 1), (9, 1040)])
 def test_gradients_are_rounded_at_random(shape, dtype):
-    operation = in_dtype(at_random(*shape), dtype) if shape[0] else RoundAtRandom(
-        x=empty(*shape), key=KEY, subsequence=5, out=empty(*shape)
-    )
-    if not shape[0]:
-        operation.x = torch.empty(shape)
-        operation = in_dtype(operation, dtype)
+    operation = in_dtype(at_random(*shape), dtype)
     (wanted,) = in_dtype(operation, torch.float32).reference()
     for order in ORDERS:
         assert same_bits(run(operation, order=order).out.float() + 0.0, wanted.to(dtype).float() + 0.0)
