@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from tabulate import tabulate
 
 from lsq.commands import logs
 from lsq.quant.numbers import scaled_format
@@ -37,33 +38,34 @@ def bits(kind: str, results: dict) -> float:
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Markdown: each kind with its figures for every seed, the means, and the difference to float that went on."""
-    titles = ("training", "bits of a weight", "BLEU", "mean", "to float", "validation loss", "seconds")
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    """Markdown, by bits: each kind with its figures for every seed, and the means, beside float that went on."""
     baseline = mean(run["bleu"] for run in runs["float-again"])
-    for kind, results in runs.items():
+    titles = ("training", "bits of a weight", "BLEU", "mean", "to float", "validation loss", "seconds")
+    rows = []
+    for kind, results in sorted(runs.items(), key=lambda item: -bits(item[0], item[1][0])):
         bleu = mean(run["bleu"] for run in results)
-        columns = [
-            kind, f"{bits(kind, results[0]):.2f}", _join(results, "bleu", ".2f"), f"{bleu:.2f}",
-            "" if kind == "float" else f"{bleu - baseline:+.2f}", _join(results, "best_validation_loss", ".3f"),
-            _join(results, "training_seconds", ".0f"),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(columns) + " |")
-    return "\n".join(lines)
+        difference = "" if kind.startswith("float") else f"{bleu - baseline:+.2f}"
+        rows.append(
+            (kind, f"{bits(kind, results[0]):.2f}", _join(results, "bleu", ".2f"), f"{bleu:.2f}", difference,
+             _join(results, "best_validation_loss", ".3f"), _join(results, "training_seconds", ".0f"))
+        )  # fmt: skip
+    return tabulate(rows, titles, tablefmt="github", disable_numparse=True)
 
 
 def draw(runs: dict[str, list[dict]], path: Path) -> None:
-    """A point for each format: mean BLEU over the bits of a weight; a line for float that went on."""
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    axes.axhline(mean(run["bleu"] for run in runs["float-again"]), color="0.6", linestyle="--", label="float")
-    for kind, results in runs.items():
-        if not kind.startswith("float"):
-            place = bits(kind, results[0]), mean(run["bleu"] for run in results)
-            axes.plot(*place, "o")
-            axes.annotate(kind, place, textcoords="offset points", xytext=(5, 3))
-    axes.set(xlabel="bits of a weight's value, scales counted", ylabel="BLEU")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    """Means of BLEU and of the validation loss over the bits of a weight; dashed: float that went on."""
+    figure, places = pyplot.subplots(1, 2, figsize=(10, 4), sharex=True)
+    for axes, key, label in zip(places, ("bleu", "best_validation_loss"), ("BLEU", "validation loss"), strict=True):
+        means = {kind: mean(run[key] for run in results) for kind, results in runs.items()}
+        axes.axhline(means["float-again"], color="0.6", linestyle="--")
+        for kind in (kind for kind in means if not kind.startswith("float")):
+            place = bits(kind, runs[kind][0]), means[kind]
+            axes.plot(*place, "o", color="C0")
+            axes.annotate(kind, place, textcoords="offset points", xytext=(6, -3))
+        axes.margins(x=0.25)
+        axes.set(xlabel="bits of a weight's value, scales counted", ylabel=label)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def _join(results: list[dict], key: str, form: str) -> str:
