@@ -111,5 +111,6 @@ def convert_folder(given: Namespace, changes: dict[str, Any]) -> str:
 
 def told(weights: int, activations_due: bool) -> str:
     """What became of clips."""
-    activations = "are measured in the next pass" if activations_due else "are kept"
+    due = "are measured in the next pass, a training's: nothing is translated before"
+    activations = due if activations_due else "are kept"
     return f"clips of {weights} weights are measured anew, those of activations {activations}"

@@ -43,8 +43,8 @@ def check_ready(layer: ProgramModule) -> None:
         )
     if layer.quant.quantized and not layer.schedule.calibrated:
         raise ValueError(
-            "incremental decoding needs clips that have been measured: load a trained checkpoint, or run the layer "
-            "once on a whole target"
+            "incremental decoding needs clips that have been measured: load a trained checkpoint, train for an update "
+            "after lsq convert-checkpoint, or run the layer once on a whole target"
         )
 
 
