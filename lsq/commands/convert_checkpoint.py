@@ -66,11 +66,14 @@ def check_output(given: Namespace) -> None:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it may not, with what to do.
+        ValueError: it may not, or what is converted is a folder around a checkpoint; with what to do.
     """
     output = given.output
     if not given.checkpoint.exists():
         raise FileNotFoundError(2, "is not there", str(given.checkpoint))
+    trained = given.checkpoint / "model" / "checkpoint_best.pt"
+    if trained.is_file():
+        raise ValueError(f"{given.checkpoint} is the folder of a training; give its checkpoint, {trained}")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
     if is_part_of(given.checkpoint, [output]) or is_part_of(output, [given.checkpoint]):

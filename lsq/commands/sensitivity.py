@@ -14,6 +14,7 @@ from lsq.commands.options import HelpFormatter, count, one_line_errors
 from lsq.errors import Keep, draw_costs, sensitivity
 from lsq.errors.costs_table import table
 from lsq.errors.sensitivity import FORMATS
+from lsq.errors.tensors import ACTIVATION
 from lsq.files import write_text
 from lsq.lock import locked_folder
 from lsq.quant.numbers import METHODS
@@ -97,6 +98,8 @@ def run(arguments: list[str]) -> int:
         draw_costs(costs, given.output / PICTURE)
         write_text(given.output / TABLE, f"# Which bits where: {given.model}\n\n{table(costs, 'github')}\n")
         print(table(costs))
+        if not given.weights_only and not costs.of(ACTIVATION):
+            print("\nno activations: layers of lsq round theirs by themselves; measure the float model for those")
         print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
 

@@ -53,6 +53,8 @@ def test_what_is_refused(convert, output, tmp_path):  # noqa: F811
     assert "is not there" in convert(tmp_path / "none.pt", path, "--bits", 4)[1]
     assert "is what is converted, or part of it" in convert(checkpoint, checkpoint, "--bits", 4, "--overwrite")[1]
     assert "there is no folder" in convert(checkpoint, tmp_path / "no" / "other.pt", "--bits", 4)[1]
+    training = checkpoint.parents[1]
+    assert f"is the folder of a training; give its checkpoint, {checkpoint}" in convert(training, path, "--bits", 4)[1]
     (tmp_path / "broken.pt").write_bytes(b"nothing")
     assert "is not a checkpoint of fairseq's" in convert(tmp_path / "broken.pt", path, "--bits", 4)[1]
     path.write_text("mine")

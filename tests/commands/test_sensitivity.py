@@ -37,6 +37,7 @@ def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
     """All of its validation data have the loss that the training reported."""
     status, said, _ = lsq_sensitivity(output, *FORMATS)
     assert status == 0 and "12 sentences" in said and "Rank correlation of costs" in said
+    assert "no activations: layers of lsq round theirs" in said
     written = tmp_path / "out"
     assert {path.name for path in written.iterdir()} >= set(sensitivity.OUTPUTS)
     costs = read_costs(written / sensitivity.JSON)
