@@ -55,6 +55,15 @@ def results_of(layers, given: list[torch.Tensor], where: Backend) -> list[torch.
     return [y.detach(), x.grad, *(one.grad for one in ours.parameters())]
 
 
+@pytest.mark.parametrize("width", [12, 13])
+@pytest.mark.parametrize("formats", [FORMATS[0], ("float32",) * 3], ids="-".join)
+def test_rows_that_begin_within_a_byte_of_kept_bits(formats, width):
+    """The signs that ReLU keeps: a bit an element."""
+    layers, given = case(formats, feed_forward=width)
+    for found, wanted in zip(*(results_of(layers, given, backend(name)) for name in ("cpu", "reference")), strict=True):
+        assert near(found, wanted)
+
+
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 @pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}], ids=["post", "pre"])
 def test_layers_compute_the_same_on_both_backends(formats, options):

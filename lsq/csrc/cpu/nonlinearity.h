@@ -6,11 +6,11 @@
 
 namespace lsq {
 
-// gradient *= activation', of row `row`, which starts at a byte of `positive`.
+// gradient *= activation', of row `row`.
 inline void undo_activation(const Nonlinearity& end, int64_t row, int64_t n, float* gradient) {
     const int64_t first = row * n;
     if (end.activation == Activation::relu) {
-        keep_where(end.positive + first / 8, n, gradient);
+        keep_where(end.positive, first, n, gradient);
     } else if (end.slope) {
         const int8_t* slope = end.slope + first;
 #pragma omp simd
