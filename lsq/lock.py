@@ -6,6 +6,9 @@ import functools
 import logging
 import os
 import platform
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +21,9 @@ NAME = ".lsq.lock"
 """The lock of a folder, while it is held."""
 _BEGINS = "process "
 """How the text of a lock begins."""
+_PAUSE = 0.05
+"""Between two looks whether the lock has fallen, in seconds."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -42,27 +48,59 @@ def locked(path: Path, what: str, remedy: str, *, seconds: float = 0.0) -> Itera
         OSError: the folder cannot be written, or a file of somebody else, or a link, has the name of the lock.
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    lock, since, taken = FileLock(path, timeout=0, fallback_to_soft=False), time.monotonic(), False
+    try:
+        while not taken:
+            with _uninterrupted():
+                taken = _take(lock, path)
+            if not taken and time.monotonic() - since >= seconds:
+                raise Busy(f"{_text(path)} is writing into {what}; wait for it, or {remedy}")
+            if not taken:
+                time.sleep(_PAUSE)
+        _write(path, f"{_BEGINS}{os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
+        yield
+    finally:
+        with _uninterrupted():
+            if taken:
+                path.unlink(missing_ok=True)  # before the lock falls: whoever opened it meanwhile looks again
+            lock.release()
+            for folder in made:
+                with contextlib.suppress(OSError):  # it holds something
+                    folder.rmdir()
+
+
+def _take(lock: FileLock, path: Path) -> bool:
+    """Whether the lock is this process's now, or nobody's since the file system has none. Raises as `locked` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not _text(path).startswith(("another", _BEGINS)):
         raise FileExistsError(f"{path} is no lock of lsq's and would be written over; move it away")
-    lock = FileLock(path, timeout=seconds, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
-        raise Busy(f"{_text(path)} is writing into {what}; wait for it, or {remedy}") from None
+        return False
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
         _say_unsupported(path.parent, str(error.strerror))
+    return True
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half taken or released."""
+    came: list[int] = []
+    numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # the others never see one
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
-        _write(path, f"{_BEGINS}{os.getpid()} on {platform.node()}, since {datetime.now():%Y-%m-%d %H:%M:%S},\n")
+        for number in handlers:
+            signal.signal(number, lambda number, frame: came.append(number))
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the lock falls: whoever opened it meanwhile looks again
-        lock.release()
-        for folder in made:
-            with contextlib.suppress(OSError):  # it holds something
-                folder.rmdir()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def locked_folder(folder: Path, remedy: str, *, seconds: float = 0.0) -> contextlib.AbstractContextManager[None]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from lsq.lock import NAME, Busy, locked, locked_file, locked_folder
 
@@ -128,3 +129,32 @@ def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
         with locked_folder(tmp_path, "x"):
             pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", ["acquire", "release"])
+def test_a_signal_leaves_no_lock(tmp_path, monkeypatch, step):
+    """Ctrl-C comes while the lock is taken, or while it falls: between two of Python's steps, the worst of places."""
+    whole = getattr(FileLock, step)
+
+    def interrupted(self, *arguments, **options):
+        found = whole(self, *arguments, **options)
+        if not came:
+            came.append(step)
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    came, handler = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(FileLock, step, interrupted)
+    with pytest.raises(KeyboardInterrupt), locked_folder(tmp_path / "runs", "x"):
+        assert step == "release"
+    assert came and not list(tmp_path.iterdir()) and signal.getsignal(signal.SIGINT) is handler
+    with locked_folder(tmp_path / "runs", "x"):
+        pass
+
+
+def test_waiting_for_a_lock_can_be_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+    with locked_folder(tmp_path, "x"):
+        with pytest.raises(KeyboardInterrupt), locked_folder(tmp_path, "x", seconds=60.0):
+            pass
+        assert (tmp_path / NAME).exists()
