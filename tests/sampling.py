@@ -5,7 +5,7 @@ combinations holds every pair of their values. `make test` runs such a part; the
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -46,6 +46,16 @@ def in_turn(several: Sequence, few: Sequence, times: int) -> list:
         chosen = (number - turn * times) % len(few) < times
         found.append(pytest.param(several[turn], one, marks=() if chosen else pytest.mark.thorough))
     return found
+
+
+def first(several: Iterable, count: int) -> list:
+    """Parameters: the first `count` as they are, the others marked `thorough`. For tests that take seconds each, of
+    things that are tested elsewhere, too. A tuple is the values of several arguments.
+    """
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if number < count else pytest.mark.thorough)
+        for number, one in enumerate(several)
+    ]
 
 
 def mark_rest(items: Sequence[pytest.Item]) -> None:

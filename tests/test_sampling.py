@@ -118,3 +118,9 @@ def test_processes_that_share_the_tests_say_so_too(suite):
     result = suite("--numprocesses", "1")
     result.stdout.fnmatch_lines(["left out: * tests for `make test-thorough`"])
     result.stdout.fnmatch_lines(["left out: 1 test for a CUDA GPU (torch *"])
+
+
+def test_first():
+    few = sampling.first([1, (2, "a"), 3], 2)
+    assert [one.values for one in few] == [(1,), (2, "a"), (3,)]
+    assert [[mark.name for mark in one.marks] for one in few] == [[], [], ["thorough"]]

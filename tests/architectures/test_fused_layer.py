@@ -122,6 +122,7 @@ def test_on_the_meta_device():
     assert_twins(expected, model.train(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_torch_compile(model):
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
     torch.testing.assert_close(loss(compiled), loss(model))

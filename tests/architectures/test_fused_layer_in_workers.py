@@ -1,5 +1,6 @@
 """Fused layers in several processes: DistributedDataParallel, and FSDP2 with a checkpoint of its shards."""
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +35,7 @@ def parallel(rank: int) -> dict[str, torch.Tensor]:
     return whole(one)
 
 
+@pytest.mark.thorough
 def test_distributed_data_parallel():
     expected = model()
     trained(expected)
@@ -51,5 +53,6 @@ def sharded(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
     return saved_and_loaded(shard(model()), shard(model(5)), trained, folder)
 
 
+@pytest.mark.thorough
 def test_fully_shard_and_a_checkpoint_of_its_shards():
     assert_shards_go_on(sharded, model(), trained)

@@ -54,6 +54,7 @@ def test_a_checkpoint_is_measured_and_written(lsq_formats, checkpoint, tmp_path)
     assert len(json.loads((folder / formats.JSON).read_text())["tensors"]) == 1
 
 
+@pytest.mark.thorough
 def test_a_run_is_measured_by_its_checkpoint_and_by_a_batch(lsq_formats, output):  # noqa: F811
     status, said, _ = lsq_formats("--checkpoint", output, *FORMATS)
     assert status == 0 and "weights: medians of" in said and "activations" not in said

@@ -190,7 +190,8 @@ def test_two_trainings_in_one_folder(lsq_train, tmp_path):
     assert (folder / "checkpoint_last.pt").exists() and not (folder / NAME).exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_training_continues_bit_exactly(lsq_train, tmp_path, signal_after, monkeypatch, number):
     options = ["--max-update", "5"]
     lsq_train(tmp_path / "whole", *options)

@@ -90,10 +90,8 @@ def test_time_of_all_sittings_counts(command, tmp_path, stop_at):
     assert 1000 < seconds[-1] < 1100 and seconds == sorted(seconds) and seconds[-1] > seconds[len(lines) - 1]
 
 
-@pytest.mark.parametrize(("updates", "place"), [
-    pytest.param(4, "validation", marks=pytest.mark.thorough), (4, "update"),
-    pytest.param(5, "validation", marks=pytest.mark.thorough),
-])  # fmt: skip
+@pytest.mark.thorough
+@pytest.mark.parametrize(("updates", "place"), [(4, "validation"), (4, "update"), (5, "validation")])
 def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, monkeypatch, updates, place):
     """At the last update, too: none is made beyond --updates."""
     arguments = command("--updates", str(updates), "--mode", "float")
@@ -132,6 +130,7 @@ def test_a_validation_that_was_interrupted_is_made_up_for(command, tmp_path, mon
         assert states[0]["extra_state"]["train_iterator"] == states[1]["extra_state"]["train_iterator"]
 
 
+@pytest.mark.thorough
 def test_a_training_that_ends_by_time_goes_on(command, tmp_path):
     folder = tmp_path / "out" / "float"
     train_text.run(command("--updates", "40", "--mode", "float", "--", "--stop-time-hours", "1e-9"))

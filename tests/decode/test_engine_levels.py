@@ -47,6 +47,7 @@ def drawn(chance: random.Random) -> dict:
 THOROUGH = [pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 40)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1, *THOROUGH])
 def test_any_shape_on_any_library(seed, monkeypatch, request):
     chance = random.Random(seed)

@@ -62,6 +62,7 @@ def test_clips_are_the_emulators_bit_by_bit(name):
         assert torch.equal(clip.cpu(), expected), path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part, values", [("input", "1 of 144"), ("weight", "1 of 5376")])
 def test_what_is_not_finite_is_named_and_measured_again(part, values):
     layer = TransformerEncoderLayer(config_of(backward="int8", pre_norm=False)).to(PLACE)

@@ -21,6 +21,7 @@ def step(layer, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach().cpu(), *(parameter.grad.cpu() for parameter in layer.parameters())]
 
 
+@pytest.mark.thorough
 def test_a_layer_on_planned_memory_gives_the_same_bits():
     fresh = TransformerEncoderLayer(config_of(backward="int8", dropout=0.1, calibration_passes=0)).to(PLACE)
     fresh(torch.randn(3, 2, HIDDEN).to(PLACE))  # measures the clips

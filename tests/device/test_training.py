@@ -113,6 +113,7 @@ def test_waits_and_launches_of_a_step(name):
     assert len(record.launches) <= launches, record.table(record.launches)
 
 
+@pytest.mark.thorough
 def test_a_step_with_lsqs_adam_waits_for_nothing():
     torch.manual_seed(1)
     losses, record = train(moved(Plugin()), PLACE, 3, by=Adam)

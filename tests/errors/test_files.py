@@ -48,6 +48,7 @@ def test_safetensors_and_folders(tmp_path):
     assert same(tensors_in(other), TENSORS)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_fairseq_and_an_exported_file(output, tmp_path):  # noqa: F811
     source = trained.find(output)
     found = trained.load(source)

@@ -67,6 +67,7 @@ def test_a_model(options):
     assert with_int4(after) is after
 
 
+@pytest.mark.thorough
 def test_it_decodes_nearly_as_before():
     model, scores = model_of(small_model()), []
     for each in (model, with_int4(model)):

@@ -205,6 +205,7 @@ def test_an_older_checkpoint_is_loaded_with_one_warning_and_calibrated_again(bui
     assert all(0 < clip.max() < 100 for clip in clips.values()) and len(clips) == 52
 
 
+@pytest.mark.thorough
 def test_an_older_checkpoint_is_translated_with_but_not_trained_on_with_its_optimizer(train, tmp_path, aged):
     path = tmp_path / "checkpoint_last.pt"
     state = train(tmp_path, "--max-update 2")
@@ -238,6 +239,7 @@ def test_generating_from_an_unusable_checkpoint_says_why(train, toy, tmp_path):
     assert type(model).__name__ == "LSQTransformerModel"
 
 
+@pytest.mark.thorough
 def test_a_training_goes_on_with_what_it_was_trained_with(train, parse, tmp_path):
     """Whatever the defaults are by now; options that are given win."""
     train(tmp_path / "two", "--max-update 2 --lsq-backward float --lsq-clip-gradient lsq")

@@ -15,6 +15,7 @@ from lsq.backends import backend
 from lsq.fairseq import generator
 from lsq.fairseq.device import use
 from lsq.fairseq.generator import LSQGenerator, engine_place, options_of
+from tests.sampling import first
 
 
 def found_by(task, model, sample, args, kind, **prefix):
@@ -35,7 +36,7 @@ DRAWN = [{"sampling": True, "sampling_topk": 4}, {"sampling": True, "beam": 2}]
 
 
 @pytest.mark.parametrize("mode, given", [
-    *(("int8", given) for given in SEARCHES), *(("float", given) for given in DRAWN),
+    *first((("int8", given) for given in SEARCHES), 2), *first((("float", given) for given in DRAWN), 1),
     *(pytest.param("float", given, marks=pytest.mark.thorough) for given in SEARCHES),
 ])  # fmt: skip
 def test_what_is_generated_is_what_fairseq_generates(build, batch, mode, given):
@@ -67,8 +68,8 @@ def test_the_engine_decodes_where_the_layers_compute(build, batch):
         found.append(found_by(task, model, sample, args, LSQGenerator))
     use(next(model.children()), None)  # the encoder
     assert engine_place([model]) is None
-    for first, second in zip(*found, strict=True):
-        assert [each["tokens"].tolist() for each in first] == [each["tokens"].tolist() for each in second]
+    for here, there in zip(*found, strict=True):
+        assert [each["tokens"].tolist() for each in here] == [each["tokens"].tolist() for each in there]
 
 
 @pytest.mark.parametrize("given, named, kind", [

@@ -57,6 +57,7 @@ def test_options_become_a_configuration(parse):
     )
 
 
+@pytest.mark.thorough
 def test_one_worker_is_told_once(train, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         train(tmp_path, "--lsq-gradients int8 --max-update 4 --max-tokens 400")
@@ -171,11 +172,12 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arch", "criterion", "modes"),
     [
         ("lsq_transformer", "lsq_label_smoothed_cross_entropy", ("int8", "auto")),
-        pytest.param("transformer", "label_smoothed_cross_entropy", MODES, marks=pytest.mark.thorough),
+        ("transformer", "label_smoothed_cross_entropy", MODES),
     ],
 )
 def test_every_mode_trains(workers, tmp_path, arch, criterion, modes):
@@ -196,6 +198,7 @@ def test_every_mode_trains(workers, tmp_path, arch, criterion, modes):
         assert (0 if mode == "none" else 1e-9) <= moved <= 6.1 * 0.003, mode
 
 
+@pytest.mark.thorough
 def test_error_feedback_goes_with_the_checkpoints(workers, tmp_path):
     common = "--lsq-gradients-error-feedback --arch transformer --criterion label_smoothed_cross_entropy"
     runs = [(tmp_path, "int8", {"max_update": number}) for number in (2, 4)]
@@ -231,6 +234,7 @@ def _refusal(rank: int, args, folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.thorough
 def test_damaged_residuals_of_one_worker_end_all(workers, parse, tmp_path):
     common = "--lsq-gradients-error-feedback --arch transformer --criterion label_smoothed_cross_entropy"
     workers(2, [(tmp_path, "int8", {"max_update": 2})], common)

@@ -147,9 +147,9 @@ def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mo
         assert all(h["tokens"].tolist()[: len(given)] == given for h in hypotheses)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("given", [
-    "--lsq-backward float --update-freq 2 --sample-break-mode none",
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in ("", "--lsq-mode float --criterion cross_entropy")),
+    "--lsq-backward float --update-freq 2 --sample-break-mode none", "", "--lsq-mode float --criterion cross_entropy",
 ])  # fmt: skip
 def test_resuming_continues_to_the_bit(train, tmp_path, given):
     whole = train(tmp_path / "whole", f"--max-update 9 {given}")["model"]
@@ -159,6 +159,7 @@ def test_resuming_continues_to_the_bit(train, tmp_path, given):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+@pytest.mark.thorough
 def test_memory_is_planned_and_quantisers_are_watched(train, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         states = {

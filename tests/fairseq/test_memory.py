@@ -12,9 +12,8 @@ from lsq.layers.memory import plan_memory
 from lsq.program.step import buffers_of
 
 
-@pytest.mark.parametrize("options", [
-    pytest.param("--lsq-backward int8 --update-freq 2", marks=pytest.mark.thorough), "--lsq-backward float",
-])  # fmt: skip
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", ["--lsq-backward int8 --update-freq 2", "--lsq-backward float"])
 def test_trainings_are_the_same_in_every_mode(train, tmp_path, caplog, options):
     with caplog.at_level(logging.INFO, logger=memory.__name__):
         states = {
@@ -46,6 +45,7 @@ def test_another_criterion_trains_without_a_plan(train, tmp_path, caplog):
     assert len(said) == 1 and "not planned" in said[0] and "--criterion lsq_label_smoothed" in said[0]
 
 
+@pytest.mark.thorough
 def test_lengths_that_are_padded_to_a_multiple(train, tmp_path):
     train(tmp_path, "--max-update 4 --required-seq-len-multiple 8 --max-source-positions 16 --max-target-positions 16")
 

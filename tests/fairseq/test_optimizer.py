@@ -90,9 +90,8 @@ def test_gradients_are_left_as_they_are():
     assert parameter.grad is None
 
 
-@pytest.mark.parametrize("options", [
-    "--lsq-gradients int8", pytest.param("--update-freq 2 --clip-norm 0.1", marks=pytest.mark.thorough),
-])  # fmt: skip
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", ["--lsq-gradients int8", "--update-freq 2 --clip-norm 0.1"])
 def test_two_processes_end_with_the_same_parameters(toy, tmp_path, options):
     given = command(toy, tmp_path / "save", f"--max-update 4 --lsq-calibration-passes 1 {OURS} {options}")
     _, (first, second) = train_by_two(tmp_path, given)

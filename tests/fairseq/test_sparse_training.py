@@ -56,6 +56,7 @@ def test_a_dense_training_goes_on_sparse(train, build, tmp_path, mode):
         checkpoint.load_float(model, sparse)
 
 
+@pytest.mark.thorough
 def test_workers_have_the_same_masks(toy, tmp_path):
     given = "--max-update 4 --lsq-sparsity 2:4,every=2,decay=1 --clip-norm 0.1 --optimizer lsq_adam".split()
     _, (one, other) = train_by_two(tmp_path, [str(toy), *TINY, *SHORT, *given, "--save-dir", str(tmp_path)])

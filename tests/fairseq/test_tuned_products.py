@@ -38,6 +38,7 @@ def tuned_file(path, keys, **changes):
     return path
 
 
+@pytest.mark.thorough
 def test_training_is_the_same_to_the_bit_and_says_what_was_tuned(train, tmp_path, caplog):
     gemm.set_files([])
     listed = tmp_path / "missed.csv"

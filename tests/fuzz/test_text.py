@@ -19,6 +19,7 @@ from tests.fuzz.mutations import mutated_bytes, mutated_text
 WORDS = "red green blue black white one two three four five cat dog bird fish horse".split()
 
 
+@pytest.mark.thorough
 @trial.counts(60)
 def test_a_corpus_is_prepared_or_refused(tmp_path, monkeypatch, count):
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from lsq.huggingface import load_clips
 from lsq.layers import quantized_tensors
 from lsq.optim import Adam
 from tests.huggingface.trainings import MAKERS, converted, data, losses, same_states, trainer, transformers
+from tests.sampling import first
 
 from lsq.huggingface.callback import LsqCallback  # isort: skip  (imports transformers, and so after the line above)
 
@@ -30,7 +31,7 @@ def test_trainer_needs_nothing_else(tmp_path):
     assert training.predict(data("bert", 5)).predictions.shape == (5, 3)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", first(["bert", "gpt2"], 1))
 def test_training_goes_on_bit_for_bit(name, tmp_path):
     whole = trainer(name, tmp_path / "whole", LsqCallback())
     whole.train()
@@ -111,6 +112,7 @@ def test_noise_is_watched_and_logged(tmp_path, caplog):
     assert watched.monitor.fallen == ("transformer.h.0", "transformer.h.1", "lm_head")
 
 
+@pytest.mark.thorough
 def test_a_watched_training_goes_on_bit_for_bit(tmp_path):
     options = {"every": 3, "bounds": {"output": 200, "input_gradient": -100, "weight_gradient": -100}}
     whole = trainer("gpt2", tmp_path / "whole", LsqCallback(monitor=options))
@@ -133,7 +135,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", first(OPTIONS, 2))
 def test_options_of_trainer(options, tmp_path):
     given = OPTIONS[options]
     planned = batch("llama", given.get("per_device_train_batch_size", 8)) if "planned" in options else None
@@ -173,6 +175,7 @@ def test_the_best_model_has_its_clips(tmp_path):
     assert same_states(loaded, training.model)
 
 
+@pytest.mark.thorough
 def test_checkpoints_of_others(tmp_path, caplog):
     """What a Trainer without the callback has written: the training goes on with clips that are measured again."""
     trainer("bert", tmp_path, max_steps=2, save_steps=2).train()
@@ -219,6 +222,7 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
     assert "the optimizer has none of the" in caplog.text
 
 
+@pytest.mark.thorough
 def test_optimizer_of_lsq(tmp_path):
     training = trainer("bert", tmp_path, LsqCallback(), save_strategy="no", max_steps=20)
     training.optimizer_cls_and_kwargs = (Adam, {"lr": 3e-3})

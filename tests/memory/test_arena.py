@@ -98,6 +98,7 @@ def test_a_forked_worker_takes_no_copy():
         assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.thorough
 def test_memory_lives_as_long_as_its_tensors():
     arena = Arena(1024)
     slab = weakref.ref(arena._slab.untyped_storage())

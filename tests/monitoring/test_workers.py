@@ -1,5 +1,6 @@
 """Several processes: all decide the same, whoever has seen it."""
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
@@ -44,6 +45,7 @@ def parallel(rank: int) -> dict:
             "weight": model.get_submodule(UP).weight.detach(), "losses": losses}  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_all_processes_decide_the_same():
     first, second = run(parallel, 2)
     assert first["fallen"] == second["fallen"] == (UP,)

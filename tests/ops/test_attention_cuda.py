@@ -77,11 +77,13 @@ def test_rows_behind_all_sentences_are_zeros(lengths, others):
         assert_zeros_behind(compare_cuda, lengths, others, to_rounded)
 
 
+@pytest.mark.thorough
 def test_many_tiles():
     """Three turns of every loop over tiles, and of the search for a sentence."""
     compare_both(lengths=(1, 0, 140, 2, 0, 1, 3), width=8, heads=1, coded=False)
 
 
+@pytest.mark.thorough
 def test_windows_over_many_tiles():
     """Tiles of keys that a query's window has not reached yet, and those that it has left."""
     compare_both(lengths=(1, 200, 3), heads=2, group=2, causal=True, window=40)

@@ -61,6 +61,7 @@ def test_a_pass_that_comes_again_is_one_list_and_gives_the_same_bits(layers, mon
     assert len(runs) == weights + 2 and len(planned.step_memory.prepared) == 2
 
 
+@pytest.mark.thorough
 def test_scratch_memory_may_lie_elsewhere_in_every_run(layers):
     _, layer = layers
     x, upstream = torch.randn(2, 16, 4, 48).to(layer.backend.place, layer.backend.activations)

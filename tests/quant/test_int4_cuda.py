@@ -65,6 +65,7 @@ def test_sizes_that_no_product_takes_are_refused():
         compared(torch.randn(33, 48), torch.ones(1), 33)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backward", ["int8", "float"])
 def test_a_layer_trains_as_on_the_cpu(backward):
     """27 rows, whose products read weights as they are stored, and 81."""

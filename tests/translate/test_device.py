@@ -20,6 +20,7 @@ def test_places_by_name(monkeypatch):
         place_of("cuda")
 
 
+@pytest.mark.thorough
 def test_translations_are_those_of_the_cpu(output, translator):
     lines, options = read_items(output / "data" / "test.src")[:2], SearchOptions(beam=2, max_len_b=4)
     found = Translator(output, device="emulator").translate(lines, options)

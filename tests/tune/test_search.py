@@ -162,6 +162,7 @@ print("interrupted" if summary.interrupted else "done")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_signals_leave_a_whole_file(path, number):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
