@@ -11,8 +11,6 @@ import pytest
 import torch
 from huggingface_models import RECIPES, is_conv1d, sharing, with_linears
 
-from tests.sampling import first
-
 FLOAT = "PyTorch float32"
 SIDES = [FLOAT, "PyTorch autocast", "PyTorch bfloat16", "torchao int8 bfloat16"]
 SIDES += [f"lsq linears {name}" for name in model_sides.ALL]
@@ -33,7 +31,8 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", first(RECIPES, 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_sides_agree_and_are_drawn(name, tmp_path):
     pytest.importorskip("transformers")

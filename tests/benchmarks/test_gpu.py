@@ -27,6 +27,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EMULATE = ["--device", "emulator", "--quick", "--rounds", "1", "--threads", "1"]
 
 
+@pytest.mark.thorough
 def test_operations_in_the_emulator(tmp_path):
     """Kernels alone, products with kernels, and operations outside programs."""
     wanted = ["ResidualNormGradient", "ProjectWeightGradient", "Adam"]

@@ -165,6 +165,7 @@ def tiled(monkeypatch):
     gemm.set_files(None)
 
 
+@pytest.mark.thorough
 def test_the_documentation_has_todays_figures(tiled):
     """The command under the picture gives what the log is said to say."""
     command = re.search(r"\*`lsq plan ([^`]+) --plot memory.png`", MEMORY)[1].split()

@@ -16,7 +16,7 @@ from tests.commands.small_runs import results_of
 @pytest.mark.parametrize(
     ("options", "criterion"),
     [
-        (["--mode", "float"], "label_smoothed_cross_entropy"),
+        pytest.param(["--mode", "float"], "label_smoothed_cross_entropy", marks=pytest.mark.thorough),
         (["--mode", "int8", "--lsq-backward", "int8"], "lsq_label_smoothed_cross_entropy"),
         (["--mode", "float", "--arch", "lsq_transformer", "--name", "other"], "lsq_label_smoothed_cross_entropy"),
     ],

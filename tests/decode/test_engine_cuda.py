@@ -34,9 +34,12 @@ def engines(activations=torch.float32, sparse=False, **options) -> tuple[Engine,
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"sparse": True}, {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
-    pytest.param({"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"}, marks=pytest.mark.thorough),
-    pytest.param({"embedding": {"positions": "learned", "layer_norm": True}}, marks=pytest.mark.thorough),
+    {"sparse": True},
+    *(pytest.param(one, marks=pytest.mark.thorough) for one in (
+        {}, {"encoder_layers": 0, "tied": False, "pre_norm": True, "activation": "gelu"},
+        {"quant": {"weight_format": "int4"}, "pre_norm": True, "norm": "rms"},
+        {"embedding": {"positions": "learned", "layer_norm": True}},
+    )),
 ])  # fmt: skip
 def test_candidates_are_those_of_the_cpu(options):
     """Rows fork, change places and die; the fourth step asks for all words."""
@@ -74,6 +77,7 @@ def test_a_search_finds_what_it_finds_on_the_cpu(options):
             assert_close(other.word_scores, one.word_scores, rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_batches_of_other_sizes():
     """What was prepared is used again, or anew where caches have grown."""
     both, target = engines(), hypotheses(17)

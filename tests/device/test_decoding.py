@@ -20,6 +20,7 @@ def model(**options):
     return model_of(small_model(heads=2, encoder_layers=1, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("searches_on_the_device", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_search_finds_what_it_finds_on_the_cpu(searches_on_the_device):
     trained, source = model(), sentences(batch())

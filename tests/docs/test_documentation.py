@@ -12,7 +12,10 @@ from tests.docs import commands
 from tests.docs.pages import KINDS, ROOT, blocks, pages
 from tests.docs.reader import Reader, page_left_behind
 
-LONG = ("docs/exporting.md", "docs/fairseq.md", "docs/gradients.md", "docs/translating.md", "docs/tuning.md")
+LONG = (
+    "docs/exporting.md", "docs/fairseq.md", "docs/formats.md", "docs/gradients.md", "docs/layers.md", "docs/memory.md",
+    "docs/translating.md", "docs/tuning.md", "recipes/text/README.md",
+)  # fmt: skip
 """Pages whose commands take longest, a few seconds to half a minute."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

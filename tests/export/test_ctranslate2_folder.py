@@ -10,6 +10,7 @@ from lsq.decode.model import DecodingModel, model_of
 from lsq.export import ctranslate2_folder
 from lsq.export.ctranslate2_folder import rounded_rows
 from tests.decode.models import EOS, PADDING, SmallModel, small_model
+from tests.sampling import first
 
 TRANSLATION = [
     {},
@@ -103,7 +104,7 @@ def generator_scores(ctranslate2, path: str, model: DecodingModel, compute_type:
     return torch.cat([torch.tensor(result.log_probs) for result in results])
 
 
-@pytest.mark.parametrize("options", [*TRANSLATION, *LANGUAGE])
+@pytest.mark.parametrize("options", first([*TRANSLATION, *LANGUAGE], 3))
 def test_in_float_it_computes_with_our_weights(tmp_path, ctranslate2, options):
     model = model_of(small_model(**options))
     path = write(tmp_path / "model", model)
@@ -113,7 +114,7 @@ def test_in_float_it_computes_with_our_weights(tmp_path, ctranslate2, options):
     )
 
 
-@pytest.mark.parametrize("options", [*TRANSLATION, *LANGUAGE])
+@pytest.mark.parametrize("options", first([*TRANSLATION, *LANGUAGE], 3))
 def test_in_int8_it_is_near_ours(tmp_path, ctranslate2, options):
     ours = small_model(**options)
     model = model_of(ours)

@@ -1,5 +1,6 @@
 """lsq_transformer_lm: equal to fairseq's in float, trained, resumed, evaluated and generated with by fairseq."""
 
+import itertools
 import logging
 from argparse import Namespace
 from dataclasses import fields
@@ -29,6 +30,7 @@ from tests.fairseq.comparison import (
     decoded_alike,
 )
 from tests.fairseq.two_workers import train_by_two
+from tests.sampling import first
 
 TINY = (
     "--decoder-embed-dim 32 --decoder-ffn-embed-dim 48 --decoder-attention-heads 4 --decoder-layers 2 "
@@ -129,8 +131,7 @@ def test_the_defaults_are_those_of_fairseqs_dataclass(parse):
             assert getattr(args, field.name) == getattr(theirs, field.name), field.name
 
 
-@pytest.mark.parametrize("name", ["pre-norm", "shared"])
-@pytest.mark.parametrize("mode", ["int8", "float"])
+@pytest.mark.parametrize(("name", "mode"), first(itertools.product(["pre-norm", "shared"], ["int8", "float"]), 1))
 def test_generation_with_a_state_equals_that_from_scratch(build, batch, name, mode):
     """Prefixes of several lengths are continued, by lsq's search as by fairseq's."""
     task, model = build(f"{VARIANTS[name]} --lsq-mode {mode}")

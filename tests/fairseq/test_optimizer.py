@@ -8,6 +8,7 @@ import torch
 from lsq.fairseq.optimizer import LSQAdam
 from lsq.ops.rounding import RoundWeight
 from lsq.program import upkeep
+from tests import sampling
 from tests.fairseq.test_task import command, losses  # noqa: F401
 from tests.fairseq.two_workers import train_by_two
 
@@ -20,10 +21,9 @@ def config(**options):
     return SimpleNamespace(lr=[0.1], adam_betas="(0.9, 0.98)", adam_eps=1e-8, weight_decay=0.0, **options)
 
 
-@pytest.mark.parametrize("options", [
-    pytest.param("--clip-norm 1.0", marks=pytest.mark.thorough), "--lsq-backward int8 --update-freq 2",
-    "--lsq-mode float",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", sampling.first(["--lsq-backward int8 --update-freq 2", "--clip-norm 1.0", "--lsq-mode float"], 1)
+)
 def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # noqa: F811
     """Within what rounding of floats makes of the first updates."""
     theirs = train(tmp_path / "theirs", f"--max-update 4 {THEIRS} {RATES} {options}")
@@ -38,6 +38,7 @@ def test_training_equals_that_of_fairseq(train, losses, tmp_path, options):  # n
             torch.testing.assert_close(ours["model"][name], tensor, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [
     pytest.param("--lsq-backward int8 --update-freq 2", marks=pytest.mark.thorough),
     "--clip-norm 0.5 --lsq-memory naive",
@@ -51,7 +52,7 @@ def test_resuming_continues_to_the_bit(train, losses, tmp_path, options):  # noq
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-@pytest.mark.parametrize(("first", "second"), [(OURS, THEIRS), (THEIRS, OURS)])
+@pytest.mark.parametrize(("first", "second"), sampling.first([(OURS, THEIRS), (THEIRS, OURS)], 1))
 def test_one_adam_goes_on_from_the_other(train, tmp_path, first, second):
     before = train(tmp_path, f"--max-update 3 {first}")["last_optimizer_state"]["state"]
     after = train(tmp_path, f"--max-update 4 {second}")["last_optimizer_state"]["state"]

@@ -10,6 +10,7 @@ from lsq import cli
 from tests.commands.conftest import TRAINING
 from tests.fuzz import trial
 from tests.fuzz.mutations import STRANGE, mutated_bytes, mutated_values
+from tests.sampling import first
 
 MODELS = ("lsq_transformer", "transformer")
 TENSORS = [torch.zeros(()), torch.zeros(0), torch.full((3,), -1.0), torch.tensor([float("nan")]), torch.zeros(4, 4)]
@@ -60,7 +61,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", first(USES, 2))
 @trial.counts(3, 200)
 def test_a_content_is_used_or_refused(tmp_path, monkeypatch, prepared, trained, use, count):
     """Files that are sound as files, of programs that write other values, types, names and shapes."""

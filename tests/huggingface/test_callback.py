@@ -43,7 +43,7 @@ def test_training_goes_on_bit_for_bit(name, tmp_path):
     assert same_states(later.model, whole.model)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", first(["bert", "gpt2", "llama"], 1))
 def test_checkpoints_are_ordinary_ones(name, tmp_path, caplog):
     training = trainer(name, tmp_path, LsqCallback(), max_steps=2, save_steps=2)
     training.train()
@@ -135,7 +135,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", first(OPTIONS, 2))
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", OPTIONS)
 def test_options_of_trainer(options, tmp_path):
     given = OPTIONS[options]
     planned = batch("llama", given.get("per_device_train_batch_size", 8)) if "planned" in options else None
@@ -147,6 +148,7 @@ def test_options_of_trainer(options, tmp_path):
     assert training.evaluate()["eval_loss"] < losses(training)[0]
 
 
+@pytest.mark.thorough
 def test_planned_memory_changes_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lsq")
     found = []

@@ -77,9 +77,9 @@ def test_layers_compute_the_same_on_both_backends(formats, options):
 @pytest.mark.parametrize(
     ("formats", "options"),
     [
-        (FORMATS[0], {}),
+        pytest.param(FORMATS[0], {}, marks=pytest.mark.thorough),
         (("int6/row", "fp8-e4m3/group16", "int8"), {"pre_norm": True, "activation": "silu", "gated": True}),
-        (FORMATS[4], {"activation": "gelu", "by_inputs": True}),
+        pytest.param(FORMATS[4], {"activation": "gelu", "by_inputs": True}, marks=pytest.mark.thorough),
     ],
     ids=["post", "gated", "by inputs"],
 )  # fmt: skip

@@ -16,6 +16,7 @@ from tests.layers.shapes import config_of
 from tests.layers.toy import Translator, batch, largest, losses, twins
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [
     {"backward": "float", "pre_norm": True}, {"backward": "int8", "clip_gradient": "lsq", "twice": True},
     *(pytest.param(one, marks=pytest.mark.thorough) for one in ({"backward": "int8"}, {"mode": "float"})),

@@ -14,6 +14,7 @@ from lsq.layers.programs import Table, Vocabulary
 from tests.layers.examples import SENTENCES, SOURCE, mode_on, run
 from tests.layers.shapes import HIDDEN, config_of
 from tests.ops.cuda import ORDERS, current_device, set_order
+from tests.sampling import in_turn
 
 OPTIONS = [
     {"backward": "int8", "dropout": 0.1}, {"backward": "float", "activation": "gelu", "pre_norm": True},
@@ -60,8 +61,7 @@ def assert_agree(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     assert sum(one > 1e-4 for one in worst.values()) <= 4, (where, worst)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "options"), in_turn(KINDS, OPTIONS, 2))
 def test_a_program_gives_the_same_on_every_backend(kind, options):
     assert_same_everywhere(kind, options)
 

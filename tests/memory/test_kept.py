@@ -97,6 +97,7 @@ def test_kept_tensors_can_be_copied_saved_and_shared(tmp_path):
     assert tensor.is_shared() and (tensor == 3).all()
 
 
+@pytest.mark.thorough
 def test_a_process_with_little_address_space_warns_and_works():
     program = """
 import resource, warnings

@@ -76,6 +76,7 @@ def alone(rank: int) -> dict:
     return {name: one.values() for name, one in monitor.readings.items()}
 
 
+@pytest.mark.thorough
 def test_shards():
     first, second = run(sharded, 2)
     assert first["readings"] == second["readings"] and len(first["readings"]) == 7

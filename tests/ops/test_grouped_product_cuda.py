@@ -7,10 +7,11 @@ from lsq.csrc import tiles
 from lsq.csrc.compiler import compile_kernels
 from tests.ops.cuda import compare_cuda, run
 from tests.ops.test_grouped_product import product_of
+from tests.sampling import first
 
 
 @pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 128])
-@pytest.mark.parametrize("rows, columns, inner", [(1, 16, 16), (41, 80, 272), (130, 48, 144)])
+@pytest.mark.parametrize("rows, columns, inner", first([(41, 80, 272), (1, 16, 16), (130, 48, 144)], 1))
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_products(group, rows, columns, inner, of_rows):
     compare_cuda(product_of(rows, columns, inner, group, of_rows=of_rows))

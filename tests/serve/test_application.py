@@ -21,6 +21,7 @@ def test_translations(serve, echo):
     assert echo.batches[-1] == (2, SearchOptions(nbest=3))
 
 
+@pytest.mark.thorough
 def test_a_trained_model(serve, translator):
     served = serve(translator)
     lines, options = ["red cat five", "", "two dog"], SearchOptions(beam=2, nbest=2, max_len_b=40)

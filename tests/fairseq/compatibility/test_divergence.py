@@ -30,7 +30,7 @@ def damaging(monkeypatch):
         ("", "encoder.embed_tokens.weight"),
         pytest.param("", "decoder.layers.1.feed_forward.fc1_weight", marks=pytest.mark.thorough),
         pytest.param("", "decoder.layers.0.feed_forward.fc2_bias", marks=pytest.mark.thorough),
-        ("", "encoder.layers.0.feed_forward.activation_clip"),
+        pytest.param("", "encoder.layers.0.feed_forward.activation_clip", marks=pytest.mark.thorough),
         pytest.param("--lsq-mode float", "decoder.output_projection.weight", marks=pytest.mark.thorough),
         (FAIRSEQ, "encoder.embed_tokens.weight"),
     ],
