@@ -132,7 +132,8 @@ def restore(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy the parameters of fairseq's transformer into `model` and measure the clips of its weights on them.
+    """Copy the parameters of a float model, fairseq's transformer or lsq's, into `model`, and measure the clips of its
+    weights on them. Of a sparse model they are what its masks leave.
 
     The clips of activations are measured on the next batch.
 
@@ -144,12 +145,7 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
             "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from fairseq's own "
             "transformer; continue an int8 model with --restore-file or --finetune-from-model"
         )
-    if any(name.endswith(MASK) for name in state):
-        raise ValueError(
-            "--lsq-from was given a sparse model's checkpoint (it holds masks), but it starts from fairseq's own "
-            "transformer; continue a sparse model with --restore-file or --finetune-from-model"
-        )
-    given, clips = rename(state), {name + CLIP for name, _ in quantized_tensors(model)}
+    given, clips = rename(weight_masks.without_masks(state)), {name + CLIP for name, _ in quantized_tensors(model)}
     own = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in clips}
     here, there = ({name: list(tensor.shape) for name, tensor in found.items()} for found in (own, given))
     problems = [

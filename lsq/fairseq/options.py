@@ -25,8 +25,8 @@ def add_arguments(parser: ArgumentParser, without: tuple[str, ...] = ()) -> None
     parser.add_argument(
         "--lsq-from",
         metavar="CHECKPOINT",
-        help="start from the weights of this checkpoint of fairseq's own transformer; clips of weights are measured on "
-        "them, clips of activations on the first batch",
+        help="start from the weights of this float checkpoint, of fairseq's own transformer or lsq's; clips of weights "
+        "are measured on them, clips of activations on the first batch",
     )
     texts = documentation(QuantConfig)
     for field in fields(QuantConfig):

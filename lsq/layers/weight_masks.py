@@ -1,6 +1,7 @@
 """Masks of a module's weights: what of them programs read. How masks are chosen: lsq.sparsity."""
 
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -16,6 +17,19 @@ ALONE = (
     "call lsq.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and the tasks of "
     "`lsq train` do, or finish() of what that returns"
 )
+
+
+def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict of a sparse model as one of a dense model that computes the same: zeros are where masks leave out.
+
+    Raises:
+        ValueError: a mask has not one bit for each value of its weight.
+    """
+    found = {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
+    for name in state.keys() - found.keys():
+        weight = found[name.removesuffix(SUFFIX)]
+        found[name.removesuffix(SUFFIX)] = weight * unpack_bits(state[name], weight.numel()).view_as(weight)
+    return found
 
 
 class WeightMasks:

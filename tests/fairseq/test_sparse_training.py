@@ -52,8 +52,22 @@ def test_a_dense_training_goes_on_sparse(train, build, tmp_path, mode):
     assert torch.equal(model.decoder.layers[1].values_of("encoder_attn.key_value_weight") != 0, kept)
     with pytest.raises(ValueError, match="the checkpoint is of a sparse model .*add --lsq-sparsity 2:4"):
         build(f"--lsq-mode {mode}")[1].load_state_dict(sparse)
-    with pytest.raises(ValueError, match="--lsq-from was given a sparse model's checkpoint|an int8 model's"):
-        checkpoint.load_float(model, sparse)
+
+
+def test_a_sparse_float_training_goes_on_in_int8(train, build, tmp_path):
+    """What masks leave are the weights, dense or pruned alike."""
+    given = "--max-update 1 --lsq-sparsity 2:4,every=0"
+    sparse = train(tmp_path / "float", f"--lsq-mode float {given}")["model"]
+    last = tmp_path / "float" / "checkpoint_last.pt"
+    rounded = train(tmp_path / "int8", f"--lsq-from {last} {given} --lr 0")["model"]
+    assert torch.equal(mask(rounded), mask(sparse))
+    _, dense = build("")
+    checkpoint.load_float(dense, sparse)
+    kept = sparse[WEIGHT] * mask(sparse)
+    assert torch.equal(dense.state_dict()[WEIGHT], kept) and (kept == 0).float().mean() == 0.5
+    assert not any(name.endswith(checkpoint.MASK) for name in dense.state_dict())
+    with pytest.raises(ValueError, match="was given an int8 model's checkpoint"):
+        checkpoint.load_float(dense, rounded)
 
 
 @pytest.mark.thorough
