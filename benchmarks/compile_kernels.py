@@ -33,14 +33,20 @@ from lsq.layers.programs import Mode
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.gradient_layout import BITS, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, SumMessages, UnpackGradients
+from lsq.ops.grouped_product import FEW_ROWS as FEW_ROWS_OF_GROUPS
+from lsq.ops.grouped_product import GroupedCodes, GroupedProduct
 from lsq.ops.next_words import NextWords
+from lsq.ops.project import Project
 from lsq.ops.rounding import RoundWeight
+from lsq.ops.sparse_project import MOST_ROWS, SparseProject
+from lsq.ops.sparse_weight import INPUTS, OUTPUTS, SparseWeight
 from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
+from lsq.quant import WEIGHT_FORMATS, Grain
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -58,6 +64,8 @@ FEW_ROWS = tuple(default_tile(ProductKey(op="vocabulary_loss", m=64, n=32768, k=
 """What it makes of few rows of logits."""
 OF_LOGITS = (NextWords, VocabularyLoss, VocabularyLossGradient)
 """Those that take so many words that few rows fill a GPU."""
+FEWEST = 64
+"""Rows of a step of decoding for which weights stored as int4 have a tile of their own."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
@@ -67,7 +75,7 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
     for quant in (
         QuantConfig(backward="int8"), QuantConfig(backward="float", backward_dtype="bfloat16"),
         QuantConfig(clip_gradient="lsq", backward="int8"), QuantConfig(mode="float"),
-        QuantConfig(weight_format="nvfp4", activation_format="int6/row"),
+        QuantConfig(weight_format="nvfp4", activation_format="int6/row"), QuantConfig(weight_format="int4"),
     ):  # fmt: skip
         for options in (
             {"activation": "relu"}, {"activation": "gelu", "pre_norm": True}, {"activation": "squared_relu"},
@@ -98,7 +106,8 @@ def needed_programs() -> Iterator[Program]:
                 if quant.coded:
                     architecture = translation_model(size, config)
                     yield encoder_program(architecture, sentences, mode.backend)
-                    yield step_program(architecture, step.rows, mode.backend)
+                    for rows in (step.rows, FEWEST):
+                        yield step_program(architecture, rows, mode.backend)
 
 
 def translation_model(size: Size, config: LayerConfig) -> Architecture:
@@ -148,6 +157,41 @@ def next_words(size: Size) -> Iterator[Operation]:
     )  # fmt: skip
 
 
+def grouped_products(groups=(32, 64, 128)) -> Iterator[Operation]:
+    """Of codes with scales of groups, by the tile for few rows and that for many."""
+    for group, rows in itertools.product(groups, (FEW_ROWS_OF_GROUPS, FEW_ROWS_OF_GROUPS + 1)):
+
+        def codes(count, group=group):
+            shapes = {"codes": (count, 512), "scale": (count, 512 // group)}
+            tensors = {
+                name: VirtualTensor(name=name, shape=shape, dtype=torch.int8 if name == "codes" else torch.float32)
+                for name, shape in shapes.items()
+            }
+            return GroupedCodes(**tensors, group=group)
+
+        out = VirtualTensor(name="out", shape=(rows, 512), dtype=torch.float32)
+        yield GroupedProduct(a=codes(rows), b=codes(512), out=out)
+
+
+def of_packed_weights(project: Project) -> Iterator[Operation]:
+    """What decoding makes of a product of few rows where its weight is stored as int4, or is 2:4 sparse."""
+    inner, outputs = project.x.tensor.shape[1], project.columns
+
+    def tensor(name, *shape, dtype=torch.int8):
+        return VirtualTensor(name=name, shape=shape, dtype=dtype)
+
+    scale, int4 = project.weight.scale, WEIGHT_FORMATS["int4"](8, Grain.ROW)
+    codes = tensor("codes", outputs, int4.stored_columns(inner))
+    yield replace(project, weight=Weight(format=int4, codes=codes, scale=scale))
+    tiles = outputs // OUTPUTS, -(-inner // INPUTS), 32
+    kept = tensor("kept", *tiles, 4, dtype=torch.uint8)
+    yield SparseProject(
+        x=project.x.bare(), bias=project.bias, out=project.out, rounded=project.rounded,
+        nonlinearity=project.nonlinearity,
+        weight=SparseWeight(values=tensor("values", *tiles, 16), kept=kept, scale=scale, inner=inner),
+    )  # fmt: skip
+
+
 def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
     """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory.
 
@@ -166,19 +210,23 @@ def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
 
 
 def of_program(program: Program) -> Iterator[Operation]:
-    """What rounds its weights, and its operations."""
+    """What rounds its weights, and its operations; those of few rows also with weights as decoding has them."""
     for weight in program.weights.values():
         if weight.codes is not None:
             yield RoundWeight(weight=weight)
         elif weight.decoded is not None:
             values, decoded = (replace(weight.values, shape=weight.decoded.shape) for _ in range(2))  # both float32
             yield FakeQuantize(x=values, clip=weight.clip, out=decoded, form=weight.format)
-    yield from program.operations
+    for operation in program.operations:
+        yield operation
+        if isinstance(operation, Project) and operation.rows <= MOST_ROWS and operation.x.coded is not None:
+            yield from of_packed_weights(operation)
 
 
 def needed(dtypes=DTYPES) -> list[Kernel]:
     """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
-    found = kernels(messages(dtypes), dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
+    alone = itertools.chain(messages(dtypes), grouped_products())
+    found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     outside = (operations(size) for size in sizes(TOKENS) for operations in (others, next_words))
     for operations in (*map(of_program, needed_programs()), *outside):
         found |= kernels(operations, dtypes)
