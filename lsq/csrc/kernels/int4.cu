@@ -45,9 +45,11 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_round_int4(const RoundWeight op, Out<
             continue;
         }
         const float step = clip[op.clips > 1 ? row : 0] / q;
+        const float* value = values + row * op.columns + lane;
         bool missing = false;
-        for (int64_t first = 0; first < op.columns; first += kInt4Group, stored += sizeof(Int4Group)) {
-            const float ratio = first + lane < op.columns ? values[row * op.columns + first + lane] / step : 0.0f;
+        for (int64_t left = op.columns - lane; left > -lane; left -= kInt4Group, stored += sizeof(Int4Group)) {
+            const float ratio = left > 0 ? *value / step : 0.0f;
+            value += kInt4Group;
             missing |= ratio != ratio;
             const float low = ratio < -q ? -q : ratio, x = ratio != ratio ? 0.0f : low > q ? q : low;
             const float multiplier = best_multiplier(x);
