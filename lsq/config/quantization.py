@@ -73,7 +73,7 @@ class QuantConfig:
     docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all. Patterns of names
     may follow, the last that fits counts: "int8,*fc2*=nvfp4,encoder.layers.0.*=float32"."""
     activation_format: str = "int8"
-    """The same of activations: "int8" has fast products."""
+    """The same of activations: "int8" has fast products. Patterns fit names of the weights that read them, too."""
     gradient_format: str = "int8"
     """The same of the gradients of products: "int8" rounds at random, all others to the nearest."""
     clip_gradient: str = "pact"

@@ -85,17 +85,18 @@ def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
     if clip is None:
         return x
     name = clip.removesuffix("_clip")
-    builder.activations[name] = None
+    builder.activations[name] = x.tensor
     form = None if builder.quant.coded else builder.quant.activation_form(name)
     if form is None:
         return x
-    bits, name = (-(-math.prod(x.floats.shape) // 8),), name + ".decoded"
+    bits, own = (-(-math.prod(x.floats.shape) // 8),), name + ".decoded"
     decoded = FakeQuantize(
         x=x.floats, clip=builder.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip),
-        out=builder.like(name, x.floats), form=form, given=form.grain == Grain.TENSOR,
-        clipped=builder.tensor(name + ".clipped", bits, torch.uint8) if builder.backward else None,
+        out=builder.like(own, x.floats), form=form, given=form.grain == Grain.TENSOR,
+        clipped=builder.tensor(own + ".clipped", bits, torch.uint8) if builder.backward else None,
     )
-    return Rows(floats=builder.add(decoded).out)
+    builder.activations[name] = builder.add(decoded).out
+    return Rows(floats=decoded.out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from lsq.layers.torch_compile import beside_the_graph
 from lsq.layers.variants import held
 from lsq.program.program import Program
 
-ALONE = {"weight": ["weight"]}, {"input": ["input"]}
-"""Names of the weights and activations of one product."""
+ALONE = {"weight": ["weight"]}, {"input": ["input", "weight"]}
+"""Names of the weights and activations of one product: see tensor_names."""
 FLOATS = {torch.float32, torch.bfloat16}
 """What crosses the border of a program as it is, where the backend takes either."""
 

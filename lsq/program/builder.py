@@ -50,8 +50,8 @@ class Builder(Recorder):
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
-        self.activations: dict[str, None] = {}
-        """Names of those that a clip was asked for, in order."""
+        self.activations: dict[str, VirtualTensor] = {}
+        """Names of those that a clip was asked for, in order -> what is read of them."""
         self.key = self.input("random_key", (1,), torch.int64)
 
     # Values
@@ -79,12 +79,12 @@ class Builder(Recorder):
 
     def coded(self, name: str, shape, clip: str) -> Coded:
         """An activation that is rounded under the clip of that name."""
-        self.activations[clip.removesuffix("_clip")] = None
         rows, columns = shape
         keeps_error = self.backward and self.quant.clip_gradient == "lsq"
         parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
+        codes = self.activations[clip.removesuffix("_clip")] = self.tensor(name + ".codes", shape, torch.int8)
         return Coded(
-            format=self.quant.activations, codes=self.tensor(name + ".codes", shape, torch.int8),
+            format=self.quant.activations, codes=codes,
             scale=self.tensor(name + ".scale", (1,)), clip=parameter,
             clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if self.backward else None,
             error=self.tensor(name + ".error", shape) if keeps_error else None,
@@ -251,7 +251,7 @@ class Builder(Recorder):
         return Program(
             name=self.name, operations=operations, scratch=scratch, forward_length=len(begun) + len(forward),
             inputs=tuple(self._inputs), parameters=tuple(self._parameters.values()), outputs=tuple(self._outputs),
-            weights=dict(self._weights), activations=tuple(self.activations), output_gradients=output_gradients,
+            weights=dict(self._weights), activations=dict(self.activations), output_gradients=output_gradients,
             differentiable=differentiable, gradients=gradients,
             lifetimes=lifetimes_of(
                 [(*one.inputs, *one.outputs, *extra) for one, extra in zip(operations, scratch, strict=True)],

@@ -26,8 +26,8 @@ class Program:
     parameters: tuple[VirtualTensor, ...]
     weights: dict[str, Weight]
     """By the name of the parameter; codes and scales of those that are rounded are among the inputs."""
-    activations: tuple[str, ...]
-    """Names of what may be rounded: those of clips without _clip."""
+    activations: dict[str, VirtualTensor]
+    """Names of what may be rounded, those of clips without _clip -> what is read of it: codes or floats."""
     outputs: tuple[VirtualTensor, ...]
     output_gradients: tuple[VirtualTensor, ...]
     differentiable: tuple[VirtualTensor, ...]

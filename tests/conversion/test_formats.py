@@ -6,6 +6,7 @@ from torch import nn
 
 import lsq
 from lsq.config import QuantConfig
+from lsq.quant.numbers import scaled_format
 from tests.conversion.models import Conv1D
 
 
@@ -28,6 +29,13 @@ def test_patterns_choose_formats_of_layers():
     assert all(parameter.grad is not None for parameter in found.parameters())
     plain = model()["out"]
     torch.testing.assert_close(out(x), plain(x))  # nothing is rounded there
+
+
+def test_what_a_layer_reads_is_called_as_its_weight_too():
+    found = model()
+    lsq.convert(found, QuantConfig(activation_format="int8,*fc2*=nvfp4,*.weight=float32,*out.input=log4.3/tensor"))
+    formats = [layer.quant.activation_form("input") for layer in found.values()]
+    assert formats == [None, None, scaled_format("log4.3/tensor")]
 
 
 def test_a_pattern_that_fits_nothing_leaves_the_model_as_it_was():
