@@ -1,6 +1,7 @@
 """What the clips in a state dict mean: the format of the model that they were learned in, beside them."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from lsq.config import QuantConfig
+from lsq.quant.numbers.names import all_parts
 
 NAME = "format"
 """In state dicts: uint8, a text in JSON, fields of QuantConfig by name."""
@@ -61,7 +63,7 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
     Raises:
         ValueError: a field differs; says what to do.
     """
-    other = [name for name in theirs if theirs[name] != ours.get(name)]
+    other = [name for name in theirs if _meant(theirs[name]) != _meant(ours.get(name))]
     if not other:
         return
     kept, here = (", ".join(f"{name}={values.get(name)!r}" for name in other) for values in (theirs, ours))
@@ -73,6 +75,11 @@ def check(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") 
         f"else; keep QuantConfig({kept}), in fairseq {kept_in_fairseq}, or convert the checkpoint: lsq "
         f"convert-checkpoint CHECKPOINT --output OTHER {asked}"
     )
+
+
+def _meant(value: Any) -> Any:
+    """A field's value, in which formats have all parts of their names: int8-row is int8/row."""
+    return re.sub(r"[^,=]+", lambda name: all_parts(name[0].strip()), value) if isinstance(value, str) else value
 
 
 def option(field: str, prefix: str = "--") -> str:

@@ -23,6 +23,13 @@ def test_a_state_says_the_format_and_goes_on_in_it():
     assert "format" not in layer(mode="float").state_dict()
 
 
+def test_other_names_of_a_format_are_the_same():
+    state = layer(weight_format="int8-row,a=mxfp4", activation_format="int8/tensor/float32").state_dict()
+    layer(weight_format="int8/row,a=fp4-e2m1/group32/e8m0", activation_format="int8-tensor").load_state_dict(state)
+    with pytest.raises(ValueError, match="weight_format='int8-row,a=mxfp4', but this model has weight_format='int8/r"):
+        layer(weight_format="int8/row,b=mxfp4", activation_format="int8-tensor").load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "said"),
     [

@@ -75,7 +75,13 @@ class Grain:
 Grain.TENSOR = Grain(None, None)
 Grain.ROW = Grain(1, None)
 Grain.CHANNEL = Grain(None, 1)
+BLOCKS = re.compile(r"group([1-9]\d*)|block([1-9]\d*)x([1-9]\d*)")
 NAMED = {"tensor": Grain.TENSOR, "row": Grain.ROW, "channel": Grain.CHANNEL}
+
+
+def is_grain(name: str) -> bool:
+    """Whether a grain is called so."""
+    return name in NAMED or BLOCKS.fullmatch(name) is not None
 
 
 def grain(name: str) -> Grain:
@@ -86,7 +92,7 @@ def grain(name: str) -> Grain:
     """
     if name in NAMED:
         return NAMED[name]
-    found = re.fullmatch(r"group([1-9]\d*)|block([1-9]\d*)x([1-9]\d*)", name)
+    found = BLOCKS.fullmatch(name)
     if found is None:
         raise ValueError(f"no grain is called {name!r}; allowed: {ALLOWED}")
     group, rows, columns = found.groups()

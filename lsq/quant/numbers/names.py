@@ -8,7 +8,7 @@ import torch
 
 from lsq.quant.numbers.codebooks import SOURCES, lloyd_max, nf4
 from lsq.quant.numbers.floats import fp4_e2m1, fp8_e4m3, fp8_e5m2
-from lsq.quant.numbers.grains import Grain, grain
+from lsq.quant.numbers.grains import Grain, grain, is_grain
 from lsq.quant.numbers.integers import integer, multiplier
 from lsq.quant.numbers.logarithmic import logarithmic
 from lsq.quant.numbers.number import NumberFormat
@@ -66,18 +66,30 @@ def scaled_format(name: str) -> ScaledFormat:
         raise ValueError(f"a number format is called {name!r}; its name is a string, as {next(iter(PRESETS))!r}")
     if name in NUMBERS:
         raise ValueError(f"{name!r} does not say which values share a scale; give {name}/row, {name}/group32 or such")
-    parts = PRESETS.get(name, name).split("/")
-    if len(parts) not in (2, 3):
+    preset, *more = name.split("/")
+    if more and preset in PRESETS:
         raise ValueError(
-            f"no number format is called {name!r}{_nearest(name, (*PRESETS, *NUMBERS))}; give one of "
-            f"{', '.join(PRESETS)}, or <number>/<grain> or <number>/<grain>/<scales>, as int4/group16/uint4"
+            f"{name!r}: {preset} has its own grain and scales, it is {PRESETS[preset]}; leave /{'/'.join(more)} out, "
+            f"or give <number>/<grain>/<scales>, as {PRESETS[preset].partition('/')[0]}/row"
         )
-    stored = parts[2] if len(parts) == 3 else "float32"
+    parts = all_parts(name).split("/")
+    if len(parts) != 3:
+        raise ValueError(
+            f"no number format is called {name!r}{_meant(name)}; give one of {', '.join(PRESETS)}, or "
+            "<number>/<grain> or <number>/<grain>/<scales>, as int4/group16/uint4"
+        )
+    stored = parts[2]
     if stored not in SCALES:
         raise ValueError(
             f"{name!r}: no scales are called {stored!r}{_nearest(stored, SCALES)}; allowed: {', '.join(SCALES)}"
         )
     return ScaledFormat(name=name, number=number_format(parts[0]), grain=grain(parts[1]), scales=SCALES[stored])
+
+
+def all_parts(name: str) -> str:
+    """A format's name with its grain and scales: int8-row and int8/row are both int8/row/float32. Others stay."""
+    written = PRESETS.get(name, name)
+    return f"{written}/float32" if written.count("/") == 1 else written
 
 
 @cache
@@ -90,6 +102,14 @@ def number_format(name: str) -> NumberFormat:
     if name not in NUMBERS:
         raise ValueError(f"no number is called {name!r}{_nearest(name, NUMBERS)}; allowed: {', '.join(NUMBERS)}")
     return NUMBERS[name]()
+
+
+def _meant(name: str) -> str:
+    """What a name may have meant that is no format's: few formats have a name with a dash, as int8-row has."""
+    number, _, grained = name.rpartition("-")
+    if number in NUMBERS and is_grain(grained):
+        return f" (did you mean {number}/{grained}?)"
+    return _nearest(name, (*PRESETS, *NUMBERS))
 
 
 def _nearest(name: str, allowed: Iterable[str]) -> str:

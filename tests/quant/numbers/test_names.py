@@ -3,6 +3,7 @@
 import pytest
 
 from lsq.quant.numbers import NUMBERS, PRESETS, Grain, grain, scaled_format
+from lsq.quant.numbers.names import all_parts
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -11,6 +12,11 @@ def test_presets_are_what_they_stand_for(name):
     assert (preset.name, preset.number, preset.grain, preset.scales) == (
         name, written.number, written.grain, written.scales,
     )  # fmt: skip
+
+
+def test_names_of_one_format():
+    assert {all_parts(name) for name in ("int8-row", "int8/row", "int8/row/float32")} == {"int8/row/float32"}
+    assert [all_parts(name) for name in ("int8", "float32", "*fc2*")] == ["int8", "float32", "*fc2*"]
 
 
 def test_every_number_has_its_name():
@@ -33,6 +39,10 @@ def test_grains():
         ("int4/group0", "no grain is called 'group0'"),
         ("int4/row/uint5", r"no scales are called 'uint5' \(did you mean uint6 or uint4\?\); allowed: float32, "),
         ("int4/row/float32/3", "give one of"),
+        ("nvfp4/row", "'nvfp4/row': nvfp4 has its own grain and scales, it is fp4-e2m1/group16/e4m3; leave /row out"),
+        ("int8-row/e8m0", "int8-row has its own grain .*, it is int8/row/float32; leave /e8m0 out, .*, as int8/row$"),
+        ("int6-row", r"no number format is called 'int6-row' \(did you mean int6/row\?\)"),
+        ("fp8-e4m3-group32", r"\(did you mean fp8-e4m3/group32\?\)"),
         ("zzz", "no number format is called 'zzz'; give one of"),
         ("int4", "'int4' does not say which values share a scale; give int4/row, int4/group32"),
         (None, "a number format is called None; its name is a string"),
