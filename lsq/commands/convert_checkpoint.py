@@ -116,4 +116,5 @@ def told(weights: int, activations_due: bool) -> str:
     """What became of clips."""
     due = "are measured in the next pass, a training's: nothing is translated before"
     activations = due if activations_due else "are kept"
-    return f"clips of {weights} weights are measured anew, those of activations {activations}"
+    measured = f"clips of {weights} weights are measured anew" if weights else "no weight has a clip in this format"
+    return f"{measured}, those of activations {activations}"

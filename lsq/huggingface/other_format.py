@@ -37,8 +37,8 @@ def convert_folder(folder: Path, output: Path, changes: Mapping[str, Any]) -> tu
         activations.
 
     Raises:
-        FileNotFoundError: there is no lsq.safetensors.
-        ValueError: it is damaged, has these values already, or clips of other layers than lsq.convert makes.
+        ValueError: there is no lsq.safetensors, or it is damaged, has these values already, or clips of other layers
+            than lsq.convert makes.
         OSError: the model cannot be read, or the folder not be written.
     """
     state = _read(folder / NAME)
@@ -63,7 +63,10 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load(path.read_bytes())
     except FileNotFoundError as error:
-        raise FileNotFoundError(2, "is not there", str(path)) from error
+        raise ValueError(
+            f"{path.parent} has nothing to convert: there is no {NAME}, in which LsqCallback and "
+            "lsq.huggingface.save_clips keep clips, and no model/checkpoint_best.pt of lsq train-text"
+        ) from error
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 

@@ -280,10 +280,13 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]
     skips = skipping(skip, {path: module for path, (module, _) in found.items()})
     chosen = {path: (module, name) for path, (module, name) in found.items() if not skips(module, path)}
     if not chosen:
-        raise ValueError(
-            f"{type(model).__name__} has no weight to prune, of {len(found)} in lsq's layers; call lsq.convert(model) "
-            "first, or skip less"
-        )
+        ours = any(isinstance(module, ProgramModule) for module in model.modules())
+        reason = (
+            f"skip leaves none of {len(found)}: skip less" if found
+            else "its layers of lsq are projections onto a vocabulary, which stay dense" if ours
+            else "none of its layers is lsq's: call lsq.convert(model) first"
+        )  # fmt: skip
+        raise ValueError(f"{type(model).__name__} has no weight to prune; {reason}")
     return chosen
 
 

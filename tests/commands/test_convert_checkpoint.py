@@ -144,6 +144,11 @@ def test_a_folder_without_clips_gets_some(convert, folder, tmp_path):
     assert "clips of 5 weights are measured anew, those of activations are measured in the next pass" in said
 
 
+def test_a_format_that_does_not_round(convert, folder, tmp_path):
+    said = convert(folder[0], tmp_path / "after", "--weight-format", "float32")[1]
+    assert "no weight has a clip in this format, those of activations are kept" in said
+
+
 def test_folders_that_are_refused(convert, folder, tmp_path):
     source, _ = folder
     assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8)[1]
@@ -151,5 +156,6 @@ def test_folders_that_are_refused(convert, folder, tmp_path):
     assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8, *gradients)[1]
     assert "says nothing of gradient_format" in convert(source, tmp_path / "other", *gradients)[1]
     assert "is what is converted, or part of it" in convert(source, source / "other", "--bits", 4)[1]
-    assert "lsq.safetensors" in convert(tmp_path, tmp_path.parent / "other", "--bits", 4)[1]
+    nothing = f"{tmp_path} has nothing to convert: there is no lsq.safetensors, in which LsqCallback and "
+    assert nothing in convert(tmp_path, tmp_path.parent / "other", "--bits", 4)[1]
     assert not (tmp_path / "other").exists()

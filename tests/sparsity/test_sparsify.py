@@ -299,8 +299,9 @@ def test_widths():
 
 
 @pytest.mark.parametrize(("make", "options", "message"), [
-    (lambda: nn.Linear(16, 16), {}, r"Linear has no weight to prune, of 0 in lsq's layers; call lsq.convert"),
-    (lambda: VocabularyProjection(16, 16), {}, r"has no weight to prune"),
+    (lambda: nn.Linear(16, 16), {}, r"Linear has no weight to prune; none of its layers is lsq's: call lsq.convert"),
+    (lambda: VocabularyProjection(16, 16), {}, r"no weight to prune; its layers of lsq are projections onto a voc"),
+    (lambda: QuantizedLinear(16, 16), {"skip": "weight"}, r"no weight to prune; skip leaves none of 1: skip less"),
     (layer, {"skip": "wieght"}, r"skip names 'wieght', .* near are weight"),
     (layer, {"pruning": Pruning(measure="output")}, r"measure is 'output' and run is None; give run="),
     (layer, {"run": lambda: None}, r"measure is 'magnitude' and run is <function"),
