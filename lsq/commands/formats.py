@@ -17,6 +17,8 @@ Measure the error of number formats in real tensors: signal-to-noise in decibels
 and bits per value with scales counted. From a checkpoint: of its weights. From a model and a batch of text: of its
 weights, of what its products read (activations), and of the gradients of what they give.
 """
+WORDS = 2048
+"""Of the batch, where nothing is asked for."""
 JSON, TABLE, PICTURE = OUTPUTS = ("formats.json", "formats.md", "formats.png")
 
 
@@ -42,7 +44,9 @@ def parser() -> ArgumentParser:
         help="with --model: sentences, one a line, and a second file of translations for a model that translates; "
         "without it, the validation data of the training",
     )  # fmt: skip
-    made.add_argument("--words", type=count, default=2048, metavar="N", help="with --model: of the batch, about")
+    made.add_argument(
+        "--words", type=count, metavar="N", help=f"with --model: of the batch, about (default: {WORDS})"
+    )
     made.add_argument("--data", type=Path, metavar="DIR", help="of a checkpoint as --model: its data folder")
     made.add_argument("--sentencepiece-model", type=Path, metavar="FILE", help="of a checkpoint as --model, for --text")
     made.add_argument(
@@ -94,13 +98,21 @@ def check(given: Namespace) -> None:
         FileNotFoundError: a file is not there.
         ValueError: with what to do.
     """
-    of_model = {"--text": given.text, "--data": given.data, "--sentencepiece-model": given.sentencepiece_model}
+    of_model = {
+        "--text": given.text, "--words": given.words, "--data": given.data,
+        "--sentencepiece-model": given.sentencepiece_model,
+    }  # fmt: skip
     wrong = [option for option, value in of_model.items() if value]
     if given.checkpoint is not None and wrong:
         raise ValueError(f"{wrong[0]} goes with --model, by which a batch is computed; with --checkpoint leave it out")
     for path in filter(None, (given.checkpoint, given.model, *(given.text or ()))):
         if not path.exists():
             raise FileNotFoundError(2, "is not there", str(path))
+    if given.model is not None and given.model.is_file() and given.data is None:
+        raise ValueError(
+            f"--model {given.model} is a file; for its weights give --checkpoint {given.model}, or, if it is a "
+            "checkpoint of fairseq's, the folder of its data, too, by which a batch is computed: --data"
+        )
     if given.output is None:
         return
     if not given.output.absolute().parent.is_dir():
@@ -124,7 +136,7 @@ def measured(given: Namespace) -> tuple[Errors, str]:
     from lsq.commands import model_batch
 
     batch = model_batch.load(
-        given.model, given.text or (), data=given.data, subwords=given.sentencepiece_model, words=given.words
+        given.model, given.text or (), data=given.data, subwords=given.sentencepiece_model, words=given.words or WORDS
     )
     source = f"{given.model}, {batch.description}"
     print(f"measuring {source}")

@@ -76,7 +76,8 @@ def test_mistakes_are_one_line(lsq_formats, checkpoint, tmp_path):
         (["--checkpoint", checkpoint, "--tensors", "third"], "no tensor is called 'third'; there are first.weight, "),
         (["--checkpoint", tmp_path / "none"], "none is not there; check the path"),
         (["--checkpoint", checkpoint, "--text", checkpoint], "--text goes with --model"),
-        (["--model", checkpoint], "if it is a checkpoint, give the folder of its dictionaries"),
+        (["--checkpoint", checkpoint, "--words", "100"], "--words goes with --model"),
+        (["--model", checkpoint], f"for its weights give --checkpoint {checkpoint}, or, if it is a checkpoint of"),
         (["--checkpoint", checkpoint, "--output", tmp_path / "a" / "b"], "there is no folder"),
         (["--checkpoint", checkpoint, "--clip", "percentile", "--percentile", "0"], "percentile is 0.0; it must be"),
     ):
