@@ -7,7 +7,7 @@ from typing import Any
 
 from lsq import files
 from lsq.commands import interruption
-from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors
+from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
 from lsq.config import QuantConfig, documentation
 from lsq.layers.clip_format import FIELDS, option
 from lsq.lock import locked_file
@@ -74,15 +74,9 @@ def check_output(given: Namespace) -> None:
     trained = given.checkpoint / "model" / "checkpoint_best.pt"
     if trained.is_file():
         raise ValueError(f"{given.checkpoint} is the folder of a training; give its checkpoint, {trained}")
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
     if is_part_of(given.checkpoint, [output]) or is_part_of(output, [given.checkpoint]):
         raise ValueError(f"--output {output} is what is converted, or part of it; choose another")
-    if not output.exists():
-        return
-    if not given.overwrite:
-        raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
-    if output.is_dir() != given.checkpoint.is_dir():
+    if replaces(output, given.overwrite) and output.is_dir() != given.checkpoint.is_dir():
         raise ValueError(f"--output {output} is there, and of another kind than {given.checkpoint}; choose another")
 
 

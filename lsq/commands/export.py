@@ -6,7 +6,7 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from lsq.commands import interruption
-from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors
+from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
 from lsq.export import ctranslate2_folder, model_file
 from lsq.export.model_file import ExportedModel
 from lsq.export.narrowing import with_int4
@@ -73,12 +73,8 @@ def check_output(given: Namespace) -> None:
         ValueError: it may not, with what to do.
     """
     output = given.output
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
-    if not output.exists():
+    if not replaces(output, given.overwrite):
         return
-    if not given.overwrite:
-        raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
     inputs = list(filter(None, (given.model, given.data, given.sentencepiece_model)))
     if any(is_part_of(path, [output]) for path in inputs) or is_part_of(output, inputs):
         raise ValueError(f"--output {output} is what is exported, or part of it; choose another")
@@ -116,15 +112,18 @@ def export_training(given: Namespace) -> None:
     """Export a checkpoint, of a run or by itself.
 
     Raises:
-        FileNotFoundError, ValueError: see `lsq.commands.trained`; or the model is not of lsq.
+        FileNotFoundError, ValueError: see `lsq.commands.trained`; or the model is not of lsq, or not kept as codes.
     """
     from lsq.commands import trained  # it imports fairseq, which takes seconds
     from lsq.commands.stages import read_marker
+    from lsq.decode.architecture import check_codes
     from lsq.decode.model import model_of
-    from lsq.fairseq import float_checkpoint
+    from lsq.fairseq import checkpoint, float_checkpoint
     from lsq.fairseq.model import LSQModel
 
     source = trained.find(given.model, given.data, given.sentencepiece_model)
+    if given.to != FAIRSEQ:
+        check_codes(checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model")))
     found = trained.load(source)
     if not isinstance(found.model, LSQModel):
         raise ValueError(f"{source.checkpoint} is of fairseq's own {type(found.model).__name__}; give one of lsq's")

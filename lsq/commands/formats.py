@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lsq import files
 from lsq.commands import interruption, logs
-from lsq.commands.options import HelpFormatter, count, one_line_errors
+from lsq.commands.options import HelpFormatter, count, one_line_errors, replaces
 from lsq.errors import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
 from lsq.errors.tensors import LARGEST_SAMPLE
 from lsq.quant.numbers import METHODS
@@ -113,10 +113,8 @@ def check(given: Namespace) -> None:
             f"--model {given.model} is a file; for its weights give --checkpoint {given.model}, or, if it is a "
             "checkpoint of fairseq's, the folder of its data, too, by which a batch is computed: --data"
         )
-    if given.output is None:
+    if given.output is None or not replaces(given.output, overwrite=True):
         return
-    if not given.output.absolute().parent.is_dir():
-        raise ValueError(f"--output {given.output}: there is no folder {given.output.absolute().parent}; make it first")
     there = [name for name in OUTPUTS if (given.output / name).exists()]
     if there and not given.overwrite:
         raise ValueError(f"{given.output / there[0]} is there already; choose another --output, or give --overwrite")

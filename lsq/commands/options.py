@@ -71,6 +71,19 @@ def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
     return any(path.resolve().is_relative_to(whole.resolve()) for whole in wholes)
 
 
+def replaces(output: Path, overwrite: bool) -> bool:
+    """Whether there is something at --output that will be replaced.
+
+    Raises:
+        ValueError: there is, and `overwrite` is not wanted; or there is no folder for it.
+    """
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
+    if output.exists() and not overwrite:
+        raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
+    return output.exists()
+
+
 def seconds(text: str) -> float:
     """A number of seconds above 0, for argparse."""
     try:

@@ -55,19 +55,28 @@ class StackArchitecture:
             name, value = field.name, getattr(self.config, field.name)
             if name in OF_OTHERS and value != field.default:
                 raise ValueError(f"{name} is {value!r}; models that are kept as codes decode without: leave it out")
-        quant = self.config.quant
-        if not quant.coded or quant.formats_differ:
-            formats = f"weights in {quant.weight_format}, activations in {quant.activation_format}, gradients in "
-            found = formats + quant.gradient_format if quant.quantized else 'mode is "float"'
-            raise ValueError(
-                f'{found}; only models in int8 are kept as codes: train with mode "int8" and fast formats, or make '
-                "checkpoints of others into such by lsq convert-checkpoint"
-            )
+        check_codes(self.config.quant)
 
     @property
     def padded_words(self) -> int:
         """P, rows of a projection's codes onto the words."""
         return -(-self.words // DIMENSION_MULTIPLE) * DIMENSION_MULTIPLE
+
+
+def check_codes(quant: QuantConfig) -> None:
+    """Refuse a model that cannot be kept as codes.
+
+    Raises:
+        ValueError: it is in floats, or has formats without fast products, or several; names all, as they were given.
+    """
+    if quant.coded and not quant.formats_differ:
+        return
+    formats = f"weights in {quant.weight_format}, activations in {quant.activation_format}, gradients in "
+    found = formats + quant.gradient_format if quant.quantized else 'mode is "float"'
+    raise ValueError(
+        f'{found}; only models in int8 are kept as codes: train with mode "int8" and fast formats, or make checkpoints '
+        "of others into such by lsq convert-checkpoint"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

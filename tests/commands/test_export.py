@@ -125,6 +125,18 @@ def test_a_language_model(lsq_export, corpus, tmp_path):  # noqa: F811
     assert type(model) is TransformerLanguageModel and type(task) is LanguageModelingTask
 
 
+@pytest.mark.parametrize("target", ["lsq", "ctranslate2"])
+def test_formats_by_patterns_are_refused_as_they_were_given(lsq_export, output, tmp_path, monkeypatch, target):  # noqa: F811
+    path, formats = tmp_path / "mixed.pt", "int8,*fc2*=nvfp4,encoder.*=float32"
+    state = torch.load(output / "int8" / CHECKPOINT)
+    state["cfg"]["model"].lsq_weight_format = formats
+    torch.save(state, path)
+    monkeypatch.setattr(trained, "load", None)  # nothing is loaded before
+    status, said = lsq_export(path, target, tmp_path / "out", "--data", output / "data")
+    assert status == 2 and f"weights in {formats}, activations in int8, gradients in int8; only models in int8" in said
+    assert files_in(tmp_path).keys() == {"mixed.pt"}
+
+
 @pytest.mark.parametrize("target", export.TARGETS)
 def test_outputs_that_are_refused(lsq_export, tmp_path, target):
     (tmp_path / "model.pt").write_bytes(b"PK")
