@@ -29,6 +29,7 @@ from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility.loading import updates_of
 from lsq.fairseq.compatibility.soundness import newest_sound
 from lsq.fairseq.memory import made_up_dictionary
+from lsq.layers.decoded import told
 from lsq.lock import locked_folder
 from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
@@ -73,8 +74,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     given = options.given
     folder = RunFolder(prepared=prepared, name=given.name)
     key = {**prepared.settings, **training_options.bound(options.training, options.extra)}
-    if not folder.goes_on(key):
-        check_training(prepared, options)
+    decoded = None if folder.goes_on(key) else check_training(prepared, options)
     folder.check(key, given.updates, given.overwrite)
     with locked_folder(folder.path, "choose another --name"):
         with locked_folder(prepared.output, "choose another --output", seconds=PREPARATION_SECONDS):
@@ -86,6 +86,8 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
             say(f"{given.name}: already trained")
         else:
             folder.model.mark(key, finished=False)
+            if decoded is not None:
+                say(f"{given.name}: {decoded}")
             train_model(prepared, options, folder)
             by_time = "--stop-time-hours" in options.extra  # ends a sitting, not the training
             folder.model.mark(key, finished=not by_time or folder.updates() >= given.updates)
@@ -98,8 +100,11 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
         return report(folder, options, key)
 
 
-def check_training(prepared: Prepared, options: RunOptions) -> None:
+def check_training(prepared: Prepared, options: RunOptions) -> str | None:
     """Refuse what the training would be refused for, before anything is written or removed: build its model.
+
+    Returns:
+        What the model multiplies as decoded values, in words; None: nothing.
 
     Raises:
         FileNotFoundError, ValueError: an option is wrong, or does not go with another.
@@ -111,7 +116,8 @@ def check_training(prepared: Prepared, options: RunOptions) -> None:
             words.pad_to_multiple_(DIMENSION_MULTIPLE)
             task = TASK_REGISTRY[args.task](args, words, words)
             task.build_criterion(args)
-            task.build_model(args)
+            return told(task.build_model(args))
+    return None
 
 
 def train_model(prepared: Prepared, options: RunOptions, folder: RunFolder) -> None:

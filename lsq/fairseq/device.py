@@ -11,6 +11,7 @@ from torch import nn
 
 from lsq.backends import Backend, backend, for_device, gpu_fault
 from lsq.layers import ProgramModule
+from lsq.layers.decoded import told
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def use(model: nn.Module, chosen: Backend) -> None:
 
 
 def report(model: nn.Module, options: Any) -> None:
-    """Log where the layers of `model` compute, if it has any, and why not on a GPU where nothing was asked for."""
+    """Log where the layers of `model` compute, if it has any, and why not on a GPU where nothing was asked for; and
+    what they decode."""
     layer = next((module for module in model.modules() if isinstance(module, ProgramModule)), None)
     if layer is None:
         return
@@ -105,3 +107,5 @@ def report(model: nn.Module, options: Any) -> None:
     activations = str(where.activations).removeprefix("torch.")
     reason = f": {gpu_fault() or '--cpu was given'}" if options.lsq_device is None and where.place.type == CPU else ""
     logger.info("layers compute on %s, activations in %s%s", where.name, activations, reason)
+    if (decoded := told(model)) is not None:
+        logger.info(decoded)

@@ -30,6 +30,7 @@ from lsq.huggingface.memory import plan_batch
 from lsq.huggingface.noise import arguments_of_monitor, noise, plain
 from lsq.huggingface.workers import average_clips
 from lsq.layers import ProgramModule, TensorStatistics, observe, quantized_tensors
+from lsq.layers.decoded import told
 from lsq.layers.memory import MODES, release_memory
 from lsq.layers.signals import complaint, interval_of
 from lsq.monitoring import Monitor
@@ -132,6 +133,8 @@ class LsqCallback(TrainerCallback, ExportableState):
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
         self._watch(state)
+        if state.is_world_process_zero and (decoded := told(model)) is not None:
+            logger.info(decoded)
         if wants_sparsity(model):
             self.sparsity = sparsity_of(model, updates=state.global_step)
             self._installed.callback(self.sparsity.leave)

@@ -5,6 +5,7 @@ from pathlib import Path
 from lsq.commands import text_run
 from lsq.commands.run_folder import RunFolder
 from lsq.commands.text_run import RunOptions
+from tests.commands.conftest import SIZES
 
 
 def options(training=None, extra=(), **given) -> RunOptions:
@@ -30,6 +31,15 @@ def test_finished_run_is_only_reported_again(prepared, monkeypatch):
     for _ in range(2):
         text_run.run(prepared, options(name="stamped"))
     assert trained == [1, 2] and reported == [3, 3]
+
+
+def test_what_is_decoded_is_said_at_the_start(prepared, monkeypatch, capsys):
+    for name in ("train_model", "translate", "report"):
+        monkeypatch.setattr(text_run, name, lambda *_: None)
+    training = {"--arch": "lsq_transformer", "--max-tokens": "100", "--lsq-weight-format": "nvfp4", "--cpu": None}
+    small = [word for word in SIZES if word not in ("--dropout", "0.1")]
+    text_run.run(prepared, options(training=training, extra=small, name="decoded"))
+    assert "decoded: multiplied as decoded values, no faster than floats: nvfp4 (12 weights)" in capsys.readouterr().out
 
 
 def test_trains_in_one_process_on_any_number_of_gpus(prepared, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,16 @@ def test_the_log_says_where_and_why(train, tmp_path, caplog, monkeypatch, fault)
     said = [record.getMessage() for record in caplog.records if record.name == device.__name__]
     where = "layers compute on cpu, activations in float32"
     assert said == [f"{where}: {fault or '--cpu was given'}", where]
+
+
+def test_the_log_says_what_is_decoded(build, caplog):
+    _, model = build("--lsq-activation-format int8,decoder.layers.0.*fc2*=nvfp4 --lsq-gradient-format int8")
+    with caplog.at_level(logging.INFO, logger=device.__name__):
+        device.report(model, Namespace(lsq_device="cpu"))
+    assert caplog.records[-1].getMessage() == (
+        "multiplied as decoded values, no faster than floats: int8/row (7 weights), int8/tensor (9 activations), "
+        "nvfp4 (1 activation)"
+    )
 
 
 @pytest.fixture

@@ -93,6 +93,14 @@ def test_clips_that_cut_are_warned_of_once(tmp_path, caplog):
     assert all("try QuantConfig(activation_init='absmax')" in text for text in told)
 
 
+def test_what_is_decoded_is_logged(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lsq")
+    model = converted("gpt2", quant=QuantConfig(weight_format="int8,*h.0.mlp*=nvfp4"))
+    trainer("gpt2", tmp_path, LsqCallback(), model=model, max_steps=1, save_strategy="no").train()
+    (said,) = [one.getMessage() for one in caplog.records if "decoded values" in one.getMessage()]
+    assert said.endswith("int8/row (2 weights), nvfp4 (2 weights), int8/tensor (5 activations)"), said
+
+
 def noise(logs: dict) -> dict[str, float]:
     return {key: value for key, value in logs.items() if "signal_to_noise" in key or key == "lsq/modules_in_floats"}
 

@@ -14,6 +14,7 @@ from lsq.layers import (
     TransformerEncoderLayer,
     VocabularyProjection,
 )
+from lsq.layers.decoded import decoded_tensors, told
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.quant.numbers import scaled_format
 from tests.layers.shapes import HEADS, HIDDEN, INNER
@@ -53,6 +54,18 @@ def results_of(layers, given: list[torch.Tensor], where: Backend) -> list[torch.
     y = decoder(encoder(x), memory)
     (y * wanted).mean().backward()
     return [y.detach(), x.grad, *(one.grad for one in ours.parameters())]
+
+
+def test_what_is_decoded_is_told():
+    layers, _ = case(("int8", "int8,*.context=log4.3/tensor,*key_value=float32", "fp8-e5m2/row"))
+    assert decoded_tensors(layers) == {
+        "int8/row": {"weights": 4 + 7}, "int8/tensor": {"activations": 4 + 7},
+        "log4.3/tensor": {"activations": 1 + 2}, "fp8-e5m2/row": {"gradients": 4 + 7},
+    }  # fmt: skip
+    assert told(torch.nn.ModuleList([torch.nn.Linear(2, 2), QuantizedLinear(16, 16)])) is None
+    assert told(QuantizedLinear(16, 16, quant=QuantConfig(weight_format="nvfp4"))) == (
+        "multiplied as decoded values, no faster than floats: nvfp4 (1 weight), int8/tensor (1 activation)"
+    )
 
 
 @pytest.mark.parametrize("width", [12, 13])
