@@ -122,8 +122,9 @@ def export_training(given: Namespace) -> None:
     from lsq.fairseq.model import LSQModel
 
     source = trained.find(given.model, given.data, given.sentencepiece_model)
-    if given.to != FAIRSEQ:
-        check_codes(checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model")))
+    quant = checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model"))
+    if quant.quantized or given.to != FAIRSEQ:
+        check_codes(quant)
     found = trained.load(source)
     if not isinstance(found.model, LSQModel):
         raise ValueError(f"{source.checkpoint} is of fairseq's own {type(found.model).__name__}; give one of lsq's")

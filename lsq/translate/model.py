@@ -104,9 +104,16 @@ def _trained(
     logs.configure()
     from lsq.commands import trained  # it imports fairseq, which takes seconds
     from lsq.commands.stages import read_marker
+    from lsq.decode.architecture import check_codes
+    from lsq.fairseq.checkpoint import options_in, quantization
     from lsq.fairseq.generator import steps_of
 
     files = trained.find(path, data, sentencepiece_model)
+    if place is not backend("cpu"):
+        try:
+            check_codes(quantization(options_in(files.checkpoint, "model")))
+        except ValueError as error:
+            raise ValueError(f"{files.checkpoint} is translated on the CPU alone: {error}") from None
     stamp = stamp_of(files.checkpoint)
     found = trained.load(files)
     if found.source is None:

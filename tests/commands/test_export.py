@@ -125,7 +125,7 @@ def test_a_language_model(lsq_export, corpus, tmp_path):  # noqa: F811
     assert type(model) is TransformerLanguageModel and type(task) is LanguageModelingTask
 
 
-@pytest.mark.parametrize("target", ["lsq", "ctranslate2"])
+@pytest.mark.parametrize("target", export.TARGETS)
 def test_formats_by_patterns_are_refused_as_they_were_given(lsq_export, output, tmp_path, monkeypatch, target):  # noqa: F811
     path, formats = tmp_path / "mixed.pt", "int8,*fc2*=nvfp4,encoder.*=float32"
     state = torch.load(output / "int8" / CHECKPOINT)

@@ -2,7 +2,9 @@ import os
 import shutil
 
 import pytest
+import torch
 
+from lsq.backends import backend
 from lsq.commands import export
 from lsq.decode import SearchOptions
 from lsq.decode.engine import Engine
@@ -72,6 +74,16 @@ def test_int8_is_decoded_by_the_engine_and_floats_by_their_own_steps(translator,
     found = other.translate(read_items(output / "data" / "test.src"), SearchOptions(beam=2, max_len_b=40))
     hypotheses = read_items(output / "float" / "translation" / "hypotheses.txt")
     assert [translations[0].text for translations in found] == hypotheses
+
+
+def test_formats_that_no_gpu_decodes_are_told_before_the_model_is_read(output, tmp_path, monkeypatch):
+    path = tmp_path / "mixed.pt"
+    state = torch.load(output / "int8/model/checkpoint_best.pt")
+    state["cfg"]["model"].lsq_activation_format = "int8,*fc2*=nvfp4"
+    torch.save(state, path)
+    monkeypatch.setattr("lsq.commands.trained.load", None)
+    with pytest.raises(ValueError, match=r"is translated on the CPU alone: .* activations in int8,\*fc2\*=nvfp4, "):
+        load(path, output / "data", place=backend("reference"))
 
 
 def test_what_is_not_there_is_named(output, tmp_path):
