@@ -2,6 +2,8 @@
 
 import copy
 import io
+import sys
+import types
 
 import pytest
 import torch
@@ -218,3 +220,9 @@ def test_weights_come_after_a_conversion_on_the_meta_device(way):
     assert decibels(plain(tokens()), made(tokens())) > 40
     lsq.convert(plain)
     trained(made, 1)
+
+
+def test_a_model_of_nobody_asks_nothing_of_transformers(monkeypatch):
+    """Which may not be importable, as where it finds a torchaudio that is broken."""
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    assert len(lsq.convert(model()).converted) > 1
