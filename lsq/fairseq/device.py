@@ -11,7 +11,7 @@ from torch import nn
 
 from lsq.backends import Backend, backend, for_device, gpu_fault
 from lsq.layers import ProgramModule
-from lsq.layers.decoded import told
+from lsq.layers.decoded_tensors import told
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from lsq.huggingface.memory import plan_batch
 from lsq.huggingface.noise import arguments_of_monitor, noise, plain
 from lsq.huggingface.workers import average_clips
 from lsq.layers import ProgramModule, TensorStatistics, observe, quantized_tensors
-from lsq.layers.decoded import told
+from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, release_memory
 from lsq.layers.signals import complaint, interval_of
 from lsq.monitoring import Monitor

@@ -14,7 +14,7 @@ from lsq.layers import (
     TransformerEncoderLayer,
     VocabularyProjection,
 )
-from lsq.layers.decoded import decoded_tensors, told
+from lsq.layers.decoded_tensors import decoded_tensors, told
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.quant.numbers import scaled_format
 from tests.layers.shapes import HEADS, HIDDEN, INNER
