@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from lsq.csrc import loader
+from lsq.csrc import loader, tiles
 from lsq.program.backend import Backend, Call
 from lsq.program.operation import Operation, Spec
 
@@ -16,6 +16,10 @@ class CPU(Backend):
     refillable = True
     packs_weights = True
     either_border = True
+
+    @property
+    def multiplies_groups(self) -> bool:
+        return tiles.vectorised()
 
     def scratch(self, operation: Operation) -> Sequence[Spec]:
         return operation.cpu_scratch()

@@ -18,6 +18,8 @@ PAIR = 32
 """Rows and columns that a kernel takes at a time."""
 INNER = 64
 """Inner elements of a tile."""
+ALIGNMENT = 64
+"""Bytes to whose multiples packed codes begin."""
 SPARSE_BLOCK = 1280
 """Bytes of two tiles of a sparse weight, side by side; see csrc/cpu/sparse_tiles.h."""
 
@@ -46,6 +48,14 @@ def packed_sparse_bytes(columns: int, inner: int) -> int:
     """The same of codes that are 2:4 sparse, of which two of four are stored."""
     pairs = -(-columns // PAIR)
     return pairs * (-(-inner // INNER) * SPARSE_BLOCK + 4 * PAIR)
+
+
+def packed_group_bytes(columns: int, inner: int, group: int) -> int:
+    """The same of codes with scales of groups: whole pairs of tiles and groups, with a sum and a scale for each column.
+
+    With room to begin at a multiple of ALIGNMENT.
+    """
+    return -(-columns // PAIR) * PAIR * -(-inner // group) * (group + 8) + ALIGNMENT
 
 
 class _Codes(ctypes.Structure):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from lsq.config import LayerConfig
+from lsq.layers.decoded import decode, grouped
 from lsq.layers.positions import position_bias, turn_heads
 from lsq.ops.append import Append
 from lsq.ops.attention import Attention
-from lsq.ops.fake_quantize import FakeQuantize
 from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.prediction import Prediction
@@ -27,7 +27,6 @@ from lsq.program.parameters import Kind, fan_in, xavier
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Rows
 from lsq.quant import NORMALISED
-from lsq.quant.numbers import Grain
 
 
 def filled(rows: int) -> int:
@@ -77,28 +76,6 @@ def quantize(builder: Builder, x: VirtualTensor, clip: str) -> Rows:
     return Rows(coded=rounded)
 
 
-def decode(builder: Builder, x: Rows, clip: str | None) -> Rows:
-    """Floats [M, N] as the values of a format without a fast product, under the clip of that name.
-
-    x itself where it is rounded already, or nothing is.
-    """
-    if clip is None:
-        return x
-    name = clip.removesuffix("_clip")
-    builder.activations[name] = x.tensor
-    form = None if builder.quant.coded else builder.quant.activation_form(name)
-    if form is None:
-        return x
-    bits, own = (-(-math.prod(x.floats.shape) // 8),), name + ".decoded"
-    decoded = FakeQuantize(
-        x=x.floats, clip=builder.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=builder.quant.activation_clip),
-        out=builder.like(own, x.floats), form=form, given=form.grain == Grain.TENSOR,
-        clipped=builder.tensor(own + ".clipped", bits, torch.uint8) if builder.backward else None,
-    )
-    builder.activations[name] = builder.add(decoded).out
-    return Rows(floats=decoded.out)
-
-
 @dataclass(frozen=True, kw_only=True)
 class End:
     """How a product ends: what happens to its sums before they are stored."""
@@ -140,13 +117,19 @@ def project(
     0, or as the weight does where that has `bias_bound`. `joins`: x has a product before this one.
     """
     bias_bound = start.pop("bias_bound", 0.0)
-    w = unpacked(builder, builder.weight(weight, shape, rows=rows, **start), x.tensor.shape[0])
+    groups = grouped(builder, x, weight)
+    stored = builder.weight(weight, shape, rows=rows, group=0 if groups is None else groups.group, **start)
+    groups = groups if groups is not None and stored.group == groups.group else None
+    w = unpacked(builder, stored, x.tensor.shape[0])
     added = builder.parameter(bias, shape[:1], Kind.BIAS, bound=bias_bound) if bias else None
     size = (x.tensor.shape[0], rows or shape[0])
     y, nonlinearity = end.rows(builder, size), end.nonlinearity(builder, size)
     builder.add(
-        Project(x=x, weight=w, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity, joins=joins)
-    )
+        Project(
+            x=x, weight=w, groups=groups, bias=added, out=y.floats, rounded=y.coded, nonlinearity=nonlinearity,
+            joins=joins,
+        )
+    )  # fmt: skip
     return decode(builder, y, end.clip)
 
 

@@ -4,7 +4,8 @@ M rows, H hidden, F feed-forward.
 """
 
 from lsq.config import LayerConfig
-from lsq.layers.blocks import End, bias_of, decode, project
+from lsq.layers.blocks import End, bias_of, project
+from lsq.layers.decoded import decode
 from lsq.ops.gated import Gated
 from lsq.ops.nonlinearity import Activation
 from lsq.program.builder import Builder

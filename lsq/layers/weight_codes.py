@@ -8,6 +8,7 @@ from torch import nn
 
 from lsq.backends import Backend
 from lsq.ops.fake_quantize import decode_weight
+from lsq.ops.grouped_weight import pack_weight
 from lsq.ops.rounding import RoundWeight
 from lsq.program import upkeep
 from lsq.program.program import Program
@@ -98,8 +99,8 @@ class WeightCodes:
                     lambda tensor, tensors=tensors: tensors[tensor.name].detach().to(tensor.dtype).contiguous()
                 )
                 if not (training and lasts and upkeep.current(values, clip, weight)):
-                    coded = weight.decoded is None
-                    place.run(RoundWeight(weight=weight) if coded else decode_weight(weight))
+                    _make(weight, place)
+                    coded = weight.codes is not None
                     if training and lasts and coded and not weight.by_inputs:  # others no optimizer rounds
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
@@ -117,6 +118,16 @@ def _allocate(virtual: Weight, made: dict[str, torch.Tensor | None], place: Back
         before = made[tensor.name]
         if before is None or tuple(before.shape) != tensor.shape:
             made[tensor.name] = place.allocate(tensor.shape, tensor.dtype)
+
+
+def _make(weight: Weight, place: Backend) -> None:
+    """Write what is written of a weight."""
+    if weight.codes is not None:
+        place.run(RoundWeight(weight=weight))
+    if weight.decoded is not None:
+        place.run(decode_weight(weight))
+    if weight.grouped is not None:
+        pack_weight(weight, place.run)
 
 
 def rounded_values(

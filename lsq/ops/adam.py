@@ -122,12 +122,12 @@ class Adam(Operation):
         if self.limited:
             weight = torch.clamp(weight, self.weight * self.lowest, self.weight * self.highest)
         if self.rounded is None:
-            return weight, first, second, *(None,) * 4
+            return weight, first, second, *(None,) * 5
         codes, scale, _ = quantize(weight, self.rounded.clip, self.rounded.format.bits)
         padding = self.rows - self.valid
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
         scale = torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
-        return weight, first, second, codes, scale, codes.t(), None
+        return weight, first, second, codes, scale, codes.t(), None, None
 
     def cuda(self):
         self.check_cuda()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 from lsq.csrc.geometry import THREADS, VECTOR, row_defines, warp_blocks
-from lsq.csrc.launch import float_define, launch
+from lsq.csrc.launch import check, float_define, launch
+from lsq.ops.grouped_product import GroupedCodes, whole_factor
 from lsq.ops.kernels import zero
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.sums import PartialSums, finish, parts_of
@@ -41,6 +42,9 @@ class FakeQuantize(Operation):
     """[M, N]; NaN where x is, and of finer grains in all that shares a scale with a NaN or an unclipped infinity."""
     clipped: Out[Bits] | None
     """One bit an element: |x| > clip, of one clip. Kept where there is a backward pass."""
+    coded: Out[GroupedCodes] | None
+    """The same as int8, with a scale for each block of each row, on the CPU: what a GroupedProduct takes. Where it is
+    NaN, codes may be any."""
     form: Host[ScaledFormat]
     given: bool = False
     """Whether scales are those of the clips; else they are measured."""
@@ -85,6 +89,11 @@ class FakeQuantize(Operation):
         return self.form.number.largest
 
     @factor
+    def whole(self) -> float:
+        """Codes are values over their scale, times this."""
+        return 0.0 if self.coded is None else float(whole_factor(self.form.number))
+
+    @factor
     def largest_multiplier(self) -> float:
         return self.form.scales.number.largest if self.stored == MULTIPLIED else 0.0
 
@@ -102,6 +111,7 @@ class FakeQuantize(Operation):
         return [((count,), torch.float32) for count in self._measured if count and self.x.numel()]
 
     def cuda(self, *scratch):
+        check(self.coded is None, "FakeQuantize makes codes on the CPU alone: leave `coded` out")
         count = self.x.numel()
         if count == 0:
             return []
@@ -133,8 +143,18 @@ class FakeQuantize(Operation):
             scales = largest_magnitudes(x, form.grain) / form.number.largest
         scale = form.grain.spread(self._as_stored(scales), shape)
         steps = torch.where((scale == 0) | missing, 0.0, x / scale)
-        values = form.number.decode(form.number.encode(steps)) * scale
-        return torch.where(missing, torch.nan, values), clipped
+        levels = form.number.decode(form.number.encode(steps))
+        values = torch.where(missing, torch.nan, levels * scale)
+        return values, clipped, *self._codes(levels, scale.expand(shape), missing)
+
+    def _codes(self, levels, scale, missing) -> tuple[torch.Tensor | None, ...]:
+        """Codes [M, N], and scales of blocks of each row [M, G]."""
+        if self.coded is None:
+            return None, None
+        of_blocks = scale[:, :: self.block_columns] / self.whole
+        if self.given:
+            of_blocks = of_blocks.masked_fill(missing.any(1, keepdim=True), torch.nan)
+        return (levels * self.whole).to(torch.int8), of_blocks
 
     def _as_stored(self, scales: torch.Tensor) -> torch.Tensor:
         """What comes back of scales [down, across]."""

@@ -10,6 +10,7 @@ columns, K values along the inner dimension, G groups, the last of which may be 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -20,7 +21,7 @@ from lsq.gemm import TileConfiguration
 from lsq.ops.kernels import zero
 from lsq.ops.tiled_product import tiled
 from lsq.program.declare import Codes, Floats, In, Out, Value, extent
-from lsq.program.operation import Operation
+from lsq.program.operation import Operation, Spec
 from lsq.quant.numbers import Grain, NumberFormat, ScaledFormat
 
 STEP = 16
@@ -29,8 +30,6 @@ LARGE = 128
 """The group of codes whose rows have one scale."""
 FEW_ROWS = 64
 """Rows of a GPU's tile for so many or fewer; else it has twice as many."""
-ALIGNMENT = 64
-"""Bytes to whose multiples packed codes begin."""
 
 
 class GroupedCodes(Value):
@@ -43,6 +42,8 @@ class GroupedCodes(Value):
     group: int
     """Values along K that share a scale; those whose sums are made together where rows have one."""
 
+    columns = extent(1, "codes")
+    """K."""
     scale_rows = extent(0, "scale")
     scale_columns = extent(1, "scale")
 
@@ -56,7 +57,7 @@ class GroupedCodes(Value):
         Raises:
             ValueError: products know no such format.
         """
-        grain, factor = form.grain, _whole_factor(form.number)
+        grain, factor = form.grain, whole_factor(form.number)
         check(
             factor is not None and (grain.rows == 1 or grain == Grain.TENSOR),
             f"{form.name} has no product of int8 codes: choose numbers that are whole up to 127 times a power of two "
@@ -130,15 +131,13 @@ class GroupedProduct(Operation):
         return (out,)
 
     def cpu_scratch(self):
-        depth = -(-self.inner // self.b.group) * self.b.group
-        rows = -(-self.rows // tiles.PAIR) * tiles.PAIR
-        return [((packed_bytes(self) + ALIGNMENT,), torch.uint8), ((rows * depth + ALIGNMENT,), torch.uint8)]
+        return [((packed_bytes(self),), torch.uint8), copies_of(self.rows, self.inner, self.b.group)]
 
     def cpu(self, packed, rows):
         if not min(self.rows, self.columns, self.inner):
             self.out.zero_()
             return
-        packed = _aligned(packed)
+        packed = aligned(packed)
         loader.call("lsq_pack_grouped", self, packed)
         self.multiply(packed, rows)
 
@@ -151,7 +150,7 @@ class GroupedProduct(Operation):
             instructions: one of tiles.usable(); None: the fastest.
         """
         number = tiles.INSTRUCTIONS[instructions or tiles.usable()[0]]
-        loader.call("lsq_multiply_grouped", self, packed, _aligned(rows), number)
+        loader.call("lsq_multiply_grouped", self, packed, aligned(rows), number)
 
     def cuda(self):
         if not min(self.rows, self.inner):
@@ -162,12 +161,25 @@ class GroupedProduct(Operation):
 
 
 def packed_bytes(product: GroupedProduct) -> int:
-    """Of b as the CPU packs it: codes of whole pairs of tiles and groups, each with a sum and a scale for a column."""
-    group = product.b.group
-    return -(-product.columns // tiles.PAIR) * tiles.PAIR * -(-product.inner // group) * (group + 8)
+    """Of b as the CPU packs it."""
+    return tiles.packed_group_bytes(product.columns, product.inner, product.b.group)
 
 
-def _whole_factor(number: NumberFormat) -> int | None:
+def copies_of(rows: int, inner: int, group: int) -> Spec:
+    """What the CPU needs for copies of a's rows."""
+    depth = -(-inner // group) * group
+    return (-(-rows // tiles.PAIR) * tiles.PAIR * depth + tiles.ALIGNMENT,), torch.uint8
+
+
+def common_group(a: ScaledFormat, b: ScaledFormat) -> int | None:
+    """In which groups codes of both formats are multiplied; None: they have no product of int8 codes."""
+    groups = {one.grain.columns for one in (a, b)} - {None} or {LARGE}
+    whole = all(whole_factor(one.number) for one in (a, b))
+    return min(groups) if whole and len(groups) == 1 and min(groups) % STEP == 0 else None
+
+
+@functools.cache
+def whole_factor(number: NumberFormat) -> int | None:
     """The least power of two that makes all values whole; None: there is none, or they are beyond 127."""
     values = [value for value in number.values if math.isfinite(value)]
     for factor in (1, 2, 4, 8):
@@ -176,6 +188,6 @@ def _whole_factor(number: NumberFormat) -> int | None:
     return None
 
 
-def _aligned(memory: torch.Tensor) -> torch.Tensor:
+def aligned(memory: torch.Tensor) -> torch.Tensor:
     """Of bytes, from a multiple of ALIGNMENT on."""
-    return memory[-memory.data_ptr() % ALIGNMENT :]
+    return memory[-memory.data_ptr() % tiles.ALIGNMENT :]

@@ -12,10 +12,12 @@ from __future__ import annotations
 import torch
 
 from lsq import gemm
-from lsq.csrc import loader
+from lsq.csrc import loader, tiles
 from lsq.csrc.geometry import VECTOR, patches
 from lsq.csrc.launch import FLOATS, TICKET, Product, float_define, launch
 from lsq.ops.gated import Gated
+from lsq.ops.grouped_product import GroupedCodes, aligned, copies_of
+from lsq.ops.grouped_weight import unpacked_values
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
@@ -38,6 +40,8 @@ class Project(Operation):
     """[M, K]"""
     weight: In[Weight]
     """[P, K]; its values are multiplied in float mode. On CUDA it may be stored as int4."""
+    groups: In[GroupedCodes] | None
+    """[M, K], x again, for what is multiplied where the weight is grouped: on the CPU, without a backward pass."""
     bias: In[Floats] | None
     """[P]"""
     out: Out[Activations] | None
@@ -71,7 +75,9 @@ class Project(Operation):
         return self.bias is not None or self.nonlinearity is not None
 
     def reference(self):
-        if self.x.coded is None:
+        if self.groups is not None:
+            y = self.groups.decode() @ unpacked_values(self.weight).t()
+        elif self.x.coded is None:
             y = self.x.floats @ self.weight.floats_by_rows.t()
         else:
             codes = self.weight.format.unpack(self.weight.codes, self.x.tensor.shape[1])
@@ -83,11 +89,17 @@ class Project(Operation):
         return result, *rounded, *kept
 
     def cpu_scratch(self):
+        if self.groups is not None:
+            return [copies_of(*self.groups.codes.shape, self.groups.group)]
         return [] if self.x.coded is None else [gemm.scratch_for(GEMM, self.rows, *self.weight.codes.shape)]
 
     def cpu(self, *scratch):
         if self.x.coded is None:
-            torch.mm(self.x.floats, self.weight.floats_by_rows.t(), out=self.out)
+            if self.groups is None:
+                torch.mm(self.x.floats, self.weight.floats_by_rows.t(), out=self.out)
+            else:
+                packed, number = aligned(self.weight.grouped), tiles.INSTRUCTIONS[tiles.usable()[0]]
+                loader.call("lsq_multiply_groups", self, packed, aligned(*scratch), number)
             if self._ends:
                 loader.call("lsq_end_floats", self)
             return

@@ -96,7 +96,7 @@ class RoundWeight(Operation):
         weight, padding = self.weight, self.rows - self.valid
         codes, scale = weight.format.encode(weight.values_by_rows, weight.clip)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
-        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t(), None
+        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t(), None, None
 
     def cpu(self):
         loader.call(f"lsq_round_{self.weight.format.name}", self)

@@ -25,6 +25,7 @@ class Backend:
         refillable: whether what `prepare` made sees tensors that are put into its operations later.
         packed_rows: up to how many rows a product reads its weight as a packed format stores it, instead of as codes.
         packs_weights: whether decoding wants weights packed (lsq.ops.packed_weight), not as plain codes.
+        multiplies_groups: whether products of int8 codes with scales of groups are fast (lsq.ops.grouped_product).
         either_border: whether floats at the borders of a product may be float32 or bfloat16, whatever activations are.
         few_sizes: whether preparing takes so long that batches should be filled up to one of a few sizes.
     """
@@ -38,6 +39,7 @@ class Backend:
     refillable: bool = False
     packed_rows: int = 0
     packs_weights: bool = False
+    multiplies_groups: bool = False
     few_sizes: bool = False
     either_border: bool = False
 

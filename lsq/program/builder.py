@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lsq.config import QuantConfig
+from lsq.csrc import tiles
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
 from lsq.program.parameters import Kind
@@ -66,6 +67,11 @@ class Builder(Recorder):
         """Rows up to which a product reads its weight as it is stored."""
         return self._backend.packed_rows
 
+    @property
+    def multiplies_groups(self) -> bool:
+        """Whether products read codes with scales of groups in the place of decoded values: where weights stay."""
+        return self._backend.multiplies_groups and not (self.training or self.backward)
+
     def next_subsequence(self) -> int:
         """Random numbers that no other operation of this program uses."""
         self._subsequences += 1
@@ -91,16 +97,30 @@ class Builder(Recorder):
         )
 
     def weight(
-        self, name: str, shape: tuple[int, int], *, rows: int | None = None, by_inputs: bool = False, **start
-    ) -> Weight:
+        self, name: str, shape: tuple[int, int], *, rows: int | None = None, by_inputs: bool = False, group: int = 0,
+        **start,
+    ) -> Weight:  # fmt: skip
         """A weight of `shape` [N, K], one for all calls with the same name: rounded, or as it is in float mode.
 
         `start`: see `parameter`. `rows` above N pads the codes, as the int8 product of a vocabulary needs. Codes come
         in from outside, as their format stores them; whoever runs the program has rounded them. `by_inputs`: the
-        parameter is [K, N].
+        parameter is [K, N]. `group`: the product takes it in groups of so many values. It is grouped if its `group` is
+        the same then; else it comes in decoded.
         """
-        if name in self._weights:
-            return self._weights[name]
+        if name not in self._weights:
+            self._weights[name] = self._new_weight(name, shape, rows, by_inputs, start)
+        weight = self._weights[name]
+        if weight.format is None or self.quant.coded:
+            return weight
+        if group and weight.group in (0, group):
+            size = (tiles.packed_group_bytes(*shape, group),)
+            weight.group, weight.grouped = group, weight.grouped or self.input(name + ".grouped", size, torch.uint8)
+        else:
+            weight.decoded = weight.decoded or self.input(name + ".decoded", shape)
+        return weight
+
+    def _new_weight(self, name: str, shape: tuple[int, int], rows: int | None, by_inputs: bool, start: dict) -> Weight:
+        """What all calls of `weight` share, with codes where products read those."""
         form = self.quant.weight_form(name)
         clip = None if form is None else name + "_clip"
         held = shape[::-1] if by_inputs else shape
@@ -109,16 +129,13 @@ class Builder(Recorder):
         if clip is not None:
             clips = self.quant.weight_clips(name, shape[0])
             weight.clip = self.parameter(clip, (clips,), Kind.WEIGHT_CLIP, start=self.quant.weight_clip)
-        if clip is not None and not self.quant.coded:
-            weight.decoded = self.input(name + ".decoded", shape)
-        elif clip is not None:
+        if clip is not None and self.quant.coded:
             padded = rows or shape[0]
             weight.codes = self.input(name + ".codes", (padded, form.stored_columns(shape[1])), form.storage)
             weight.scale = self.input(name + ".scale", (padded,))
             goes_back = self.backward and self.quant.backward == "int8"
             if goes_back and self._backend.transposed_weights and not form.packed:
                 weight.transposed = self.input(name + ".codes.transposed", (shape[1], padded), form.storage)
-        self._weights[name] = weight
         return weight
 
     def stored(self, weight: Weight) -> Weight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lsq.csrc.launch import FLOATS
-from lsq.program.declare import Activations, Bits, Codes, Floats, Host, In, Key, Parameters, Value, factor, size
+from lsq.program.declare import Activations, Bits, Bytes, Codes, Floats, Host, In, Key, Parameters, Value, factor, size
 from lsq.quant import Format, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
@@ -116,6 +116,10 @@ class Weight(Value):
     """[K, P], the same codes, as the int8 product that goes back reads them on a GPU."""
     decoded: Floats | None
     """[N, K], in the place of codes: values of a format that has no fast product."""
+    grouped: Bytes | None
+    """In the place of decoded, without a backward pass: what lsq.ops.grouped_weight packs."""
+    group: int = 0
+    """Of what is grouped: values along K whose products are summed as integers."""
     by_inputs: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
 
@@ -131,8 +135,9 @@ class Weight(Value):
     @property
     def written(self) -> tuple:
         """What is made from values and clip: codes, scale, and the codes transposed where they are wanted; or what is
-        decoded."""
-        return tuple(one for one in (self.codes, self.scale, self.transposed, self.decoded) if one is not None)
+        decoded, or grouped."""
+        found = self.codes, self.scale, self.transposed, self.decoded, self.grouped
+        return tuple(one for one in found if one is not None)
 
     @property
     def matrix(self) -> torch.Tensor:

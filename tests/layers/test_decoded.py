@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from lsq.backends import Backend, backend
+from lsq.backends.cpu import CPU
 from lsq.backends.cuda import CUDA
 from lsq.config import LayerConfig, QuantConfig
+from lsq.csrc import tiles
 from lsq.layers import (
     QuantizedLinear,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     VocabularyProjection,
+    weight_codes,
 )
 from lsq.layers.decoded_tensors import decoded_tensors, told
 from lsq.ops.fake_quantize import FakeQuantize
+from lsq.ops.grouped_weight import pack_weight
 from lsq.quant.numbers import scaled_format
 from tests.layers.shapes import HEADS, HIDDEN, INNER
 from tests.ops.cuda import current_device
@@ -157,6 +161,91 @@ def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
     with torch.no_grad():
         layer.weight.mul_(0.5)
     assert not layer(x).equal(first) and len(runs) == 2
+
+
+GROUPED = (
+    ("nvfp4", "nvfp4"), ("mxint8", "mxint8"), ("mxfp4", "mxfp4"), ("vsquant4", "vsquant4"), ("int4/group32", "int8"),
+    ("int6/row", "int8/row"),
+)  # fmt: skip
+"""Of weights and activations: what is multiplied as codes with scales of groups in eval mode."""
+fast = pytest.mark.skipif(not tiles.vectorised(), reason="plain C++ multiplies decoded values")
+
+
+class Decoding(CPU):
+    """The CPU without products of codes with scales of groups."""
+
+    multiplies_groups = False
+
+
+@fast
+@pytest.mark.parametrize("formats", GROUPED, ids="-".join)
+@pytest.mark.parametrize("options", [{}, {"pre_norm": True, "activation": "silu", "gated": True}, {"by_inputs": True}],
+                         ids=["post", "gated", "by inputs"])  # fmt: skip
+@torch.no_grad()
+def test_codes_in_eval_mode_give_what_decoded_values_give(formats, options):
+    """But for values that lie beside a boundary, where sums before them were rounded otherwise."""
+    layers, (x, memory, _) = case((*formats, "int8"), **options)
+    layers[1](layers[0](x), memory)  # measures clips
+    results, kept = [], []
+    for where in (None, Decoding(), backend("reference")):
+        encoder, decoder = ours = copy.deepcopy(layers).eval()
+        encoder.backend = decoder.backend = where
+        results.append(decoder(encoder(x), memory))
+        kept.append({name.rpartition(".")[2] for layer in ours for name in layer.codes.kept})
+    assert kept == [{"grouped"}, {"decoded"}, {"decoded"}]
+    assert all((one - results[0]).norm() <= 2e-2 * results[0].norm() for one in results[1:])
+
+
+@fast
+@pytest.mark.parametrize("formats", GROUPED, ids="-".join)
+@pytest.mark.parametrize("rows, inputs, outputs", [(1, 1, 1), (1, 40, 64), (7, 37, 33), (65, 130, 5)])
+@torch.no_grad()
+def test_a_projection_in_eval_mode(formats, rows, inputs, outputs):
+    torch.manual_seed(rows)
+    layer = QuantizedLinear(inputs, outputs, quant=config((*formats, "int8")).quant)
+    x = torch.randn(rows, inputs)
+    layer(x)
+    found = layer.eval()(x)
+    layer.backend = Decoding()
+    assert near(found, layer(x)) and set(layer.codes.kept) == {"weight.grouped", "weight.decoded"}
+
+
+@pytest.mark.parametrize("formats", [("nvfp4", "mxint8"), ("fp8-e4m3/row", "int8"), ("nvfp4", "float32")], ids="-".join)
+@torch.no_grad()
+def test_formats_without_a_common_product_stay_decoded(formats):
+    layer = QuantizedLinear(40, 24, quant=config((*formats, "int8")).quant)
+    x = torch.randn(3, 40)
+    layer(x)
+    layer.eval()(x)
+    assert set(layer.codes.kept) == {"weight.decoded"}
+
+
+@fast
+@torch.no_grad()
+def test_nan_in_a_row_stays_there_in_eval_mode():
+    layer = QuantizedLinear(40, 24, quant=config(("nvfp4", "int8", "int8")).quant)
+    x = torch.randn(5, 40)
+    layer(x)
+    x[2, 3] = torch.nan
+    assert torch.equal(layer.eval()(x).isnan().all(1), torch.arange(5) == 2)
+
+
+@fast
+def test_a_weight_is_packed_once_in_eval_mode(monkeypatch):
+    layer = QuantizedLinear(36, 21, quant=QuantConfig(weight_format="nvfp4", activation_format="nvfp4"))
+    x, packed = torch.randn(4, 36), []
+    layer(x)
+    layer.eval()
+    monkeypatch.setattr(weight_codes, "pack_weight", lambda *given: (packed.append(given), pack_weight(*given)))
+    with torch.no_grad():
+        first = layer(x)
+        assert layer(x).equal(first) and len(packed) == 1
+        layer.weight.mul_(0.5)
+        assert not layer(x).equal(first) and len(packed) == 2
+        layer.weight_clip.mul_(0.5)
+        assert not layer(x).equal(layer.bias) and len(packed) == 3
+    layer(x).sum().backward()  # with decoded values
+    assert layer.weight.grad is not None
 
 
 def test_the_loss_of_a_vocabulary_and_its_logits_agree():

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from lsq.ops.fake_quantize import FakeQuantize, FakeQuantizeGradient, RoundAtRandom
+from lsq.ops.grouped_product import GroupedCodes
 from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.program.values import Dropout
 from lsq.quant import pack_bits
 from lsq.quant.numbers import scaled_format
-from tests.ops.compare import KEY, compare, empty, on_cpu
+from tests.ops.compare import KEY, compare, empty, on_cpu, on_reference
 
 FORMATS = (
     "int8/tensor", "int4/row", "int6/group16", "nvfp4", "vsquant4", "vsquant6", "mxint8", "mxfp4", "fp8-e4m3/tensor",
@@ -49,7 +50,7 @@ def test_values_are_those_of_the_format(name, special):
         for clip, clipped in ((None, None), (torch.tensor([1.7]), packed), (clips, None)):
             given = clip is not None and form.grain.columns is None and (form.grain.rows is None) == (len(clip) == 1)
             operation = FakeQuantize(x=x, clip=clip, out=empty(*shape), clipped=clipped, form=form, given=given)
-            wanted, bits = operation.reference()
+            wanted, bits, *_ = operation.reference()
             found = on_cpu(operation)
             assert same_bits(found.out, wanted), (shape, clip)
             assert clipped is None or torch.equal(found.clipped, bits)
@@ -60,6 +61,26 @@ def test_without_a_clip_values_are_what_encode_and_decode_give(name):
     form, x = scaled_format(name), values((33, 37), special=False)
     wanted = form.decode(form.encode(x))
     assert torch.equal(FakeQuantize(x=x, out=x, form=form).reference()[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["int8/tensor", "int6/row", "nvfp4", "vsquant4", "mxint8", "mxfp4", "int4/block4x16"])
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
+def test_codes_with_scales_of_groups_are_the_values(name, special):
+    """No clip, one, and one for each row: on the CPU and by the reference."""
+    form = scaled_format(name)
+    for rows, columns in SHAPES:
+        x, grid = values((rows, columns), special), form.grain.grid((rows, columns))
+        for clip in (None, torch.tensor([1.7]), torch.linspace(0.5, 3, rows)):
+            given = clip is not None and form.grain.columns is None and (form.grain.rows is None) == (len(clip) == 1)
+            codes, scale = empty(rows, columns, dtype=torch.int8), empty(rows, grid[1])
+            coded = GroupedCodes(codes=codes, scale=scale, group=form.grain.columns or 128)
+            operation = FakeQuantize(x=x, clip=clip, out=empty(rows, columns), coded=coded, form=form, given=given)
+            found, wanted = on_cpu(operation), on_reference(operation)
+            assert same_bits(found.coded.scale, wanted.coded.scale)
+            again = found.coded.decode()
+            assert same_bits(again, wanted.coded.decode())
+            missing = again.isnan()  # what shares a scale with NaN, too
+            assert torch.equal(again[~missing], found.out[~missing]) and missing[found.out.isnan()].all()
 
 
 def test_what_the_clip_gives_is_what_rounding_gives():

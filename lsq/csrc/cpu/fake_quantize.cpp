@@ -88,6 +88,13 @@ private:
     Aligned<float> scales_;
 };
 
+bool any_missing(const float* x, int64_t n) {
+    int missing = 0;
+#pragma omp simd reduction(| : missing)
+    for (int64_t i = 0; i < n; ++i) missing |= x[i] != x[i];
+    return missing;
+}
+
 }  // namespace
 
 LSQ_OPERATION(FakeQuantize, op) {
@@ -98,8 +105,12 @@ LSQ_OPERATION(FakeQuantize, op) {
         const Clip clip = clip_of(op, row);
         const float* x = op.x + row * n;
         float* out = op.out + row * n;
+        int8_t* codes = op.coded.codes + row * n;
+        float* scale_of_codes = op.coded.scale + row * op.coded.scale_columns;
         scales.of_row(row, [&](int64_t first, int64_t columns, float scale) {
-            decoded(levels, clip, scale, columns, x + first, out + first);
+            if (!op.coded.codes) return decoded<false>(levels, clip, scale, columns, x + first, out + first, nullptr, 0.0f);
+            decoded<true>(levels, clip, scale, columns, x + first, out + first, codes + first, op.whole);
+            *scale_of_codes++ = poisoned(scale / op.whole, op.given && any_missing(x + first, columns));
         });
         return 0;
     });

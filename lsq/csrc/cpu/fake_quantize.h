@@ -60,27 +60,34 @@ inline float stored_scale(float scale, int64_t stored) {
         const uint32_t bits = bits_of(scale);
         return float_of((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
     }
-    int exponent = -126;
+    int exponent = -127;
     const bool power = scale > 0.0f && std::frexp(scale, &exponent) == 0.5f;
     return std::ldexp(1.0f, std::min(std::max(exponent - power, -127), 127));
 }
 
-// x [n] of one block -> values. NaN stays NaN.
-inline void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, const float* x, float* out) {
+// x [n] of one block -> values; NaN stays NaN. And, if CODED, values over the scale, times `whole`; of NaN any code.
+template <bool CODED>
+void decoded(const Levels& levels, const Clip& clip, float scale, int64_t n, const float* x, float* out, int8_t* codes,
+             float whole) {
 #if defined(LSQ_WIDE)
     const __m512 most = _mm512_set1_ps(clip.most), least = _mm512_set1_ps(-clip.most), unit = _mm512_set1_ps(scale);
     const __mmask16 divides = scale == 0.0f ? 0 : kAllLanes;
     each_sixteen(n, [&](int64_t i, __mmask16 there) {
         const __m512 given = _mm512_maskz_loadu_ps(there, x + i);
         const __m512 bounded = _mm512_min_ps(most, _mm512_max_ps(least, given));  // NaN stays NaN
-        const __m512 value = _mm512_mul_ps(levels.nearest(_mm512_maskz_div_ps(divides, bounded, unit)), unit);
+        const __m512 level = levels.nearest(_mm512_maskz_div_ps(divides, bounded, unit));
         const __mmask16 missing = _mm512_cmp_ps_mask(given, given, _CMP_UNORD_Q);
-        _mm512_mask_storeu_ps(out + i, there, _mm512_mask_mov_ps(value, missing, given));
+        _mm512_mask_storeu_ps(out + i, there, _mm512_mask_mov_ps(_mm512_mul_ps(level, unit), missing, given));
+        if constexpr (CODED) {
+            const __m512 code = _mm512_mul_ps(level, _mm512_set1_ps(whole));
+            _mm_mask_storeu_epi8(codes + i, there, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(code)));
+        }
     });
 #else
     for (int64_t i = 0; i < n; ++i) {
-        const float value = levels.nearest(scale == 0.0f ? 0.0f : clip(x[i]) / scale) * scale;
-        out[i] = x[i] == x[i] ? value : x[i];
+        const float level = levels.nearest(scale == 0.0f ? 0.0f : clip(x[i]) / scale);
+        out[i] = x[i] == x[i] ? level * scale : x[i];
+        if constexpr (CODED) codes[i] = static_cast<int8_t>(level * whole);
     }
 #endif
 }

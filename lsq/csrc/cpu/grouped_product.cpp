@@ -21,9 +21,9 @@ constexpr int64_t kFewRows = 8;             // fewer waste AMX's tiles
 struct Sizes {
     int64_t groups, depth, block, pairs;  // depth: bytes of a row of a; block: of a group of 32 columns
 
-    explicit Sizes(const GroupedProduct& op)
-        : groups((op.inner + op.b.group - 1) / op.b.group), depth(groups * op.b.group),
-          block(grouped_block_bytes(op.b.group)), pairs((op.columns + kTilePair - 1) / kTilePair) {}
+    Sizes(int64_t columns, int64_t inner, int64_t group)
+        : groups((inner + group - 1) / group), depth(groups * group), block(grouped_block_bytes(group)),
+          pairs((columns + kTilePair - 1) / kTilePair) {}
 
     // Of the scales of codes, by row and by group.
     static ScaleSteps steps(const GroupedCodes& codes) {
@@ -59,45 +59,45 @@ void pack_pair(const GroupedProduct& op, const Sizes& sizes, int64_t pair, int8_
     }
 }
 
-// Row `row` of a, with `bias` added modulo 256.
-void copy_row(const GroupedProduct& op, const Sizes& sizes, int64_t row, uint8_t bias, int8_t* to) {
-    const int8_t* codes = op.a.codes + row * op.inner;
+// A row of a, with `bias` added modulo 256.
+void copy_row(const int8_t* codes, int64_t inner, const Sizes& sizes, uint8_t bias, int8_t* to) {
 #pragma omp simd
-    for (int64_t i = 0; i < op.inner; ++i) to[i] = static_cast<int8_t>(static_cast<uint8_t>(codes[i]) ^ bias);
-    std::memset(to + op.inner, bias, sizes.depth - op.inner);
+    for (int64_t i = 0; i < inner; ++i) to[i] = static_cast<int8_t>(static_cast<uint8_t>(codes[i]) ^ bias);
+    std::memset(to + inner, bias, sizes.depth - inner);
 }
 
-}  // namespace
+// out [M, N] = `all` rows of codes of `inner` values, times packed columns.
+struct Factors {
+    const GroupedCodes& a;
+    int64_t all, columns, inner;
+    const int8_t* packed;
+    float* out;
+};
 
-LSQ_EXPORT void lsq_pack_grouped(const GroupedProduct& op, int8_t* packed) {
-    const Sizes sizes(op);
-    const int64_t bytes = sizes.groups * sizes.block;
-#pragma omp parallel for schedule(static)
-    for (int64_t pair = 0; pair < sizes.pairs; ++pair) pack_pair(op, sizes, pair, packed + pair * bytes);
-}
-
-// `packed`: b; `rows`: for the copies of a's rows. Both are aligned to 64 bytes.
-LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* packed, int8_t* rows, int64_t instructions) {
-    const Sizes sizes(op);
-    const GroupedKernel kernel = grouped_kernel_of(static_cast<Instructions>(instructions), op.b.group, op.rows <= kFewRows);
+// `rows`: for the copies of a's rows, aligned to 64 bytes as the packed columns are.
+void multiply(const Factors& op, int8_t* rows, int64_t instructions) {
+    const Sizes sizes(op.columns, op.inner, op.a.group);
+    const GroupedKernel kernel = grouped_kernel_of(static_cast<Instructions>(instructions), op.a.group, op.all <= kFewRows);
     const int64_t bytes = sizes.groups * sizes.block, threads = omp_get_max_threads();
     const int64_t most = std::max<int64_t>(1, kChunkBytes / bytes), share = (sizes.pairs + threads - 1) / threads;
     const int64_t chunk = std::min(most, share), chunks = (sizes.pairs + chunk - 1) / chunk;
-    const int64_t strips = (op.rows + kernel.rows - 1) / kernel.rows;
+    const int64_t strips = (op.all + kernel.rows - 1) / kernel.rows;
     const ScaleSteps steps = Sizes::steps(op.a);
 #pragma omp parallel
     {
         [[maybe_unused]] const GroupedSession session(kernel);
         alignas(64) float sums[kTilePair][kTilePair];
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < op.rows; ++row) copy_row(op, sizes, row, kernel.bias, rows + row * sizes.depth);
+        for (int64_t row = 0; row < op.all; ++row) {
+            copy_row(op.a.codes + row * op.inner, op.inner, sizes, kernel.bias, rows + row * sizes.depth);
+        }
 #pragma omp for collapse(2) schedule(static)
         for (int64_t part = 0; part < chunks; ++part) {
             for (int64_t strip = 0; strip < strips; ++strip) {
-                const int64_t first = strip * kernel.rows, count = std::min(kernel.rows, op.rows - first);
+                const int64_t first = strip * kernel.rows, count = std::min(kernel.rows, op.all - first);
                 const GroupedRows a{rows + first * sizes.depth, sizes.depth, count, op.a.scale + first * steps.row, steps};
                 for (int64_t pair = part * chunk; pair < std::min(sizes.pairs, (part + 1) * chunk); ++pair) {
-                    kernel.multiply(a, packed + pair * bytes, sizes.groups, op.b.group, sums[0]);
+                    kernel.multiply(a, op.packed + pair * bytes, sizes.groups, op.a.group, sums[0]);
                     const int64_t column = pair * kTilePair, width = std::min(kTilePair, op.columns - column);
                     for (int64_t row = 0; row < count; ++row) {
                         std::memcpy(op.out + (first + row) * op.columns + column, sums[row], width * sizeof(float));
@@ -106,4 +106,23 @@ LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* pac
             }
         }
     }
+}
+
+}  // namespace
+
+LSQ_EXPORT void lsq_pack_grouped(const GroupedProduct& op, int8_t* packed) {
+    const Sizes sizes(op.columns, op.inner, op.b.group);
+    const int64_t bytes = sizes.groups * sizes.block;
+#pragma omp parallel for schedule(static)
+    for (int64_t pair = 0; pair < sizes.pairs; ++pair) pack_pair(op, sizes, pair, packed + pair * bytes);
+}
+
+// `packed`: b.
+LSQ_EXPORT void lsq_multiply_grouped(const GroupedProduct& op, const int8_t* packed, int8_t* rows, int64_t instructions) {
+    multiply({op.a, op.rows, op.columns, op.inner, packed, op.out}, rows, instructions);
+}
+
+// Of a projection without its end.
+LSQ_EXPORT void lsq_multiply_groups(const Project& op, const int8_t* packed, int8_t* rows, int64_t instructions) {
+    multiply({op.groups, op.rows, op.columns, op.groups.columns, packed, op.out}, rows, instructions);
 }
