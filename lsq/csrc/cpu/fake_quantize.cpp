@@ -105,11 +105,10 @@ LSQ_OPERATION(FakeQuantize, op) {
         const Clip clip = clip_of(op, row);
         const float* x = op.x + row * n;
         float* out = op.out + row * n;
-        int8_t* codes = op.coded.codes + row * n;
         float* scale_of_codes = op.coded.scale + row * op.coded.scale_columns;
         scales.of_row(row, [&](int64_t first, int64_t columns, float scale) {
             if (!op.coded.codes) return decoded<false>(levels, clip, scale, columns, x + first, out + first, nullptr, 0.0f);
-            decoded<true>(levels, clip, scale, columns, x + first, out + first, codes + first, op.whole);
+            decoded<true>(levels, clip, scale, columns, x + first, out + first, op.coded.codes + row * n + first, op.whole);
             *scale_of_codes++ = poisoned(scale / op.whole, op.given && any_missing(x + first, columns));
         });
         return 0;
