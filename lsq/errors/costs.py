@@ -25,7 +25,7 @@ class Cost:
     """Of one tensor in one format.
 
     Raises:
-        ValueError: a field is no finite number.
+        ValueError: a field is no finite number, or is below 0 where it cannot be.
     """
 
     bits: float
@@ -43,6 +43,9 @@ class Cost:
         for name, value in dataclasses.asdict(self).items():
             if not (name == "cost" and value is None):
                 check_finite(name, value)
+        for name in ("bits", "second", "error"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +73,7 @@ class TensorCosts:
         check_text("name", self.name)
         check_choice("kind", self.kind, KINDS)
         check_whole("values", self.values, 0, LARGEST)
-        if not isinstance(self.transposed, bool):
-            raise ValueError(f"transposed is {shown(self.transposed)}; it must be true or false")
+        check_flag("transposed", self.transposed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,12 @@ class Costs:
         for name in ("loss", "count"):
             check_finite(name, getattr(self, name))
         check_whole("samples", self.samples, 0, LARGEST)
+        check_flag("finished", self.finished)
+        seen = set()
         for number, tensor in enumerate(self.tensors):
+            if (tensor.kind, tensor.name) in seen:
+                raise ValueError(f"tensors[{number}] is the {tensor.kind} of {tensor.name}, which stands there twice")
+            seen.add((tensor.kind, tensor.name))
             if set(tensor.formats) != set(self.formats):
                 raise ValueError(f"tensors[{number}].formats has not the names in formats ({', '.join(self.formats)})")
 
@@ -130,6 +137,12 @@ def check_finite(name: str, value: object) -> None:
     """Refuse what is no finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is {shown(value)}; it must be a finite number")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}; it must be true or false")
 
 
 def write_costs(path: Path, costs: Costs) -> None:

@@ -84,9 +84,9 @@ def sensitivity(
             about=dict(keep.about), weights=_digest(trial.weights), clip=clip, formats=tuple(rounding), loss=before,
             count=count, samples=len(samples),
         )  # fmt: skip
-        costs = costs if keep.path is None else _resumed(costs, keep.path)
         wanted = [(WEIGHT, name) for name in trial.weights]
         wanted += [(ACTIVATION, name) for name in trial.weights if activations and name in trial.values]
+        costs = costs if keep.path is None else _resumed(costs, [trial.costs(*one, {}) for one in wanted], keep.path)
         done = {(tensor.kind, tensor.name) for tensor in costs.tensors}
         left = [one for one in wanted if one not in done]
         if left:
@@ -151,7 +151,7 @@ class _Trial:
             with _replaced(weight, rounded):
                 loss, _ = self.mean_loss(_as_it_is)
             formats[form] = _cost(sums, found.count, how.bits(weight, transposed), loss - before)
-        return self._costs(name, WEIGHT, weight.numel(), formats)
+        return self.costs(WEIGHT, name, formats)
 
     def activation(self, name: str, found: Gradients, before: float) -> TensorCosts:
         """Costs of what products with a weight read."""
@@ -168,12 +168,14 @@ class _Trial:
 
             loss, _ = self.mean_loss(look)
             formats[form] = _cost(found.activations[name, form], found.count, bits / self.values[name], loss - before)
-        return self._costs(name, ACTIVATION, self.values[name], formats)
+        return self.costs(ACTIVATION, name, formats)
 
-    def _costs(self, name: str, kind: str, values: int, formats: dict[str, Cost]) -> TensorCosts:
+    def costs(self, kind: str, name: str, formats: dict[str, Cost]) -> TensorCosts:
+        """Of a tensor of one of KINDS: what is known of it, with these costs."""
+        weight = self.weights[name]
         return TensorCosts(
-            name=name, kind=kind, shape=tuple(self.weights[name].shape), values=values,
-            transposed=name in self.transposed, formats=formats,
+            name=name, kind=kind, shape=tuple(weight.shape), transposed=name in self.transposed, formats=formats,
+            values=weight.numel() if kind == WEIGHT else self.values[name],
         )  # fmt: skip
 
 
@@ -213,8 +215,13 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
     return made.hexdigest()
 
 
-def _resumed(costs: Costs, path: Path) -> Costs:
+def _resumed(costs: Costs, wanted: Iterable[TensorCosts], path: Path) -> Costs:
     """What the file holds of these, or what they are without one.
+
+    Args:
+        costs: without tensors.
+        wanted: those that are to be measured, without formats.
+        path: the file.
 
     Raises:
         ValueError: it holds something else.
@@ -224,7 +231,24 @@ def _resumed(costs: Costs, path: Path) -> Costs:
     there = read_costs(path)
     if found := there.difference(costs):
         raise ValueError(f"{path} is of other settings ({found}); choose another file, or delete it")
+    known = {(one.kind, one.name): one for one in wanted}
+    for tensor in there.tensors:
+        here = known.get((tensor.kind, tensor.name))
+        if here is None:
+            raise ValueError(
+                f"{path} holds the {tensor.kind} of {tensor.name}, which is not measured now; measure it as well, or "
+                "choose another file"
+            )
+        if replace(here, formats=tensor.formats) != tensor:
+            raise ValueError(
+                f"{path} holds the {tensor.kind} of {tensor.name} with {_told(tensor)}, but it has {_told(here)}; "
+                "choose another file, or delete it"
+            )
     return replace(there, finished=False)
+
+
+def _told(tensor: TensorCosts) -> str:
+    return f"shape={list(tensor.shape)}, values={tensor.values}, transposed={tensor.transposed}"
 
 
 @contextlib.contextmanager

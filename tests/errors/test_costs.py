@@ -50,6 +50,10 @@ def test_what_is_written_is_read(tmp_path, content):
         (lambda content: content["tensors"][0]["formats"].pop("nvfp4"), r"tensors\[0\].formats has not the names"),
         (lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=None), "nvfp4.bits is None"),
         (lambda content: content["tensors"][0]["formats"]["nvfp4"].pop("first"), "no field 'first'"),
+        (lambda content: content["tensors"][0]["formats"]["nvfp4"].update(bits=-4.5), "bits is -4.5; it must be 0"),
+        (lambda content: content["tensors"][1]["formats"]["nvfp4"].update(error=-1), "error is -1; it must"),
+        (lambda content: content.update(finished="yes"), "finished is 'yes'; it must be true or false"),
+        (lambda content: content["tensors"][1].update(kind="weight"), "weight of a.weight, which stands there twice"),
     ],
 )
 def test_another_file_is_refused(tmp_path, content, change, named):

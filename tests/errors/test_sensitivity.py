@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from lsq.errors import Keep, read_costs, sensitivity
-from lsq.errors.costs import TensorCosts
+from lsq.errors.costs import TensorCosts, write_costs
 from lsq.quant.numbers import scaled_format
 from tests.errors.models import Layers, Quadratic, quadratic_loss, quadratic_samples, word_batches, word_loss
 
@@ -171,6 +172,45 @@ def test_a_file_of_other_settings_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=named):
             sensitivity(model, word_loss, batches, **{**given, **more})
+    assert path.read_bytes() == content
+
+
+def test_a_file_that_was_edited_is_refused(tmp_path):
+    """Costs are believed, as in other files that may be edited; tensors must be those of the model."""
+    path = tmp_path / "costs.json"
+
+    def measured():
+        given = {"formats": ["int3/row"], "tensors": ["back*"], "keep": Keep(path=path)}
+        return sensitivity(Layers(), word_loss, word_batches(), **given)
+
+    whole = measured()
+    for number, changes, named in (
+        (1, {"name": "other.weight"}, "activation of other.weight, which is not measured now"),
+        (0, {"shape": (3, 4)}, r"the weight of back.weight with shape=\[3, 4\], .* but it has shape="),
+        (0, {"transposed": True}, "transposed=True, but it has .* transposed=False; choose"),
+        (1, {"values": 7}, "values=7, transposed=False, but"),
+    ):
+        tensors = list(whole.tensors)
+        tensors[number] = replace(tensors[number], **changes)
+        write_costs(path, replace(whole, tensors=tuple(tensors)))
+        content = path.read_bytes()
+        with pytest.raises(ValueError, match=named):
+            measured()
+        assert path.read_bytes() == content
+    write_costs(path, replace(whole, tensors=whole.tensors[1:]))
+    again = measured()
+    assert {one.kind: one for one in again.tensors} == {one.kind: one for one in whole.tensors}
+
+
+def test_activations_of_a_file_are_neither_given_nor_lost_without_being_asked_for(tmp_path):
+    path = tmp_path / "costs.json"
+    given = {"formats": ["int3/row"], "tensors": ["back*"], "keep": Keep(path=path)}
+    weights = sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
+    assert not weights.of("activation")
+    assert sensitivity(Layers(), word_loss, word_batches(), **given).of("activation")
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match="the activation of back.weight, which is not measured now; measure it"):
+        sensitivity(Layers(), word_loss, word_batches(), activations=False, **given)
     assert path.read_bytes() == content
 
 
