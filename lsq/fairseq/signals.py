@@ -27,13 +27,12 @@ class TrainingSignals:
 
     Args:
         model: the model itself, without data parallel wrappers.
-        bits: width of its codes.
         interval: updates between two collections; the first update is collected as well.
         folder: where TensorBoard's files go, under "lsq"; None writes none.
     """
 
-    def __init__(self, model: nn.Module, *, bits: int, interval: int, folder: str | None = None):
-        self.model, self.bits, self.interval, self.folder = model, bits, interval, folder
+    def __init__(self, model: nn.Module, *, interval: int, folder: str | None = None):
+        self.model, self.interval, self.folder = model, interval, folder
         self.clips = dict(quantized_tensors(model))
         self.last: dict[str, TensorStatistics] = {}
         self.last_update = 0
@@ -86,7 +85,7 @@ class TrainingSignals:
 
     def _warn(self, update: int) -> None:
         for name, statistics in self.last.items():
-            text = complaint(statistics, self.bits, OPTION)
+            text = complaint(statistics, OPTION)
             if text and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("%s, update %d: %s", name, update, text)
@@ -109,10 +108,10 @@ class TrainingSignals:
 def _row(found: list[TensorStatistics]) -> str:
     """The rest of a line: the range of clips and codes, the largest shares."""
     clips = [statistics.clip for statistics in found]
-    codes = [statistics.largest_code for statistics in found]
+    codes = [statistics.largest_code for statistics in found if statistics.largest_code is not None]
     return (
         f"{found[0].kind:10} {_span(clips, '.4g'):>17} {max(s.clipped_share for s in found):8.3%} "
-        f"{max(s.zero_share for s in found):8.2%} {_span(codes, 'd'):>12}"
+        f"{max(s.zero_share for s in found):8.2%} {_span(codes, 'd') if codes else '-':>12}"
     )
 
 

@@ -155,7 +155,6 @@ class LSQTask(GradientTask):
         if self.signals is None and distributed.get_global_rank() == 0 and any(True for _ in quantized_tensors(model)):
             self.signals = TrainingSignals(
                 model,
-                bits=model.decoder.output_projection.quant.bits,
                 interval=interval_of(self.cfg.log_interval),
                 folder=self.cfg.tensorboard_logdir or None,
             )

@@ -246,14 +246,8 @@ class LsqCallback(TrainerCallback, ExportableState):
                 logger.warning("error feedback starts from zero: checkpoints of Trainer do not hold it")
 
     def _warn(self, step: int) -> None:
-        bits = {
-            f"{prefix}.{name}".lstrip(".").removesuffix("_clip"): module.quant.bits
-            for prefix, module in self.model.named_modules()
-            if isinstance(module, ProgramModule)
-            for name in module.clips()
-        }
         for name, statistics in self.last.items():
-            text = complaint(statistics, bits[name])
+            text = complaint(statistics)
             if text and name not in self._warned:
                 self._warned.add(name)
                 logger.warning("%s, step %d: %s", name, step, text)

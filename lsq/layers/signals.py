@@ -16,8 +16,8 @@ def interval_of(log_interval: int) -> int:
     return log_interval * -(-LEAST_INTERVAL // log_interval)
 
 
-def complaint(statistics: TensorStatistics, bits: int, option: str = "QuantConfig({}_init={!r})") -> str | None:
-    """What is wrong with a tensor of `bits`-bit codes, in words, or None.
+def complaint(statistics: TensorStatistics, option: str = "QuantConfig({}_init={!r})") -> str | None:
+    """What is wrong with a tensor, in words, or None.
 
     `option`: how to choose the way in which clips of a kind are first measured.
     """
@@ -26,7 +26,7 @@ def complaint(statistics: TensorStatistics, bits: int, option: str = "QuantConfi
             f"{statistics.clipped_share:.1%} of its values are clipped (clip {statistics.clip:.4g}); the clip is too "
             f"small: try {option.format(statistics.kind, 'absmax')} or a lower learning rate"
         )
-    if bits == 8 and statistics.largest_code <= SMALLEST_CODE:
+    if statistics.bits == 8 and statistics.largest_code <= SMALLEST_CODE:
         return (
             f"its largest code is {statistics.largest_code} of 127, fewer than 4 bits (clip {statistics.clip:.4g}); "
             f"the clip is too large: try {option.format(statistics.kind, 'mse')}"

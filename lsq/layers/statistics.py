@@ -9,8 +9,11 @@ from torch import nn
 
 from lsq import backends, quant
 from lsq.layers.module import ProgramModule
+from lsq.ops.calibration import integer_bits
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.program.operation import Operation
+from lsq.quant import Format
+from lsq.quant.numbers import ScaledFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +28,10 @@ class TensorStatistics:
     """Share of elements outside the clip, 0 to 1."""
     zero_share: float
     """Share of elements whose code, or decoded value, is 0."""
-    largest_code: int
-    """Largest |code| in use; of decoded values, the largest in 127ths of its clip."""
+    largest_code: int | None
+    """Largest |code| in use; None of values that are no integers under one scale for all that shares a clip."""
+    bits: int | None
+    """Width of such codes."""
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -60,11 +65,6 @@ def _program_modules(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
             yield name + "." if name else "", module
 
 
-def in_steps(values: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
-    """Decoded values in 127ths of their clip, rounded away from zero: as codes of 8 bits would tell of them."""
-    return (values.detach() / clip * quant.maximum_code(8)).abs().ceil()
-
-
 class _Observer:
     """Called after every operation of a module's forward pass."""
 
@@ -75,12 +75,13 @@ class _Observer:
         rounding = operation.rounding()
         if rounding is None:
             return
-        codes = in_steps(rounding.out, rounding.clip) if isinstance(rounding, FakeQuantize) else rounding.codes
+        decoded = isinstance(rounding, FakeQuantize)
+        codes, form = (rounding.out, rounding.form) if decoded else (rounding.codes, rounding.format)
         if rounding.clipped is None:
             outside = int((operation.unrounded(backends.run).abs() > rounding.clip).sum())
         else:
             outside = int(quant.unpack_bits(rounding.clipped, codes.numel()).sum())
-        self._note(declared.rounding().clip.name, "activation", rounding.clip, codes, outside)
+        self._note(declared.rounding().clip.name, "activation", rounding.clip, codes, form, outside)
 
     def weights(self, module: ProgramModule, tensors: dict[str, torch.Tensor]) -> None:
         """Look at the weights of a pass: parameters, and codes or values as the program takes them, by name."""
@@ -90,18 +91,24 @@ class _Observer:
                 continue
             weight, clip = tensors[name].detach(), tensors[declared.clip].detach()
             weight = weight.t() if declared.by_inputs else weight
-            if decoded is None:
-                codes = module.quant.weight_form(name).unpack(codes, weight.shape[1])[: weight.shape[0]]
-            else:
-                codes = in_steps(decoded, clip[:, None])
+            form = module.quant.weight_form(name)
+            codes = decoded if codes is None else form.unpack(codes, weight.shape[1])[: weight.shape[0]]
             outside = int((weight.abs() > clip[:, None]).sum())
-            self._note(declared.clip, "weight", clip, codes, outside)
+            self._note(declared.clip, "weight", clip, codes, form, outside)
 
-    def _note(self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor, outside: int) -> None:
+    def _note(
+        self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor, form: Format | ScaledFormat,
+        outside: int,
+    ) -> None:  # fmt: skip
+        """`codes`: of a ScaledFormat, values."""
+        bits = integer_bits(form)
+        if isinstance(form, ScaledFormat) and bits is not None:
+            codes = (codes / clip.view(-1, 1) * form.number.largest).round().nan_to_num()
         self._found[self._prefix + clip_name.removesuffix("_clip")] = TensorStatistics(
             kind=kind,
             clip=clip.mean().item(),
             clipped_share=outside / codes.numel(),
             zero_share=(codes == 0).sum().item() / codes.numel(),
-            largest_code=int(codes.abs().max()),
+            largest_code=None if bits is None else int(codes.abs().max()),
+            bits=bits,
         )

@@ -135,7 +135,7 @@ class Calibration:
                 clip.copy_(quant.calibrate(x, method, 8, **options))
                 return
             quant.check_not_empty(x)
-        bits = _bits(form)
+        bits = integer_bits(form)
         if bits is None:
             self._search(name, x, clip, form, bool(options.get("per_channel")))
             return
@@ -172,8 +172,8 @@ class Calibration:
                 quant.check_usable(int(found.sum()), values)
 
 
-def _bits(form: Format | ScaledFormat) -> int | None:
-    """Of integers that share a scale as they share a clip; None: of anything else."""
+def integer_bits(form: Format | ScaledFormat) -> int | None:
+    """Width of integers that share a scale as they share a clip; None: of anything else."""
     if isinstance(form, Format):
         return form.bits
     plain = form.grain.columns is None and form.scales.fine

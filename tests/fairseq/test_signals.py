@@ -21,7 +21,7 @@ def step(build, batch):
     def step(model: str = "", **options):
         task, model = build(model)
         sample = batch(task)
-        signals = TrainingSignals(model, bits=8, **options)
+        signals = TrainingSignals(model, **options)
 
         def one(update: int) -> None:
             model.zero_grad()
@@ -100,7 +100,7 @@ def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
 
 
 def test_summary_has_a_row_for_the_same_tensor_of_all_layers(build):
-    signals = TrainingSignals(build("")[1], bits=8, interval=1)
+    signals = TrainingSignals(build("")[1], interval=1)
     for layer, (clip, share) in enumerate([(1.5, 0.02), (2.5, 0.04)]):
         statistics = replace(HEALTHY, clip=clip, clipped_share=share, largest_code=100 + layer)
         signals.last[f"encoder.layers.{layer}.self_attn.context"] = statistics

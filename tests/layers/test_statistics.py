@@ -63,6 +63,33 @@ def test_codes_in_use():
     assert found["input"].clipped_share == 0
 
 
+@pytest.mark.parametrize(
+    ("form", "bits", "largest"),
+    [("int8/tensor", 8, 9), ("int6/tensor", 6, 2), ("int8/group32", None, None), ("fp8-e4m3/tensor", None, None),
+     ("mxint8", None, None), ("nvfp4", None, None)],
+)  # fmt: skip
+def test_codes_of_formats_are_counted_by_their_own_limits(form, bits, largest):
+    """Values that have scales of their own, or finer steps near zero, lose nothing by a wide clip."""
+    formats = {"weight_format": form, "activation_format": form, "weight_init": "absmax"}
+    quant = QuantConfig(**formats, activation_init="fixed", activation_clip=127.0)
+    layer = QuantizedLinear(32, 16, quant=quant)
+    with observe(layer) as found:
+        layer(torch.tensor([[0.0, 5.2, -9.4, 0.0] * 8]))
+    given, weight = found["input"], found["weight"]
+    assert (given.bits, given.largest_code, given.clipped_share, given.zero_share) == (bits, largest, 0.0, 0.5)
+    assert weight.bits == bits and weight.largest_code == (None if bits is None else 2 ** (bits - 1) - 1)
+    assert weight.clipped_share == 0
+
+
+def test_values_that_are_missing_do_not_stop_the_watching():
+    layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_format="int8/tensor", gradient_format="float32"))
+    layer(torch.randn(3, 16))
+    layer.eval()
+    with observe(layer) as found:
+        layer(torch.full((3, 16), torch.nan))
+    assert found["input"].largest_code == 0
+
+
 def test_every_quantised_tensor_of_a_model_is_seen_under_its_name():
     model = Model()
     with observe(model) as found:
