@@ -12,8 +12,9 @@ from lsq.config import QuantConfig, documentation
 from lsq.layers.clip_format import FIELDS, option
 from lsq.lock import locked_file
 
-CHANGEABLE = (*FIELDS, "gradient_format")
-"""Fields of QuantConfig. What gradients are rounded to says nothing about clips, but must go with the others."""
+CHANGEABLE = (*FIELDS, "gradient_format", "weight_init", "activation_init")
+"""Fields of QuantConfig. Some say nothing about what clips mean: what gradients are rounded to, which must go with the
+other formats, and how clips are measured, which they are not where they were fixed."""
 DESCRIPTION = """
 Make a checkpoint that was trained in one number format into one of another, to train on with or to translate with.
 Clips of weights are measured anew for it. Those of activations stay; where their format changes, the next pass measures

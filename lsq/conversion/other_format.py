@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lsq import quant
+from lsq.config import QuantConfig
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.program.parameters import Kind
@@ -37,7 +38,8 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
         Whether the next pass measures clips of activations.
 
     Raises:
-        ValueError: names or shapes do not fit, or a clip that is kept cannot be used. Nothing is loaded then.
+        ValueError: names or shapes do not fit, a clip that is kept cannot be used, or clips would have to be measured
+            where QuantConfig says that they are fixed. Nothing is loaded then.
     """
     own, kept, later, optional = model.state_dict(), dict(state), False, set()
     for prefix, module in _rounding(model):
@@ -52,6 +54,7 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
         clips = {prefix + module.state_name(name): module.declared[name].kind for name in module.clips()}
         of_activations = [name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew]
         of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
+        _check_measured(module.quant, weight_init=of_weights, activation_init=of_activations)
         kept |= {name: own[name] for name in (*of_weights, *of_activations)}  # until they are measured
         if of_activations and prefix + "calibrated" in kept:
             kept[prefix + "calibrated"] = torch.tensor(False)
@@ -61,6 +64,16 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
     for _, module in _rounding(model):
         module.calibrate_weights()
     return later
+
+
+def _check_measured(quantization: QuantConfig, **due: list[str]) -> None:
+    """Refuse to measure what is fixed: names of clips that are due, by the fields that say how clips are measured."""
+    for field, names in due.items():
+        if names and getattr(quantization, field) == "fixed":
+            raise ValueError(
+                f"{names[0]} must be measured for the new format, but {field} is 'fixed', under which nothing is "
+                f"measured: add {clip_format.option(field)} mse, in Python QuantConfig({field}='mse')"
+            )
 
 
 def _rounding(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:

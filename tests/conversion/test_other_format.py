@@ -80,6 +80,19 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
     assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
 
 
+@pytest.mark.parametrize("field", ["weight_init", "activation_init"])
+def test_clips_that_are_fixed_are_not_lost_in_silence(field):
+    """Nothing would measure them for the new format, and what was learned would be gone."""
+    first, second = made(), made(bits=3, **{field: "fixed"})
+    before = {name: value.clone() for name, value in second.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"0\.\w+_clip must be measured .* {field} is 'fixed'.* --\w+-init mse, in Py"):
+        load_other_format(second, clip_state(first), clip_names(second))
+    assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
+    kept = made(gradient_format="float32", weight_granularity="tensor", activation_init="fixed")
+    load_other_format(kept, clip_state(first), clip_names(kept))
+    assert kept[0].input_clip.equal(first[0].input_clip)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "later"),
     [
