@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lsq import files
 from lsq.decode.model import model_of
 from lsq.fairseq import checkpoint
+from lsq.fairseq.parameter_names import restore
 from lsq.layers import ProgramModule, quantized_tensors
 
 VERSION = 3.0
@@ -103,7 +104,7 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
                 rows, columns = value.shape
                 scale = decoding.tensors[name + ".scale"][:rows, None]
                 state[name] = decoding.codes(name, columns)[:rows] * scale
-    return checkpoint.restore(state)
+    return restore(state)
 
 
 def of_translation(options: Mapping[str, Any]) -> dict[str, Any]:

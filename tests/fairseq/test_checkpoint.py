@@ -21,26 +21,6 @@ def model(build):
     return build("")[1]
 
 
-def test_projections_are_concatenated_in_order(fairseq_state):
-    renamed = checkpoint.rename(fairseq_state)
-    old, new = "decoder.layers.1.", "decoder.layers.1."
-    joined = [fairseq_state[f"{old}self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(renamed[new + "self_attn.qkv_weight"], torch.cat(joined))
-    joined = [fairseq_state[f"{old}encoder_attn.{part}_proj.bias"] for part in "kv"]
-    assert torch.equal(renamed[new + "encoder_attn.key_value_bias"], torch.cat(joined))
-    assert renamed[new + "encoder_attn.query_weight"] is fairseq_state[old + "encoder_attn.q_proj.weight"]
-    assert renamed[new + "self_attn.out_bias"] is fairseq_state[old + "self_attn.out_proj.bias"]
-    assert renamed[new + "feed_forward.fc2_weight"] is fairseq_state[old + "fc2.weight"]
-
-
-@pytest.mark.parametrize("options", ["", "--encoder-learned-pos --decoder-learned-pos --layernorm-embedding"])
-def test_restored_names_are_those_of_fairseq(build, options):
-    state = {name: value for name, value in build(f"{FAIRSEQ} {options}")[1].state_dict().items() if value.numel() > 1}
-    restored = checkpoint.restore(checkpoint.rename(state))
-    assert restored.keys() == state.keys()
-    assert all(torch.equal(restored[name], value) for name, value in state.items())
-
-
 def test_loading_measures_the_clips_of_weights_and_asks_for_those_of_activations(model, fairseq_state):
     name, clip = next((name, clip) for name, clip in quantized_tensors(model) if name.endswith("fc1_weight"))
     model.encoder.layers[0].schedule.calibrated = True
