@@ -56,8 +56,8 @@ def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, othe
         load_other_format(model, state, names)
         return
     formats = formats_of(model)
-    for name in formats.keys() & state.keys():
-        clip_format.check(clip_format.read(state[name], name), formats[name], name.removesuffix(clip_format.NAME))
+    for name, ours in formats.items():
+        clip_format.check(clip_format.stored(state.get(name), name, ours), ours, name.removesuffix(clip_format.NAME))
     lacking, strange = sorted(names - state.keys() - formats.keys()), sorted(state.keys() - names)
     if lacking or strange:
         near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, n=1)

@@ -31,7 +31,7 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
 
     Args:
         model: in which lsq's layers have clips.
-        state: of such a model; formats that it does not say are those of this one.
+        state: of such a model; one of earlier versions does not say its formats, see clip_format.stored.
         wanted: names that it shall hold, but for clips of weights, and formats.
 
     Returns:
@@ -43,10 +43,10 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
     """
     own, kept, later, optional = model.state_dict(), dict(state), False, set()
     for prefix, module in _rounding(model):
-        stored = kept.pop(prefix + clip_format.NAME, None)
         ours = clip_format.fields_of(module.quant)
-        theirs = ours if stored is None else clip_format.read(stored, prefix + clip_format.NAME)
-        optional |= {prefix + clip_format.NAME, prefix + "fallen"}  # which earlier versions do not have
+        entry = prefix + clip_format.NAME
+        theirs = clip_format.stored(kept.get(entry), entry, ours)
+        optional.add(prefix + "fallen")  # which earlier versions do not have
         if theirs != ours:  # formats that do not round have no clips
             ending = [name for name in kept if name.startswith(prefix) and name.endswith(CLIP)]
             kept = {name: value for name, value in kept.items() if name not in ending or name in own}
@@ -55,7 +55,7 @@ def load_other_format(model: nn.Module, state: Mapping[str, torch.Tensor], wante
         of_activations = [name for name, kind in clips.items() if kind is Kind.ACTIVATION_CLIP and anew]
         of_weights = [name for name, kind in clips.items() if kind is Kind.WEIGHT_CLIP]
         _check_measured(module.quant, weight_init=of_weights, activation_init=of_activations)
-        kept |= {name: own[name] for name in (*of_weights, *of_activations)}  # until they are measured
+        kept |= {name: own[name] for name in (entry, *of_weights, *of_activations)}  # clips until they are measured
         if of_activations and prefix + "calibrated" in kept:
             kept[prefix + "calibrated"] = torch.tensor(False)
             later = True

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 from lsq.config import QuantConfig
+from lsq.quant.choices import format_choice
 from lsq.quant.numbers.names import all_parts
 
 NAME = "format"
 """In state dicts: uint8, a text in JSON, fields of QuantConfig by name."""
+OF_CLIPS = "calibrated"
+"""In state dicts of all versions, where there are clips."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
 """Fields of QuantConfig that say what clips mean."""
+EARLIER = {"weight_format": ("int8", "int4"), "activation_format": ("int8",)}
+"""What there was before state dicts said it."""
 DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.name in FIELDS}
 
 
@@ -25,19 +30,36 @@ def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantC
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
-    """Take the format out of a state dict. One without any is of an earlier version, and taken as it is.
+    """Take the format out of a state dict that may have one.
 
     Raises:
         ValueError: it is another format than this one, or damaged.
     """
-    found = state_dict.pop(prefix + NAME, None)
-    if found is not None:
-        check(read(found, prefix + NAME), fields_of(quantization), prefix)
+    found, ours = state_dict.pop(prefix + NAME, None), fields_of(quantization)
+    if found is not None or prefix + OF_CLIPS in state_dict:
+        check(stored(found, prefix + NAME, ours), ours, prefix)
 
 
 def fields_of(quantization: QuantConfig) -> dict[str, Any]:
     """FIELDS with their values."""
     return {name: getattr(quantization, name) for name in FIELDS}
+
+
+def stored(found: torch.Tensor | None, name: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of clips in a state dict, where `found` is called `name`, or None in those of earlier versions.
+
+    Those had int8 and int4 alone, and are taken for the one of these that this model has, or for int8.
+
+    Args:
+        ours: fields of this model.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if found is not None:
+        return read(found, name)
+    other = [field for field, there in EARLIER.items() if not set(format_choice(ours[field]).formats) <= set(there)]
+    return {**ours} | {field: DEFAULTS[field] for field in other}
 
 
 def read(stored: torch.Tensor, name: str) -> dict[str, Any]:

@@ -72,6 +72,17 @@ def test_other_clips_are_refused():
     assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
 
 
+def test_clips_of_earlier_versions_are_integers():
+    """Which did not say so."""
+    state = {name: one for name, one in clip_state(made()).items() if not name.endswith(".format")}
+    load_clip_state(made(), state)
+    model = made(weight_format="int8,layers.2.*=nvfp4")
+    kept = clip_state(model)
+    with pytest.raises(ValueError, match=r"layers\.2\.\*\) was trained with weight_format='int8', but .*'nvfp4'"):
+        load_clip_state(model, state)
+    assert all(torch.equal(value, clip_state(model)[name]) for name, value in kept.items())
+
+
 def test_checkpoints_of_transformers_leave_clips_out():
     model = made()
     floats = {f"layers.{layer}.{name}" for layer in range(3) for name in ("weight", "bias")}

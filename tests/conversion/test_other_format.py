@@ -80,6 +80,13 @@ def test_what_does_not_fit_is_refused_and_nothing_is_loaded():
     assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
 
 
+def test_clips_of_earlier_versions_are_of_integers():
+    state = {name: one for name, one in clip_state(made()).items() if not name.endswith(".format")}
+    second = made(activation_format="fp8-e4m3/tensor", gradient_format="float32")
+    assert load_other_format(second, state, clip_names(second)) and not second[0].calibrated
+    assert not load_other_format(made(weight_format="int4"), state, state.keys())
+
+
 @pytest.mark.parametrize("field", ["weight_init", "activation_init"])
 def test_clips_that_are_fixed_are_not_lost_in_silence(field):
     """Nothing would measure them for the new format, and what was learned would be gone."""

@@ -59,6 +59,25 @@ def test_states_of_earlier_versions_have_none():
     layer().load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ({"weight_format": "nvfp4"}, "trained with weight_format='int8', but this model has weight_format='nvfp4'"),
+        ({"weight_format": "int8,*=mxint8"}, "trained with weight_format='int8', but this model has .*mxint8"),
+        ({"activation_format": "fp8-e4m3/tensor"}, "with activation_format='int8', but"),
+        ({"weight_format": "float32"}, "with weight_format='int8', but"),
+    ],
+)
+def test_earlier_versions_had_integers_alone(ours, said):
+    state = layer().state_dict()
+    del state["format"]
+    with pytest.raises(ValueError, match=said):
+        layer(**ours).load_state_dict(state)
+    layer(weight_format="int4").load_state_dict(state)
+    weights = {name: state[name] for name in ("weight", "bias")}
+    layer(**ours).load_state_dict(weights, strict=False)
+
+
 def test_of_later_versions_more_is_refused_unless_it_is_known():
     text = b'{"weight_format": "int8", "turns": 3}'
     state = layer().state_dict() | {"format": torch.tensor(list(text), dtype=torch.uint8)}
