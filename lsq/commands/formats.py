@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from lsq import files
@@ -9,6 +10,7 @@ from lsq.commands import interruption, logs
 from lsq.commands.options import HelpFormatter, count, one_line_errors, replaces
 from lsq.errors import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
 from lsq.errors.tensors import LARGEST_SAMPLE
+from lsq.lock import locked_folder
 from lsq.quant.numbers import METHODS
 from lsq.quant.numbers.clips import PERCENTILE
 
@@ -80,7 +82,7 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     check(given)
     logs.quieten()
-    with interruption.raised():
+    with interruption.raised(), one_writer(given.output):
         errors, source = measured(given)
         print(errors)
         if not errors.kinds:
@@ -89,6 +91,11 @@ def run(arguments: list[str]) -> int:
             write(errors, source, given.output)
             print(f"\n{', '.join(OUTPUTS)} are in {given.output}")
     return 0
+
+
+def one_writer(folder: Path | None) -> AbstractContextManager[None]:
+    """Let nobody else write into the folder meanwhile, so that its files are of one measurement."""
+    return nullcontext() if folder is None else locked_folder(folder, "choose another --output")
 
 
 def check(given: Namespace) -> None:
@@ -153,12 +160,11 @@ def file_of(path: Path) -> Path:
 
 
 def write(errors: Errors, source: str, folder: Path) -> None:
-    """Write OUTPUTS, each whole or not at all; the JSON last, so that the others are there where it is.
+    """Write OUTPUTS into a folder, each whole or not at all; the JSON last, so that the others are there where it is.
 
     Raises:
         OSError: one cannot be written.
     """
-    folder.mkdir(exist_ok=True)
     draw(errors, folder / PICTURE, f"Number formats: {source}")
     files.write_text(folder / TABLE, f"# Number formats: {source}\n\n{errors.table('github')}\n")
     content = json.dumps({"source": source, **errors.to_json()}, indent=1, allow_nan=False)

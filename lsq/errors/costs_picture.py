@@ -5,6 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lsq import files
 from lsq.errors.costs import KINDS, Costs
 from lsq.errors.costs_table import ESTIMATES, correlation
 from lsq.errors.table import PLURALS
@@ -19,7 +20,7 @@ def draw_costs(costs: Costs, path: Path) -> None:
 
     Args:
         costs: those at or below zero are left out: axes are logarithmic.
-        path: picture to write; its suffix chooses the format (.png, .svg, .pdf).
+        path: picture to write, whole or not at all; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
         ValueError: the format is unknown.
@@ -37,7 +38,7 @@ def draw_costs(costs: Costs, path: Path) -> None:
         panels[kind].tick_params(axis="x", labelsize="x-small")
     _against_estimate(panels["estimate"], costs)
     figure.suptitle(f"Loss {costs.loss:.4f}: what it grows by with one tensor in another format")
-    figure.savefig(path, dpi=120)
+    files.write(path, lambda file: figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".")))
 
 
 def _over_tensors(axes: Axes, costs: Costs, kind: str, names: list[str]) -> None:

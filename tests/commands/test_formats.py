@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from lsq import cli
 from lsq.commands import formats
+from lsq.lock import locked_folder
 from tests.translate.conftest import output  # noqa: F401
 
 FORMATS = ["--formats", "int8/row", "nvfp4"]
@@ -83,6 +84,14 @@ def test_mistakes_are_one_line(lsq_formats, checkpoint, tmp_path):
     ):
         status, _, said = lsq_formats(*options)
         assert status == 2 and said.startswith("lsq formats: error: ") and message in said and said.count("\n") == 1
+
+
+def test_a_second_writer_is_refused(lsq_formats, checkpoint, tmp_path):
+    folder = tmp_path / "out"
+    with locked_folder(folder, "choose another"):
+        status, _, said = lsq_formats("--checkpoint", checkpoint, *FORMATS, "--output", folder)
+    assert status == 1 and "is writing into" in said and "wait for it, or choose another --output" in said
+    assert not folder.exists()
 
 
 def test_an_interruption_leaves_nothing(lsq_formats, checkpoint, tmp_path, monkeypatch):

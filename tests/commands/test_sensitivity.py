@@ -24,7 +24,7 @@ FEW = [*FORMATS, "--words", "40", "--tensors", "*fc1_weight", "*embed_tokens*"]
 def lsq_sensitivity(capsys, tmp_path, monkeypatch):
     """lsq_sensitivity(model, *options) -> (exit status, standard output, standard error)."""
 
-    monkeypatch.setattr("lsq.errors.costs_picture.Figure.savefig", lambda figure, path, **_: path.write_bytes(b""))
+    monkeypatch.setattr("lsq.errors.costs_picture.Figure.savefig", lambda figure, file, **_: file.write(b""))
 
     def lsq_sensitivity(model, *options) -> tuple[int, str, str]:
         given = ["--model", model, "--output", tmp_path / "out", "--quiet", *options]
