@@ -122,6 +122,8 @@ def check(given: Namespace) -> None:
         )
     if given.output is None or not replaces(given.output, overwrite=True):
         return
+    if not given.output.is_dir():
+        raise ValueError(f"--output {given.output} is a file; give a folder")
     there = [name for name in OUTPUTS if (given.output / name).exists()]
     if there and not given.overwrite:
         raise ValueError(f"{given.output / there[0]} is there already; choose another --output, or give --overwrite")

@@ -80,6 +80,7 @@ def test_mistakes_are_one_line(lsq_formats, checkpoint, tmp_path):
         (["--checkpoint", checkpoint, "--words", "100"], "--words goes with --model"),
         (["--model", checkpoint], f"for its weights give --checkpoint {checkpoint}, or, if it is a checkpoint of"),
         (["--checkpoint", checkpoint, "--output", tmp_path / "a" / "b"], "there is no folder"),
+        (["--checkpoint", checkpoint, "--output", checkpoint], "model.safetensors is a file; give a folder"),
         (["--checkpoint", checkpoint, "--clip", "percentile", "--percentile", "0"], "percentile is 0.0; it must be"),
     ):
         status, _, said = lsq_formats(*options)
