@@ -77,21 +77,18 @@ def run(arguments: list[str]) -> int:
             raise FileNotFoundError(2, "is not there", str(path))
     if given.output.exists() and not given.output.is_dir():
         raise ValueError(f"--output {given.output} is a file; give a folder")
-    with locked_folder(given.output, "choose another --output"), _interruptible():
+    with locked_folder(given.output, "choose another --output"), _interruptible(given.overwrite):
         batch = model_batch.load(
             given.model, given.text, data=given.data, subwords=given.sentencepiece_model, words=given.words
         )
         print(f"measuring {given.model}, {batch.description}")
-        path = given.output / JSON
-        if given.overwrite:
-            path.unlink(missing_ok=True)
         with _progress(given.quiet) as progress:
             costs = sensitivity(
                 batch.model, lambda model, numbers: batch.losses(numbers), by_length(batch.lengths, BATCH_WORDS),
                 samples=[[number] for number in range(len(batch.lengths))], formats=given.formats, clip=given.clip,
                 tensors=given.tensors, activations=not given.weights_only,
                 keep=Keep(
-                    path=path, progress=progress,
+                    path=given.output / JSON, anew=given.overwrite, progress=progress,
                     about={"model": str(given.model), "text": batch.description, "loss": "nats per word"},
                 ),
             )  # fmt: skip
@@ -116,16 +113,16 @@ def by_length(lengths: Sequence[int], words: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible(overwrite: bool) -> Iterator[None]:
     """Within this context signals end the work with a word on how to go on."""
+    advice = f"the same command{' without --overwrite' if overwrite else ''} goes on from there"
     try:
         with interruption.raised():
             yield
     except KeyboardInterrupt:
-        message = f"stopped by {name_of(signal.SIGINT)}; the same command goes on from there"
-        raise Interrupted(signal.SIGINT, message) from None
+        raise Interrupted(signal.SIGINT, f"stopped by {name_of(signal.SIGINT)}; {advice}") from None
     except Interrupted as stopped:
-        stopped.message += "; the same command goes on from there"
+        stopped.message += f"; {advice}"
         raise
 
 

@@ -27,6 +27,8 @@ class Keep:
 
     path: Path | None = None
     """File that is written after each tensor; if it is there, what it holds is not measured again."""
+    anew: bool = False
+    """Whether everything is measured again, and such a file replaced once the first tensor is done."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """In the result: what the model and the batches are. Plain values, as JSON has them."""
     progress: Callable[[int, int, str], object] | None = None
@@ -86,7 +88,8 @@ def sensitivity(
         )  # fmt: skip
         wanted = [(WEIGHT, name) for name in trial.weights]
         wanted += [(ACTIVATION, name) for name in trial.weights if activations and name in trial.values]
-        costs = costs if keep.path is None else _resumed(costs, [trial.costs(*one, {}) for one in wanted], keep.path)
+        if keep.path is not None and not keep.anew:
+            costs = _resumed(costs, [trial.costs(*one, {}) for one in wanted], keep.path)
         done = {(tensor.kind, tensor.name) for tensor in costs.tensors}
         left = [one for one in wanted if one not in done]
         if left:

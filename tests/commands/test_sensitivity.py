@@ -79,6 +79,21 @@ def test_a_stopped_command_goes_on(lsq_sensitivity, output, tmp_path, monkeypatc
     assert read_costs(path) == whole
 
 
+def test_beginning_anew_loses_nothing_before_something_is_measured(lsq_sensitivity, output, tmp_path, monkeypatch):  # noqa: F811
+    path = tmp_path / "out" / sensitivity.JSON
+    assert lsq_sensitivity(output, *FEW)[0] == 0
+    content = path.read_bytes()
+    for wrong in (["--formats", "int99"], ["--tensors", "nothing"]):
+        assert lsq_sensitivity(output, *FEW, "--overwrite", *wrong)[0] == 2
+        assert path.read_bytes() == content
+    with monkeypatch.context() as patch:
+        patch.setattr(sensitivity, "_progress", _stopping(signal.SIGTERM))
+        assert "; the same command without --overwrite goes on" in lsq_sensitivity(output, *FEW, "--overwrite")[2]
+    assert len(read_costs(path).tensors) == 1
+    assert lsq_sensitivity(output, *FEW)[0] == 0
+    assert path.read_bytes() == content
+
+
 def _stopping(number: int):
     """`_progress` under which a signal comes after the first tensor."""
     @contextlib.contextmanager
