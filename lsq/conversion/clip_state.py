@@ -58,7 +58,8 @@ def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, othe
     formats = formats_of(model)
     for name, ours in formats.items():
         clip_format.check(clip_format.stored(state.get(name), name, ours), ours, name.removesuffix(clip_format.NAME))
-    lacking, strange = sorted(names - state.keys() - formats.keys()), sorted(state.keys() - names)
+    wanted = (names & own.keys()) - formats.keys()  # in float mode, masks alone
+    lacking, strange = sorted(wanted - state.keys()), sorted(state.keys() - names)
     if lacking or strange:
         near = difflib.get_close_matches((lacking or strange)[0], strange if lacking else names, n=1)
         raise ValueError(

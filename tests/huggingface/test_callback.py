@@ -256,6 +256,29 @@ def test_low_rank_adapters_go_on_bit_for_bit(tmp_path):
     assert same_states(later.model, whole.model)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": "2:4,every=2", "mode": "float"},
+        {"sparsity": "2:4,every=2,begin=1,end=6", "weight_format": "nvfp4", "activation_format": "fp8-e4m3/tensor",
+         "gradient_format": "fp8-e5m2/row"},
+    ],
+    ids=["float", "decoded"],
+)  # fmt: skip
+def test_a_sparse_training_that_was_cut_off_goes_on_bit_for_bit(options, tmp_path):
+    """In floats, which have no clips, and with the learned clips of formats that are decoded."""
+    quant = QuantConfig(**options)
+
+    def training(folder: str, seed: int):
+        model = converted("gpt2", seed=seed, quant=quant)
+        return trainer("gpt2", tmp_path / folder, LsqCallback(), model=model, max_steps=7, save_steps=3)
+
+    whole, later = training("whole", 1), training("later", 5)
+    whole.train()
+    later.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert losses(later) == losses(whole) and same_states(later.model, whole.model)
+
+
 SPARSE = QuantConfig(sparsity="2:4,every=2,begin=1")
 
 
