@@ -1,4 +1,4 @@
-"""JSON that users hand in or edit: files of tuned products, markers."""
+"""JSON that users hand in or edit: files of tuned products and of measured costs, markers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,10 @@ import pytest
 
 from lsq.commands import stages
 from lsq.commands.stages import Stage
+from lsq.errors.costs import read_costs, write_costs
 from lsq.gemm import configuration_file
 from lsq.gemm.configuration import CpuConfiguration
+from tests.errors.test_costs import COSTS
 from tests.fuzz import trial
 from tests.fuzz.mutations import mutated_json
 from tests.gemm.tuned import GPU, cublas_entry, entry, file
@@ -45,6 +47,7 @@ KINDS = {
         read=configuration_file.read,
         write=configuration_file.write,
     ),
+    "costs": Kind(sound=lambda path: write_costs(path, COSTS), read=read_costs, write=write_costs),
 }
 
 
