@@ -16,8 +16,8 @@ MARKS = {
     "bench_decode": pytest.mark.thorough,  # makes models and searches with them
     "bench_gpu_step": pytest.mark.thorough,  # torch.compile traces a model of fairseq's
     "bench_gradients_training": pytest.mark.thorough,  # starts a training of two processes
-    "bench_models": pytest.mark.thorough,  # torch.compile traces models; test_bench_models.py runs every other side
-    "bench_numbers": pytest.mark.thorough,  # trains two models in processes of their own
+    "bench_models": pytest.mark.slow,  # torch.compile traces models; test_bench_models.py runs every other side
+    "bench_numbers": pytest.mark.slow,  # trains two models in processes of their own, for two minutes
     "bench_host": pytest.mark.thorough,  # makes a list of launches of each of many passes
     "bench_network": pytest.mark.slow,  # starts processes on pretended machines, again and again
     "bench_start": pytest.mark.thorough,  # starts processes that import PyTorch

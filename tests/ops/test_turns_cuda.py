@@ -5,6 +5,7 @@ second left. In the emulator, turns are counted.
 """
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
@@ -257,6 +258,10 @@ CASES = {
     "weight_gradient.cu": weight_gradients, "weight_gradient_product.cu": test_weight_gradient_product_cuda.turns,
 }  # fmt: skip
 """What runs all kernels of a source."""
+SOURCES = defaultdict(list)
+"""The same the other way round: several kernels' sources have one run."""
+for _source, _run in CASES.items():
+    SOURCES[_run].append(_source)
 
 
 @pytest.fixture(scope="module")
@@ -276,14 +281,15 @@ def test_every_source_has_a_case():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("source", CASES)
-def test_three_turns(source, counted, few_blocks, monkeypatch):
+@pytest.mark.parametrize("run, sources", [pytest.param(run, of, id=" ".join(of)) for run, of in SOURCES.items()])
+def test_three_turns(run, sources, counted, few_blocks, monkeypatch):
     counting = cuda.place == "emulator" and not cuda.SANITIZE
     device = counted.device() if counting else cuda.current_device()
     monkeypatch.setattr(cuda, "current_device", lambda: device)
-    CASES[source]()
+    run()
     if counting:
-        assert_three_turns(source, device.turns(source), counted.loops)
+        for source in sources:
+            assert_three_turns(source, device.turns(source), counted.loops)
 
 
 def assert_three_turns(source, found, loops):
