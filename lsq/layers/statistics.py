@@ -75,8 +75,10 @@ class _Observer:
         rounding = operation.rounding()
         if rounding is None:
             return
-        decoded = isinstance(rounding, FakeQuantize)
-        codes, form = (rounding.out, rounding.form) if decoded else (rounding.codes, rounding.format)
+        if isinstance(rounding, FakeQuantize):
+            codes, form = rounding.out, rounding.form if rounding.given else None
+        else:
+            codes, form = rounding.codes, rounding.format
         if rounding.clipped is None:
             outside = int((operation.unrounded(backends.run).abs() > rounding.clip).sum())
         else:
@@ -97,11 +99,11 @@ class _Observer:
             self._note(declared.clip, "weight", clip, codes, form, outside)
 
     def _note(
-        self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor, form: Format | ScaledFormat,
-        outside: int,
+        self, clip_name: str, kind: str, clip: torch.Tensor, codes: torch.Tensor,
+        form: Format | ScaledFormat | None, outside: int,
     ) -> None:  # fmt: skip
-        """`codes`: of a ScaledFormat, values."""
-        bits = integer_bits(form)
+        """`codes`: of a ScaledFormat, values. `form`: None where scales are measured, and none is that of the clip."""
+        bits = None if form is None else integer_bits(form)
         if isinstance(form, ScaledFormat) and bits is not None:
             codes = (codes / clip.view(-1, 1) * form.number.largest).round().nan_to_num()
         self._found[self._prefix + clip_name.removesuffix("_clip")] = TensorStatistics(

@@ -81,6 +81,15 @@ def test_codes_of_formats_are_counted_by_their_own_limits(form, bits, largest):
     assert weight.clipped_share == 0
 
 
+def test_rows_of_activations_have_scales_of_their_own():
+    """Each row uses all codes, however wide the clip of all of them is; a weight has a clip for each row."""
+    layer = QuantizedLinear(32, 16, quant=QuantConfig(weight_format="int8/row", activation_format="int8/row"))
+    layer(100 * torch.randn(3, 32))
+    with observe(layer) as found:
+        layer(torch.randn(3, 32))
+    assert found["input"].largest_code is found["input"].bits is None and found["weight"].bits == 8
+
+
 def test_values_that_are_missing_do_not_stop_the_watching():
     layer = QuantizedLinear(16, 16, quant=QuantConfig(activation_format="int8/tensor", gradient_format="float32"))
     layer(torch.randn(3, 16))
