@@ -89,14 +89,23 @@ def _take(lock: FileLock, path: Path) -> bool:
 def _uninterrupted() -> Iterator[None]:
     """Signals that Python handles, as Ctrl-C, wait for the end of this context: no lock is half taken or released."""
     came: list[int] = []
+    held = True
+
+    def note(number: int, frame: object) -> None:
+        if held:
+            came.append(number)
+        else:  # a signal came while handlers were put back, and this one was not yet
+            handlers[number](number, frame)
+
     numbers = _SIGNALS if threading.current_thread() is threading.main_thread() else ()  # the others never see one
     handlers = {number: signal.getsignal(number) for number in numbers}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
         for number in handlers:
-            signal.signal(number, lambda number, frame: came.append(number))
+            signal.signal(number, note)
         yield
     finally:
+        held = False
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in came:

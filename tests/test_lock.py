@@ -152,6 +152,30 @@ def test_a_signal_leaves_no_lock(tmp_path, monkeypatch, step):
         pass
 
 
+def test_no_signal_is_lost_that_comes_while_handlers_are_put_back(tmp_path, monkeypatch):
+    """Ctrl-C, before SIGTERM has its handler again."""
+    came, put, before = [], signal.signal, signal.getsignal(signal.SIGTERM)
+
+    def handle(number, frame):
+        came.append(number)
+
+    def interrupted(number, handler):
+        put(number, handler)
+        if handler is signal.default_int_handler:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        put(signal.SIGTERM, handle)
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(KeyboardInterrupt), locked_folder(tmp_path, "x"):
+                pass
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM]
+    finally:
+        put(signal.SIGTERM, before)
+
+
 def test_waiting_for_a_lock_can_be_interrupted(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
     with locked_folder(tmp_path, "x"):
