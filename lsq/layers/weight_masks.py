@@ -22,13 +22,17 @@ ALONE = (
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict of a sparse model as one of a dense model that computes the same: zeros are where masks leave out.
 
+    Masks of weights that are not there stay.
+
     Raises:
         ValueError: a mask has not one bit for each value of its weight.
     """
-    found = {name: tensor for name, tensor in state.items() if not name.endswith(SUFFIX)}
-    for name in state.keys() - found.keys():
-        weight = found[name.removesuffix(SUFFIX)]
-        found[name.removesuffix(SUFFIX)] = weight * unpack_bits(state[name], weight.numel()).view_as(weight)
+    found = dict(state)
+    for name in state:
+        of = name.removesuffix(SUFFIX)
+        if of != name and of in state:
+            weight = state[of]
+            found[of] = weight * unpack_bits(found.pop(name), weight.numel()).view_as(weight)
     return found
 
 

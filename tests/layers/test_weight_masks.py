@@ -7,7 +7,7 @@ import torch
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
-from lsq.layers.weight_masks import WeightMasks
+from lsq.layers.weight_masks import WeightMasks, without_masks
 
 
 @pytest.fixture
@@ -36,6 +36,17 @@ def test_what_is_read(layer):
     torch.testing.assert_close(layer.eval()(x), torch.nn.functional.linear(x, expected, layer.bias))
     layer.weight_masks.fill(layer)
     assert layer.values_of("weight") is layer.weight and layer.weight_masks.mask(layer, "weight").all()
+
+
+def test_a_state_without_masks(layer):
+    state = layer.state_dict()
+    found = without_masks(state)
+    assert state.keys() - found.keys() == {"weight_kept"} and torch.equal(found["weight"], layer.values_of("weight"))
+    del state["weight"]
+    assert without_masks(state).keys() == state.keys()  # who loads it names what is left over
+    state["weight"] = torch.randn(3, 16)
+    with pytest.raises(ValueError, match="48 bits take 6 bytes, but packed holds 64"):
+        without_masks(state)
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
