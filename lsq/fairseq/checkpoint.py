@@ -1,4 +1,4 @@
-"""Checkpoints: starting from fairseq's own transformer, and what is checked in checkpoints of this model."""
+"""Checkpoints: starting from those of float models, and what is checked in checkpoints of this model."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -53,8 +53,8 @@ def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
     """
     if any(name.endswith(CLIP) for name in state):
         raise ValueError(
-            "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from fairseq's own "
-            "transformer; continue an int8 model with --restore-file or --finetune-from-model"
+            "--lsq-from was given an int8 model's checkpoint (it holds clips), but it starts from a float "
+            "model; continue an int8 model with --restore-file or --finetune-from-model"
         )
     given, clips = rename(weight_masks.without_masks(state)), {name + CLIP for name, _ in quantized_tensors(model)}
     own = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name not in clips}
@@ -167,7 +167,7 @@ def quantization(given: Mapping[str, Any]) -> QuantConfig:
 
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
-    """Start `model`, built from fairseq's options `args`, from the checkpoint of a fairseq transformer at `path`.
+    """Start `model`, built from fairseq's options `args`, from the float checkpoint at `path`: see `load_float`.
 
     Raises:
         FileNotFoundError, IsADirectoryError: there is no such file.
