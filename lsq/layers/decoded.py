@@ -6,7 +6,7 @@ import math
 import torch
 
 from lsq.ops.fake_quantize import FakeQuantize
-from lsq.ops.grouped_product import GroupedCodes, common_group
+from lsq.ops.grouped_product import STEP, GroupedCodes, common_group
 from lsq.program.builder import Builder
 from lsq.program.parameters import Kind
 from lsq.program.values import Rows
@@ -43,6 +43,7 @@ def grouped(builder: Builder, x: Rows, weight: str) -> GroupedCodes | None:
     group = common_group(producer.form, form)
     if group is None:
         return None
+    group = min(group, -(-x.floats.shape[1] // STEP) * STEP)  # what is beyond the last input would be multiplied, too
     if producer.coded is None:
         rows, name, grain = x.floats.shape[0], x.floats.name, producer.form.grain
         producer.coded = GroupedCodes(

@@ -31,6 +31,7 @@ def convert(capsys):
     return convert
 
 
+@pytest.mark.thorough
 def test_a_run_in_another_format_is_exported_and_translates(convert, output, tmp_path, capsys):  # noqa: F811
     path = tmp_path / "int4.pt"
     before = (output / CHECKPOINT).read_bytes()

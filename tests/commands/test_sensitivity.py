@@ -33,6 +33,7 @@ def lsq_sensitivity(capsys, tmp_path, monkeypatch):
     return lsq_sensitivity
 
 
+@pytest.mark.thorough
 def test_a_run(lsq_sensitivity, output, tmp_path):  # noqa: F811
     """All of its validation data have the loss that the training reported."""
     status, said, _ = lsq_sensitivity(output, *FORMATS)

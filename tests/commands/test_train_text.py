@@ -151,6 +151,7 @@ def test_damaged_checkpoints_of_a_finished_run_are_named(command, tmp_path):
         train_text.run(arguments)
 
 
+@pytest.mark.thorough
 def test_progress_without_a_terminal(command, capsys):
     arguments = [word for word in command("--updates", "2", "--mode", "float") if word != "--quiet"]
     train_text.run(arguments)

@@ -56,6 +56,7 @@ def parallel(rank: int) -> dict[str, torch.Tensor]:
     return whole(made)
 
 
+@pytest.mark.thorough
 def test_distributed_data_parallel():
     expected = converted()
     trained(expected)

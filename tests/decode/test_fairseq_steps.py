@@ -62,16 +62,15 @@ def compare(names: list[str], options: SearchOptions, prefixes=None, seed: int =
     assert_same(theirs, ours, options.nbest)
 
 
-@pytest.mark.parametrize("case, name", in_turn([*CASES], SUBJECTS, 3))
+@pytest.mark.parametrize("case, name", in_turn([*CASES], SUBJECTS, 2))
 def test_hypotheses_are_those_of_fairseq(name, case):
     compare([name], SearchOptions(**CASES[case]))
 
 
-@pytest.mark.parametrize("given", [
+@pytest.mark.parametrize("given, name", in_turn([
     {}, {"beam": 1}, {"unk_penalty": -2.0, "nbest": 5}, {"temperature": 0.5}, {"max_len_b": 2}, {"min_len": 5},
     {"sampling": True, "sampling_topk": 4}, {"sampling": True, "sampling_topp": 0.9}, {"sampling": True},
-])  # fmt: skip
-@pytest.mark.parametrize("name", ["fairseq", "int8", "int8 language model", "int8 engine"])
+], ["fairseq", "int8", "int8 language model", "int8 engine"], 2))  # fmt: skip
 def test_so_are_those_with_prefixes(name, given):
     compare([name], SearchOptions(**{"max_len_b": 12, **given}), PREFIXES)
 

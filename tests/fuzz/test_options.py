@@ -112,6 +112,7 @@ def test_a_command_line_is_followed_or_refused(folder, name, count):
     assert refused > count / 10, (worked, refused)
 
 
+@pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_training_is_done_or_refused(folder, prepared, count):
     command = ["train", str(prepared.data), *TRAINING, *words("--cpu --no-save --disable-validation --max-update 1")]
@@ -119,6 +120,7 @@ def test_a_training_is_done_or_refused(folder, prepared, count):
     attempts("train", command, known(options.get_training_parser()), ["--max-update", "1"], folder, count)
 
 
+@pytest.mark.thorough
 @trial.counts(10, 200)
 def test_a_translation_is_done_or_refused(folder, prepared, trained, count):
     command = ["generate", str(prepared.data), "--path", str(trained / "lsq_transformer.pt"), "--max-tokens", "300"]

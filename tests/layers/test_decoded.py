@@ -107,6 +107,7 @@ def test_layers_compute_the_reference_on_cuda(formats, options):
     assert all((one - other).norm() <= 2e-2 * other.norm() + 1e-9 for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.thorough
 def test_layers_with_activations_in_bfloat16_on_cuda():
     tested = case(("nvfp4", "fp8-e4m3/row", "int8"), hidden=HIDDEN, heads=HEADS, feed_forward=INNER)
     narrow = CUDA(current_device(), activations=torch.bfloat16)
@@ -247,6 +248,17 @@ def test_a_weight_is_packed_once_in_eval_mode(monkeypatch):
         assert not layer(x).equal(second) and len(packed) == 3
     layer(x).sum().backward()  # with decoded values
     assert layer.weight.grad is not None
+
+
+@fast
+@torch.no_grad()
+def test_groups_beyond_the_last_input_take_no_memory():
+    layer = QuantizedLinear(40, 21, quant=QuantConfig(weight_format="int8/group1024", activation_format="int8/row"))
+    x = torch.randn(4, 40)
+    wanted = layer(x)
+    assert near(layer.eval()(x), wanted)
+    (packed,) = layer.codes.kept.values()
+    assert packed.numel() < 5 * layer.weight.numel()
 
 
 def test_the_loss_of_a_vocabulary_and_its_logits_agree():

@@ -84,6 +84,7 @@ def test_lists_of_gradients_may_be_kept(pair):
     assert equal(found, expected) and not any(inside(memory, one) for one in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("view", [
     lambda gradient: gradient[1:], torch.Tensor.detach, torch.Tensor.numpy, torch.Tensor.untyped_storage,
 ])  # fmt: skip
