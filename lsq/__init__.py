@@ -17,14 +17,17 @@ _HOMES = {
     "QuantConfig": "lsq.config", "Translator": "lsq.translate", "convert": "lsq.conversion",
     "monitor": "lsq.monitoring", "plan_memory": "lsq.layers.memory", "revert": "lsq.conversion",
 }  # fmt: skip
+_PACKAGES = ("dist", "huggingface", "optim")
 
 
 def __getattr__(name: str) -> object:
-    """`lsq.convert` and the others, imported when they are used first: PyTorch takes a second."""
+    """`lsq.convert`, `lsq.optim` and the others, imported when they are used first: PyTorch takes a second."""
+    if name in _PACKAGES:
+        return import_module(f"lsq.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
