@@ -37,7 +37,7 @@ def parser(of_file: bool = True) -> ArgumentParser:
         formatter_class=HelpFormatter,
     )
     one_line_errors(made)
-    columns = "id,lower,upper,size[,alignment]; alive on [lower, upper)"
+    columns = "id,lower,upper,size[,alignment][,offset]; alive on [lower, upper)"
     if of_file:
         made.add_argument("file", type=Path, metavar="FILE.csv", help=f"{columns}; or give --arch NAME instead")
         made.add_argument("--align", type=positive, default=1, metavar="N", help="alignment where the file gives none")

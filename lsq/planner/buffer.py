@@ -8,14 +8,26 @@ from lsq.memory import buffer as memory
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer(memory.Buffer):
-    """A buffer that may belong to a pool.
+    """A buffer that may belong to a pool, and may have an offset that no plan changes.
 
     Raises:
-        ValueError: a number is out of range, or the life is empty.
+        ValueError: a number is out of range, the life is empty, or the offset is not aligned.
     """
 
     pool: str = "default"
     """Buffers of different pools never share a segment."""
+    offset: int | None = None
+    """Bytes from the start of its pool; None: the planner chooses."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.offset is not None:
+            self._require_range("offset", 0)
+            if self.offset % self.alignment:
+                raise ValueError(
+                    f"buffer {self.name!r}: offset is {self.offset}; it must be a multiple of its "
+                    f"alignment, {self.alignment}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,5 +65,14 @@ class Plan:
 
 
 def bound_of_pool(buffers: Sequence[Buffer]) -> int:
-    """Bytes that no plan of the buffers of one pool can do with less than: the largest sum alive at one time."""
-    return max((load for _, load in memory.live_load(buffers)), default=0)
+    """Bytes that no plan of the buffers of one pool can do with less than.
+
+    That is the largest sum alive at one time, or the highest end of those whose offset is given.
+    """
+    ends = [one.offset + one.size for one in buffers if one.size and one.offset is not None]
+    return max([*(load for _, load in memory.live_load(buffers)), *ends], default=0)
+
+
+def given_offsets(buffers: Sequence[Buffer]) -> dict[int, int]:
+    """The offsets that no plan changes, by the number of their buffer."""
+    return {number: one.offset for number, one in enumerate(buffers) if one.offset is not None}

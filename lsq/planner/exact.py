@@ -16,7 +16,7 @@ from lsq.csrc import loader
 from lsq.csrc.shared_library import LibraryError
 from lsq.memory.placement import Placement, place, table
 from lsq.memory.planner import busiest_loads
-from lsq.planner.buffer import Buffer
+from lsq.planner.buffer import Buffer, given_offsets
 
 MOST_BUFFERS = 4096
 """The search compares every pair of buffers; of more, the smallest are set aside."""
@@ -97,7 +97,7 @@ class _Worker:
             _OutOfTime: the deadline came first.
         """
         numbers = {"dtype": torch.int64, "device": "cpu"}
-        rows, wanted = table(buffers, {}), torch.tensor(order, **numbers)
+        rows, wanted = table(buffers, given_offsets(buffers)), torch.tensor(order, **numbers)
         offsets, outcome = torch.zeros(len(buffers), **numbers), torch.zeros(1, **numbers)
         self.control[0] = 0
         arguments = (rows, wanted, len(buffers), capacity, budget, self.control, offsets, outcome)
@@ -127,7 +127,8 @@ def _search(buffers: Sequence[Buffer], capacity: int, deadline: float, worker: _
     try:
         while True:
             for key in _keys(buffers, generator):
-                large = [i for i, buffer in enumerate(buffers) if buffer.size >= smallest]
+                given = given_offsets(buffers)
+                large = [i for i, one in enumerate(buffers) if one.size >= smallest or i in given]
                 searched = [buffers[i] for i in large]
                 order = sorted(range(len(large)), key=lambda i: key[large[i]])  # noqa: B023
                 outcome, offsets = worker.run(searched, order, capacity, budget, deadline)

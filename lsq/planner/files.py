@@ -6,7 +6,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lsq.files import write_text
@@ -14,6 +14,9 @@ from lsq.memory.buffer import LARGEST
 from lsq.planner.buffer import Buffer, Plan
 
 REQUIRED = ("id", "lower", "upper", "size")
+OPTIONAL = ("alignment", "offset", "gaps")
+ALIASES = {"buffer": "id", "buffer_id": "id", "begin": "lower", "start": "lower", "end": "upper"}
+"""MiniMalloc's other names of columns. A life includes what `end` says, and ends before `upper`."""
 NUMBER = re.compile("-?[0-9]+")
 """What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
 TOO_LONG = 100
@@ -21,29 +24,25 @@ TOO_LONG = 100
 
 
 def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
-    """Read `id,lower,upper,size[,alignment]`; a buffer lives on [lower, upper), so its last operation is upper - 1.
+    """Read `id,lower,upper,size[,alignment][,offset]`; a buffer's last operation is upper - 1.
 
     Args:
-        path: the file; further columns are ignored.
+        path: the file.
         alignment: bytes, of rows that give none.
 
     Raises:
-        ValueError: the file is empty or a row is wrong; the message names its line.
+        ValueError: the file is empty, a row is wrong, a column is unknown, or a buffer has gaps;
+            names the line.
         OSError: the file cannot be read.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         try:
-            missing = [name for name in REQUIRED if name not in (rows.fieldnames or ())]
-            if missing:
-                heading = ",".join(rows.fieldnames or ())
-                raise ValueError(
-                    f"{path}, line 1: no column {', '.join(missing)} in {heading!r}; "
-                    f"the heading must be {','.join(REQUIRED)} and may have alignment"
-                )
+            inclusive = "end" in (rows.fieldnames or ())
+            rows.fieldnames = _columns(rows.fieldnames or (), path)
             buffers, lines = [], {}
             for row in rows:
-                buffer = _buffer(row, alignment, f"{path}, line {rows.line_num}")
+                buffer = _buffer(row, alignment, inclusive, f"{path}, line {rows.line_num}")
                 if buffer.name in lines:
                     raise ValueError(
                         f"{path}, line {rows.line_num}: id {buffer.name!r} stands in line {lines[buffer.name]} already"
@@ -57,13 +56,36 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
     return buffers
 
 
-def _buffer(row: dict[str, str | None], alignment: int, where: str) -> Buffer:
+def _columns(heading: Sequence[str], path: Path) -> list[str]:
+    """The columns of a heading by their first names; raises ValueError where they do not suit."""
+    found = [ALIASES.get(name, name) for name in heading]
+    missing = [name for name in REQUIRED if name not in found]
+    unknown = [name for name in found if name not in (*REQUIRED, *OPTIONAL)]
+    twice = [name for name in found if found.count(name) > 1]
+    faults = {"no column": missing, "unknown column": unknown, "twice the column": twice[:1]}
+    for fault, names in faults.items():
+        if names:
+            raise ValueError(
+                f"{path}, line 1: {fault} {', '.join(names)} in {','.join(heading)!r}; "
+                f"the heading must be {','.join(REQUIRED)} and may have alignment and offset"
+            )
+    return found
+
+
+def _buffer(row: dict[str, str | None], alignment: int, inclusive: bool, where: str) -> Buffer:
     if None in row or any(row[name] in (None, "") for name in REQUIRED):
         raise ValueError(f"{where}: the row has not as many values as the heading has columns")
-    numbers = {"alignment": alignment}
-    for name in ("lower", "upper", "size", "alignment"):
+    numbers = {"alignment": alignment, "offset": None}
+    for name in ("lower", "upper", "size", "alignment", "offset"):
         if name in REQUIRED or row.get(name):
             numbers[name] = _number(row[name], name, where)
+    if row.get("gaps"):
+        raise ValueError(
+            f"{where}: buffer {row['id']!r} has gaps, {row['gaps']!r}, which lsq plan does not know; "
+            "clear them, which may need more memory, or give each part of the life a row of its own, "
+            "if it may lie at different offsets"
+        )
+    numbers["upper"] += inclusive
     if numbers["upper"] <= numbers["lower"]:
         raise ValueError(f"{where}: upper is {numbers['upper']}; it must be above lower, which is {numbers['lower']}")
     try:
@@ -73,6 +95,7 @@ def _buffer(row: dict[str, str | None], alignment: int, where: str) -> Buffer:
             first=numbers["lower"],
             last=numbers["upper"] - 1,
             alignment=numbers["alignment"],
+            offset=numbers["offset"],
         )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

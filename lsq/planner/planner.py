@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lsq.memory.buffer import LARGEST
 from lsq.memory.placement import Placement, place
+from lsq.memory.planner import overlaps
 from lsq.planner import exact, segments
-from lsq.planner.buffer import Buffer, Plan, bound_of_pool
+from lsq.planner.buffer import Buffer, Plan, bound_of_pool, given_offsets
 from lsq.planner.orders import ORDERS
 from lsq.planner.validator import check
 
@@ -51,8 +52,9 @@ def plan(
     buffers = list(buffers)
     _check_options(method, capacity, time_limit, cap)
     pools = _by_pool(buffers)
+    _check_given(pools, cap)
     orders = ORDERS.get(method, ORDERS["portfolio"])
-    offsets = dict.fromkeys((buffer.name for buffer in buffers), 0)
+    offsets = {buffer.name: buffer.offset or 0 for buffer in buffers}
     homes: dict[str, int] = {}
     rows: list[tuple[int, int, str]] = []  # of each segment: bytes used, capacity, pool
     met = True
@@ -93,7 +95,7 @@ def best_order(buffers: Sequence[Buffer], orders: Sequence[Callable], target: in
     """One segment for the buffers of a pool, by the best of several orders; stop where `target` bytes are enough."""
     best = None
     for order in orders:
-        placement = place(buffers, order(buffers))
+        placement = place(buffers, order(buffers), fixed=given_offsets(buffers))
         if best is None or placement.used[0] < best.used[0]:
             best = placement
         if best.used[0] <= target:
@@ -115,10 +117,26 @@ def _check_options(method: str, capacity: int | None, time_limit: float, cap: in
         raise ValueError(f"time_limit is {time_limit!r}; it must be a number of seconds above 0")
 
 
+def _check_given(pools: dict[str, list[Buffer]], cap: int | None) -> None:
+    """Refuse offsets that are given and that no plan can keep to."""
+    for members in pools.values():
+        given = [buffer for buffer in members if buffer.offset is not None]
+        if given and cap is not None:
+            raise ValueError(
+                f"buffer {given[0].name!r} has an offset, {given[0].offset}, and cap makes several "
+                "segments, of which an offset names none; leave out one of the two"
+            )
+        for moment, one, other in overlaps(given, [buffer.offset for buffer in given]):
+            raise ValueError(
+                f"buffers {one.name!r} and {other.name!r} overlap at operation {moment} at the offsets "
+                f"that are given, {one.offset} and {other.offset}; change one, or leave it out"
+            )
+
+
 def _by_pool(buffers: Sequence[Buffer]) -> dict[str, list[Buffer]]:
     """Buffers by pool, in the order of first appearance, checked for what no plan can solve."""
-    if sum(buffer.size + buffer.alignment for buffer in buffers) > LARGEST:
-        raise ValueError("the sizes and alignments of all buffers add up to more than 2^62 bytes")
+    if sum(buffer.size + buffer.alignment + (buffer.offset or 0) for buffer in buffers) > LARGEST:
+        raise ValueError("sizes, alignments and offsets of all buffers add up to more than 2^62 bytes")
     names: set[str] = set()
     pools: dict[str, list[Buffer]] = {}
     for buffer in buffers:

@@ -46,6 +46,8 @@ def _faults_of_buffer(buffer: Buffer, plan: Plan) -> Iterator[str]:
     if plan.pools[segment] != buffer.pool:
         yield f"pools mixed: {name!r} of pool {buffer.pool!r} lies in segment {segment} of {plan.pools[segment]!r}"
         return
+    if buffer.offset not in (None, offset):
+        yield f"moved: {name!r} lies at {offset}, but its offset is given as {buffer.offset}"
     if offset < 0:
         yield f"negative offset: {name!r} lies at {offset}"
     if offset % buffer.alignment:

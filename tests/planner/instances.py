@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 from hypothesis import strategies
 
@@ -66,21 +67,27 @@ def assert_separate(buffers: list[Buffer], plan: Plan) -> None:
         assert offset >= 0 and offset % buffer.alignment == 0
         assert not buffer.size or offset + buffer.size <= plan.used[segment] <= plan.capacities[segment]
         assert plan.pools[segment] == buffer.pool
+        assert buffer.offset in (None, offset)
 
 
 def smallest_peak(buffers: list[Buffer]) -> int:
-    """The optimum of one pool: every buffer as low as it goes, in every order.
+    """The optimum of one pool: every buffer in the lowest free place, in every order; given offsets stay.
 
     Some order is the order of offsets of an optimal plan whose buffers have all been moved down.
     """
-    best = sum(buffer.size + buffer.alignment for buffer in buffers)
-    for order in itertools.permutations(buffers):
-        ends: list[tuple[Buffer, int]] = []
+    given = [(one, one.offset, one.offset + one.size) for one in buffers if one.offset is not None]
+    best = None
+    for order in itertools.permutations([one for one in buffers if one.offset is None]):
+        placed = list(given)
         for buffer in order:
-            below = [end for other, end in ends if other.first <= buffer.last and buffer.first <= other.last]
-            offset = -(-max(below, default=0) // buffer.alignment) * buffer.alignment
-            ends.append((buffer, offset + buffer.size))
-        best = min(best, max(end for _, end in ends))
+            offset = 0
+            for other, start, end in sorted(placed, key=lambda one: one[1]):
+                together = other.first <= buffer.last and buffer.first <= other.last
+                if together and start < offset + buffer.size and offset < end:
+                    offset = -(-end // buffer.alignment) * buffer.alignment
+            placed.append((buffer, offset, offset + buffer.size))
+        peak = max(end for _, _, end in placed)
+        best = peak if best is None else min(best, peak)
     return best
 
 
@@ -98,3 +105,19 @@ def small_instances(draw, most: int = 6, alignments: tuple[int, ...] = (1,)) -> 
         Buffer(name=f"b{number}", size=size, first=first, last=first + length, alignment=alignment)
         for number, (size, first, length, alignment) in enumerate(drawn)
     ]
+
+
+@strategies.composite
+def given_offsets(draw, most: int = 6) -> list[Buffer]:
+    """Hypothesis strategy: the same; up to three have offsets at which they do not overlap."""
+    buffers, kept = draw(small_instances(most)), []
+    for number, buffer in enumerate(buffers[:3]):
+        placed = replace(buffer, offset=draw(strategies.none() | strategies.integers(0, 20)))
+        if placed.offset is not None and not any(
+            one.first <= placed.last and placed.first <= one.last
+            and one.offset < placed.offset + placed.size and placed.offset < one.offset + one.size
+            for one in kept
+        ):  # fmt: skip
+            kept.append(placed)
+            buffers[number] = placed
+    return buffers

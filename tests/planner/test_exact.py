@@ -15,6 +15,7 @@ from lsq.planner.planner import plan
 from tests.planner.instances import (
     assert_separate,
     buffers_of,
+    given_offsets,
     guillotine,
     small_instances,
     smallest_peak,
@@ -42,6 +43,26 @@ def test_the_smallest_peak_is_found(buffers):
     made = plan(buffers, method="exact", time_limit=20)
     assert_separate(buffers, made)
     assert made.peak == smallest_peak(buffers)
+
+
+@given(given_offsets())
+@QUICK
+def test_the_smallest_peak_around_given_offsets_is_found(buffers):
+    made = plan(buffers, method="exact", time_limit=20)
+    assert_separate(buffers, made)
+    assert made.lower_bound <= made.peak == smallest_peak(buffers) <= plan(buffers).peak
+
+
+def test_a_small_buffer_stays_at_its_offset(monkeypatch):
+    """Buffers that small are set aside, unless their offset is given."""
+    monkeypatch.setattr(exact, "SMALL_SHARE", 4)
+    cut = guillotine(random.Random(3), 20)
+    given = plan(cut, method="exact", time_limit=20).offsets
+    small = sorted(cut, key=lambda buffer: buffer.size)[:8]
+    buffers = [replace(one, offset=given[one.name] if one in small else None) for one in cut]
+    made = plan(buffers, method="exact", time_limit=20)
+    assert_separate(buffers, made)
+    assert made.peak == 4096
 
 
 @given(small_instances(most=7), st.integers(0, 2**32))

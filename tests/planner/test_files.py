@@ -1,6 +1,6 @@
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -24,8 +24,15 @@ def test_read(path):
 
 
 def test_columns_may_stand_in_any_order(path):
-    path.write_text("size,id,more,upper,lower\n10,a,?,3,0\n")
+    path.write_text("size,id,alignment,upper,lower\n10,a,,3,0\n")
     assert read_buffers(path) == buffers_of((10, 0, 2))
+
+
+def test_offsets_and_other_names_of_minimalloc(path):
+    path.write_text("buffer_id,start,end,size,offset,gaps\na,0,2,10,,\nb,3,3,4,8,\n")
+    a, b = buffers_of((10, 0, 2), (4, 3, 3))
+    assert read_buffers(path) == [a, replace(b, offset=8)]
+    assert plan(read_buffers(path)).offsets == {"a": 0, "b": 8}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,12 @@ def test_columns_may_stand_in_any_order(path):
     [
         ("", "line 1: no column id, lower, upper, size"),
         ("id,lower,size\n", "line 1: no column upper in 'id,lower,size'"),
+        ("id,lower,upper,size,hint\na,0,1,2,3\n", "line 1: unknown column hint in 'id,lower,upper,size,"),
+        ("id,lower,upper,size,end\na,0,1,2,3\n", "line 1: twice the column upper in 'id,lower,upper,"),
+        ("id,lower,upper,size,gaps\na,0,9,2,3-5 6-7@0:1\n", "line 2: buffer 'a' has gaps, '3-5 6-7@0:1'"),
+        ("id,lower,upper,size,offset\na,0,9,2,x\n", "line 2: offset is 'x'; it must be a whole number"),
+        ("id,lower,upper,size,offset\na,0,9,2,-1\n", "line 2: buffer 'a': offset is -1; it must be"),
+        ("id,lower,upper,size,offset,alignment\na,0,9,2,4,8\n", "line 2: buffer 'a': offset is 4; it must"),
         ("id,lower,upper,size\n", "has no buffers"),
         ("id,lower,upper,size\na,0,1,2\nb,0,1\n", "line 3: the row has not as many values"),
         ("id,lower,upper,size\na,0,1,2,3\n", "line 2: the row has not as many values"),

@@ -9,6 +9,7 @@ from lsq.planner.planner import METHODS, plan
 from tests.planner.instances import (
     assert_separate,
     buffers_of,
+    given_offsets,
     guillotine,
     random_buffers,
     small_instances,
@@ -97,6 +98,33 @@ def test_no_plan_is_better_than_the_best(buffers):
         made = plan(buffers, method=method)
         assert_separate(buffers, made)
         assert made.lower_bound <= best <= made.peak
+
+
+@given(given_offsets())
+@QUICK
+def test_given_offsets_stay(buffers):
+    for method in GREEDY:
+        made = plan(buffers, method=method)
+        assert_separate(buffers, made)
+        assert made.lower_bound <= made.peak
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_others_are_placed_around_a_given_offset(method):
+    buffers = buffers_of((4, 0, 9), (4, 3, 6), (2, 0, 0), (0, 1, 1))
+    fixed = [replace(buffers[0], offset=8), *buffers[1:3], replace(buffers[3], offset=7)]
+    made = plan(fixed, method=method)
+    assert made.offsets == {"a": 8, "b": 0, "c": 0, "d": 7}
+    assert made.peak == made.lower_bound == 12
+
+
+def test_offsets_that_no_plan_can_keep_to_are_refused():
+    a, b = buffers_of((4, 0, 3), (4, 3, 6))
+    with pytest.raises(ValueError, match="'a' and 'b' overlap at operation 3 at the offsets .*, 0 and 3"):
+        plan([replace(a, offset=0), replace(b, offset=3)])
+    plan([replace(a, offset=0), replace(b, offset=3, pool="other")])
+    with pytest.raises(ValueError, match="'b' has an offset, 3, and cap makes several segments"):
+        plan([a, replace(b, offset=3)], cap=8)
 
 
 @pytest.mark.parametrize("method", GREEDY)

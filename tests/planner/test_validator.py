@@ -29,6 +29,11 @@ def test_a_right_plan_has_no_faults(made):
     check(BUFFERS, made)
 
 
+def test_a_given_offset_stays(made):
+    given = [replace(BUFFERS[0], offset=made.offsets["a"] + 8), *BUFFERS[1:]]
+    assert any(fault.startswith("moved: 'a' lies at ") for fault in faults(given, made))
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
