@@ -32,7 +32,10 @@ TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
 
-
+UNDIFFERENTIATED = (
+    b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole sequence to one "
+    b"pass, decode under torch.no_grad(), or convert with fused=False"
+)
 _unfilled: weakref.WeakKeyDictionary[object, set[int]] = weakref.WeakKeyDictionary()
 """Caches that training passes were given -> the numbers of the layers that put nothing there."""
 
@@ -193,7 +196,7 @@ class FusedLayer(InPlace):
         """How x [B, T, H] is packed under a mask of the model's.
 
         `cache`: of keys and values. Where gradients are wanted in training mode nothing is put there, since nobody
-        decodes with it; else, what is first to come there is the program's.
+        decodes with it; else, what is first to come there is the program's, and has no gradient.
 
         Returns:
             None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
@@ -230,7 +233,7 @@ class FusedLayer(InPlace):
         return program
 
     def _fills(self, cache: object) -> bool:
-        return cache is not None and not torch.is_grad_enabled() and not self.CROSS
+        return cache is not None and not (self.training and torch.is_grad_enabled()) and not self.CROSS
 
     @beside_the_graph
     def memory(self, states: torch.Tensor, mask: torch.Tensor | None) -> EncoderOutput | None:
@@ -251,13 +254,12 @@ class FusedLayer(InPlace):
             rotation: cosine, sine [B or 1, T, D], where heads turn.
             memory: what is attended to, where CROSS is.
             bias: a table [buckets, N] of biases by distance that comes from another layer.
-            cache: of keys and values, empty; it gets them where no gradients are wanted.
+            cache: of keys and values, empty; it gets them but in training passes.
         """
         if not packing.rows:
             others = [one for one in (memory and memory.states, bias) if one is not None]
             return packing.unpack(self.reached(packing.pack(x)[:0], *others))
         self._read_dropouts()
-        fills = self._fills(cache)
         inputs, places = {"x": packing.pack(x), "starts": packing.starts}, None
         if memory is not None:
             inputs |= {"memory": memory.packing.pack(memory.states), "memory_starts": memory.packing.starts}
@@ -266,13 +268,14 @@ class FusedLayer(InPlace):
             places = len(inputs["rotation"])
         else:
             inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=self.CAUSAL, table=bias)
-        program = self._program(
-            packing.sentences, self.mode_of(inputs), source=memory and memory.packing.sentences, places=places,
-            heads=fills,
-        )  # fmt: skip
-        y, *heads = self.execute(program, inputs)
+        mode, fills = self.mode_of(inputs), self._fills(cache)
+        build = partial(self._program, packing.sentences, source=memory and memory.packing.sentences, places=places)
+        y, *heads = self.execute(build(mode, heads=fills and not mode.backward), inputs)
+        if fills and mode.backward:  # programs that go back have no other results
+            with torch.no_grad():
+                _, *heads = self.execute(build(self.mode_of(inputs), heads=True), inputs)
         if fills:
-            self._fill(cache, packing, x.dtype, *heads)
+            self._fill(cache, packing, x.dtype, y, *heads)
         if x.dtype == torch.float16:  # models of bfloat16 go beyond; their own layers stay finite there, too
             y = y.clamp(*FLOAT16)
         return packing.unpack(y).to(x.dtype)
@@ -282,11 +285,16 @@ class FusedLayer(InPlace):
         return self.get_submodule(self.ATTENTION).layer_idx
 
     def _fill(
-        self, cache: object, packing: Packing, dtype: torch.dtype, heads: torch.Tensor,
+        self, cache: object, packing: Packing, dtype: torch.dtype, y: torch.Tensor, heads: torch.Tensor,
         scale: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Give keys and values, behind the queries in `heads` [M, ...], to a cache of transformers."""
+        """Give keys and values, behind the queries in `heads` [M, ...], to a cache of transformers.
+
+        They have no gradient; where `y`, the result beside them, has one, whoever goes back to them is told.
+        """
         values = (heads if scale is None else heads * scale).to(dtype)
+        if y.requires_grad:
+            values = torch._C._functions.DelayedError(UNDIFFERENTIATED, 1)(values.requires_grad_())
         columns = [self.config.query_columns, self.config.key_columns, self.config.key_columns]
         _, *both = packing.unpack(values).split(columns, dim=2)
         keys, values = (one.unflatten(2, (self.config.of_keys, -1)).transpose(1, 2) for one in both)
