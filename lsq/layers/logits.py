@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.parallel import distributed
 from torch.utils._pytree import tree_map_only
 
 from lsq.layers.torch_compile import beside_the_graph
+from lsq.program.executor import once_differentiable
 
 
 class Head(Protocol):

@@ -15,6 +15,7 @@ from lsq.layers.devices import check_devices
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.tensor_names import tensor_names
+from lsq.layers.torch_compile import refusal
 from lsq.layers.upgrade import upgrade
 from lsq.layers.variants import held, in_floats
 from lsq.ops.calibration import Calibration
@@ -23,7 +24,7 @@ from lsq.program.executor import Execution, Hooks
 from lsq.program.frames import StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
-from lsq.quant.random import draw_key
+from lsq.quant.random import draw_key, key_of
 
 Watcher = Callable[["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None]
 """Sees every pass in training mode: module, program, inputs and parameters by name, results; see lsq.monitoring."""
@@ -111,7 +112,7 @@ class ProgramModule(ClippedModule):
             self.limit_clip_steps()
         if weights_due:
             self._measure_weights(calibration, again=self.schedule.begun)
-        (key,) = target.send([draw_key()])
+        key = self._random_key(program, inputs, target)
         parameters = self._parameters_of(program)
         codes = self.codes.of(
             program, parameters, target, every=self.every_parameter(), training=trained, watched=self.watches_weights,
@@ -175,6 +176,19 @@ class ProgramModule(ClippedModule):
             self.weight_masks.warn_alone()
         return {virtual.name: self.values_of(virtual.name) for virtual in program.parameters}
 
+    def _random_key(self, program: Program, inputs: dict[str, torch.Tensor], target: Backend) -> torch.Tensor:
+        """For what a pass does at random, int64 [1].
+
+        Each pass in training mode draws it from PyTorch's generator, also one that needs none: reentrant checkpointing
+        goes forward without gradients first, and rounds them in a second pass that draws from the same state again.
+        """
+        if self.training:
+            (key,) = target.send([draw_key()])
+            return key
+        if not program.draws:
+            return torch.zeros(1, dtype=torch.int64, device=target.place)
+        return key_of(next(iter(inputs.values())), sum(one._version for one in self.every_parameter()))
+
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""
         return self.schedule.activations_due(training=True)
@@ -194,6 +208,10 @@ class ProgramModule(ClippedModule):
         rounding.started = False  # the scale that was written is that of the clip before
 
     # State
+
+    def __prepare_scriptable__(self):
+        """Where torch.jit.script asks each module what it should compile."""
+        raise RuntimeError(refusal("torch.jit.script"))
 
     def __getstate__(self):
         return {**super().__getstate__(), "_watcher": None}  # who watches does not watch the copy

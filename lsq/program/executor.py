@@ -5,6 +5,7 @@ them. A pass is prepared once and runs as a whole. Where somebody looks on (hook
 goes operation by operation: outputs are allocated when it runs and dropped after their last reader.
 """
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from lsq.program import homes
 from lsq.program.backend import Backend
@@ -148,6 +148,27 @@ def _placed(borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]) -
         virtual: (tensor.to(virtual.dtype) if tensor.dtype in FLOATS else tensor).contiguous()
         for virtual, tensor in zip(borders, tensors, strict=True)
     }
+
+
+SECOND = (
+    b"layers of lsq round, and have no second derivatives (gradient penalties, Hessians): leave the layers that need "
+    b"them as they are by skip= of lsq.convert, or go back by lsq.revert(model)"
+)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """As PyTorch's, but whoever goes back through gradients is refused always: they depend on weights, too."""
+
+    @functools.wraps(backward)
+    def once(ctx, *gradients):
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        refused = torch._C._functions.DelayedError(SECOND, len(found))
+        return refused(*(one if one is None else one.detach().requires_grad_() for one in found))
+
+    return once
 
 
 class _Node(torch.autograd.Function):

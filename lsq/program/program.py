@@ -40,6 +40,11 @@ class Program:
         """What is kept to run it off planned memory, as long as it is there; see lsq.program.fresh."""
         return {}
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether an operation reads the random key: for dropout, or to round gradients."""
+        return any(tensor.name == "random_key" for operation in self.operations for tensor in operation.inputs)
+
     @property
     def backward_range(self) -> range:
         """The operations of the backward pass."""

@@ -3,10 +3,11 @@
 Its authors found no flaw in BigCrush from 7 rounds on, and take 10 for safety; three fewer save that much of the time
 wherever numbers are dropped or rounded at random.
 
-Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer, so that `torch.manual_seed` governs
-them and a restored generator repeats them. Counter: (element // 4 as 64 bits, subsequence, 0); lane: element % 4. A
-mask depends on nothing but key, subsequence and element, so every device and every order of execution draws the same
-one, and the backward pass draws it again instead of saving it.
+Key: 64 bits drawn from PyTorch's default CPU generator once per run of a layer in training mode, so that
+`torch.manual_seed` governs them and a restored generator repeats them. Evaluation draws none: gradients that are taken
+there are rounded under a key made of the layer's input. Counter: (element // 4 as 64 bits, subsequence, 0); lane:
+element % 4. A mask depends on nothing but key, subsequence and element, so every device and every order of execution
+draws the same one, and the backward pass draws it again instead of saving it.
 
 Where rows [M, N] of gradients are rounded at random, a row has one such word, and its columns follow a Weyl sequence:
 the word of element (m, n) is (word m of the subsequence + n * 0x9E3779B9) mod 2^32, a Cranley-Patterson rotation. The
@@ -28,6 +29,13 @@ _ROUNDS = 7
 def draw_key() -> torch.Tensor:
     """A key, int64 [1], from PyTorch's default CPU generator."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+
+
+def key_of(x: torch.Tensor, changes: int) -> torch.Tensor:
+    """A key, int64 [1], of a thousand values of x and of how often parameters have changed: nothing is drawn."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    values = x.detach().reshape(-1)[:: max(1, x.numel() // 1024)]
+    return (values.view(bits).sum(dtype=torch.int64) + changes).view(1)
 
 
 def philox(key: int, subsequence: int, numel: int) -> torch.Tensor:

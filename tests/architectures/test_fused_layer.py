@@ -4,8 +4,10 @@ import copy
 import functools
 import io
 import pickle
+import random
 import threading
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -258,3 +260,48 @@ def test_weights_changed_unseen_are_rounded_again(model):
 def test_attention_that_is_not_causal_is_not_fused():
     report = lsq.convert(transformers.LlamaModel(transformers.LlamaConfig(**SHAPE, is_causal=False)))
     assert {one.reason for one in report.whole} == {"its attention is not causal"}
+
+
+def test_evaluation_draws_no_random_numbers(model):
+    """So a training goes on the same with evaluations between its steps and without, as PyTorch's own models do."""
+    model.eval()
+    ids = BATCH["input_ids"]
+    states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()]
+    with torch.no_grad():
+        model(**BATCH)
+        model.generate(input_ids=ids, attention_mask=BATCH["attention_mask"], max_new_tokens=2, do_sample=False)
+    taken = []
+    for _ in range(2):
+        model.zero_grad()
+        model(**BATCH).loss.backward()
+        taken.append(model.model.embed_tokens.weight.grad.clone())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate() and (states[2] == numpy.random.get_state()[1]).all()
+    assert torch.equal(*taken)  # the same input has the same gradient
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1e-9)
+    model.zero_grad()
+    model(**BATCH).loss.backward()
+    assert not torch.equal(taken[0], model.model.embed_tokens.weight.grad)  # but rounding is random over a training
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_evaluation_with_gradients_computes_the_same(trained):
+    """Notebooks leave torch.no_grad() away, and models fill a cache by default."""
+    model, ids = fused(made(MAKERS["llama"])), BATCH["input_ids"][:1]
+    if trained:
+        loss(model).backward()
+    model.eval()
+    found = model(ids)
+    assert all(layer.calibrated for layer in model.model.layers)
+    with torch.no_grad():
+        expected = model(ids)
+        following = model(ids[:, :1], past_key_values=expected.past_key_values).logits
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, expected.logits, rtol=0, atol=0)
+    found.logits.sum().backward()
+    assert model.model.layers[0].mlp.up_proj.weight.grad.any()
+    step = model(ids[:, :1], past_key_values=found.past_key_values).logits
+    torch.testing.assert_close(step, following, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="keys and values .* have no gradient: give the whole sequence to one pass"):
+        step.sum().backward()

@@ -1,13 +1,18 @@
-"""torch.compile around layers: they run beside its graph with the same numbers, and fullgraph=True is refused."""
+"""torch.compile around layers: they run beside its graph with the same numbers, and fullgraph=True is refused.
+
+So is everything else that would look into them."""
 
 import copy
+import io
 import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from lsq.config import QuantConfig
-from lsq.layers import QuantizedLinear, VocabularyProjection, observe
+from lsq.config import LayerConfig, QuantConfig
+from lsq.layers import QuantizedLinear, TransformerEncoderLayer, VocabularyProjection, observe
 from lsq.layers.memory import plan_memory
 from tests.layers.toy import largest, losses, twins
 
@@ -108,3 +113,70 @@ def test_a_loss_in_a_full_graph_is_refused():
     step = torch.compile(lambda x, target: projection.loss(x, target)[0], backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile without fullgraph=True"):
         step(torch.randn(5, 32), torch.zeros(5, dtype=torch.long))
+
+
+def first_derivative(layer, x):
+    return torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).sum())(
+        dict(layer.named_parameters())
+    )
+
+
+def forward_mode(layer, x):
+    with torch.autograd.forward_ad.dual_level():
+        layer(torch.autograd.forward_ad.make_dual(x, x))
+
+
+def fake(layer, x):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer(x)
+
+
+def onnx(layer, x):
+    torch.onnx.export(layer.eval(), (x,), io.BytesIO(), dynamo=False)
+
+
+LOOKING_IN = {
+    "torch.func.grad": first_derivative,
+    "torch.func.vmap": lambda layer, x: torch.func.vmap(lambda row: layer(row[None]))(x),
+    "torch.func.jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+    "forward_ad": forward_mode,
+    "torch.jit.trace": lambda layer, x: torch.jit.trace(layer.eval(), x),
+    "torch.jit.script": lambda layer, x: torch.jit.script(torch.nn.Sequential(layer)),
+    "torch.fx": lambda layer, x: torch.fx.symbolic_trace(layer),
+    "make_fx": lambda layer, x: make_fx(layer)(x),
+    "torch.export": lambda layer, x: torch.export.export(layer.eval(), (x,), strict=False),
+    "torch.onnx": onnx,
+    "FakeTensorMode": fake,
+}
+
+
+@pytest.mark.parametrize(
+    "look", [pytest.param(look, marks=pytest.mark.thorough if look == "torch.onnx" else ()) for look in LOOKING_IN]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_looks_into_a_layer_is_refused_in_one_line(look):
+    layer = QuantizedLinear(32, 16)
+    with pytest.raises(RuntimeError) as refused:
+        LOOKING_IN[look](layer, torch.randn(5, 32))
+    assert "lsq.revert(model)" in str(refused.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("kind", [QuantizedLinear, TransformerEncoderLayer, VocabularyProjection])
+def test_whole_layers_refuse_as_well(kind):
+    made = {QuantizedLinear: (32, 16), VocabularyProjection: (50, 32)}
+    layer = kind(*made.get(kind, [LayerConfig(hidden=32, heads=2, feed_forward=64)]))
+    x = torch.randn(3, 2, 32)
+    with pytest.raises(RuntimeError, match=r"torch\.func cannot look into layers of lsq.*lsq\.revert"):
+        first_derivative(layer, x)
+    layer(x).sum().backward()  # nothing is left behind
+
+
+@pytest.mark.parametrize("kind", [QuantizedLinear, TransformerEncoderLayer])
+def test_second_derivatives_are_refused_and_never_left_out(kind):
+    """Also where gradients depend on weights alone: of a penalty on them, nothing may be lost in silence."""
+    layer = kind(32, 16) if kind is QuantizedLinear else kind(LayerConfig(hidden=32, heads=2, feed_forward=64))
+    x = torch.randn(3, 2, 32, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivatives.*skip=.*lsq\.revert\(model\)"):
+        gradient.square().sum().backward()
+    torch.autograd.grad(layer(x).sum(), x, create_graph=True)[0].sum()  # nobody goes back through that
