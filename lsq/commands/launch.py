@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from lsq.dist import attempts
 from lsq.fairseq import architectures
 
 ARCHITECTURE = "lsq_transformer"
@@ -81,7 +82,7 @@ def _from_torchrun(args: Namespace, environment: Mapping[str, str]) -> None:
     args.distributed_no_spawn = True
     if world_size > 1:
         args.distributed_rank = int(environment["RANK"])
-        args.distributed_init_method = "env://"
+        args.distributed_init_method = attempts.METHOD
 
 
 def torchrun_command(args: Namespace, arguments: list[str]) -> list[str] | None:

@@ -9,11 +9,14 @@ from lsq import cli
 
 
 def main(number: int, rank: int, updates: int, arguments: list[str]) -> int:
-    """`lsq train` with `arguments`; process `rank` sends itself signal `number` when so many updates are done."""
-    step = Trainer.train_step
+    """`lsq train` with `arguments`; process `rank` sends itself signal `number` when so many updates are done.
+
+    Of a training that torchrun starts again, it does so in the first attempt.
+    """
+    step, first = Trainer.train_step, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def train_step(trainer, samples, raise_oom=False):
-        if int(os.environ["RANK"]) == rank and trainer.get_num_updates() == updates:
+        if first and int(os.environ["RANK"]) == rank and trainer.get_num_updates() == updates:
             os.kill(os.getpid(), number)
         return step(trainer, samples, raise_oom)
 

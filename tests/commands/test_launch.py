@@ -48,7 +48,7 @@ def test_torchrun_on_the_cpu(gpus):
     args = options()
     fill_in(args, torchrun(1, 2))
     assert args.distributed_world_size == 2 and args.distributed_rank == 1 and args.device_id == 1
-    assert args.distributed_init_method == "env://" and args.distributed_no_spawn
+    assert args.distributed_init_method == "lsq://" and args.distributed_no_spawn
     assert args.distributed_backend == "gloo"
 
 

@@ -25,9 +25,10 @@ def updates(folder: Path) -> int:
     return torch.load(folder / "checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
 
 
-def torchrun(processes: int, *command: str, timeout: float = 190) -> subprocess.CompletedProcess:
+def torchrun(processes: int, *command: str, restarts: int = 0, timeout: float = 190) -> subprocess.CompletedProcess:
     """Start a command in so many processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(processes)]
+    launcher += ["--max-restarts", str(restarts)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*launcher, "--no-python", *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment
@@ -113,6 +114,19 @@ def test_four_processes_of_which_one_is_lost(prepared, tmp_path, number):
     assert "of 4 processes, and now there are 3: of epoch 1, 6 batches are done" in done.stdout
     assert len(list(tmp_path.glob("checkpoint_last.gradients-rank-*-of-3.safetensors"))) == 3
     assert not list(tmp_path.glob("*-of-4.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_starts_a_training_again_that_goes_on_from_the_checkpoint(prepared, tmp_path):
+    """Though its agent keeps one store, with the addresses of the dead."""
+    dies = [sys.executable, "-m", "tests.commands.dying", str(int(signal.SIGKILL)), "1", "3"]
+    options = ["--max-update", "6", "--lsq-timeout", "10"]
+    done = torchrun(2, *dies, *lsq_train(prepared.data, tmp_path, *options)[4:], restarts=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"rank 1 \(of 2, host \S+, process id \d+\) no longer answers", done.stderr)
+    assert f"Loaded checkpoint {tmp_path}/checkpoint_last.pt (epoch 1 @ 2 updates)" in done.stdout + done.stderr
+    assert updates(tmp_path) == 6
 
 
 @pytest.mark.slow
