@@ -1,8 +1,12 @@
 """int8 gradients for FSDP2: a reduce-scatter whose payload is codes.
 
 FSDP2 keeps each gradient on the worker that owns the shard, so that there is one hop: an all-to-all of packed messages,
-then a float32 sum in the order of ranks. Values are rounded once, before they are sent.
+then a float32 sum in the order of ranks. Values are rounded once, before they are sent; those of small tensors are not
+(lsq.dist.small).
 """
+
+import sys
+import warnings
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from lsq import backends
 from lsq.dist.collectives import all_to_all
 from lsq.dist.config import GradientConfig
 from lsq.dist.hooks import DTYPES
+from lsq.dist.small import small_places, take_out
 from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
 from lsq.ops.gradient_messages import Messages, PackGradients, UnpackGradients
 from lsq.quant.random import draw_key
@@ -87,9 +92,11 @@ class Int8ReduceScatter:
         values = output_tensor.numel()
         length = -(-values // SHARD_MULTIPLE) * SHARD_MULTIPLE
         layout = MessageLayout(values=workers * length, shards=workers, length=length, block=self.block)
-        x = input_tensor
+        x = input_tensor.view(workers, values)
+        small = _small_around(workers, x.device)
+        floats = None if small is None else take_out(x, small)
         if length > values:
-            x = functional.pad(x.view(workers, values), (0, length - values))
+            x = functional.pad(x, (0, length - values))
         key = draw_key().to(x.device) if self.stochastic else None
         sent = torch.empty(workers, layout.message_bytes, dtype=torch.uint8, device=x.device)
         backends.run(PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent)))
@@ -98,3 +105,25 @@ class Int8ReduceScatter:
         own = MessageLayout(values=values, shards=1, length=length, block=self.block)
         messages = Messages(layout=own, data=received[:, None])
         backends.run(UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1)))
+        if floats is not None:
+            terms = torch.empty_like(floats)
+            all_to_all(terms, floats, group)
+            output_tensor.view(-1).index_copy_(0, small, (terms.sum(0) * factors[op]).to(output_tensor.dtype))
+
+
+def _small_around(workers: int, device: torch.device) -> Tensor | None:
+    """The places of small tensors in each worker's part of what FSDP2 reduces now; None: there is none.
+
+    FSDP2 does not say whose gradients it has put together: those of parameters that have one, each padded to a multiple
+    of `workers` rows. The function that calls the reduce-scatter knows.
+    """
+    known = sys._getframe(2).f_locals
+    if not {"fsdp_params", "padded_unsharded_sizes"} <= known.keys():
+        warnings.warn(
+            "nothing tells which gradients this reduce-scatter is given: those of small tensors, such as clips, are "
+            "rounded with their neighbours", stacklevel=3,
+        )  # fmt: skip
+        return None
+    pairs = zip(known["fsdp_params"], known["padded_unsharded_sizes"], strict=True)
+    tensors = [(one.sharded_param.numel(), padded.numel() // workers) for one, padded in pairs]
+    return small_places(tensors, device)

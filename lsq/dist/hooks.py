@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lsq.dist import roll_call
 from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.codec import Codec
+from lsq.dist.collectives import average
 from lsq.dist.config import COMPRESSED, GCQ_ADVISED_WORKERS, GradientConfig, gcq_levels
 from lsq.dist.executor import SideStream, WorkerThread
 from lsq.dist.feedback import ErrorFeedback
 from lsq.dist.gcq import GCQ
 from lsq.dist.scratch import Scratch
+from lsq.dist.small import small_places, take_out
 from lsq.dist.topology import Topology, find_topology
 from lsq.dist.two_hop import TwoHop
 from lsq.program import homes
@@ -58,6 +60,10 @@ class GradientCompression:
         self._executor: WorkerThread | SideStream | None = None
         self._feedback: ErrorFeedback | None = None
         self._buckets: defaultdict[int, homes.Bucket] | None = None
+        self._groups: list[ProcessGroup] = []
+        """Whose means, one after another, are the mean of all workers."""
+        self._small: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}
+        """By the number of a bucket: its memory, and the places of small tensors there."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What error feedback remembers on this worker: name -> float32; empty without error feedback.
@@ -91,11 +97,27 @@ class GradientCompression:
             done.set_result(buffer)
             return done
         parameters = bucket.parameters() if self._feedback is not None else []
-        return self._executor.submit(lambda: self._mean(index, parameters, buffer))
+        small = self._small_in(bucket)
+        return self._executor.submit(lambda: self._mean(index, parameters, buffer, small))
 
-    def _mean(self, index: int, parameters: list[Tensor], buffer: Tensor) -> Tensor:
+    def _small_in(self, bucket: GradBucket) -> Tensor | None:
+        """The places of small tensors in a bucket; DDP gives a bucket of other tensors other memory."""
+        buffer, index = bucket.buffer(), bucket.index()
+        storage = buffer.untyped_storage()
+        if index not in self._small or self._small[index][0]._cdata != storage._cdata:
+            sizes = [gradient.numel() for gradient in bucket.gradients()]
+            self._small[index] = storage, small_places(zip(sizes, sizes, strict=True), buffer.device)
+        return self._small[index][1]
+
+    def _mean(self, index: int, parameters: list[Tensor], buffer: Tensor, small: Tensor | None) -> Tensor:
         feedback = self._feedback
-        self._average.average(buffer, feedback and feedback.begin(index, parameters, buffer))
+        error = feedback and feedback.begin(index, parameters, buffer)
+        values = None if small is None else take_out(buffer, small)
+        self._average.average(buffer, error)
+        if values is not None:
+            for group in self._groups:
+                average([values], group)
+            buffer.index_copy_(0, small, values.to(buffer.dtype))
         if feedback is not None:
             feedback.end(buffer)
         return buffer
@@ -117,12 +139,15 @@ class GradientCompression:
         )
         everyone = [list(range(topology.world_size))]
         if self.mode == "gcq":
-            self._average = GCQ(group(everyone), config.row, config.quantile, scratch)
+            self._groups = [group(everyone)]
+            self._average = GCQ(*self._groups, config.row, config.quantile, scratch)
         elif topology.node_size == 1 or self.mode == "int8":
-            self._average = TwoHop(group(everyone), codec, scratch)
+            self._groups = [group(everyone)]
+            self._average = TwoHop(*self._groups, codec, scratch)
         else:
-            neighbours = group(topology.all_neighbours)
-            self._average = TwoHop(group(topology.all_counterparts), codec, scratch, neighbours)
+            self._groups = [group(topology.all_neighbours), group(topology.all_counterparts)]
+            neighbours, counterparts = self._groups
+            self._average = TwoHop(counterparts, codec, scratch, neighbours)
         if device.type == "cpu":
             if topology.world_size == distributed.get_world_size():  # else some processes may never register
                 roll_call.register()

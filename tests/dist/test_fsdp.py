@@ -29,11 +29,52 @@ def gradients(rank: int, compressed: bool) -> list[torch.Tensor]:
     return [parameter.grad.full_tensor() for parameter in net.parameters()]
 
 
+class Uneven(nn.Module):
+    """Tensors of 1 and 15 values whose gradients are a millionth of those of the 16 and 9,000 values around them."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"first": 3000, "one": 1, "fifteen": 15, "sixteen": 16, "last": 6000, "unused": 1}
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Its gradients are pieces of `x` [9032], the small ones times 1e-6."""
+        parts = zip((self.first, self.one, self.fifteen, self.sixteen, self.last), x.split(SIZES), strict=True)
+        return sum((own * part).sum() * (1e-6 if own.numel() < 16 else 1) for own, part in parts)
+
+
+SIZES = [3000, 1, 15, 16, 6000]
+
+
+def uneven_gradients(rank: int) -> dict[str, torch.Tensor]:
+    net = fully_shard(Uneven())
+    compress_reduce_scatter(net)
+    x = torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank))
+    net(x).backward()
+    return {name: one.grad.full_tensor() for name, one in net.named_parameters() if one.grad is not None}
+
+
+def test_gradients_of_small_tensors_are_not_rounded():
+    """Those of 15 values are as exact as floats; those of 16 are rounded as all others; 3 processes divide nothing."""
+    found = run(uneven_gradients, 3)
+    pieces = [torch.randn(sum(SIZES), generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    means = torch.stack(pieces).double().mean(0).split(SIZES)
+    wanted = dict(zip(("first", "one", "fifteen", "sixteen", "last"), means, strict=True))
+    for of_rank in found:
+        assert of_rank.keys() == wanted.keys()
+        for name, mean in wanted.items():
+            if name in ("one", "fifteen"):
+                torch.testing.assert_close(of_rank[name].double(), mean * 1e-6, rtol=1e-6, atol=0)
+            else:
+                assert 1e-4 < (of_rank[name] - mean).norm() / mean.norm() < 0.02
+
+
 def test_gradients_of_fsdp2_are_near_exact():
     exact, rounded = run(gradients, 2, False), run(gradients, 2, True)
     for wanted, found in zip(exact[0], rounded[0], strict=True):
         assert (found - wanted).norm() <= 0.01 * wanted.norm()
-        assert not torch.equal(found, wanted)
+        assert torch.equal(found, wanted) == (wanted.numel() < 16)
 
 
 def reduced(rank: int, values: int, dtype: torch.dtype, op_name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -64,6 +64,53 @@ def test_every_worker_gets_the_same_mean_in_every_mode(modes):
         assert 0 < error < BOUND[what.split(",")[0]], f"{what}: relative error {error:.4f}"
 
 
+class Uneven(nn.Module):
+    """Tensors of 1 and 15 values, whose gradients are a millionth of those around them, and one of 16."""
+
+    SIZES = {"first": 3000, "one": 1, "fifteen": 15, "sixteen": 16, "last": 6000}
+
+    def __init__(self):
+        super().__init__()
+        for name, size in self.SIZES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(size)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Its gradients are pieces of `x`, the small ones times 1e-6."""
+        parts = zip(self.parameters(), x.split(list(self.SIZES.values())), strict=True)
+        return sum((own * part).sum() * (1e-6 if own.numel() < 16 else 1) for own, part in parts)
+
+
+def pieces(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(9032, generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def uneven_means(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Means of the second of two steps, before which DDP puts parameters into other buckets."""
+    found = {}
+    for mode in ("int8", "int8, feedback", "int8_hier", "int4_hier", "gcq"):
+        net = Uneven()
+        model = DistributedDataParallel(net, bucket_cap_mb=0.03)
+        compress_gradients(model, config(mode.partition(",")[0], error_feedback="feedback" in mode))
+        for step in range(2):
+            net.zero_grad()
+            model(pieces(rank, step)).backward()
+        found[mode] = {name: one.grad for name, one in net.named_parameters()}
+    return found
+
+
+def test_gradients_of_small_tensors_are_not_rounded():
+    """Those of 15 values are as exact as floats; those of 16 are rounded as all others."""
+    results = run(uneven_means, 4)
+    mean = torch.stack([pieces(rank, 1) for rank in range(4)]).double().mean(0).split(list(Uneven.SIZES.values()))
+    for mode, found in results[0].items():
+        for (name, gradient), wanted in zip(found.items(), mean, strict=True):
+            assert all(torch.equal(gradient, other[mode][name]) for other in results), f"{mode}, {name}: workers differ"
+            if name in ("one", "fifteen"):
+                torch.testing.assert_close(gradient.double(), wanted * 1e-6, rtol=1e-6, atol=0)
+            else:
+                assert 1e-4 < (gradient - wanted).norm() / wanted.norm() < BOUND[mode.partition(",")[0]]
+
+
 def accumulated(rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     net = Net()
     model = DistributedDataParallel(net)
