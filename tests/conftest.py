@@ -26,7 +26,9 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what tests/sampling.py says."""
+    """Refuse a run of all tests in which a folder has none; leave out what tests/sampling.py says."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        sampling.check_folders([config.rootpath / path for path in config.args], items)
     sampling.mark_rest(items)
     config.stash[LEFT_OUT] = sampling.leave_out(items, config)
     if hasattr(config, "workeroutput"):  # of pytest-xdist: this process runs a part of the tests for another

@@ -7,6 +7,7 @@ combinations holds every pair of their values. `make test` runs such a part; the
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations_with_replacement, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,22 @@ def first(several: Iterable, count: int) -> list:
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if number < count else pytest.mark.thorough)
         for number, one in enumerate(several)
     ]
+
+
+def check_folders(paths: Iterable[Path], items: Sequence[pytest.Item]) -> None:
+    """Refuse a collection without a test of some folder that has test files.
+
+    Args:
+        paths: what was collected.
+        items: what was found, before anything is left out.
+
+    Raises:
+        pytest.UsageError: there is such a folder; pytest passes over some names by default (norecursedirs).
+    """
+    folders = {file.parent for path in paths for file in path.rglob("test_*.py")}
+    silent = sorted(map(str, folders - {item.path.parent for item in items}))
+    if silent:
+        raise pytest.UsageError(f"no test was collected in {', '.join(silent)}; does norecursedirs pass over it?")
 
 
 def mark_rest(items: Sequence[pytest.Item]) -> None:

@@ -124,3 +124,17 @@ def test_first():
     few = sampling.first([1, (2, "a"), 3], 2)
     assert [one.values for one in few] == [(1,), (2, "a"), (3,)]
     assert [[mark.name for mark in one.marks] for one in few] == [[], [], ["thorough"]]
+
+
+def test_a_folder_that_is_passed_over_fails_the_run_of_all_tests(pytester):
+    pytester.makeconftest("from tests.conftest import pytest_collection_modifyitems  # noqa: F401")
+    pytester.makeini("[pytest]\ntestpaths = suite\n")
+    for folder in ("one", "dist"):
+        file = pytester.path / "suite" / folder / f"test_{folder}.py"
+        file.parent.mkdir(parents=True)
+        file.write_text("def test_it():\n    pass\n")
+    found = pytester.runpytest_inprocess("-p", "no:hypothesispytest")
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines("*no test was collected in *suite/dist; *")
+    pytester.makeini("[pytest]\ntestpaths = suite\nnorecursedirs = .*\n")
+    pytester.runpytest_inprocess("-p", "no:hypothesispytest").assert_outcomes(passed=2)

@@ -40,7 +40,7 @@ def train(rank: int, place: torch.device, compressed: bool) -> list[dict[str, to
     return found
 
 
-@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("compressed", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_training_is_the_cpus_and_ordered(compressed):
     found, wanted = on_device(train, 2, PLACE, compressed), run(train, 2, torch.device("cpu"), compressed)
     for of_rank, of_cpu in zip(found, wanted, strict=True):

@@ -1,5 +1,6 @@
 """Gradients that are written into DDP's buckets on a device whose kernels write to multiples of 16 bytes alone."""
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,7 @@ def train(rank: int, copied: bool) -> list[tuple[torch.Tensor, int, list[bool]]]
     return found
 
 
+@pytest.mark.thorough
 def test_gradients_that_can_be_are_written_into_their_buckets():
     spared, copied = on_device(train, 2, False), on_device(train, 2, True)
     for of_rank, others in zip(spared, copied, strict=True):
