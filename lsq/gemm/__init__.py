@@ -8,7 +8,7 @@ from lsq.gemm.cpu import multiply, scratch_for, tiled, untuned_product
 from lsq.gemm.cpu_product import int8_product, reference
 from lsq.gemm.cuda import cuda_tile, ended_by
 from lsq.gemm.lookup import set_files
-from lsq.gemm.product_key import LARGEST_INNER
+from lsq.gemm.product_key import LARGEST_INNER, inner_parts, is_long
 from lsq.gemm.requested import requested
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "TileConfiguration",
     "cuda_tile",
     "ended_by",
+    "inner_parts",
     "int8_product",
+    "is_long",
     "multiply",
     "reference",
     "requested",

@@ -16,7 +16,7 @@ from lsq.csrc import loader
 from lsq.gemm import lookup
 from lsq.gemm.configuration import CpuConfiguration
 from lsq.gemm.cpu_product import ALIGNMENT, carve, check_scratch, configured_blocks, fresh_scratch, tile_product
-from lsq.gemm.product_key import ProductKey
+from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts, is_long
 from lsq.gemm.requested import note
 
 
@@ -37,9 +37,11 @@ def scratch_for(op: str, m: int, n: int, k: int) -> tuple[tuple[int], torch.dtyp
     """
     if not min(m, n, k):
         return (ALIGNMENT,), torch.uint8
-    key = _key(op, m, n, k)
+    long = is_long(op, k)
+    key = _key(op, m, n, LARGEST_INNER if long else k)
     note(key)
-    return (max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
+    sums = 2 * _sums_bytes(m, n) if long else 0
+    return (sums + max(lookup.table().largest_scratch(key), ALIGNMENT),), torch.uint8
 
 
 def untuned_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -60,14 +62,15 @@ def tiled(op: str, m: int, n: int, k: int) -> bool:
     Raises:
         ValueError: there is no such product.
     """
-    return lookup.table().configuration(_key(op, m, n, k)).tiled
+    return not is_long(op, k) and lookup.table().configuration(_key(op, m, n, k)).tiled
 
 
 def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor, *arguments) -> None:
     """Multiply a [M, K] by b [N, K] transposed, and let the loops of an operation end the product.
 
-    These are two functions of the C++ library: `lsq_multiply_<op>`, which takes a TileProduct, and `lsq_end_<op>`,
-    which takes a block of sums int32, its first row, and the number of its rows; both take the operation before these.
+    These are functions of the C++ library: `lsq_multiply_<op>`, which takes a TileProduct, and `lsq_end_<op>`, which
+    takes a block of sums int32, its first row, and the number of its rows; both take the operation before these.
+    `lsq_end_long_<op>` takes float32 sums, where K is longer than one int32 sum may be.
 
     Args:
         op: one of product_key.REQUESTS, whose layout the operands have.
@@ -77,8 +80,12 @@ def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memor
         arguments: what they take last.
 
     Raises:
-        ValueError: K could overflow the sums, or the memory is too small.
+        ValueError: there is no such product, or the memory is too small.
     """
+    if is_long(op, a.shape[1]):
+        sums = _long_sums(op, a, b, memory)
+        loader.call(f"lsq_end_long_{op}", operation, sums, 0, len(sums), *arguments)
+        return
     key, table = _key(op, a.shape[0], b.shape[0], a.shape[1]), lookup.table()
     use = table.use(key)
     if not use.configuration.tiled:
@@ -91,6 +98,28 @@ def multiply(op: str, operation: object, a: torch.Tensor, b: torch.Tensor, memor
     product = tile_product(a, b, use.configuration, memory)
     loader.call(f"lsq_multiply_{op}", operation, product, *arguments)
     table.add_seconds(use, time.perf_counter() - began)
+
+
+def _sums_bytes(m: int, n: int) -> int:
+    """Of 4-byte sums [M, N], up to where the next tensor may begin."""
+    return -(-4 * m * n // ALIGNMENT) * ALIGNMENT
+
+
+def _long_sums(op: str, a: torch.Tensor, b: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """float32 [M, N] in `memory`: the sums of the parts of K; each is exact, and added as a float."""
+    (m, inner), n, table = a.shape, b.shape[0], lookup.table()
+    size = _sums_bytes(m, n)
+    total, block = (memory[first : first + 4 * m * n] for first in (0, size))
+    total, block = total.view(torch.float32).view(m, n), block.view(torch.int32).view(m, n)
+    for part in inner_parts(inner):
+        key = _key(op, m, n, part.stop - part.start)
+        use = table.use(key)
+        scratch = {"sums": block} | carve(memory[2 * size :], key, use.configuration)
+        blocks = configured_blocks(a[:, part], b[:, part], use.configuration, scratch)
+        for first, sums in _timed(blocks, lambda seconds, use=use: table.add_seconds(use, seconds)):
+            rows = total[first : first + len(sums)]
+            rows.add_(sums) if part.start else rows.copy_(sums)
+    return total
 
 
 def _timed(items: Iterator, note_seconds: Callable[[float], None]) -> Iterator:

@@ -13,7 +13,7 @@ import torch
 
 from lsq.csrc import loader, tiles
 from lsq.gemm.configuration import CpuConfiguration
-from lsq.gemm.product_key import LARGEST_INNER, ProductKey
+from lsq.gemm.product_key import LARGEST_INNER, ProductKey, inner_parts
 
 ALIGNMENT = 64
 """Bytes of a cache line, at whose multiples the parts of scratch memory begin."""
@@ -22,8 +22,15 @@ UNIT = 32
 
 
 def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], through float64, in which every sum is exact."""
-    return (a.to(torch.float64) @ b.to(torch.float64).t()).to(torch.int32)
+    """a int8 [M, K], b int8 [N, K] -> int32 [M, N], through float64, in which every sum is exact.
+
+    Where K is longer than LARGEST_INNER: float32 [M, N], see `product_key.inner_parts`.
+    """
+    sums = [
+        (a[:, part].to(torch.float64) @ b[:, part].to(torch.float64).t()).to(torch.int32)
+        for part in inner_parts(a.shape[1])
+    ]
+    return sums[0] if len(sums) == 1 else functools.reduce(torch.add, (one.float() for one in sums))
 
 
 def int8_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,8 +116,8 @@ def check_inner(inner: int) -> None:
     """
     if inner > LARGEST_INNER:
         raise ValueError(
-            f"an int8 product over {inner} values could overflow int32; the largest inner dimension is "
-            f"{LARGEST_INNER} (use smaller batches or a smaller vocabulary)"
+            f"an int8 product over {inner} values could overflow int32; the largest inner dimension of one is "
+            f"{LARGEST_INNER}: multiply parts, as inner_parts says"
         )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from lsq.gemm import lookup
 from lsq.gemm.configuration import TileConfiguration
 from lsq.gemm.default_tile import default_tile
-from lsq.gemm.product_key import TILED_ALONE, ProductKey
+from lsq.gemm.product_key import TILED_ALONE, ProductKey, is_long
 from lsq.gemm.requested import note
 
 _forced = threading.local()
@@ -27,7 +27,7 @@ def cuda_tile(op: str, m: int, n: int, k: int) -> TileConfiguration | None:
     Raises:
         ValueError: there is no such product.
     """
-    if not min(m, n, k):
+    if not min(m, n, k) or is_long(op, k):
         return None
     key, alone = _key(op, m, n, k), op in TILED_ALONE
     if not alone:

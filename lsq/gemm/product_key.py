@@ -17,6 +17,8 @@ from lsq.gemm.json_file import check_choice, check_whole
 LARGEST_DIMENSION = 2**31 - 1
 LARGEST_INNER = (2**31 - 1) // torch.iinfo(torch.int8).max ** 2
 """Inner dimension up to which no int32 sum of products of codes can overflow: 133,144."""
+INNER_STEP = 64
+"""Parts of longer inner dimensions begin at its multiples."""
 
 EXACT_TOKENS = 512
 """Up to so many tokens each number has its own entry; above, the next multiple of TOKEN_STEP stands for it."""
@@ -195,6 +197,23 @@ class ProductKey:
         rest = [self.layout, *([] if self.alpha == "one" else [f"alpha {self.alpha}"])]
         rest += [f"{name} {value}" for name, value in self.fields().items() if name in self.places]
         return f"{self.op} {self.m} x {self.n} x {self.k} ({self.dtype} to {self.out}, {', '.join(rest)})"
+
+
+def is_long(op: str, k: int) -> bool:
+    """Whether the sums of an operation of TILED are made in parts, each of which an int32 has room for."""
+    return op in TILED and k > LARGEST_INNER
+
+
+def inner_parts(k: int) -> list[slice]:
+    """Parts of an inner dimension, as equal as multiples of INNER_STEP allow; their int32 sums cannot overflow.
+
+    Sums of all of K are float32: the int32 sums of the parts, converted and added in this order.
+    """
+    if k <= LARGEST_INNER:
+        return [slice(0, k)]
+    count = -(-k // (LARGEST_INNER // INNER_STEP * INNER_STEP))
+    size = -(-k // (count * INNER_STEP)) * INNER_STEP
+    return [slice(first, min(first + size, k)) for first in range(0, k, size)]
 
 
 def rounded_tokens(tokens: int) -> int:

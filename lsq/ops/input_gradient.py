@@ -24,6 +24,7 @@ from lsq.ops.products import (
     float_product_into,
     int8_products,
     narrow_scratch,
+    sums_scratch,
 )
 from lsq.ops.sums import PartialSums, as_parts, check_parts, finish, parts_of
 from lsq.ops.transpose import transpose_codes
@@ -37,6 +38,8 @@ PART_ROWS = 32
 """Rows that are summed apart on the CPU, whatever the blocks of the product."""
 PRODUCTS = {torch.int32: 0, torch.float32: 1}
 """-DPRODUCT by dtype; else 2: Float."""
+LONG_SUMS = 3
+"""-DPRODUCT of sums of codes as float32."""
 
 
 class ProjectInputGradient(Operation):
@@ -161,7 +164,7 @@ class ProjectInputGradient(Operation):
         partial = [] if self.parts is not None else [self._parts]
         shape = self.rows, self.columns
         if self.gradient is not None:
-            sums = [(shape, torch.int32)] if self._tile is None else []
+            sums = sums_scratch(*shape, self.gradient.codes.shape[1]) if self._tile is None else []
             transposed = tuple(reversed(self.weight.matrix.shape)), torch.int8
             return [*partial, *([transposed] if self.weight.transposed is None else []), *sums]
         dtype = self._product_dtype
@@ -196,9 +199,9 @@ class ProjectInputGradient(Operation):
             turned = [transpose_codes(self.weight.codes, weight)]
         if tile is not None:
             return [*turned, input_gradient_product(self, tile, weight, partial)]
-        (product,) = scratch
         op = GEMM if self.rounded is None else Product.op  # which no kernel ends
-        return [*turned, *int8_products(self.gradient.codes, weight, product, op=op), self._end(product, partial)]
+        products = int8_products(self.gradient.codes, weight, *scratch, op=op)
+        return [*turned, *products, self._end(scratch[-1], partial)]
 
     def _float_entries(self, partial, scratch):
         scratch = iter(scratch)
@@ -210,10 +213,11 @@ class ProjectInputGradient(Operation):
 
     def _end(self, product, partial):
         before = self.nonlinearity and self.nonlinearity.before
+        long = self.gradient is not None and product.dtype == torch.float32
         given = [one for one in (self.floats, before, self.joined, self.added, self.dx) if one is not None]
         return launch(
             "input_gradient.cu", "lsq_project_input_gradient", self, product, partial, grid=len(partial),
-            PRODUCT=PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
+            PRODUCT=LONG_SUMS if long else PRODUCTS.get(product.dtype, 2), ROUNDED=int(self.rounded is not None),
             **end_defines(self),
             **(float_define(*given) if given else {"FLOAT": FLOATS[torch.float32]}), **row_defines(self.columns),
         )

@@ -25,6 +25,14 @@ def zero(out: torch.Tensor) -> Launch:
     )
 
 
+def add_sums(sums: torch.Tensor, total: torch.Tensor, *, adds: bool) -> Launch:
+    """total float32 [M, N] = sums int32 [M, N], or total + sums if it `adds`; M * N is a multiple of 8."""
+    return launch(
+        "operands.cu", "lsq_add_sums", sums, total, total.numel(),
+        grid=max(1, -(-total.numel() // (256 * VECTOR))), ADDS=int(adds),
+    )
+
+
 def check_columns(multiple: int, **columns: int) -> None:
     """Refuse widths that are no multiple of `multiple`, naming them.
 

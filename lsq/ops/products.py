@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lsq import gemm
 from lsq.csrc.launch import Launch, Product
-from lsq.ops.kernels import check_columns, float_operand
+from lsq.ops.kernels import add_sums, check_columns, float_operand
 from lsq.program.operation import Spec
 
 
@@ -34,18 +35,40 @@ def float_product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, narr
     out.copy_(product)
 
 
-def int8_products(
-    a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor, *, op: str = Product.op
-) -> list[Product]:
-    """[the product sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed], or nothing for an empty batch.
+SUMS = {torch.int32: 1, torch.float32: 2}
+"""-DSUMS of kernels that end a product of codes, by the dtype of its sums; 0: of floats."""
 
-    `op`: who reads the sums, where tuned files tell (lsq.csrc.launch.Product).
+
+def sums_scratch(rows: int, columns: int, inner: int) -> list[Spec]:
+    """Where `int8_products` leaves its sums: the last of these tensors."""
+    shape = rows, columns
+    return [(shape, torch.int32), *([(shape, torch.float32)] if inner > gemm.LARGEST_INNER else [])]
+
+
+def int8_products(
+    a: torch.Tensor, b: torch.Tensor, sums: torch.Tensor, total: torch.Tensor | None = None, *,
+    op: str = Product.op,
+) -> list[Product | Launch]:
+    """What makes sums int32 [M, N] = a int8 [M, K] times b int8 [N, K] transposed; nothing for an empty batch.
+
+    Args:
+        a, b, sums: see above.
+        total: float32 [M, N], where K is longer than one int32 sum may be: the sums of its parts.
+        op: who reads the sums, where tuned files tell (lsq.csrc.launch.Product).
 
     Raises:
         ValueError: N or K is no multiple of 16.
     """
     check_columns(16, **{"the inner width of an int8 product": a.shape[1], "its outer width": b.shape[0]})
-    return [Product(a=a, b=b, out=sums, op=op)] if sums.numel() else []
+    if not sums.numel():
+        return []
+    if total is None:
+        return [Product(a=a, b=b, out=sums, op=op)]
+    entries = []
+    for part in gemm.inner_parts(a.shape[1]):
+        entries.append(Product(a=a[:, part], b=b[:, part], out=sums))
+        entries.append(add_sums(sums, total, adds=part.start > 0))
+    return entries
 
 
 def converted_scratch(values: torch.Tensor, dtype: torch.dtype) -> list[Spec]:

@@ -21,7 +21,7 @@ from lsq.ops.grouped_weight import unpacked_values
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.product_gradients import append_gradients
-from lsq.ops.products import converted, converted_scratch, int8_products
+from lsq.ops.products import SUMS, converted, converted_scratch, int8_products, sums_scratch
 from lsq.ops.project_product import packed_tile, project_product
 from lsq.ops.rounding import Round, RoundGradient, unpacked
 from lsq.ops.scales import started
@@ -111,13 +111,13 @@ class Project(Operation):
     def cuda_scratch(self):
         if self.x.coded is None:
             return converted_scratch(self.weight.matrix, self.x.floats.dtype)
-        return [((self.rows, self.columns), torch.int32)] if self._tile is None else []
+        return sums_scratch(self.rows, self.columns, self.x.tensor.shape[1]) if self._tile is None else []
 
     @property
     def _tile(self) -> gemm.TileConfiguration | None:
         """How one kernel multiplies codes and ends the product; None: cuBLASLt multiplies, and a kernel ends it."""
         if self.weight.format.packed:
-            return packed_tile(self.rows)
+            return packed_tile(self.rows, self.x.tensor.shape[1])
         return gemm.cuda_tile(GEMM, self.rows, *self.weight.codes.shape)
 
     def cuda(self, *scratch):
@@ -125,7 +125,7 @@ class Project(Operation):
             if not scratch:
                 return [project_product(self, self._tile)]
             products = int8_products(self.x.tensor, self.weight.codes, *scratch, op=GEMM)
-            return [*products, self._end(*scratch)]
+            return [*products, self._end(scratch[-1])]
         if self.rows == 0:
             return []
         conversion, weight = converted(self.weight.matrix, None, self.x.floats.dtype, iter(scratch))
@@ -138,7 +138,7 @@ class Project(Operation):
         floats = [tensor for tensor in (self.x.floats, self.out, end.before) if tensor is not None]
         return launch(
             "project.cu", "lsq_end", self, sums, TICKET, grid=patches(self.rows, self.columns),
-            ACTIVATION=int(end.activation), SUMS=int(sums is not None), **started(self.rounded),
+            ACTIVATION=int(end.activation), SUMS=0 if sums is None else SUMS[sums.dtype], **started(self.rounded),
             **(float_define(*floats) if floats else {}),
         )
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lsq.csrc.launch import TICKET, Launch, float_define
-from lsq.gemm import TileConfiguration
+from lsq.csrc.launch import TICKET, Launch, check, float_define
+from lsq.gemm import LARGEST_INNER, TileConfiguration
 from lsq.ops.nonlinearity import Nonlinearity
 from lsq.ops.scales import started
 from lsq.ops.tiled_product import tiled
@@ -32,6 +32,14 @@ def project_product(operation: Project, tile: TileConfiguration) -> Launch:
     )  # fmt: skip
 
 
-def packed_tile(rows: int) -> TileConfiguration:
-    """For a weight that is stored as int4, by mma.sync on every GPU: many rows share what they unpack."""
+def packed_tile(rows: int, inner: int) -> TileConfiguration:
+    """For a weight that is stored as int4, by mma.sync on every GPU: many rows share what they unpack.
+
+    Raises:
+        ValueError: K is longer than one int32 sum may be.
+    """
+    check(
+        inner <= LARGEST_INNER,
+        f"a weight that is stored as int4 has {inner} inputs; on CUDA it may have {LARGEST_INNER}: choose int8",
+    )
     return TileConfiguration(rows=64 if rows <= 64 else 128, columns=64, stages=4)

@@ -13,6 +13,7 @@ import torch
 from lsq.csrc.geometry import THREADS, row_blocks, row_defines, tiles
 from lsq.csrc.launch import Launch, launch
 from lsq.ops.kernels import check_columns
+from lsq.ops.products import SUMS
 from lsq.program.operation import Spec
 
 if TYPE_CHECKING:
@@ -60,5 +61,5 @@ def end_by_inputs(
     return launch(
         "weight_gradient_by_inputs.cu", "lsq_weight_gradient_by_inputs", operation,
         product if operation.rows else None, input_scale, clip_sums, grid=len(clip_sums),
-        SUMS=int(product.dtype == torch.int32), FLOAT=0, **row_defines(outputs),
+        SUMS=0 if input_scale is None else SUMS[product.dtype], FLOAT=0, **row_defines(outputs),
     )  # fmt: skip

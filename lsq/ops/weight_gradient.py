@@ -17,12 +17,14 @@ from lsq.csrc.geometry import MANY_BLOCKS, TILE, padded, row_blocks, row_defines
 from lsq.csrc.launch import Product, launch
 from lsq.ops.kernels import check_columns, zero
 from lsq.ops.products import (
+    SUMS,
     converted,
     converted_scratch,
     float_product,
     float_product_into,
     int8_products,
     narrow_scratch,
+    sums_scratch,
 )
 from lsq.ops.sums import as_parts, check_parts, finish
 from lsq.ops.transpose import transposed_scratch
@@ -210,7 +212,7 @@ class ProjectWeightGradient(Operation):
         product = (columns, inner) if self.weight.by_inputs else (inner, columns)
         if self.gradient is not None:
             parts = max(1, min(PARTS, -(-rows // TILE)))
-            made = [(product, torch.int32)] if tile is None else split_scratch(tile, self.weight_rows, columns)
+            made = split_scratch(tile, self.weight_rows, columns) if tile else sums_scratch(*product, padded(rows))
             return [
                 *sums, transposed_scratch(rows, inner), transposed_scratch(rows, columns),
                 ((parts, columns), torch.float32), ((columns,), torch.float32), *made,
@@ -255,9 +257,8 @@ class ProjectWeightGradient(Operation):
         if tile is not None:
             parts = made[0] if made else None
             return [*operands, weight_gradient_product(self, tile, (gradient, x, scale), sums, parts)]
-        (product,) = made
         pair = (x, gradient) if self.weight.by_inputs else (gradient, x)
-        return [*operands, *int8_products(*pair, product, op=GEMM), self._end(product, scale, sums)]
+        return [*operands, *int8_products(*pair, *made, op=GEMM), self._end(made[-1], scale, sums)]
 
     def _end(self, product, column_scale, sums):
         """The kernel on rows; the gradients of clips for rows are whole there."""
@@ -267,7 +268,7 @@ class ProjectWeightGradient(Operation):
         return launch(
             "weight_gradient.cu", "lsq_project_weight_gradient", self, product if self.rows else None, column_scale,
             self.dclip if per_channel else sums, grid=row_blocks(self.weight_rows, self.columns, most=MANY_BLOCKS),
-            SUMS=int(self.gradient is not None), FLOAT=0, **row_defines(self.columns),
+            SUMS=0 if self.gradient is None else SUMS[product.dtype], FLOAT=0, **row_defines(self.columns),
         )
 
     def _float_entries(self, sums, scratch):

@@ -15,6 +15,7 @@ from lsq.config import QuantConfig
 from lsq.optim import Adam
 from tests.conversion.models import WIDTH, loss_of, model, tokens
 from tests.layers.shapes import decibels
+from tests.sampling import first
 
 QUANT = QuantConfig(calibration_passes=0)
 
@@ -27,6 +28,21 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 # Shapes
+
+
+@pytest.mark.parametrize("rows, inputs, outputs", first([(5, 133_200, 64), (133_200, 64, 64), (5, 64, 133_200)], 1))
+def test_dimensions_longer_than_one_int32_sum(rows, inputs, outputs):
+    torch.manual_seed(1)
+    plain = nn.Linear(inputs, outputs)
+    layer, x = copy.deepcopy(plain), torch.randn(rows, inputs, requires_grad=True)
+    lsq.convert(layer, QUANT)
+    upstream = torch.randn(rows, outputs) + 0.1  # whose mean the gradients of many rows have
+    (y, slopes), (right, exact) = (
+        (one(x), torch.autograd.grad((one(x) * upstream).sum(), [x, one.weight, one.bias]))
+        for one in (layer, plain)
+    )
+    assert decibels(right, y) > 30
+    assert all(decibels(wanted, found) > 20 for wanted, found in zip(exact, slopes, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 1, 3), (2, 2, 2, 2)])

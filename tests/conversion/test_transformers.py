@@ -120,3 +120,20 @@ def test_low_rank_adapters_on_a_frozen_base(name, targets, first):
         assert decibels(expected, adapted(**batch()).logits) > decibels(expected, before) + 6
         adapted.unmerge_adapter()
         assert decibels(expected, adapted(**batch()).logits) > 30
+
+
+def test_the_vocabulary_of_qwen_trains():
+    """151,936 words: more than one int32 sum of the head's backward product has room for."""
+    torch.manual_seed(1)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 151_936}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, **heads)).train()
+    words = torch.randint(151_936, (2, 7))
+    hidden = model.model.norm.weight
+    right = model(input_ids=words, labels=words).loss
+    (slope,) = torch.autograd.grad(right, hidden)
+    assert lsq.convert(model).fused
+    loss = model(input_ids=words, labels=words).loss
+    assert abs(loss - right) < 0.01
+    (found,) = torch.autograd.grad(loss, hidden)
+    assert decibels(slope, found) > 10

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from lsq.gemm.product_key import LARGEST_INNER, REQUESTS, ProductKey, key_of, rounded_tokens
+from lsq.gemm.product_key import LARGEST_INNER, REQUESTS, ProductKey, inner_parts, key_of, rounded_tokens
 from tests.gemm.operands import asked, codes, matmul, product
 from tests.gemm.tuned import key
 
@@ -152,3 +152,11 @@ def test_tensors_that_do_not_fit_are_refused(changes, message):
     tensors = {"a": codes(41, 64), "b": codes(48, 64), "out": torch.empty(41, 48, dtype=torch.int32)}
     with pytest.raises(ValueError, match=message):
         key_of(product(**tensors | changes))
+
+
+@pytest.mark.parametrize("k", [0, 1, 63, LARGEST_INNER, LARGEST_INNER + 1, 151_936, 2 * LARGEST_INNER, 10**6 + 7])
+def test_parts_of_an_inner_dimension(k):
+    parts = inner_parts(k)
+    assert [index for part in parts for index in range(k)[part]] == list(range(k))
+    assert all(part.stop - part.start <= LARGEST_INNER and part.start % 64 == 0 for part in parts)
+    assert len(parts) == (1 if k <= LARGEST_INNER else -(-k // (LARGEST_INNER // 64 * 64)))

@@ -58,7 +58,7 @@ def test_weights_are_read_as_they_are_stored():
     operation = rounded_project(rows, outputs, **operands(rows, inner, outputs) | {"weight": stored}).bind(
         lambda one: torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, VirtualTensor) else one
     )
-    entry = project_product(operation, packed_tile(rows))
+    entry = project_product(operation, packed_tile(rows, operation.x.tensor.shape[1]))
     (found,) = profile.profile([entry])
     traffic = dict(zip(map(id, profile.operands_of(entry)), found.operands, strict=True))
     assert traffic[id(stored.codes)].reads.bytes <= 1.2 * stored.codes.numel() < 0.64 * inner * outputs
@@ -76,4 +76,4 @@ def test_two_blocks_fit_and_nothing_spills(target):
     for rows in (64, 65):
         operation = rounded_project(7, 32, Activation.gelu, 0.1, **operands(7, 48, 32) | {"weight": stored})
         operation.rounded.started = True
-        assert_two_blocks_fit(project_product(operation, packed_tile(rows)), target)
+        assert_two_blocks_fit(project_product(operation, packed_tile(rows, operation.x.tensor.shape[1])), target)

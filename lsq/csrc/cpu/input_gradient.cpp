@@ -26,12 +26,11 @@ public:
             return 0;
         }
 #endif
-        return end(first, rows, [&](int64_t row, float* g) {
-            const float scale = op_.gradient.scale[first + row];
-            const int32_t* line = sums + row * stride;
-#pragma omp simd
-            for (int64_t i = 0; i < n_; ++i) g[i] = static_cast<float>(line[i]) * scale;
-        });
+        return scale(first, rows, sums, stride);
+    }
+
+    int operator()(int64_t first, int64_t rows, const LongSum* sums, int64_t stride) {
+        return scale(first, rows, sums, stride);
     }
 
     // Of floats, which may lie where dx is.
@@ -43,6 +42,16 @@ public:
     }
 
 private:
+    template <class Sum>
+    int scale(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
+        return end(first, rows, [&](int64_t row, float* g) {
+            const float scale = op_.gradient.scale[first + row];
+            const Sum* line = sums + row * stride;
+#pragma omp simd
+            for (int64_t i = 0; i < n_; ++i) g[i] = static_cast<float>(line[i]) * scale;
+        });
+    }
+
 #if defined(LSQ_WIDE)
     // Whether everything but the rounding of a row can be done in one pass.
     bool straight() const {
@@ -146,6 +155,11 @@ LSQ_EXPORT void lsq_multiply_project_input_gradient(
 // Rows [first, first + rows) of the product [rows, K], int32 sums or floats. Blocks come in order.
 LSQ_EXPORT void lsq_end_project_input_gradient(
     const ProjectInputGradient& op, const int32_t* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
+    read_rows(sums, first, rows, op.columns, [&] { return End(op, partial, clip_sums); });
+}
+
+LSQ_EXPORT void lsq_end_long_project_input_gradient(
+    const ProjectInputGradient& op, const LongSum* sums, int64_t first, int64_t rows, float* partial, float* clip_sums) {
     read_rows(sums, first, rows, op.columns, [&] { return End(op, partial, clip_sums); });
 }
 

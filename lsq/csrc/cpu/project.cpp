@@ -65,17 +65,11 @@ public:
             return 0;
         }
 #endif
-        const float *factor = alpha_.data(), *bias = op_.bias;
-        return end(first, rows, [&](int64_t row, float* y) {
-            const int32_t* sum = sums + row * stride;
-            if (bias) {
-#pragma omp simd
-                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
-            } else {
-#pragma omp simd
-                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
-            }
-        });
+        return end_sums(first, rows, sums, stride);
+    }
+
+    int operator()(int64_t first, int64_t rows, const LongSum* sums, int64_t stride) {
+        return end_sums(first, rows, sums, stride);
     }
 
     // Of floats, which stand where they go.
@@ -88,6 +82,21 @@ public:
     }
 
 private:
+    template <class Sum>
+    int end_sums(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
+        const float *factor = alpha_.data(), *bias = op_.bias;
+        return end(first, rows, [&](int64_t row, float* y) {
+            const Sum* sum = sums + row * stride;
+            if (bias) {
+#pragma omp simd
+                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
+            }
+        });
+    }
+
 #if defined(LSQ_WIDE)
     // Whether a row goes from sums to codes in registers.
     bool straight() const {
@@ -197,6 +206,10 @@ LSQ_EXPORT void lsq_multiply_project(const Project& op, const TileProduct& produ
 
 // sums int32 [rows, P]: those of rows [first, first + rows) of codes.
 LSQ_EXPORT void lsq_end_project(const Project& op, const int32_t* sums, int64_t first, int64_t rows) {
+    write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return End(op); }));
+}
+
+LSQ_EXPORT void lsq_end_long_project(const Project& op, const LongSum* sums, int64_t first, int64_t rows) {
     write_scale(op, first, read_rows(sums, first, rows, op.columns, [&] { return End(op); }));
 }
 

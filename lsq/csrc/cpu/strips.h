@@ -10,6 +10,12 @@
 
 namespace lsq {
 
+// A sum over more products of codes than int32 has room for, as a float: readers take it where they take an int32.
+struct LongSum {
+    float value;
+    operator float() const { return value; }
+};
+
 // Multiplies by b as it is packed, and reads each strip while it is in the cache of the core that made it.
 template <class Make>
 int multiply_packed(const TileProduct& product, const Make& make) {

@@ -29,11 +29,12 @@ public:
 #if defined(LSQ_WIDE)
         if (!op_.lsq) return end_sums(first, rows, sums, stride);
 #endif
-        return end(first, rows, [&](int64_t row) {
-            const int32_t* line = sums + row * stride;
-            const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
-            return [=](int64_t i) { return static_cast<float>(line[i]) * column_scale[i] * inverse; };
-        });
+        return scale(first, rows, sums, stride);
+    }
+
+    int operator()(int64_t first, int64_t rows, const LongSum* sums, int64_t stride) {
+        if (op_.weight.by_inputs) return end_by_inputs(first, rows, &sums->value, stride);
+        return scale(first, rows, sums, stride);
     }
 
     // Of floats.
@@ -43,6 +44,15 @@ public:
     }
 
 private:
+    template <class Sum>
+    int scale(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
+        return end(first, rows, [&](int64_t row) {
+            const Sum* line = sums + row * stride;
+            const float *column_scale = column_scale_, inverse = 1.0f / op_.weight.scale[first + row];
+            return [=](int64_t i) { return static_cast<float>(line[i]) * column_scale[i] * inverse; };
+        });
+    }
+
 #if defined(LSQ_WIDE)
     // Each row in one pass.
     int end_sums(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
@@ -199,6 +209,12 @@ LSQ_EXPORT void lsq_multiply_project_weight_gradient(
 // Rows [first, first + rows) of the product [rows, K]: int32 sums with column_scale [K].
 LSQ_EXPORT void lsq_end_project_weight_gradient(
     const ProjectWeightGradient& op, const int32_t* sums, int64_t first, int64_t rows, const float* column_scale,
+    float* clip_sums) {
+    read_rows(sums, first, rows, op.columns, [&] { return End(op, column_scale, clip_sums); });
+}
+
+LSQ_EXPORT void lsq_end_long_project_weight_gradient(
+    const ProjectWeightGradient& op, const LongSum* sums, int64_t first, int64_t rows, const float* column_scale,
     float* clip_sums) {
     read_rows(sums, first, rows, op.columns, [&] { return End(op, column_scale, clip_sums); });
 }

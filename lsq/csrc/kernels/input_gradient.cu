@@ -1,7 +1,8 @@
 // The gradient of an input from a product that another kernel has made: scales, input_gradient_end.cuh, sums over rows,
 // and rounding.
 //
-// The product is -DPRODUCT 0 int32 sums, 1 float32, 2 Float, which may lie where dx goes. M rows, K = COLUMNS columns.
+// The product is -DPRODUCT 0 int32 sums, 3 such sums as floats, 1 float32, 2 Float, which may lie where dx goes. M rows,
+// K = COLUMNS columns.
 // A row stays in registers, as do the sums; lsq/ops/input_gradient.py is the reference.
 #include "gradient.cuh"
 #include "input_gradient_end.cuh"
@@ -15,13 +16,15 @@ namespace {
 #if PRODUCT == 0
 using Value = int32_t;
 using Loaded = int32_t;
-#elif PRODUCT == 1
+#elif PRODUCT == 1 || PRODUCT == 3
 using Value = float;
 using Loaded = float;
 #else
 using Value = Float;
 using Loaded = float;
 #endif
+
+constexpr bool kScaled = PRODUCT == 0 || PRODUCT == 3;  // by the scales of rows
 
 }  // namespace
 
@@ -43,9 +46,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
     };
     for_rows(op.rows, load, [&](int64_t row, bool inside, const PackedRow<Value>& packed) {
         Values g = {};
-#if PRODUCT == 0
-        const float scale = inside ? row_scale[row] : 0.0f;
-#endif
+        const float scale = kScaled && inside ? row_scale[row] : 0.0f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (!inside || !has(v)) continue;
@@ -54,11 +55,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kSumming)
             unpack8(packed.part[v], value);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) {
-#if PRODUCT == 0
-                g[v][i] = static_cast<float>(value[i]) * scale;
-#else
-                g[v][i] = value[i];
-#endif
+                g[v][i] = kScaled ? static_cast<float>(value[i]) * scale : static_cast<float>(value[i]);
             }
             clip_sum += end.apply8(element, g[v]);
         }

@@ -1,4 +1,4 @@
-// Float operands of products.
+// Float operands of products, and sums of the parts of long ones.
 //
 // M rows, N columns, a multiple of 8.
 #include "patch.cuh"
@@ -6,6 +6,9 @@
 // A float operand of a product. -DFROM: 0 float32, 1 bfloat16, 2 codes.
 #ifndef FROM
 #define FROM 0
+#endif
+#ifndef ADDS
+#define ADDS 0
 #endif
 
 namespace {
@@ -66,3 +69,21 @@ LSQ_KERNEL __launch_bounds__(256) lsq_zero(Out<Float> out, int64_t numel) {
     }
 }
 LSQ_EXPORT(lsq_zero)
+
+// total [numel] = sums, or with -DADDS=1 total + sums: what an inner dimension comes to that int32 has no room for.
+LSQ_KERNEL __launch_bounds__(256) lsq_add_sums(In<int32_t> sums, Out<float> total, int64_t numel) {
+    const int32_t* from = sums;
+    float* to = total;
+    const int64_t element = kVector * (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x);
+    if (element >= numel) return;
+    int32_t sum[kVector];
+    float x[kVector] = {};
+    load8(from + element, sum);
+#if ADDS
+    load8(to + element, x);
+#endif
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] += static_cast<float>(sum[i]);
+    store8(to + element, x);
+}
+LSQ_EXPORT(lsq_add_sums)

@@ -1,6 +1,6 @@
 // The end of a product that another kernel has made, M rows; see project_end.cuh.
 //
-// -DSUMS=1: the product is int32 sums; 0: floats, which stand where their result goes.
+// -DSUMS=1: the product is int32 sums; 2: such sums as floats; 0: floats, which stand where their result goes.
 #include "patch.cuh"
 #include "project_end.cuh"
 
@@ -10,15 +10,20 @@
 
 namespace {
 
-#if SUMS
-using Given = int32_t;
-#else
+#if SUMS == 0
 using Given = Float;
+using ProductSum = int32_t;
+#elif SUMS == 1
+using Given = int32_t;
+using ProductSum = int32_t;
+#else
+using Given = float;
+using ProductSum = float;
 #endif
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<int32_t> sums, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<ProductSum> sums, Out<uint32_t> ticket) {
     const int64_t row = patch_row(), column = patch_column(), columns = op.columns;
     const ProjectEnd end{op};
 #if SUMS
@@ -44,7 +49,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<int3
             if (row + r >= op.rows) continue;
             float y[kVector];
 #if SUMS
-            int32_t sum[kVector];
+            ProductSum sum[kVector];
             unpack8(loaded[r], sum);
 #pragma unroll
             for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];

@@ -1,6 +1,6 @@
 // The gradient of a weight from a product that another kernel has made: scales, then weight_gradient_end.cuh.
 //
-// The product is int32 sums (-DSUMS=1) or float32. N rows, K = COLUMNS columns; lsq/ops/weight_gradient.py is the
+// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. N rows, K = COLUMNS columns; lsq/ops/weight_gradient.py is the
 // reference.
 #include "rows.cuh"
 #include "weight_gradient_end.cuh"
@@ -11,7 +11,7 @@
 
 namespace {
 
-#if SUMS
+#if SUMS == 1
 using Value = int32_t;
 #else
 using Value = float;

@@ -1,7 +1,7 @@
 // The gradient of a weight whose parameter is [inputs, outputs] from a product that another kernel has made: scales, the
 // straight-through mask and what belongs to the clips, of which each column has one.
 //
-// The product is int32 sums (-DSUMS=1) or float32. K rows, N = COLUMNS columns; lsq/ops/weight_gradient.py is the
+// The product is int32 sums (-DSUMS=1), such sums as floats (2), or float32. K rows, N = COLUMNS columns; lsq/ops/weight_gradient.py is the
 // reference.
 #include "rows.cuh"
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-#if SUMS
+#if SUMS == 1
 using Value = int32_t;
 #else
 using Value = float;
