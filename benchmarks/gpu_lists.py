@@ -131,16 +131,19 @@ def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
 
 
 def key_of(entry: Launch) -> str:
-    """Equal for launches that do the same for each of their values."""
+    """Equal for launches that do the same for each of their values.
+
+    What an operation does not have is not named, so that a field that operations gain changes no key of others.
+    """
     found = [str(entry.kernel)]
     for argument in entry.arguments:
         if isinstance(argument, Operation):
-            missing = [leaf.name for leaf in argument.leaves() if leaf.of(argument) is None]
+            there = [leaf.name for leaf in argument.leaves() if leaf.of(argument) is not None]
             attributes = {
                 name: value for name, value in sorted(argument.attributes().items())
-                if not name.endswith(("subsequence", "vocabulary")) and not dataclasses.is_dataclass(value)
+                if value and not name.endswith(("subsequence", "vocabulary")) and not dataclasses.is_dataclass(value)
             }  # fmt: skip
-            found.append(f"{argument.name} without {', '.join(missing)}; {attributes}")
+            found.append(f"{argument.name} of {', '.join(there)}; {attributes}")
         elif argument is None:
             found.append("-")
     return " | ".join(found)

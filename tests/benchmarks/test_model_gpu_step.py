@@ -3,10 +3,14 @@
 import json
 import shutil
 
+import gpu_lists
 import model_gpu_step
 import pytest
+from gpu_step import QUANT
+from operations import sizes
 
 from lsq.csrc import compiler
+from lsq.csrc.launch import Launch
 
 
 @pytest.mark.thorough
@@ -26,8 +30,31 @@ def test_quick_run(tmp_path, capsys):
     assert "modelled" in capsys.readouterr().out
 
 
-def test_counts_are_kept_and_found_again(tmp_path):
-    counts = model_gpu_step.load(model_gpu_step.COUNTS)
+@pytest.fixture(scope="module")
+def counts():
+    """What was counted, and is kept."""
+    return model_gpu_step.load(model_gpu_step.COUNTS)
+
+
+@pytest.mark.parametrize("size", sizes(model_gpu_step.TOKENS), ids=lambda size: size.name)
+def test_every_kernel_of_a_step_was_counted(counts, size):
+    entries = [entry for part in gpu_lists.step(size, QUANT) for entry in part.entries]
+    missing = {gpu_lists.key_of(entry) for entry in entries if isinstance(entry, Launch)} - counts.keys()
+    assert not missing, "lists have changed: run benchmarks/model_gpu_step.py --count"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_the_command_of_the_page_runs(capsys):
+    try:
+        compiler.version()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert model_gpu_step.main([]) == 0
+    assert "H100 SXM" in capsys.readouterr().out
+
+
+def test_counts_are_kept_and_found_again(counts, tmp_path):
     model_gpu_step.save(counts, tmp_path / "counts.json")
     assert model_gpu_step.load(tmp_path / "counts.json") == counts
 
