@@ -18,8 +18,8 @@ def require_gpu(index: int = 0) -> tuple[str, Driver]:
     """
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise RuntimeError(
-            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()}); install the NVIDIA "
-            "driver and a CUDA build of PyTorch, or train on the CPU"
+            f"there is no GPU {index} that PyTorch can use (it sees {torch.cuda.device_count()}); {compiler.remedy()}, "
+            "or train on the CPU"
         )
     target = compiler.architecture(torch.cuda.get_device_capability(index))
     driver = Driver("libcuda.so.1", index)

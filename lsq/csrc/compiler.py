@@ -10,6 +10,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from lsq.csrc import cache, sources
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -64,6 +66,13 @@ def version() -> str:
     """
     _, major, minor = _nvrtc().nvrtcVersion()
     return f"{major}.{minor}"
+
+
+def remedy() -> str:
+    """What to do where PyTorch sees no GPU."""
+    if torch.version.cuda is None:
+        return "install the NVIDIA driver and a CUDA build of PyTorch"
+    return f"install the NVIDIA driver, or update it to one for CUDA {torch.version.cuda}, as this PyTorch wants"
 
 
 def check_driver(supported: tuple[int, int]) -> None:

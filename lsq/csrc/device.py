@@ -1,8 +1,9 @@
 """Runs lists of launches and products: on a GPU, or in the emulator, through the same launcher."""
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -34,6 +35,7 @@ class Device:
         self._compile = compile
         self._functions: dict[tuple[Kernel, int], int] = {}
         self._memories: dict[int, StreamMemory] = {}
+        self._of_captures: StreamMemory | None = None
         self.lock = threading.RLock()
         """Held while a list is launched: what lists share is handed on. A signal may launch another one meanwhile."""
         self.message = ctypes.create_string_buffer(MESSAGE_BYTES)
@@ -59,12 +61,28 @@ class Device:
 
         A capture gets memory of its own for each list: its graph may run on any stream.
         """
-        if capturing:
+        if capturing and self._of_captures is None:
             return StreamMemory(self.place, workspace_bytes)
+        if capturing:
+            self._of_captures.grow(workspace_bytes)
+            return self._of_captures
         if stream not in self._memories:
             self._memories[stream] = StreamMemory(self.place, workspace_bytes)
         self._memories[stream].grow(workspace_bytes)
         return self._memories[stream]
+
+    @contextlib.contextmanager
+    def captures_in_turn(self) -> Iterator[None]:
+        """Within this context all captures share one memory, which is made before: no graph fills it again.
+
+        Whoever captures here replays one graph after another, and none once the context has ended.
+        """
+        self._of_captures = StreamMemory(self.place, 0)
+        self._of_captures.ticket.zero_()
+        try:
+            yield
+        finally:
+            self._of_captures = None
 
     def record(self, tensor: torch.Tensor) -> None:
         """Let PyTorch's allocator know that the current stream uses a tensor, whichever stream it was made on."""

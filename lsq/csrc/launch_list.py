@@ -46,7 +46,7 @@ class LaunchList:
         self._products = products or device.products
         self._held = [part.places.held for part in parts]
         self._memory: list = [part.places.memory for part in parts]
-        self._ticket = ctypes.c_uint64()
+        self._ticket: ctypes.c_uint64 | None = None  # where one of its kernels takes TICKET
         self._workspace_bytes = 0
         self._stream, self._recorded = device.stream(), set()
         self._captured: list = []
@@ -73,7 +73,8 @@ class LaunchList:
             memory = self.device.memory(stream, self._workspace_bytes, capturing)
             if capturing and self.device.place.type != "cuda":  # PyTorch keeps a capture's memory with its graph
                 self._captured.append(memory)
-            self._ticket.value = memory.ticket.data_ptr()
+            if self._ticket is not None:
+                self._ticket.value = memory.ticket.data_ptr()
             workspace = memory.workspace
             if self._library.lsq_list_run(
                 self._list, ctypes.c_void_p(stream), ctypes.c_void_p(workspace.data_ptr()),
@@ -119,6 +120,8 @@ class LaunchList:
     def _parameter(self, value, places: Places, what: str) -> int:
         """The address of what a kernel reads: a struct, or a pointer, an int64_t or a float in 8 bytes."""
         if value is TICKET:
+            if self._ticket is None:
+                self._ticket = ctypes.c_uint64()
             return ctypes.addressof(self._ticket)
         if isinstance(value, torch.Tensor):
             check(

@@ -1,6 +1,7 @@
 """Memory that the work of one stream shares: what kernels and products need for a moment, one after another."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -10,7 +11,7 @@ WORKSPACE_ALIGNMENT = 256
 
 
 class StreamMemory:
-    """Words for tickets, which every kernel finds and leaves at zero, and the workspace of products.
+    """The workspace of products, and words for tickets, which every kernel finds and leaves at zero.
 
     Args:
         place: where.
@@ -18,13 +19,18 @@ class StreamMemory:
     """
 
     def __init__(self, place: torch.device, workspace_bytes: int):
-        self.ticket = torch.zeros(TICKETS, dtype=torch.int32, device=place)
+        self.place = place
         self.workspace = aligned_workspace(workspace_bytes, place)
+
+    @functools.cached_property
+    def ticket(self) -> torch.Tensor:
+        """Made when a list first takes one: to fill it is a launch, which a capture would keep."""
+        return torch.zeros(TICKETS, dtype=torch.int32, device=self.place)
 
     def grow(self, workspace_bytes: int) -> None:
         """Make room for a larger workspace. The stream is current: PyTorch reuses the old one after its work."""
         if self.workspace.numel() < workspace_bytes:
-            self.workspace = aligned_workspace(workspace_bytes, self.ticket.device)
+            self.workspace = aligned_workspace(workspace_bytes, self.place)
 
     def clear(self) -> None:
         """A kernel that did not finish leaves its ticket as it is."""

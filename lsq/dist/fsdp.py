@@ -57,7 +57,7 @@ class Int8ReduceScatter:
 
     Args:
         block: values that share a scale.
-        stochastic: whether to round at random; keys come from PyTorch's default CPU generator.
+        stochastic: whether to round at random; keys come from the default generator of their device.
     """
 
     def __init__(self, *, block: int = 128, stochastic: bool = False):
@@ -97,7 +97,7 @@ class Int8ReduceScatter:
         floats = None if small is None else take_out(x, small)
         if length > values:
             x = functional.pad(x, (0, length - values))
-        key = draw_key().to(x.device) if self.stochastic else None
+        key = draw_key(x.device) if self.stochastic else None  # there: the host waits for nothing
         sent = torch.empty(workers, layout.message_bytes, dtype=torch.uint8, device=x.device)
         backends.run(PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent)))
         received = torch.empty_like(sent)

@@ -106,6 +106,7 @@ class Products:
         self._choose = choose
         self._chosen: dict[ProductKey, ChosenProduct] = {}
         self._lock = threading.Lock()
+        self._unread = 0
 
     def get(self, key: ProductKey) -> ChosenProduct:
         """The product of a key, with its algorithm; the same object every time.
@@ -202,8 +203,20 @@ class Products:
         return ChosenProduct(key=key, native=native, algorithm=wanted)
 
     def _candidates(self, native: Matmul) -> list[CublasConfiguration]:
+        """Those that can be read; a newer library may propose some whose attributes have other values."""
+        found, unread = [], []
         with self.current():
-            return [self.algorithm(found) for found in native.candidates(self.workspace_bytes, CANDIDATES)]
+            for candidate in native.candidates(self.workspace_bytes, CANDIDATES):
+                try:
+                    found.append(self.algorithm(candidate))
+                except (RuntimeError, ValueError) as error:
+                    unread.append(error)
+        if unread and not found:
+            raise unread[0]
+        if unread and not self._unread:
+            logger.warning("%d algorithms of cuBLASLt are left out, the first since %s", len(unread), unread[0])
+        self._unread += len(unread)
+        return found
 
 
 class TunedChoice:

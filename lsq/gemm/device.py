@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from lsq.csrc import processor
+from lsq.csrc import compiler, processor
 from lsq.csrc.products import ProductLibrary, find_cublaslt
 from lsq.gemm.json_file import check_text, check_whole, shown
 
@@ -124,9 +124,7 @@ def here(kind: str = "cpu") -> Validators:
     if kind != "cuda":
         raise ValueError(f'kind is {kind!r}; allowed: "cpu", "cuda"')
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "torch sees no GPU here; install the NVIDIA driver and a CUDA build of PyTorch, or use the CPU"
-        )
+        raise RuntimeError(f"torch sees no GPU here; {compiler.remedy()}, or use the CPU")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return CudaValidators(
         device=_printable(properties.name),

@@ -26,9 +26,9 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 7
 
 
-def draw_key() -> torch.Tensor:
-    """A key, int64 [1], from PyTorch's default CPU generator."""
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+def draw_key(device: torch.device | str = "cpu") -> torch.Tensor:
+    """A key, int64 [1], from PyTorch's default generator of a device, in its memory."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def key_of(x: torch.Tensor, changes: int) -> torch.Tensor:

@@ -32,8 +32,6 @@ CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12)
 """cublasLtClusterShape_t beside 0, automatic: from 1 x 1 to 8 blocks."""
 MOST_CHECKED = 50_000
 
-HEAD_START = 20_000
-"""Cycles that the GPU waits for each product of a measurement: the CPU queues them all before the first runs."""
 MOST_REPEATS = 400
 MOST_SETS = 128
 MOST_BYTES = 2**33
@@ -106,13 +104,22 @@ class CublasBackend:
             for number in range(repeats):
                 run(number)
             return (time.perf_counter() - start) / repeats
+        run(0)  # libraries load their kernels now, which none may in a capture
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START * repeats)
-        begin.record()
-        for number in range(repeats):
-            run(number)
-        end.record()
-        end.synchronize()
+        stream, graph = torch.cuda.Stream(self.products.device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.products.device))
+        in_turn = contextlib.nullcontext() if self.device is None else self.device.captures_in_turn()
+        with in_turn, torch.cuda.stream(stream):
+            graph.capture_begin()  # a list takes Python longer than a small product takes a GPU
+            try:
+                for number in range(repeats):
+                    run(number)
+            finally:
+                graph.capture_end()
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
         return begin.elapsed_time(end) * 1e-3 / repeats
 
     def _others(self, key: ProductKey, found: list[CublasConfiguration]) -> list[CublasConfiguration]:

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from lsq.backends import cuda
-from lsq.csrc.launch import Product
+from lsq.csrc.launch import Launch, Product
+from lsq.ops.rounding import Round
+from lsq.program.values import Coded
+from lsq.quant import Format, Grain
 from tests.csrc.emulated import Driver
 from tests.csrc.emulated_streams import Stream
 from tests.csrc.test_runtime import store
@@ -45,6 +48,14 @@ def product(rows: int) -> Product:
     return Product(a=a, b=b, out=torch.zeros(rows, 48, dtype=torch.int32))
 
 
+def rounding() -> Launch:
+    """A launch that takes tickets."""
+    form = Format(name="activation", bits=8, grain=Grain.TENSOR)
+    rounded = Coded(format=form, codes=torch.empty(41, 48, dtype=torch.int8), scale=torch.empty(1), clip=torch.ones(1))
+    (entry,) = Round(x=torch.randn(41, 48), rounded=rounded).cuda()
+    return entry
+
+
 def test_a_run_waits_for_the_last_one_on_another_stream(streams):
     memory = torch.zeros(6, dtype=torch.int64)
     work = streams.device.list([store(memory, 0, 1)])
@@ -72,6 +83,30 @@ def test_a_captured_run_waits_for_nobody_and_has_memory_of_its_own(streams):
     (own,) = work._captured
     assert own.ticket.data_ptr() != shared.ticket.data_ptr()
     assert own.workspace.data_ptr() != shared.workspace.data_ptr()
+
+
+def test_only_lists_that_take_tickets_have_them_made(streams):
+    """To fill them is a launch, which a graph would repeat."""
+    work = streams.device.list([product(41)])
+    streams.capturing = True
+    work.run()
+    assert "ticket" not in vars(work._captured[0])
+    taking = streams.device.list([rounding()])
+    taking.run()
+    assert "ticket" in vars(taking._captured[0])
+
+
+def test_captures_that_are_replayed_in_turn_share_memory_that_was_made_before(streams):
+    lists = [streams.device.list([product(rows)]) for rows in (41, 300)]
+    streams.capturing = True
+    with streams.device.captures_in_turn():
+        for work in lists:
+            work.run()
+    (first,), (second,) = (work._captured for work in lists)
+    assert first is second and "ticket" in vars(first)
+    assert first.workspace.numel() == max(work._workspace_bytes for work in lists)
+    lists[0].run()
+    assert lists[0]._captured[-1] is not first
 
 
 def test_lists_of_a_stream_share_a_workspace_that_grows(streams):

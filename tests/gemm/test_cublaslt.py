@@ -156,6 +156,25 @@ def test_parts_of_the_sum_are_never_rounded_to_the_output(products):
     assert as_output in {candidate.reduction_scheme for candidate in exact_sums}
 
 
+def test_candidates_that_cannot_be_read_are_left_out(products, monkeypatch, caplog):
+    key = matmul(m=7)
+    proposed = products.candidates(key)
+    read = Products.algorithm
+
+    def newer(self, candidate):
+        if candidate.data == proposed[0].algorithm:
+            raise RuntimeError("attribute 9 is unknown")
+        return read(self, candidate)
+
+    monkeypatch.setattr(Products, "algorithm", newer)
+    for _ in range(2):
+        assert products.candidates(key) == proposed[1:]
+    assert caplog.text.count("1 algorithms of cuBLASLt are left out, the first since attribute 9 is unknown") == 1
+    monkeypatch.setattr(Products, "algorithm", lambda self, candidate: int("none"))
+    with pytest.raises(ValueError, match="none"):
+        products.candidates(key)
+
+
 def test_the_algorithm_may_come_from_elsewhere(workspace):
     wishes = []
 

@@ -137,3 +137,4 @@ def test_keys_come_from_torchs_generator():
     assert philox_random.draw_key() != first
     torch.manual_seed(4)
     assert philox_random.draw_key() == first
+    assert philox_random.draw_key(torch.device("meta")).is_meta, "a key may be drawn where it is read"

@@ -3,6 +3,7 @@
 On a CPU this shows nothing of times on a GPU.
 """
 
+import contextlib
 import dataclasses
 import shutil
 
@@ -105,6 +106,68 @@ def test_wrong_results_are_refused(products, monkeypatch, kind):
     assert [each for each, _ in outcome.refused] == [found[1]]
     assert "wrong" in outcome.refused[0][1]
     trial.close()
+
+
+class FakeGpu:
+    """Stands in for what a measurement takes of torch.cuda: a captured run lasts a millisecond."""
+
+    def __init__(self, monkeypatch):
+        self.clock, self.capturing, self.captured, self.outside = 0.0, False, 0, 0
+        gpu = self
+
+        class Stream(contextlib.nullcontext):
+            def __init__(self, device=None):
+                super().__init__()
+
+            def wait_stream(self, other):
+                pass
+
+        class Graph:
+            def capture_begin(self):
+                gpu.capturing = True
+
+            def capture_end(self):
+                gpu.capturing = False
+
+            def replay(self):
+                gpu.clock += gpu.captured
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.synchronize = lambda: None
+
+            def record(self):
+                self.at = gpu.clock
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        for name, value in (
+            ("Stream", Stream), ("CUDAGraph", Graph), ("Event", Event), ("stream", lambda stream: stream),
+            ("current_stream", Stream),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def run(self, number):
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.outside += 1
+
+
+def test_the_host_does_not_count_in_measurements(products, monkeypatch):
+    backend, gpu = CublasBackend(products), FakeGpu(monkeypatch)
+    backend.on_gpu = True
+    assert backend.time(gpu.run, 30) == pytest.approx(1e-3)
+    assert (gpu.captured, gpu.outside) == (30, 1), "one run before the capture loads what it needs"
+
+    def fails(number):
+        if gpu.capturing:
+            raise RuntimeError("no such algorithm")
+
+    with pytest.raises(RuntimeError, match="no such algorithm"):
+        backend.time(fails, 2)
+    assert not gpu.capturing
 
 
 def test_algorithms_that_do_not_run_are_refused_with_the_reason(products):
