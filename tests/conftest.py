@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import sys
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -22,6 +24,44 @@ torch.set_num_threads(min(2, cores, torch.get_num_threads()))
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 """Why tests were left out -> how many."""
+
+
+LOST = 77
+"""Exit status of a process whose GPU is lost; pytest-xdist starts another one."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell failures as they come, but for processes of pytest-xdist, which hand theirs to another."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(config))
+
+
+class Failures:
+    """Tells each failure at once: a run that is cut short prints no summary."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+            reporter.ensure_newline()
+            reporter.write_line(f"failed: {report.nodeid}: {_reason(report)}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """After a failure on a GPU, end the process if a kernel's fault has lost it: all later tests would fail."""
+    report = yield
+    if report.failed and item.get_closest_marker("gpu") and (why := cuda.lost_gpu()):
+        print(f"lost the GPU: {item.nodeid}: {_reason(report)}: {why}", file=sys.__stderr__, flush=True)
+        os._exit(LOST)
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,6 +31,16 @@ def current_device():
     return cuda.gpu() if place == "gpu" else cuda.emulated_device(SANITIZE)
 
 
+def lost_gpu() -> str | None:
+    """Why a GPU takes no more work of this process: a fault of a kernel stays. None: it does, or there is none."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
 def set_order(order: int) -> None:
     """The order in which the emulator runs threads: 0 forward, 1 backward, else a seed."""
     if place == "emulator":
@@ -60,20 +70,24 @@ def compare_cuda(operation: Operation, dtype: torch.dtype = torch.float32, exact
         exact: integers must equal those of the CPU implementation bit by bit (float32 only).
     """
     narrow = in_dtype(operation, dtype)
-    wide = in_dtype(narrow, torch.float32)
     results = [run(narrow, order=order) for order in ORDERS]
+    check_results(results, in_dtype(narrow, torch.float32), dtype, exact)
+    return results[0]
+
+
+def check_results(results: list[Operation], wide: Operation, dtype: torch.dtype, exact: bool) -> None:
+    """Raise AssertionError unless all results are alike, and as the reference has them; see `compare_cuda`."""
     first, second = (written(results[0]), written(results[-1]))
     for name, tensor in first.items():
         same = tensor is None or same_bits(tensor, second[name])
-        assert same, f"{operation.name}: the order of threads changes {name}"
-    where = f"{operation.name} on CUDA, {dtype}"
+        assert same, f"{wide.name}: the order of threads changes {name}"
+    where = f"{wide.name} on CUDA, {dtype}"
     assert_same_in(dtype, results[0], on_reference(wide), where)
     if exact and dtype == torch.float32:
         on_host = written(on_cpu(wide))
         for name, found in first.items():
             if found is not None and not found.dtype.is_floating_point:
                 assert torch.equal(found, on_host[name]), f"{where}: {name} is not the CPU's"
-    return results[0]
 
 
 def run(operation: Operation, *, order: int = 0) -> Operation:
