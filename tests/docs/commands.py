@@ -1,6 +1,7 @@
 """What becomes of each command on a page: whether it is run, run small, or only checked, and why. One table, RULES.
 
-A check parses the command line with the program's own parser, so that an option that does not exist is found.
+A check parses the command line with the program's own parser, so that an option that does not exist is found. That the
+command works is shown by another test that runs it, or its page says when somebody last did: "last run" and a date.
 """
 
 import argparse
@@ -8,12 +9,14 @@ import contextlib
 import gc
 import importlib
 import io
+import re
 import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import fairseq_cli.eval_lm as fairseq_eval_lm
 import fairseq_cli.generate as fairseq_generate
@@ -140,6 +143,27 @@ def parse_script(reader: Reader, words: list[str]) -> None:
             runpy.run_path(str(script), run_name="__main__")
 
 
+def parse_benchmark(reader: Reader, words: list[str]) -> None:
+    """Parse the command line of a benchmark that a test beside it runs, small, by calling its `main`."""
+    name = Path(words[1]).stem
+    test = ROOT / f"tests/benchmarks/test_{name}.py"
+    calls = test.exists() and "main(" in test.read_text(encoding="utf-8")
+    if not name.startswith("bench_") and not calls:  # tests/benchmarks/test_benchmarks.py runs each of those
+        require_date(reader, words)
+    parse_script(reader, words)
+
+
+def require_date(reader: Reader, words: list[str]) -> None:
+    """Look for the date beside a command that no test runs.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lines = [line for line in reader.block.text.splitlines() if all(word in line for word in words[:2])]
+    if not any(RAN.search(line) for line in lines):
+        raise ValueError(f"no test runs {' '.join(words)!r}: run it, and say behind it '# last run 2026-11-26'")
+
+
 def dry_recipe(reader: Reader, words: list[str]) -> None:
     """Run a recipe's script with stand-ins for the programs that it calls, and parse what is ours of their commands."""
     ways = {"lsq": parse_lsq, "python": parse_script, "python3": parse_script, "curl": leave_a_file, "tar": leave_it}
@@ -177,47 +201,72 @@ class Rule:
         way: runs or checks one.
         extra: further options, which make it small.
         why: the reason, where it does not run as printed.
+        test: what runs such commands, where `way` only checks them; without, pages must say when they last ran.
     """
 
     words: str
     way: Callable[[Reader, list[str]], None]
     extra: str = ""
     why: str = ""
+    test: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Whether `way` runs the command, be it small."""
+        return self.way.__name__.startswith("run_")
 
 
+RECIPES = "tests/recipes/test_recipes.py"
+RAN = re.compile(r"# .*last run 20\d\d-\d\d-\d\d")
 RULES = [
     Rule(words="lsq train-text", way=run_lsq, extra=TEXT, why="hours of training: the model and its updates are few"),
     Rule(words="lsq train", way=run_lsq, extra=TRAINING, why="hours of training: the model and its updates are few"),
     Rule(words="lsq train runs/lm", way=run_lsq, extra=LANGUAGE_MODEL, why="hours of training: the model is small"),
     Rule(words="lsq generate", way=run_lsq),
-    Rule(words="lsq numbers", way=parse_lsq, why="minutes of training; tests/commands/test_numbers.py runs it small"),
+    Rule(words="lsq numbers", way=parse_lsq, why="minutes of training", test="tests/commands/test_numbers.py"),
     Rule(words="lsq translate", way=run_lsq),
-    Rule(words="lsq serve", way=parse_lsq, why="serves until it is stopped; tests/commands/test_serve.py starts one"),
-    Rule(words="curl", way=leave_it, why="asks the service, which does not run here; tests/serve asks one"),
+    Rule(words="lsq serve", way=parse_lsq, why="serves until it is stopped", test="tests/commands/test_serve.py"),
+    Rule(words="curl", way=leave_it, why="asks the service, which does not run here", test="tests/serve"),
     Rule(words="lsq export", way=run_lsq),
     Rule(words="lsq formats", way=run_lsq),
-    Rule(words="lsq formats --model", way=parse_lsq, why="needs a training; tests/commands/test_formats.py has one"),
-    Rule(words="lsq sensitivity", way=parse_lsq, why="as lsq formats --model; see tests/commands/test_sensitivity.py"),
-    Rule(words="lsq convert-checkpoint", way=parse_lsq, why="needs a training; tests/commands converts one's"),
+    Rule(words="lsq formats --model", way=parse_lsq, why="needs a training", test="tests/commands/test_formats.py"),
+    Rule(words="lsq sensitivity", way=parse_lsq, why="needs a training", test="tests/commands/test_sensitivity.py"),
+    Rule(
+        words="lsq convert-checkpoint", way=parse_lsq, why="needs a training",
+        test="tests/commands/test_convert_checkpoint.py",
+    ),
     Rule(words="lsq plan", way=run_lsq),
     Rule(words="lsq tune", way=run_lsq, extra="--list", why="minutes of measuring: the products are listed"),
     Rule(words="lsq configs", way=run_lsq),
-    Rule(words="lsq doctor", way=parse_lsq, why="half a minute of compiling; tests/test_emulation.py runs it"),
+    Rule(words="lsq doctor", way=parse_lsq, why="half a minute of compiling", test="tests/test_emulation.py"),
     Rule(words="fairseq-train", way=run_fairseq_train, extra=TRAINING, why="hours of training, as lsq train"),
     Rule(words="fairseq-preprocess", way=run_fairseq_preprocess),
     Rule(words="fairseq-eval-lm", way=run_fairseq_eval_lm),
     Rule(words="fairseq-generate", way=run_fairseq_generate),
-    Rule(words="torchrun", way=parse_torchrun, why="many processes; tests/commands/test_workers.py starts some"),
-    Rule(words="python benchmarks/", way=parse_script, why="minutes of measuring; tests/benchmarks runs them small"),
-    Rule(words="python examples/", way=parse_script, why="minutes of training; tests/examples runs them small"),
-    Rule(words="benchmarks/gpu_round.sh", way=check_syntax, why="needs a GPU; tests/benchmarks/test_gpu.py emulates"),
-    Rule(words="make", way=dry_make, why="sets up a machine, and runs these tests"),
-    Rule(words="recipes/iwslt14_de_en/prepare.sh", way=dry_recipe, why="a download; tests/recipes begins behind it"),
-    Rule(words="recipes/wmt14_en_de/prepare.sh", way=dry_recipe, why="a download; tests/recipes begins behind it"),
-    Rule(words="recipes/iwslt14_de_en/run.sh", way=printed_recipe, extra="--print", why="days of training"),
-    Rule(words="recipes/wmt14_en_de/run.sh", way=printed_recipe, extra="--print", why="days of training"),
-    Rule(words="recipes/numbers/run.sh", way=dry_recipe, why="minutes of training, as lsq numbers"),
-    Rule(words="recipes/text/run.sh", way=dry_recipe, why="hours of training; tests/recipes runs it on toy text"),
+    Rule(words="torchrun", way=parse_torchrun, why="many processes", test="tests/commands/test_workers.py"),
+    Rule(
+        words="python benchmarks/", way=parse_benchmark, why="minutes of measuring",
+        test="tests/benchmarks/test_benchmarks.py",
+    ),
+    Rule(
+        words="python examples/", way=parse_script, why="minutes of training", test="tests/examples/test_examples.py"
+    ),
+    Rule(
+        words="benchmarks/gpu_round.sh", way=check_syntax, why="needs a GPU", test="tests/benchmarks/test_gpu_round.py"
+    ),
+    Rule(words="make", way=dry_make, why="sets up a machine, and runs these tests", test=".ci/run"),
+    Rule(words="benchmarks/gpu_carry.sh", way=check_syntax, why="downloads, and compiles for minutes"),
+    Rule(words="recipes/iwslt14_de_en/prepare.sh", way=dry_recipe, why="a download", test=RECIPES),
+    Rule(words="recipes/wmt14_en_de/prepare.sh", way=dry_recipe, why="a download", test=RECIPES),
+    *(
+        Rule(
+            words=f"recipes/{recipe}/run.sh", way=printed_recipe, extra="--print",
+            why="days of training", test=RECIPES,
+        )
+        for recipe in ("iwslt14_de_en", "wmt14_en_de")
+    ),
+    Rule(words="recipes/numbers/run.sh", way=dry_recipe, why="minutes of training, as lsq numbers", test=RECIPES),
+    Rule(words="recipes/text/run.sh", way=dry_recipe, why="hours of training", test=RECIPES),
     Rule(words="recipes/quality/run.sh", way=dry_recipe, why="hours of training"),
     Rule(words="recipes/sparsity/run.sh", way=dry_recipe, why="an hour of training"),
     Rule(words="recipes/formats/run.sh", way=dry_recipe, why="hours of training"),
@@ -242,5 +291,7 @@ def rule_for(words: list[str]) -> Rule:
 def follow(reader: Reader, words: list[str]) -> None:
     """Run or check a command as its rule says."""
     rule = rule_for(words)
+    if not (rule.runs or rule.test):
+        require_date(reader, words)
     options_end = words.index("--") if "--" in words else len(words)
     rule.way(reader, [*words[:options_end], *rule.extra.split(), *words[options_end:]])

@@ -41,6 +41,7 @@ class Reader:
         follow: follow(reader, command line) runs or checks one command; what it prints counts as printed.
 
     Attributes:
+        block: the one that is read.
         printed: what the last block printed.
     """
 
@@ -58,6 +59,7 @@ class Reader:
 
     def read(self, block: Block) -> None:
         """Do what the block says; AssertionError or the block's own error if that fails."""
+        self.block = block
         if block.kind == "output":
             assert_printed(block.text, self.printed)
         elif block.kind in ("python", "bash"):

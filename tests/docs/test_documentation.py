@@ -46,8 +46,9 @@ def test_every_block_says_what_it_is(page):
 @pytest.mark.parametrize("rule", commands.RULES, ids=lambda rule: rule.words)
 def test_every_rule_is_needed_and_says_why(rule):
     assert any(rule.words in block.text for page in pages() for block in blocks(ROOT / page)), "no page has this"
-    as_printed = rule.way.__name__.startswith("run_") and not rule.extra
-    assert as_printed != bool(rule.why), "give a reason where a command does not run as printed, and only there"
+    assert (rule.runs and not rule.extra) != bool(rule.why), "give a reason where a command does not run as printed"
+    assert not (rule.runs and rule.test), "it runs here"
+    assert (ROOT / rule.test).exists()
 
 
 def page_of(folder: Path, text: str) -> Path:
@@ -78,7 +79,9 @@ def test_blocks_of_a_page(tmp_path):
         ("```bash\necho 'not closed\n```", AssertionError),
         ("```bash\nmake no-such-target\n```", AssertionError),
         ("```bash\npython benchmarks/bench_step.py --no-such-option\n```", SystemExit),
-        ("```bash\npython benchmarks/no_such_file.py\n```", FileNotFoundError),
+        ("```bash\npython benchmarks/bench_no_such_file.py\n```", FileNotFoundError),
+        ("```bash\npython benchmarks/number_formats.py\n```", ValueError),
+        ("```bash\nrecipes/formats/run.sh messages runs/formats\n```", ValueError),
         ("```bash\ntorchrun --no-such-option train.py\n```", SystemExit),
         ("```bash\ntorchrun --nproc-per-node 2 train.py\n```", AssertionError),
         ("```bash\nmkdir data\ntorchrun --no-python lsq train data --max-tokens 9 --no-such-option\n```", SystemExit),
