@@ -206,14 +206,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = common.parse(parser, arguments)
     options.quick |= options.device == gpu.EMULATOR
     bench = Bench(options)
-    survey = gpu.Survey(options.seconds)
+
+    def conditions() -> dict:
+        return common.conditions(
+            options, **gpu.conditions(bench.device), baseline="torch.mm in bfloat16", candidates=CANDIDATES,
+            peak_tops={"bfloat16": bench.bfloat16_peak, "int8": bench.int8_peak}, dtypes=["int8 to int32", "bfloat16"],
+        )  # fmt: skip
+
+    survey = gpu.survey("gemm", conditions(), options)
     survey.measure((str(shape), partial(bench.rows, shape)) for shape in shapes(options.quick))
-    peaks = {"bfloat16": bench.bfloat16_peak, "int8": bench.int8_peak}
-    conditions = common.conditions(
-        options, **gpu.conditions(bench.device), baseline="torch.mm in bfloat16", candidates=CANDIDATES,
-        peak_tops=peaks, dtypes=["int8 to int32", "bfloat16"],
-    )
-    return gpu.report("gemm", survey, conditions, options)
+    return gpu.report("gemm", survey, conditions(), options)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A step is forward, label-smoothed loss, backward and Adam on float32 copies of the weights, as `fairseq-train --bf16`
 does it: "fairseq". lsq has its layers in planned memory, activations in bfloat16, and its own Adam. The other sides
-have PyTorch's fused Adam in place of fairseq's loop over the weights: fairseq's model otherwise unchanged, its layers
-and loss under torch.compile, and that with torchao's int8 mixed-precision training in the layers. Each side takes turns
-with "fairseq".
+have PyTorch's fused Adam in place of fairseq's loop over the weights, and fairseq's layers and loss under
+torch.compile, without and with torchao's int8 mixed-precision training. The largest step of lsq comes first, by itself;
+then each side takes turns with "torch.compile". A profile says what each kernel of a step takes.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -23,6 +24,8 @@ from fairseq import utils
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.optim.fp16_optimizer import FP16Optimizer
 from operations import MODELS, PADDED
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from lsq.backends import backend as lsq_backend
 from lsq.fairseq.device import use
@@ -137,19 +140,20 @@ def int8_layers(side: Side, backend: str) -> None:
     compile_layers(side, backend)
 
 
-BASELINE = "fairseq"
+BASELINE = "torch.compile"
 LSQ_NAME = "lsq int8"
 SIDES: dict[str, Callable[..., transformer.Side]] = {
-    BASELINE: partial(Side, fused=False),
     LSQ_NAME: LsqSide,
-    "torch.compile": partial(Side, fused=True, change=compile_layers),
+    BASELINE: partial(Side, fused=True, change=compile_layers),
     "torchao int8": partial(Side, fused=True, change=int8_layers),
-    "fused Adam": partial(Side, fused=True),
+    "fairseq": partial(Side, fused=False),
 }
-TURNS = tuple((BASELINE, name) for name in SIDES if name != BASELINE)
+TURNS = ((LSQ_NAME,), *((name, BASELINE) for name in SIDES if name != BASELINE))
 """Sides that take turns, the most wanted first."""
 FIGURES = ("milliseconds", "fastest", *(f"{phase}_milliseconds" for phase in PHASES), "tokens_per_second")
-FIGURES += ("first_step_seconds", "peak_gigabytes", "ratio")
+FIGURES += ("first_step_seconds", "peak_gigabytes", "loss", "ratio")
+KERNELS = 25
+"""Of a step whose times are told, the longest."""
 FAILED = "failed"
 """How the remark on a side begins that broke."""
 
@@ -164,6 +168,8 @@ class Bench:
         self.steps = 1 if options.quick else STEPS
         self.emulated = options.device == gpu.EMULATOR
         self.backend = "eager" if options.quick else "inductor"
+        self.profiles: list[dict] = []
+        """What kernels take, of each side at each size."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -193,7 +199,7 @@ class Bench:
         return side, {"first_step_seconds": first, "peak_gigabytes": peak}
 
     def phases(self, side: Side, sample: dict) -> dict[str, float]:
-        """Median milliseconds of each phase, when the host waits for the device after each."""
+        """Median milliseconds of each phase, when the host waits after each, and the last loss of a token."""
         measured: dict[str, list[float]] = {phase: [] for phase in PHASES}
         for _ in range(self.rounds):
             losses: list[torch.Tensor] = []
@@ -204,7 +210,24 @@ class Bench:
             )
             for phase, run in zip(PHASES, runs, strict=True):
                 measured[phase].append(common.seconds(run, synchronize=self.synchronize))
-        return {f"{phase}_milliseconds": 1e3 * common.timing(values).median for phase, values in measured.items()}
+                if losses:
+                    loss = losses[0].detach().clone()
+        found = {f"{phase}_milliseconds": 1e3 * common.timing(values).median for phase, values in measured.items()}
+        return found | {"loss": float(loss) / sample["ntokens"]}
+
+    def kernels(self, side: Side, sample: dict) -> list[dict]:
+        """What each kernel takes of a step, the longest first; on a CPU, each of PyTorch's operations."""
+        kind = (ProfilerActivity.CUDA, DeviceType.CUDA) if self.on_gpu else (ProfilerActivity.CPU, DeviceType.CPU)
+        with profile(activities=kind[:1]) as profiled:
+            side.step(sample)
+            self.synchronize()
+        found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        for event in profiled.events():
+            if event.device_type == kind[1]:
+                found[event.name][0] += 1
+                found[event.name][1] += 1e-3 * event.time_range.elapsed_us()
+        longest = sorted(found.items(), key=lambda one: -one[1][1])[:KERNELS]
+        return [{"kernel": name, "launches": count, "milliseconds": total} for name, (count, total) in longest]
 
     def rows(self, names: tuple[str, ...], model: str, shape: transformer.Shape) -> Iterator[dict]:
         """Rows of sides that take turns; of those that cannot run here, a row that says why."""
@@ -220,6 +243,8 @@ class Bench:
             except ImportError as error:
                 remarks[name] = f"cannot run: {error}"
             except Exception as error:  # compilers raise whatever they like; the other sides are measured all the same
+                if gpu.lost():
+                    raise
                 remarks[name] = f"{FAILED}: {type(error).__name__}: {error}"
 
         def steps(side: Side) -> None:
@@ -243,13 +268,16 @@ class Bench:
                     "ratio": timings[BASELINE].median / timings[name].median if BASELINE in timings else None,
                 }
             yield {"side": name, "model": model, "tokens": tokens, **figures, "remark": remarks.get(name, "")}
+        for name, side in sides.items():
+            where = {"side": name, "model": model, "tokens": tokens}
+            self.profiles += [where | kernel for kernel in self.kernels(side, sample)]
 
 
 def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
-    """(model, shape) of each batch; the smallest and the largest first."""
+    """(model, shape) of each batch, the largest first."""
     if quick:
         return [("quick", transformer.QUICK)]
-    found = [
+    return [
         (
             name,
             transformer.Shape(
@@ -257,10 +285,19 @@ def shapes(quick: bool) -> list[tuple[str, transformer.Shape]]:
                 length=LENGTH,
             ),
         )
-        for name, (hidden, inner, heads) in MODELS.items()
-        for tokens in TOKENS
+        for tokens in reversed(TOKENS)
+        for name, (hidden, inner, heads) in reversed(MODELS.items())
     ]  # fmt: skip
-    return [found[0], *reversed(found[1:])]
+
+
+def order(quick: bool) -> Iterator[tuple[tuple[str, ...], str, transformer.Shape]]:
+    """What is measured, one after another: lsq beside torch.compile at every size, then the others."""
+    alone, *turns = TURNS
+    sizes = shapes(quick)
+    yield alone, *sizes[0]
+    for names in turns:
+        for size in sizes:
+            yield names, *size
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -268,26 +305,29 @@ def main(arguments: list[str] | None = None) -> int:
     gpu.add_options(parser, gpu.CPU, gpu.CUDA, gpu.EMULATOR)
     options = common.parse(parser, arguments)
     logging.disable(logging.INFO)  # fairseq lets everyone log everything
-    bench, survey = Bench(options), gpu.Survey(options.seconds)
+    bench = Bench(options)
+
+    def conditions() -> dict:
+        return common.conditions(
+            options,
+            **(gpu.hardware(bench.place) if bench.on_gpu else {}),
+            packages=("fairseq-fixed", "torchao", "triton"),
+            baseline="fairseq's model under torch.compile in bfloat16, with PyTorch's fused Adam",
+            shapes={model: dataclasses.asdict(shape) for model, shape in shapes(options.quick)},
+            optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq); lsq's weights are float32",
+        )
+
+    survey = gpu.survey("gpu_step", conditions(), options, kernels=bench.profiles)
     survey.measure(
-        (f"{names[-1]}, {model}, {shape.sentences * shape.length} tokens", partial(bench.rows, names, model, shape))
-        for names in TURNS
-        for model, shape in shapes(options.quick)
+        (f"{names[0]}, {model}, {shape.sentences * shape.length} tokens", partial(bench.rows, names, model, shape))
+        for names, model, shape in order(options.quick)
     )
     survey.failed.update(
         (f"{row['side']}, {row['model']}, {row['tokens']} tokens", row["remark"])
         for row in survey.rows
         if row["remark"].startswith(FAILED)
     )
-    conditions = common.conditions(
-        options,
-        **(gpu.hardware(bench.place) if bench.on_gpu else {}),
-        packages=("fairseq-fixed", "torchao", "triton"),
-        baseline="fairseq-train --bf16: one step, the side named fairseq",
-        shapes={model: dataclasses.asdict(shape) for model, shape in shapes(options.quick)},
-        optimizer="Adam on float32 copies of the weights (FP16Optimizer of fairseq); lsq's weights are float32",
-    )
-    return gpu.report("gpu_step", survey, conditions, options)
+    return gpu.report("gpu_step", survey, conditions(), options)
 
 
 if __name__ == "__main__":

@@ -190,11 +190,19 @@ def report(name: str, rows: Iterable[Mapping], conditions: Mapping, options: arg
     rows = list(rows)
     show(conditions)
     print(table(rows), end="\n\n")
-    line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
-    if options.json is not None:
-        options.json.write_text(line + "\n")
+    line = keep(name, rows, conditions, options, **figures)
     print(line)
     sys.stdout.flush()
+
+
+def keep(name: str, rows: list[Mapping], conditions: Mapping, options: argparse.Namespace, **figures) -> str:
+    """Write everything to the file of --json, at once or not at all; the JSON object, as `report` has it."""
+    line = json.dumps({"benchmark": name, "conditions": conditions, "rows": rows, **figures})
+    if options.json is not None:
+        partial = options.json.with_suffix(".partial")
+        partial.write_text(line + "\n")
+        partial.replace(options.json)
+    return line
 
 
 def show(conditions: Mapping) -> None:

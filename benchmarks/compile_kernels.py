@@ -1,19 +1,19 @@
 """Compiles every kernel that transformer base and big need, for each GPU architecture, and reports what they take.
 
 Needs NVRTC (`pip install 'lsq[cuda13]'`), but no GPU and no driver. Prints a table; --json and --markdown keep it. The
-exit status is 1 if a kernel spills registers to memory.
+exit status is 1 if a kernel spills registers to memory. Compiled kernels are kept as always: where XDG_CACHE_HOME says.
 """
 
 import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from operations import PADDING, POSITIONS, PROCESSES, Size, layer_config, others, sizes, table, words
+from operations import LENGTH, PADDING, POSITIONS, PROCESSES, Size, layer_config, others, sizes, table, words
 from tqdm import tqdm
 
 from lsq import gemm
@@ -47,6 +47,9 @@ from lsq.program.samples import KEY, placed
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Coded, Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
+from lsq.tune import product_list
+from lsq.tune.ended import tiles
+from lsq.tune.operations import OPERATIONS
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -66,6 +69,12 @@ OF_LOGITS = (NextWords, VocabularyLoss, VocabularyLossGradient)
 """Those that take so many words that few rows fill a GPU."""
 FEWEST = 64
 """Rows of a step of decoding for which weights stored as int4 have a tile of their own."""
+NUMBERS = Size(
+    name="numbers", hidden=256, feed_forward=1024, heads=4, vocabulary=60, padded=64, sentences=TOKENS // LENGTH
+)
+"""The model of `lsq numbers`."""
+TUNED = Path(__file__).with_name("gpu_tune.csv")
+"""Products that gpu_round.sh tunes."""
 MESSAGE_BLOCKS = (128, 1024)
 """Values that share a scale in a gradient's message: the default, and the most, which take the most registers."""
 
@@ -84,9 +93,9 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
             yield layer_config(size, quant, 0.1, **options)
 
 
-def needed_programs() -> Iterator[Program]:
+def needed_programs(models: Iterable[Size]) -> Iterator[Program]:
     """Every program of a training run, of decoding by modules and by the engine."""
-    for size in sizes(TOKENS):
+    for size in models:
         sentences = Sentences(rows=size.tokens, count=size.sentences)
         step = Sentences(rows=size.sentences, count=size.sentences)
         for config, training in itertools.product(configurations(size), (True, False)):
@@ -192,17 +201,17 @@ def of_packed_weights(project: Project) -> Iterator[Operation]:
     )  # fmt: skip
 
 
-def kernels(operations: Iterable[Operation], dtypes=DTYPES) -> set[Kernel]:
+def kernels(operations: Iterable[Operation], dtypes=DTYPES, by=TILES) -> set[Kernel]:
     """Every specialised kernel that operations launch with activations of each dtype, found without a GPU or memory.
 
-    Products are ended by every tile that a GPU takes untuned, and by none.
+    Products are ended by every tile `by`, by default those that a GPU takes untuned, and by none.
     """
     found = set()
     for operation, dtype in itertools.product(operations, dtypes):
         on_meta = placed(operation, "meta", dtype)
         if hasattr(on_meta, "parts"):
             on_meta.parts = None  # planned for one of these ways
-        for tile in (*TILES, *(FEW_ROWS if isinstance(operation, OF_LOGITS) else ()), None):
+        for tile in (*by, *(FEW_ROWS if isinstance(operation, OF_LOGITS) else ()), None):
             with gemm.ended_by(tile):
                 scratch = [torch.empty(shape, dtype=kind, device="meta") for shape, kind in on_meta.cuda_scratch()]
                 found |= {entry.kernel for entry in on_meta.cuda(*scratch) if isinstance(entry, Launch)}
@@ -223,13 +232,21 @@ def of_program(program: Program) -> Iterator[Operation]:
             yield from of_packed_weights(operation)
 
 
-def needed(dtypes=DTYPES) -> list[Kernel]:
+def needed(dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS))) -> list[Kernel]:
     """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
     alone = itertools.chain(messages(dtypes), grouped_products())
     found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
-    outside = (operations(size) for size in sizes(TOKENS) for operations in (others, next_words))
-    for operations in (*map(of_program, needed_programs()), *outside):
+    outside = (operations(size) for size in models for operations in (others, next_words))
+    for operations in (*map(of_program, needed_programs(models)), *outside):
         found |= kernels(operations, dtypes)
+    return sorted(found, key=str)
+
+
+def of_round(sm: int) -> list[Kernel]:
+    """What gpu_round.sh runs on a GPU of that compute capability beside the tests: also what it trains and tunes."""
+    found = set(needed(DTYPES[:1], [*sizes(TOKENS), NUMBERS]))
+    for key in product_list.read(TUNED):
+        found |= kernels([OPERATIONS[key.op](key)], DTYPES[:1], tiles(key, sm))
     return sorted(found, key=str)
 
 
@@ -278,9 +295,14 @@ def markdown(found: dict[tuple[str, str], Resources], version: str) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE as JSON")
+    parser.add_argument("--target", choices=TARGETS, help="compile for that GPU alone")
+    parser.add_argument("--round", action="store_true", help="what gpu_round.sh runs on --target, to be carried there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the report to FILE as a table")
     options = parser.parse_args(arguments)
-    found = report(needed())
+    if options.round and options.target is None:
+        parser.error("--round needs --target: a round runs on one GPU")
+    wanted = of_round(int(options.target.strip("sm_a"))) if options.round else needed()
+    found = report(wanted, [options.target] if options.target else TARGETS)
     version = compiler.version()
     print(markdown(found, version), end="")
     if options.json:

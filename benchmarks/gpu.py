@@ -8,6 +8,7 @@ that a benchmark runs, the host's clock times plain calls.
 
 import argparse
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ WARM_UP = 3
 """Replays of each graph before the rounds: clocks rise, caches and tables are filled."""
 LARGE_COPY = 2**30
 """Bytes read by the copy that shows the memory's bandwidth, and as many written."""
+LOST = 77
+"""Exit status of a process whose GPU is lost."""
 QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 QUERY += ("temperature.gpu",)
 """What nvidia-smi is asked: clocks in MHz, power in W, temperature in degrees."""
@@ -98,13 +101,14 @@ def alternate(
             warm_up=1,
         )
         return {name: _divided(timing, len(sides[name])) for name, timing in timings.items()}
-    graphs = {name: _Graph(calls) for name, calls in sides.items()}
     measured: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(WARM_UP + rounds):
-        for name, graph in graphs.items():
-            seconds = graph.seconds()
-            if number >= WARM_UP:
-                measured[name].append(seconds)
+    with device.captures_in_turn():
+        graphs = {name: _Graph(calls) for name, calls in sides.items()}
+        for number in range(WARM_UP + rounds):
+            for name, graph in graphs.items():
+                seconds = graph.seconds()
+                if number >= WARM_UP:
+                    measured[name].append(seconds)
     return {name: common.timing(values) for name, values in measured.items()}
 
 
@@ -223,14 +227,19 @@ class Survey:
     """Measures one thing after another, until the time is up; a failure is kept and does not end it.
 
     SIGTERM, which `timeout` sends, ends what is being measured and begins nothing more; what was found can be reported.
+    A failure that has lost the GPU ends the process: everything else would fail as well.
 
     Args:
         seconds: how long to begin further measurements, None: to the end.
+        keep: called whenever something was found, or was lost, to write what there is.
     """
 
-    def __init__(self, seconds: float | None):
+    def __init__(self, seconds: float | None, keep: Callable[["Survey"], None] = lambda survey: None):
         self._end = math.inf if seconds is None else time.monotonic() + seconds
+        self._keep = keep
         self.rows: list[dict] = []
+        self.more: dict[str, list[dict]] = {}
+        """Further tables, by their names."""
         self.failed: dict[str, str] = {}
         """What was measured in vain -> why."""
         self.left_out: list[str] = []
@@ -250,20 +259,53 @@ class Survey:
             self.left_out.append(name)
             return
         try:
-            self.rows += rows()
+            for row in rows():
+                self.rows.append(row)
+                self._keep(self)
+            self._keep(self)
         except OutOfTime:
             self.left_out.append(name)
         except Exception as error:  # whatever it is, the time on a GPU goes to the others
-            self.failed[name] = f"{type(error).__name__}: {error}"
-            print(f"{name} failed: {self.failed[name]}", file=sys.stderr, flush=True)
+            self.fail(name, error)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Keep a failure, and end the process if it has lost the GPU."""
+        why = lost()
+        self.failed[name] = f"{type(error).__name__}: {error}" + (f"; lost the GPU: {why}" if why else "")
+        print(f"{name} failed: {self.failed[name]}", file=sys.stderr, flush=True)
+        self._keep(self)
+        if why:
+            os._exit(LOST)
 
     def _terminate(self, *_) -> None:
         self._end = -math.inf
         raise OutOfTime
 
 
+def lost() -> str | None:
+    """Why the GPU takes no more work of this process: a fault of a kernel stays. None: it does, or there is none."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
+def survey(name: str, conditions: Mapping, options: argparse.Namespace, **more: list[dict]) -> Survey:
+    """A survey that keeps what it finds in the file of --json, as the benchmark's report so far; `more`: see there."""
+
+    def keep(found: Survey) -> None:
+        common.keep(name, found.rows, conditions, options, failed=found.failed, left_out=found.left_out, **found.more)
+
+    made = Survey(options.seconds, keep)
+    made.more |= more
+    return made
+
+
 def report(name: str, survey: Survey, conditions: Mapping, options: argparse.Namespace) -> int:
     """Print and keep what a survey found, see common.report; the exit status: 1 if anything failed or nothing was
     measured."""
-    common.report(name, survey.rows, conditions, options, failed=survey.failed, left_out=survey.left_out)
+    found = {"failed": survey.failed, "left_out": survey.left_out, **survey.more}
+    common.report(name, survey.rows, conditions, options, **found)
     return int(bool(survey.failed) or not survey.rows)

@@ -123,19 +123,22 @@ def main(name: str, options: argparse.Namespace) -> int:
     options.quick |= options.device == gpu.EMULATOR
     device = gpu.open_device(options.device)
     bandwidth = gpu.copy_bandwidth(device, options.rounds)
-    survey = gpu.Survey(options.seconds)
     measured = [QUICK] if options.quick else sizes(*TOKENS)
+
+    def conditions() -> dict:
+        return common.conditions(
+            options,
+            **gpu.conditions(device, copy_gigabytes_per_second=bandwidth),
+            baseline="copying as many bytes on the device",
+            dropout=options.dropout,
+            dtypes=["bfloat16", "int8"],
+            shapes=[dataclasses.asdict(size) for size in measured],
+        )
+
+    survey = gpu.survey(name, conditions(), options)
     survey.measure(
         (str(call), partial(rows, call, device, options))
         for size in measured
         for call in calls(options.operations, size, options.dropout)
     )
-    conditions = common.conditions(
-        options,
-        **gpu.conditions(device, copy_gigabytes_per_second=bandwidth),
-        baseline="copying as many bytes on the device",
-        dropout=options.dropout,
-        dtypes=["bfloat16", "int8"],
-        shapes=[dataclasses.asdict(size) for size in measured],
-    )
-    return gpu.report(name, survey, conditions, options)
+    return gpu.report(name, survey, conditions(), options)

@@ -1,26 +1,30 @@
 #!/usr/bin/env bash
-# Tests, checks and measures everything on a GPU, in one command of about ten minutes. A stage that fails or runs out of
-# time does not stop the others. Run it in the repository's root, without installing lsq.
+# Checks and measures everything on a GPU, in one command of at most ten minutes. A stage that fails, hangs or runs out
+# of time does not stop the others, and what was found until then is kept. Run it in the repository's root, without
+# installing lsq.
 #
-#   benchmarks/gpu_round.sh [--device cuda|emulator] [--quick] [--minutes N] [--python COMMAND] [STAGE ...]
+#   benchmarks/gpu_round.sh [--device cuda|emulator] [--rehearse] [--minutes N] [--python COMMAND] [STAGE ...]
 #
-# Stages, all of them by default and the most wanted first; those that are chosen share the time, and what one leaves
-# goes to the next ones:
-#   smoke      bench_numbers.py: two trainings from nothing to translations; int8 must get 95 % of the numbers right
+# Stages, in this order; those that are chosen share the time, and what one leaves goes to the next ones:
+#   probe      gpu_probe.py: every kernel alone, against its reference: ok, wrong, fault or hangs
+#   step       bench_gpu_step.py: a step of big, of base, by kernel, beside torch.compile, torchao, fairseq
 #   tests      tests marked gpu
-#   tune       lsq tune: algorithms of cuBLASLt for the products of base on this device, which later stages use
-#   step       bench_gpu_step.py: a step of base and big and its peak of memory, beside fairseq, torch.compile, torchao
-#   gemm       bench_gemm.py
+#   products   bench_gemm.py, then lsq tune: algorithms and tiles for three products of big (gpu_tune.csv)
+#   smoke      bench_numbers.py: two trainings from nothing to translations; int8 must get 95 % of the numbers right
+# Two more run where they are named:
 #   kernels    bench_launch.py, and bench_operations.py
-#   sanitizer  tests of operations under compute-sanitizer: memcheck, then racecheck
+#   sanitizer  the probe under compute-sanitizer's memcheck
 #
-# A folder .whl with wheels (see gpu_wheels.sh) is installed into a temporary folder first. --device emulator tries the
-# round without a GPU, on tiny shapes; its figures mean nothing. Everything is kept in the folder $OUT, by default a new
-# one in /tmp: log.txt, <stage>.jsonl, tuned.json, results.md; all but the log can go into benchmarks/results as they
-# are. The exit status is 1 if a stage failed or ran out of time.
+# What gpu_carry.sh has put into the folder .carry is used: wheels, libraries, compiled kernels. --device emulator tries
+# the round without a GPU, on tiny shapes; its figures mean nothing. --rehearse does so with a kernel that faults, one
+# that hangs and one that is wrong, and with such tests: the report must name each.
+#
+# Everything is kept in the folder $OUT, by default a new one in /tmp, as soon as it is there: log.txt, probe.json,
+# step.json, gemm.json, tuned.json, smoke.json (kernels: launch.json, operations.json), results.md; all but the log can
+# go into benchmarks/results. The exit status is 1 if a stage failed or ran out of time.
 set -uo pipefail
 
-device=cuda quick="" minutes=10 python=python3
+device=cuda quick="" minutes=10 python=python3 rehearse=""
 threads=$(nproc)
 ((threads > 8)) && threads=8
 stages=()
@@ -29,131 +33,149 @@ while (($#)); do
     --device) device=$2 && shift 2 ;;
     --minutes) minutes=$2 && shift 2 ;;
     --python) python=$2 && shift 2 ;;
-    --quick) quick=--quick && shift ;;
-    smoke | tests | tune | step | gemm | kernels | sanitizer) stages+=("$1") && shift ;;
+    --rehearse) device=emulator rehearse=yes && shift ;;
+    probe | step | tests | products | smoke | kernels | sanitizer) stages+=("$1") && shift ;;
     *) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;;
     esac
 done
-((${#stages[@]})) || stages=(smoke tests tune step gemm kernels sanitizer)
+((${#stages[@]})) || stages=(probe step tests products smoke)
 case $device in
 cuda) ;;
 emulator) quick=--quick ;;
 *) echo "--device is cuda or emulator, not $device" >&2 && exit 2 ;;
 esac
 
-declare -A shares=([smoke]=28 [tests]=16 [tune]=6 [step]=26 [gemm]=8 [kernels]=12 [sanitizer]=8)
+declare -A shares=([probe]=8 [step]=23 [tests]=28 [products]=22 [smoke]=19 [kernels]=20 [sanitizer]=10)
 declare -A verdicts=() took=()
 setup_seconds=60 # for wheels, and as many for libraries
 close_seconds=15 # to end a stage, and to write the tables
 start_up=8       # of a benchmark: seconds before it measures
+hangs=60         # seconds that a test or a kernel may take
+not_run=78 lost=77
 failures=0
 
 OUT=${OUT:-$(mktemp -d /tmp/gpu_round.XXXXXX)}
 mkdir -p "$OUT"
-rm -f "$OUT"/*.jsonl "$OUT/tuned.json"
+rm -f "$OUT"/*.json
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 XDG_CONFIG_HOME=$work/config TMPDIR=$work
+[[ $device == cuda && -d .carry/cache ]] && export XDG_CACHE_HOME=$PWD/.carry/cache
 
 # limited SECONDS COMMAND...: ask the command to end when its time is up, and end it soon after.
 limited() {
-    timeout --signal=TERM --kill-after=10 "$@"
+    timeout --signal="${signal:-TERM}" --kill-after=10 "$@"
 }
 
 install_wheels() {
-    compgen -G ".whl/*.whl" >/dev/null || return 0
+    compgen -G ".carry/wheels/*.whl" >/dev/null || return 0
     limited "$setup_seconds" "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
-        --target "$work/site" .whl/*.whl && export PYTHONPATH=$PWD:$work/site
+        --target "$work/site" .carry/wheels/*.whl && export PYTHONPATH=$PWD:$work/site
 }
 
+# Libraries that were carried are current by their digests, and so are not built again, unless they do not load here.
 build_libraries() {
-    limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
+    compgen -G ".carry/libraries/*.so" >/dev/null && cp .carry/libraries/*.so lsq/csrc/
+    limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace || return 1
+    "$python" -c "from lsq.csrc import loader, runtime; loader.library(), runtime.library()" && return
+    rm -f lsq/csrc/*.so && limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
 }
 
-# run_tests SECONDS FOLDER [COMMAND...]: the tests for a GPU in a folder, under a command.
-run_tests() {
-    local seconds=$1 options=(-q -p no:cacheprovider -m gpu "$2")
-    shift 2
-    [[ $device == cuda ]] || options=(-q -p no:cacheprovider tests/ops/test_append_cuda.py)
-    "$python" -c "import xdist" 2>/dev/null && [[ $device == cuda ]] && options+=(-n 6)
-    limited "$seconds" "$@" "$python" -m pytest "${options[@]}"
-}
-
-stage_smoke() {
-    measure smoke "$1" numbers --device "$device" --threads "$threads"
-}
-
-stage_tests() {
-    run_tests "$1" tests
-}
-
-stage_sanitizer() {
-    if [[ $device != cuda ]] || ! command -v compute-sanitizer >/dev/null; then
-        echo "no compute-sanitizer here"
-        return 77
-    fi
-    local tool status failed=0
-    for tool in memcheck racecheck; do
-        # Without PyTorch's caching allocator, every tensor has memory of its own, and its end is known.
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 run_tests $(($1 / 2)) tests/ops compute-sanitizer --tool "$tool" \
-            --target-processes all --kernel-name kns=lsq_ --error-exitcode 9 | tee "$work/$tool.log"
-        status=${PIPESTATUS[0]}
-        echo "$tool: status $status"
-        if grep -Eq "= (Invalid|Misaligned)|Race reported|SUMMARY: [1-9]" "$work/$tool.log"; then
-            failed=1
-        elif ((status == 124 || status == 137)); then
-            echo "$tool: out of time, with nothing found until then"
-        elif ((status)); then
-            failed=1
-        fi
-    done
-    return $failed
-}
-
-# measure STAGE SECONDS NAME OPTIONS...: run bench_NAME.py and keep its result with those of the stage.
+# measure FILE SECONDS SCRIPT OPTIONS...: run a benchmark, which keeps its result in $OUT/FILE.json as it goes.
 measure() {
-    local stage=$1 seconds=$2 name=$3 status
+    local file=$1 seconds=$2 script=$3
     shift 3
-    echo "-- bench_$name.py $*"
-    limited "$seconds" "$python" "benchmarks/bench_$name.py" $quick --json "$work/$name.json" "$@"
-    status=$?
-    [[ -f $work/$name.json ]] && cat "$work/$name.json" >>"$OUT/$stage.jsonl"
-    return $status
+    echo "-- $script.py $*"
+    limited "$seconds" "$python" "benchmarks/$script.py" $quick --json "$OUT/$file.json" "$@"
 }
 
 # measuring SECONDS: the time in which a benchmark that has so many may begin measurements.
 measuring() {
-    echo $(($1 > 2 * start_up ? $1 - start_up : $1 / 2))
+    echo $(($1 > 2 * start_up ? $1 - start_up : ($1 + 1) / 2))
+}
+
+stage_probe() {
+    local options=()
+    [[ -n $rehearse ]] && options=(--silence 20 --only elementwise.cu gated.cu rotation.cu scales.cu
+        --plant lsq_append=hang --plant lsq_gated=wrong --plant lsq_rotate=fault)
+    measure probe "$1" gpu_probe --device "$device" --seconds "$(measuring "$1")" "${options[@]}"
+}
+
+stage_step() {
+    measure step "$1" bench_gpu_step --device "$device" --rounds 5 --seconds "$(measuring "$1")"
+}
+
+# A test that hangs ends its process and is named; the others go on in a new one.
+stage_tests() {
+    local options=(-q -p no:cacheprovider --timeout-method thread --session-timeout "$(measuring "$1")")
+    local tests=(tests/ops tests/csrc tests/{quant,optim,program,gemm,backends,layers,decode,dist})
+    options+=(--timeout "$hangs" -m "gpu and not thorough and not slow")
+    if [[ -n $rehearse ]]; then
+        plant_tests && tests=("$work/planted") options+=(--timeout 10 -n 2)
+    elif [[ $device != cuda ]]; then
+        tests=(tests/ops/test_append_cuda.py) options=(-q -p no:cacheprovider)
+    else
+        options+=(-n 6)
+    fi
+    signal=INT limited "$1" "$python" -m pytest "${options[@]}" "${tests[@]}"
+}
+
+# Tests that fail, hang and lose the GPU, beside one that passes, as if there were a GPU.
+plant_tests() {
+    mkdir "$work/planted"
+    cat >"$work/planted/conftest.py" <<'PLANTED'
+import pathlib, torch
+from tests.conftest import *
+fault = pathlib.Path(f"{__file__}.{os.getpid()}")
+def synchronize():
+    if fault.exists():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+torch.cuda.is_available, torch.cuda.synchronize = lambda: True, synchronize
+PLANTED
+    cat >"$work/planted/test_planted.py" <<'PLANTED'
+import time, pytest, conftest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert 1 == 2, "codes differ"
+def test_hangs(): time.sleep(1e6)
+def test_faults(): conftest.fault.touch(); raise RuntimeError("lsq_rotate cannot be launched")
+PLANTED
+}
+
+stage_products() {
+    local end=$((SECONDS + $1)) failed=0 seconds=$(($1 / 3)) status
+    measure gemm "$seconds" bench_gemm --device "$device" --rounds 5 --seconds "$(measuring "$seconds")" || failed=1
+    [[ $device == cuda ]] || return $failed # there are no tuned files for an emulator
+    seconds=$((end - SECONDS))
+    limited "$seconds" "$python" -m lsq.cli tune --shapes benchmarks/gpu_tune.csv --device cuda \
+        --seconds "$(measuring "$seconds")" --output "$OUT/tuned.json" --quiet
+    status=$?
+    return $((status ? status : failed))
+}
+
+stage_smoke() {
+    measure smoke "$1" bench_numbers --device "$device" --threads "$threads"
 }
 
 stage_kernels() {
     # What is quick comes first; what is left of its time goes to the others.
     local end=$((SECONDS + $1)) failed=0 seconds launch=()
     [[ $device == cuda ]] && launch=(--gpu)
-    measure kernels $(($1 / 10)) launch "${launch[@]}" || failed=1
+    measure launch $(($1 / 10)) bench_launch "${launch[@]}" || failed=1
     seconds=$((end - SECONDS))
-    measure kernels "$seconds" operations --device "$device" --rounds 5 --seconds "$(measuring "$seconds")" || failed=1
+    measure operations "$seconds" bench_operations --device "$device" --rounds 5 --seconds "$(measuring "$seconds")" ||
+        failed=1
     return $failed
 }
 
-stage_tune() {
-    if [[ $device != cuda ]]; then
-        echo "there are no tuned files for an emulator"
-        return 77
+stage_sanitizer() {
+    if [[ $device != cuda ]] || ! command -v compute-sanitizer >/dev/null; then
+        echo "no compute-sanitizer here"
+        return $not_run
     fi
-    limited "$1" "$python" -m lsq.cli tune --arch lsq_transformer_wmt_en_de --max-tokens 8192 --step 4096 \
-        --device cuda --backward int8 --seconds "$(measuring "$1")" --output "$OUT/tuned.json" --quiet
-    local status=$?
-    [[ -f $OUT/tuned.json ]] && mkdir -p "$XDG_CONFIG_HOME/lsq/gemm" && cp "$OUT/tuned.json" "$XDG_CONFIG_HOME/lsq/gemm"
-    return $status
-}
-
-stage_gemm() {
-    measure gemm "$1" gemm --device "$device" --rounds 5 --seconds "$(measuring "$1")"
-}
-
-stage_step() {
-    measure step "$1" gpu_step --device "$device" --rounds 5 --seconds "$(measuring "$1")"
+    # Without PyTorch's caching allocator, every tensor has memory of its own, and its end is known.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 limited "$1" compute-sanitizer --tool memcheck --target-processes all \
+        --kernel-name kns=lsq_ --error-exitcode 9 "$python" benchmarks/gpu_probe.py --seconds "$(measuring "$1")"
 }
 
 run_stage() {
@@ -164,7 +186,8 @@ run_stage() {
     took[$stage]=$((SECONDS - begun))
     case $status in
     0) verdicts[$stage]=ok ;;
-    77) verdicts[$stage]="not run" ;;
+    "$not_run") verdicts[$stage]="not run" ;;
+    "$lost") verdicts[$stage]="LOST GPU" && failures=1 ;;
     124 | 137) verdicts[$stage]="out of time" && failures=1 ;;
     *) verdicts[$stage]=FAILED && failures=1 ;;
     esac
@@ -186,8 +209,8 @@ main() {
         run_stage "$stage" "$(left "${shares[$stage]}" "$total")"
         total=$((total - shares[$stage]))
     done
-    files=$(compgen -G "$OUT/*.jsonl") &&
-        "$python" benchmarks/results_table.py $files --short --output "$OUT/results.md"
+    files=$(cd "$OUT" && ls -t -- *.json | grep -v tuned.json) &&
+        (cd "$OUT" && "$python" "$OLDPWD/benchmarks/results_table.py" $files --short --output results.md)
     for stage in "${stages[@]}"; do
         printf '%-10s %-12s %4d s\n' "$stage" "${verdicts[$stage]}" "${took[$stage]}"
     done

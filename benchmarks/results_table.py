@@ -44,6 +44,8 @@ def markdown(result: Mapping) -> str:
     lines = [f"## {result['benchmark']}, {conditions['device']}", ""]
     lines += [f"* {key}: {common.plain(conditions[key])}" for key in HEADLINE if conditions.get(key)]
     lines += ["", *markdown_table(result["rows"])]
+    if "kernels" in result:
+        lines += ["", *markdown_table(result["kernels"])]
     lines += [f"* failed: {what}: {why.splitlines()[0]}" for what, why in result.get("failed", {}).items()]
     lines += [f"* left out, no time: {what}" for what in result.get("left_out", ())]
     return "\n".join(lines) + "\n"
@@ -86,11 +88,18 @@ def products(rows: list[Mapping]) -> list[dict]:
 
 def steps(rows: list[Mapping]) -> list[dict]:
     """The figures that matter most of each side."""
-    keys = ("side", "model", "tokens", "milliseconds", "tokens_per_second", "peak_gigabytes", "ratio")
+    keys = ("side", "model", "tokens", "milliseconds", "tokens_per_second", "peak_gigabytes", "loss", "ratio")
     return [{key: row[key] for key in keys} | {"remark": row["remark"][:40]} for row in rows]
 
 
-SHORT: dict[str, Callable[[list[Mapping]], list[dict]]] = {"gemm": products, "gpu_step": steps}
+def probes(rows: list[Mapping]) -> list[dict]:
+    """How many kernels are right, and those that are not."""
+    right = {"kernel": f"{sum(row['state'] == 'ok' for row in rows)} of {len(rows)}", "state": "ok", "why": ""}
+    wrong = [row for row in rows if row["state"] != "ok"]
+    return [right, *({key: str(row[key])[:LONGEST] for key in right} for row in wrong)]
+
+
+SHORT: dict[str, Callable[[list[Mapping]], list[dict]]] = {"gemm": products, "gpu_step": steps, "probe": probes}
 """Benchmark -> what is told of its rows; of a benchmark of operations: `operations`."""
 
 
@@ -102,7 +111,11 @@ def short(results: list[Mapping]) -> str:
         kind = "operations" if found and "kernels_microseconds" in found[0] else name
         summary = operations if kind == "operations" else SHORT.get(name, list)
         rows.setdefault(kind, []).extend(summary(found))
-    parts = [f"{kind}\n{common.table(found)}" for kind, found in rows.items()]
+    for result in results:  # of what was measured first
+        kernels = result.get("kernels", [])
+        first = [row for row in kernels if all(row[key] == kernels[0][key] for key in ("side", "model", "tokens"))]
+        rows.setdefault("kernels", []).extend(first)
+    parts = [f"{kind}\n{common.table(found)}" for kind, found in rows.items() if found]
     failed = [
         f"{result['benchmark']} failed: {what}: {why}"[:LONGEST]
         for result in results

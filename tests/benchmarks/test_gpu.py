@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
+from argparse import Namespace
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import bench_operations
@@ -23,7 +21,6 @@ from lsq.csrc.launch import Product, launch
 from lsq.program.declare import Activations, Codes, Floats, In, Indices, Out
 from lsq.program.operation import Operation
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EMULATE = ["--device", "emulator", "--quick", "--rounds", "1", "--threads", "1"]
 
 
@@ -118,7 +115,9 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self.Event(self))
         cache = SimpleNamespace(L2_cache_size=50_000_000)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: cache)
-        self.device = SimpleNamespace(place=SimpleNamespace(type="cuda"), synchronize=lambda: None)
+        self.device = SimpleNamespace(
+            place=SimpleNamespace(type="cuda"), synchronize=lambda: None, captures_in_turn=contextlib.nullcontext
+        )
 
     def call(self):
         if self.captured is not None:
@@ -187,6 +186,39 @@ def test_a_survey_goes_on_after_a_failure():
     assert survey.failed == {"bad": "ValueError: too wide"}
 
 
+def lose_the_gpu(monkeypatch):
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+
+
+def test_a_survey_keeps_what_it_has_found_whatever_comes(monkeypatch, tmp_path, capsys):
+    """Also where the GPU is lost, which ends the process."""
+    ends, kernels = [], []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    options = Namespace(seconds=None, json=tmp_path / "found.json")
+    survey = gpu.survey("probe", {"device": "some"}, options, kernels=kernels)
+
+    def fails():
+        yield {"figure": 2}
+        kernels.append({"kernel": "lsq_rotate"})
+        if len(survey.rows) > 2:
+            lose_the_gpu(monkeypatch)
+        raise RuntimeError("cannot be launched")
+
+    survey.measure([("good", lambda: iter([{"figure": 1}])), ("bad", fails)])
+    found = json.loads(options.json.read_text())
+    assert found["rows"] == [{"figure": 1}, {"figure": 2}] and found["kernels"] == kernels and not ends
+    assert found["failed"] == {"bad": "RuntimeError: cannot be launched"}
+    survey.measure([("lost", fails)])
+    found = json.loads(options.json.read_text())
+    why = "RuntimeError: cannot be launched; lost the GPU: CUDA error: an illegal memory access was encountered"
+    assert found["failed"]["lost"] == why and len(found["rows"]) == 3 and ends == [gpu.LOST]
+    assert f"lost failed: {why}" in capsys.readouterr().err
+
+
 def test_a_survey_ends_when_its_time_is_up():
     survey = gpu.Survey(-1.0)
     survey.measure([("late", lambda: iter([{"figure": 1}]))])
@@ -201,47 +233,3 @@ def test_a_survey_that_is_asked_to_end_keeps_what_it_has():
     assert survey.rows == [{"figure": 1}]
     assert survey.left_out == ["second", "third"]
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.thorough
-def test_the_round_keeps_its_log_and_results(tmp_path):
-    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", sys.executable]
-    command += ["tune", "sanitizer", "gemm"]
-    environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=BENCHMARKS.parent, env=environment, timeout=110
-    )
-    assert done.returncode == 0, done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemm.jsonl", "log.txt", "results.md"]
-    assert json.loads((tmp_path / "gemm.jsonl").read_text())["rows"]
-    assert (tmp_path / "results.md").read_text().startswith("## gemm, CUDA emulator")
-    last = done.stdout.splitlines()[-4:]
-    assert [line.split("  ")[0] for line in last[:3]] == ["tune", "sanitizer", "gemm"]
-    assert "not run" in last[0] and "not run" in last[1] and " ok " in last[2]
-    (seconds,) = re.findall(r"== gemm, at most (\d+) seconds", done.stdout)
-    assert 400 < int(seconds) < 600, "the last stage may take what the others have left"
-
-
-def test_a_stage_of_the_round_that_fails_does_not_stop_the_others(tmp_path):
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o755)
-    command = ["benchmarks/gpu_round.sh", "--device", "emulator", "--python", str(broken)]
-    environment = {**os.environ, "OUT": str(tmp_path / "out")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS.parent, env=environment, timeout=60)
-    assert done.returncode == 1 and "the libraries cannot be built" in done.stdout
-    verdicts = dict(line.split()[:2] for line in done.stdout.splitlines() if line.endswith(" s"))
-    failed = dict.fromkeys(("smoke", "tests", "step", "gemm", "kernels"), "FAILED")
-    assert verdicts == {**failed, "tune": "not", "sanitizer": "not"}
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["log.txt"]
-
-
-def test_the_round_explains_itself():
-    command = [str(BENCHMARKS / "gpu_round.sh"), "everything"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "Stages" in done.stderr
-
-
-@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("*.sh")))
-def test_scripts_are_bash(script):
-    subprocess.run(["bash", "-n", str(BENCHMARKS / script)], check=True)

@@ -8,7 +8,7 @@ import results_table
 OPERATION = {"operation": "quantize", "kernels_microseconds": 2.0, "gigabytes_per_second": 3000.0, "ratio": 0.9}
 STEP = {
     "side": "fairseq", "model": "base", "tokens": 4096, "milliseconds": 50.0, "tokens_per_second": 81920.0,
-    "peak_gigabytes": None, "ratio": 1.0, "remark": "",
+    "peak_gigabytes": None, "loss": 5.5, "ratio": 1.0, "remark": "",
 }  # fmt: skip
 PRODUCT = {
     "layer": "vocabulary", "tokens": 4096, "cublaslt_tops": 900.0, "best_tops": 1000.0, "int_mm_tops": 800.0,
@@ -40,7 +40,12 @@ def test_short_table_of_everything(tmp_path, capsys):
         result("gemm", [PRODUCT, {**PRODUCT, "best_tops": 1200.0}]),
         result("gpu_step", [STEP], failed={"torch.compile": "broke"}),
         result("launch", [{"side": "list", "ratio": 2.0}]),
-    ]
+        result("probe", [{"kernel": name, "state": name, "why": "", "ratio": None} for name in ("ok", "wrong")]),
+        result("gpu_step", [], kernels=[
+            {"side": side, "model": "big", "tokens": 1, "kernel": f"of {side}", "milliseconds": 4.0}
+            for side in ("lsq", "other")
+        ]),
+    ]  # fmt: skip
     file = tmp_path / "all.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in results))
     output = tmp_path / "results.md"
@@ -49,9 +54,11 @@ def test_short_table_of_everything(tmp_path, capsys):
     lines = [line.split() for line in text.splitlines()]
     assert ["quantize", "2", "1", "0.5", "0.7", "0.9", "3,000"] in lines
     assert ["4096", "2", "900", "1,100", "800", "500", "1.8", "2", "1,200"] in lines
-    assert ["fairseq", "base", "4096", "50", "81,920", "-", "1"] in lines
+    assert ["fairseq", "base", "4096", "50", "81,920", "-", "5.5", "1"] in lines
     assert "quantize: 2 measurements left out, no time" in text and "gpu_step failed: torch.compile: broke" in text
-    assert output.read_text().count("## ") == 4
+    assert ["1", "of", "2", "ok"] in lines and ["wrong", "wrong"] in lines
+    assert ["lsq", "big", "1", "of", "lsq", "4"] in lines and "of other" not in text
+    assert output.read_text().count("## ") == 6 and "of other" in output.read_text()
 
 
 def test_a_line_that_is_no_result_is_named(tmp_path):

@@ -1,0 +1,52 @@
+"""What is said of each kernel, by what the process that runs them tells."""
+
+import gpu_probe
+import pytest
+
+
+@pytest.fixture
+def found():
+    kept = []
+    made = gpu_probe.Found(["gated.cu", "rotation.cu"], kept.append)
+    made.kept = kept
+    return made
+
+
+def states(found) -> dict[str, str]:
+    return {row["kernel"]: row["state"] for row in found.rows()}
+
+
+def test_every_kernel_of_a_source_is_told(found):
+    assert states(found) == dict.fromkeys(("lsq_gated", "lsq_rotate", "lsq_rotate_gradient"), "not reached")
+
+
+def test_kernels_of_an_operation_are_right_unless_something_differs(found, capsys):
+    for event in (
+        ("case", "0"), ("operation", "gated"), ("launch", "lsq_gated"), ("wrong", "codes differ by more than 1"),
+        ("operation", "rotate"), ("launch", "lsq_rotate"), ("launch", "cuBLASLt"), ("end", ""),
+    ):  # fmt: skip
+        found.hear(*event)
+    right = {"lsq_rotate": "ok", "cuBLASLt": "ok", "lsq_rotate_gradient": "not reached"}
+    assert states(found) == {"lsq_gated": "wrong", **right} and found.ended
+    assert "lsq_gated                            wrong  gated: codes differ by more than 1\n" in capsys.readouterr().out
+    assert found.kept[0][0]["state"] == "wrong", "what is known is kept at once"
+
+
+def test_the_kernel_that_was_launched_last_faults_or_hangs(found):
+    for event in (("case", "3"), ("operation", "rotate"), ("launch", "lsq_gated"), ("launch", "lsq_rotate")):
+        found.hear(*event)
+    found.stop(gpu_probe.HANGS, "no word for 60 seconds")
+    assert states(found)["lsq_rotate"] == "hangs" and states(found)["lsq_gated"] == "not reached"
+    assert found.case == 3 and not found.ended
+    found.hear("case", "4")
+    found.hear("launch", "lsq_rotate")
+    found.hear("operation", "rotate")
+    assert states(found)["lsq_rotate"] == "hangs", "the worst holds"
+
+
+def test_a_fault_that_is_told_keeps_its_words(found):
+    for event in (("case", "0"), ("launch", "lsq_rotate"), ("fault", "an illegal memory access")):
+        found.hear(*event)
+    found.stop(gpu_probe.FAULT, "its process ended with status 77")
+    (row,) = (row for row in found.rows() if row["kernel"] == "lsq_rotate")
+    assert (row["state"], row["why"]) == ("fault", "an illegal memory access")
