@@ -1,9 +1,9 @@
 """How tensors become integers, or values of other formats."""
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
 
 from lsq.config.checks import require_choice, require_positive
@@ -17,8 +17,8 @@ GRANULARITIES = ("tensor", "channel")
 PRODUCT_DTYPES = ("float32", "bfloat16")
 Names = Mapping[str, Sequence[str]]
 """What a part of a model calls a tensor -> its names in the state dict of the part."""
-Fitted = dict[str, set[str]]
-"""Names of fields of QuantConfig -> patterns that fit a tensor."""
+Fitted = dict[str, dict[str, set[str]]]
+"""Names of fields of QuantConfig -> patterns that fit a tensor -> formats of all that they fit."""
 FAST_FORMATS = {"weight_format": WEIGHT_FORMATS, "activation_format": ("int8",), "gradient_format": ("int8",)}
 """Field of QuantConfig -> formats that products read as they are."""
 UNROUNDED = "float32"
@@ -204,30 +204,51 @@ class QuantConfig:
             path: of the part in the model.
             weights, activations: what the part calls its tensors -> their names in the state dict of the part.
             fitted: gets the patterns that fit something, by the names of fields.
+
+        Raises:
+            ValueError: patterns give weights that are one tensor here, or their inputs, different
+                formats.
         """
         if not self.formats_differ:
             return self
-        fitted = defaultdict(set) if fitted is None else fitted
+        fitted, chosen = {} if fitted is None else fitted, {}
         named = {"weight_format": weights, "activation_format": activations, "gradient_format": weights}
-        chosen = {one: format_choice(getattr(self, one)).at(path, names, fitted[one]) for one, names in named.items()}
+        for field, names in named.items():
+            choice, found = format_choice(getattr(self, field)), fitted.setdefault(field, {})
+            try:
+                chosen[field] = choice.at(path, names, found, read=names is activations)
+            except ValueError as error:
+                raise ValueError(f"{field} {error}") from None
         return replace(self, **chosen)
 
-    def check_fitted(self, fitted: Fitted, names: Mapping[str, Sequence[str]]) -> None:
-        """Refuse patterns that fit no tensor of a model.
+    def check_fitted(
+        self, fitted: Fitted, names: Mapping[str, Sequence[str]], floats: Sequence[str] = ()
+    ) -> None:
+        """Refuse patterns that decide nothing in a model.
 
         Args:
-            fitted: patterns that do.
+            fitted: patterns that fit a tensor.
             names: of fields -> those of the model's tensors, for the error.
+            floats: names of parameters that may stay floats, for the error.
 
         Raises:
             ValueError: names the first one.
         """
         for name in FAST_FORMATS:
             for pattern, form in format_choice(getattr(self, name)).exceptions:
-                if pattern not in fitted.get(name, ()):
+                given = f"{name} gives {form} to {pattern!r}, but"
+                formats = fitted.get(name, {}).get(pattern)
+                if formats is None:
+                    stays = next((one for one in floats if fnmatchcase(one, pattern)), None)
+                    lacks = "no tensor of this model is called so"
+                    lacks = lacks if stays is None else f"{stays} stays a float here"
+                    nearest = ", ".join(get_close_matches(pattern, names[name], cutoff=0)) or "none"
+                    raise ValueError(f"{given} {lacks}; nearest are {nearest}")
+                if form not in formats:
                     raise ValueError(
-                        f"{name} gives {form} to {pattern!r}, but no tensor of this model is called so; nearest are "
-                        f"{', '.join(get_close_matches(pattern, names[name], cutoff=0)) or 'none'}"
+                        f"{given} later patterns give all that it fits "
+                        f"{' or '.join(sorted(formats))}, since the last one that fits counts: write it "
+                        "behind them, or leave it out"
                     )
 
     def _decoded(self, name: str, grain: str) -> ScaledFormat | None:

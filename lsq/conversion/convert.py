@@ -70,15 +70,16 @@ def convert(
         already = any(isinstance(module, InPlace) for module in model.modules())
         lacks = "is converted already" if already else "has no linear layer to convert"
         raise ValueError(f"{type(model).__name__} {lacks}. {report}")
-    for fusion in whole:
-        if fusion.whole.reason is None:
-            _swap(fusion.module, fusion.kind, quant, fusion.whole.name)
-    for choice, layer in zip(choices, report.layers, strict=True):
-        if layer.reason is None and layer.within is None:
-            _swap(choice.module, head_class() if layer.head else _linear_class(type(choice.module)), quant, layer.name)
-    name_classes(model)
-    keep_apart(model)
     try:
+        for fusion in whole:
+            if fusion.whole.reason is None:
+                _swap(fusion.module, fusion.kind, quant, fusion.whole.name)
+        for choice, layer in zip(choices, report.layers, strict=True):
+            if layer.reason is None and layer.within is None:
+                kind = head_class() if layer.head else _linear_class(type(choice.module))
+                _swap(choice.module, kind, quant, layer.name)
+        name_classes(model)
+        keep_apart(model)
         check_patterns(model, quant)
     except ValueError:
         revert(model)
@@ -92,8 +93,15 @@ def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:
 
 def _swap(module: nn.Module, kind: type[InPlace], quant: QuantConfig, path: str) -> None:
     """By its class alone: whoever holds the layer or its parameters holds them still."""
+    before, attributes = type(module), dict(vars(module))
     module.__class__ = kind
-    module.take_place(quant, path)
+    try:
+        module.take_place(quant, path)
+    except ValueError:
+        module.__class__ = before
+        vars(module).clear()
+        vars(module).update(attributes)
+        raise
 
 
 def revert(model: Model) -> Model:

@@ -98,13 +98,18 @@ def _model(folder: Path, state: Mapping[str, torch.Tensor], quant: QuantConfig) 
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModel)
     model = kind.from_pretrained(folder, local_files_only=True)
+    refused: ValueError | None = None
     for way in WAYS:
-        lsq.convert(model, quant, **way)
+        try:
+            lsq.convert(model, quant, **way)
+        except ValueError as error:  # formats may fit other layers than whole ones
+            refused = refused or error
+            continue
         clips = {name for name in clip_names(model) | state.keys() if name.endswith(CLIP)}  # as their formats have them
         if not (clip_names(model) ^ state.keys()) - formats_of(model).keys() - clips:
             return model
         lsq.revert(model)
-    raise ValueError(
+    raise refused or ValueError(
         f"{folder / NAME} has clips of other layers than lsq.convert makes by itself; in Python, convert the model "
         f"with your options and QuantConfig(**{clip_format.fields_of(quant)}), then "
         "lsq.huggingface.load_clips(model, folder, other_format=True) and save_clips(model, other folder)"

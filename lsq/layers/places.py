@@ -1,6 +1,5 @@
 """Where a layer stands in a model, for patterns of formats: what its tensors are called in the model's state dict."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -33,13 +32,13 @@ def placed(
 
 
 def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
-    """Refuse patterns that fit no tensor of a model.
+    """Refuse patterns that decide nothing in a model.
 
     Raises:
         ValueError: names one.
     """
     if quant.formats_differ:
-        fitted: Fitted = defaultdict(set)
+        fitted: Fitted = {}
         called: tuple[list[str], list[str]] = [], []
         for path, module in model.named_modules():
             if isinstance(module, ProgramModule):
@@ -47,6 +46,8 @@ def check_patterns(model: nn.Module, quant: QuantConfig) -> None:
                 for found, names in zip(called, module.tensor_names, strict=True):
                     found += [f"{path}.{name}" if path else name for every in names.values() for name in every]
         weights, activations = called
-        quant.check_fitted(
-            fitted, {"weight_format": weights, "activation_format": activations, "gradient_format": weights}
-        )
+        named = {
+            "weight_format": weights, "activation_format": activations, "gradient_format": weights,
+        }  # fmt: skip
+        every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        quant.check_fitted(fitted, named, every)

@@ -7,7 +7,7 @@ First comes the format of all others; of several patterns that fit, the last one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -31,19 +31,42 @@ class FormatChoice:
         fitting = (form for pattern, form in reversed(self.exceptions) if _fits(pattern, names))
         return next(fitting, self.others)
 
-    def at(self, path: str, tensors: Mapping[str, Sequence[str]], fitted: set[str]) -> str:
+    def at(
+        self, path: str, tensors: Mapping[str, Sequence[str]],
+        fitted: MutableMapping[str, set[str]], *, read: bool = False,
+    ) -> str:  # fmt: skip
         """What concerns a part of a model, as text.
 
         Args:
             path: of the part in the model; "" for all of it.
-            tensors: what the part calls its tensors -> their names, in the part, in the state dict of the model.
-            fitted: gets the patterns that fit one.
+            tensors: what the part calls its tensors -> their names, in the part, in the state dict
+                of the model: those of the weights that a tensor consists of.
+            fitted: gets the patterns that fit one -> the formats of all that they fit.
+            read: names are the tensor's own, and those of the weights that are multiplied by it.
+
+        Raises:
+            ValueError: patterns give the weights of one tensor different formats.
         """
-        names = {own: [f"{path}.{name}" if path else name for name in theirs] for own, theirs in tensors.items()}
-        fitted.update(pattern for pattern, _ in self.exceptions if any(_fits(pattern, all_) for all_ in names.values()))
-        chosen = {own: self.of(*theirs) for own, theirs in names.items()}
+        chosen = {}
+        for own, theirs in tensors.items():
+            names = [f"{path}.{name}" if path else name for name in theirs]
+            form = chosen[own] = self._common(names[:read], names[read:])
+            for pattern, _ in self.exceptions:
+                if _fits(pattern, names):
+                    fitted.setdefault(pattern, set()).add(form)
         others = self.others if self.others in chosen.values() or not chosen else next(iter(chosen.values()))
         return ",".join([others, *(f"{own}={form}" for own, form in chosen.items() if form != others)])
+
+    def _common(self, own: Sequence[str], weights: Sequence[str]) -> str:
+        forms = [self.of(*own, weight) for weight in weights] or [self.of(*own)]
+        if len(set(forms)) > 1:
+            what = "the input of " if own else ""
+            given = (f"{form} to {what}{one}" for form, one in zip(forms, weights, strict=True))
+            raise ValueError(
+                f"gives {', '.join(given)}; but these are one tensor here: give all of them one format, "
+                "or call lsq.convert with fused=False"
+            )
+        return forms[0]
 
 
 def _fits(pattern: str, names: Sequence[str]) -> bool:

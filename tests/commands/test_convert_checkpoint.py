@@ -150,6 +150,28 @@ def test_a_format_that_does_not_round(convert, folder, tmp_path):
     assert "no weight has a clip in this format, those of activations are kept" in said
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_mixture_for_layers_by_themselves_alone(convert, fused, tmp_path):
+    transformers, before = pytest.importorskip("transformers"), tmp_path / "before"
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    model = transformers.BertForMaskedLM(config).train()
+    lsq.convert(model, fused=fused)
+    model(input_ids=torch.arange(2, 18).view(1, 16))
+    model.save_pretrained(before)
+    lsq.huggingface.save_clips(model, before)
+    status, said = convert(before, tmp_path / "after", "--weight-format", "int8,*query*=int4")
+    if fused:
+        assert status == 2 and "int4 to bert.encoder.layer.0.attention.self.query.weight, int8 to " in said
+        assert "give all of them one format, or call lsq.convert with fused=False" in said
+    else:
+        assert status == 0, said
+        lsq.revert(model)
+        lsq.convert(model, lsq.QuantConfig(weight_format="int8,*query*=int4"), fused=False)
+        lsq.huggingface.load_clips(model, tmp_path / "after")
+
+
 def test_folders_that_are_refused(convert, folder, tmp_path):
     source, _ = folder
     assert "has bits=8 already" in convert(source, tmp_path / "other", "--bits", 8)[1]

@@ -8,6 +8,7 @@ import lsq
 from lsq.config import QuantConfig
 from lsq.quant.numbers import scaled_format
 from tests.conversion.models import Conv1D
+from tests.layers.shapes import decibels
 
 
 def model() -> nn.ModuleDict:
@@ -33,9 +34,9 @@ def test_patterns_choose_formats_of_layers():
 
 def test_what_a_layer_reads_is_called_as_its_weight_too():
     found = model()
-    lsq.convert(found, QuantConfig(activation_format="int8,*fc2*=nvfp4,*.weight=float32,*out.input=log4.3/tensor"))
+    lsq.convert(found, QuantConfig(activation_format="int8,*.weight=float32,*fc2*=nvfp4,*out.input=log4.3/tensor"))
     formats = [layer.quant.activation_form("input") for layer in found.values()]
-    assert formats == [None, None, scaled_format("log4.3/tensor")]
+    assert formats == [None, scaled_format("nvfp4"), scaled_format("log4.3/tensor")]
 
 
 def test_a_pattern_that_fits_nothing_leaves_the_model_as_it_was():
@@ -43,6 +44,27 @@ def test_a_pattern_that_fits_nothing_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="weight_format gives nvfp4 to '\\*fc3\\*'.* nearest are fc2.weight, "):
         lsq.convert(found, QuantConfig(weight_format="int8,*fc3*=nvfp4"))
     assert all(type(module) is nn.Linear for module in found.values())
+
+
+@pytest.mark.parametrize("pattern, float_name", [("fc?.bias", "fc1.bias"), ("*out*", "out.weight")])
+def test_what_stays_a_float_is_named(pattern, float_name):
+    found = model()
+    with pytest.raises(ValueError, match=f"gives nvfp4 to .*, but {float_name} stays a float here; nearest are fc"):
+        lsq.convert(found, QuantConfig(weight_format=f"int8,{pattern}=nvfp4"), skip="out")
+    assert all(type(module) is nn.Linear for module in found.values())
+
+
+def test_layers_that_share_a_weight_have_their_own_formats():
+    found = model()
+    found["twin"] = nn.Linear(64, 64)
+    found["twin"].weight = found["out"].weight
+    lsq.convert(found, QuantConfig(weight_format="int8,twin.weight=int4"))
+    x = torch.randn(7, 64)
+    expected = nn.functional.linear(x, found["out"].weight)
+    for _ in range(2):
+        first, second = found["out"](x) - found["out"].bias, found["twin"](x) - found["twin"].bias
+        (first.sum() + second.sum()).backward()
+        assert 35 < decibels(expected, first) and 15 < decibels(expected, second) < 30
 
 
 def test_formats_that_begin_like_int4_take_what_int4_does_not():
