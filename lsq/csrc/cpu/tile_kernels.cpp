@@ -1,9 +1,11 @@
-// Multiplies packed tiles: AMX, AVX-512 VNNI, AVX-VNNI, and plain C++, which all others are compared with.
+// Multiplies packed tiles: AMX, AVX-512 VNNI, AVX-VNNI, and for any other processor 16-bit products, which all others are
+// compared with.
 //
 // VNNI multiplies unsigned with signed codes: `a` comes with 128 added, so that a column starts at -128 times its sum.
 #include "tile_kernels.h"
 
 #include "amx.h"
+#include "lanes.h"
 #include "structs.h"
 
 #if defined(__x86_64__)
@@ -15,24 +17,76 @@ namespace lsq {
 
 namespace {
 
-void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
-    for (int64_t row = 0; row < rows; ++row) {
-        const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
-        for (int64_t half = 0; half < 2; ++half) {
-            int32_t* out = sums + row * stride + half * kTileSide;
-            int32_t sum[kTileSide] = {};
-            if (!b.sums) std::memcpy(sum, out, sizeof sum);
-            for (int64_t k = 0; k < b.depth; ++k) {
-                const int8_t* tile = b.data + half * b.distance + k * kTileBytes;
-                for (int64_t i = 0; i < kTileInner; ++i) {
-                    const int32_t factor = line[k * a.step + i];
-                    const int8_t* unit = tile + i / 4 * kTileInner + i % 4;
-                    for (int64_t n = 0; n < kTileSide; ++n) sum[n] += factor * unit[4 * n];
+typedef int16_t LaneShorts __attribute__((vector_size(4 * kLanes), may_alias));
+
+constexpr int64_t kHalf = kTileSide / kLanes;  // vectors of a unit of a tile
+constexpr int64_t kParts = kHalf < 2 ? 1 : 2;  // of these at a time
+constexpr int kPlainRows = 4;                  // whose sums have registers
+
+// Sums of products of two neighbouring half-words.
+LaneWords multiply_halves(LaneShorts a, LaneShorts b) {
+#if defined(__AVX512F__)
+    return (LaneWords)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (LaneWords)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (LaneWords)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    const LaneWords first = (LaneWords)a << 16 >> 16, second = (LaneWords)b << 16 >> 16;
+    return first * second + ((LaneWords)a >> 16) * ((LaneWords)b >> 16);
+#endif
+}
+
+// Bytes 0 and 2 of each unit of four as half-words, and bytes 1 and 3.
+struct Halves {
+    LaneShorts even, odd;
+
+    explicit Halves(const int8_t* from) {
+        LaneShorts both;
+        std::memcpy(&both, from, sizeof both);
+        even = both << 8 >> 8, odd = both >> 8;
+    }
+};
+
+template <int ROWS>
+void multiply_plain_rows(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t row) {
+    const int8_t* line = a.data + row / kTileSide * a.block + row % kTileSide * a.stride;
+    for (int64_t part = 0; part < 2 * kHalf; part += kParts) {
+        const int8_t* columns = b.data + part / kHalf * b.distance + part % kHalf * 4 * kLanes;
+        int32_t* out = sums + row * stride + part * kLanes;
+        LaneWords sum[ROWS][kParts] = {};
+        for (int i = 0; i < ROWS && !b.sums; ++i) std::memcpy(sum[i], out + i * stride, sizeof sum[i]);
+        for (int64_t k = 0; k < b.depth; ++k) {
+            int32_t even[ROWS][kTileUnits], odd[ROWS][kTileUnits];
+            for (int i = 0; i < ROWS; ++i) {
+                for (int64_t unit = 0; unit < kTileUnits; unit += kLanes) {
+                    const Halves four(line + k * a.step + i * a.stride + 4 * unit);
+                    std::memcpy(even[i] + unit, &four.even, sizeof four.even);
+                    std::memcpy(odd[i] + unit, &four.odd, sizeof four.odd);
                 }
             }
-            std::memcpy(out, sum, sizeof sum);
+            for (int64_t unit = 0; unit < kTileUnits; ++unit) {
+                const int8_t* from = columns + k * kTileBytes + unit * kTileInner;
+#pragma GCC unroll 2
+                for (int64_t n = 0; n < kParts; ++n) {
+                    const Halves codes(from + n * 4 * kLanes);
+#pragma GCC unroll 4
+                    for (int i = 0; i < ROWS; ++i) {
+                        sum[i][n] += multiply_halves(codes.even, (LaneShorts)(even[i][unit] + LaneWords{}));
+                        sum[i][n] += multiply_halves(codes.odd, (LaneShorts)(odd[i][unit] + LaneWords{}));
+                    }
+                }
+            }
         }
+        for (int i = 0; i < ROWS; ++i) std::memcpy(out + i * stride, sum[i], sizeof sum[i]);
     }
+}
+
+void multiply_plain(const TileRows& a, const PairOfColumns& b, int32_t* sums, int64_t stride, int64_t rows) {
+    int64_t row = 0;
+    for (; rows - row >= kPlainRows; row += kPlainRows) multiply_plain_rows<kPlainRows>(a, b, sums, stride, row);
+    if (rows - row >= 2) multiply_plain_rows<2>(a, b, sums, stride, row), row += 2;
+    if (rows - row >= 1) multiply_plain_rows<1>(a, b, sums, stride, row);
 }
 
 #if defined(__x86_64__)
