@@ -86,7 +86,8 @@ class PackedWeight(Value):
             ValueError: see `of`.
         """
         chosen, columns = _chosen(instructions), len(stored)
-        memory = _aligned(_int4_shape(columns, inner).numel())
+        blocks = _int4_shape(columns, inner)
+        memory = _aligned(blocks.numel() + 4 * tiles.PAIR * blocks[0])  # and a sum for each column
         loader.call("lsq_pack_int4", stored.contiguous(), columns, inner, memory)
         return cls(
             tiles=memory, scale=scale, inner=inner, sparse=False, bits=4, instructions=tiles.INSTRUCTIONS[chosen]
@@ -114,7 +115,8 @@ class PackedWeight(Value):
         return found.view(pairs, depth, 2, -1).transpose(1, 2).reshape(-1)
 
     def _int4_codes(self) -> torch.Tensor:
-        blocks = self.tiles.view(_int4_shape(self.columns, self.inner))
+        shape = _int4_shape(self.columns, self.inner)
+        blocks = self.tiles[: shape.numel()].view(shape)
         pairs, multipliers = blocks.split([2 * SIDE * tiles.INNER // 2, INT4_BLOCK - SIDE * tiles.INNER], dim=2)
         halves = torch.stack([pairs & 15, pairs >> 4], dim=3).view(torch.int8)
         # pairs of columns, depth, tile, unit, column, element of it, group -> columns, inputs

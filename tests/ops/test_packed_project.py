@@ -1,5 +1,8 @@
 """PackedProject and PackedWeight: the integers of Project, for every instruction, few rows and many, 8 bits and 4."""
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -92,13 +95,13 @@ def test_int4_is_packed_as_it_is(instructions, columns, inner):
     form, stored, scale = int4_of(columns, inner)
     packed = PackedWeight.of_int4(stored, scale, inner, instructions)
     assert torch.equal(packed.codes(), form.unpack(stored, inner))
-    assert len(packed.tiles) <= 0.54 * len(PackedWeight.of(form.unpack(stored, inner), scale).tiles)
+    assert len(packed.tiles) <= 0.56 * len(PackedWeight.of(form.unpack(stored, inner), scale).tiles)
 
 
 @pytest.mark.parametrize("instructions", tiles.usable())
 @pytest.mark.parametrize("rows, columns, inner", [
-    (0, 32, 64), (1, 16, 16), (1, 100, 4160), (2, 32, 64), (3, 48, 80), (5, 64, 100), (8, 96, 64), (13, 33, 40),
-    (17, 544, 208), (32, 64, 640), (161, 96, 576),
+    (0, 32, 64), (1, 16, 16), (1, 100, 4160), (2, 32, 64), (3, 48, 80), (4, 33, 640), (5, 64, 100), (6, 16, 160),
+    (7, 97, 64), (8, 96, 64), (9, 33, 640), (13, 33, 40), (17, 544, 208), (32, 64, 640), (161, 96, 576),
 ])  # fmt: skip
 def test_products_with_int4(instructions, rows, columns, inner):
     torch.manual_seed(rows)
@@ -112,16 +115,27 @@ def test_products_with_int4(instructions, rows, columns, inner):
     compare(PackedProject(weight=packed, **options))
 
 
+def test_rows_up_to_which_codes_stay_in_registers():
+    """Beyond them the kernels of int8 multiply what is unpacked."""
+    found = loader.function("lsq_int4_rows")
+    found.restype = ctypes.c_int64
+    level = Path(loader.library()._name).stem
+    of_level = {"libcpu_v4": {"avx512_vnni": 8, "amx": 4}, "libcpu_v3": {"avx_vnni": 4}}
+    for name, rows in of_level.get(level, {}).items():
+        assert found(ctypes.c_int64(tiles.INSTRUCTIONS[name])) == rows
+    assert found(ctypes.c_int64(tiles.INSTRUCTIONS[tiles.PLAIN])) == 1
+
+
 @pytest.mark.parametrize("instructions", tiles.usable())
 def test_int4_of_the_largest_sums(instructions):
     columns, inner = 32, 128
     form = int4_of(1, 1)[0]
     stored = torch.full((columns, inner // GROUP, 1 + GROUP // 2), -120, dtype=torch.int8)  # pairs of -8
     stored[..., 0] = torch.where(torch.arange(columns) % 2 == 0, 15, -15)[:, None]
-    x, scale = rounded(3, inner).bare(), torch.ones(columns)
+    x, scale = rounded(8, inner).bare(), torch.ones(columns)
     x.codes[:2] = torch.tensor([[127], [-127]])
     packed = PackedWeight.of_int4(stored.flatten(1), scale, inner, instructions)
-    out = on_cpu(PackedProject(x=x, weight=packed, out=empty(3, columns))).out
+    out = on_cpu(PackedProject(x=x, weight=packed, out=empty(8, columns))).out
     expected = gemm.reference(x.codes, form.unpack(stored.flatten(1), inner)).float() * x.scale
     assert torch.equal(out, expected) and (out[0, 0] / x.scale).round() == -8 * 15 * 127 * inner
 

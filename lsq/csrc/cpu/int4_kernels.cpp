@@ -5,7 +5,11 @@
 #include "int4_tiles.h"
 #include "lanes.h"
 
-#include <type_traits>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace lsq {
 
@@ -19,7 +23,7 @@ constexpr int64_t kFetched = 2 * sizeof(Int4Block);  // bytes that a block is fe
 typedef uint16_t LaneHalves __attribute__((vector_size(4 * kLanes), may_alias));
 typedef int16_t LaneShorts __attribute__((vector_size(4 * kLanes), may_alias));
 typedef uint8_t LaneBytes __attribute__((vector_size(4 * kLanes), may_alias));
-typedef int32_t LooseWords __attribute__((vector_size(4 * kLanes), may_alias, aligned(4)));
+typedef int8_t SmallBytes __attribute__((vector_size(2 * kLanes), may_alias));
 typedef int32_t Four __attribute__((may_alias, aligned(1)));  // codes
 
 LaneBits pairs_of(const Int4Block& block, int64_t part, int64_t unit) {
@@ -32,19 +36,54 @@ LaneBits pairs_of(const Int4Block& block, int64_t part, int64_t unit) {
 struct Multipliers {
     LaneHalves magnitude, negative;  // |m|; of m below 0 again, else 0
 
-    Multipliers() = default;
     Multipliers(const Int4Block& block, int64_t part) {
-        const int8_t* from = block.multipliers[part / kHalf][part % kHalf * kLanes];
-        LaneHalves wide = {};
-        for (int64_t i = 0; i < 2 * kLanes; ++i) wide[i] = from[i];
-        const LaneHalves signs = (LaneHalves)((LaneShorts)wide >> 15);
-        magnitude = (wide ^ signs) - signs;
-        negative = magnitude & signs;
+        SmallBytes both;
+        std::memcpy(&both, block.multipliers[part / kHalf][part % kHalf * kLanes], sizeof both);
+        const LaneShorts wide = __builtin_convertvector(both, LaneShorts), signs = wide >> 15;
+        magnitude = (LaneHalves)((wide ^ signs) - signs);
+        negative = magnitude & (LaneHalves)signs;
     }
 
     // What a code of 0 is stored as, times |m|.
     LaneHalves zero() const { return 8 * magnitude - negative; }
 };
+
+// Makes bytes of pairs of codes: a code times |m|, in which what a code of 0 counts is still.
+struct Unpacking {
+    LaneHalves lower_factor, upper_factor;  // |m| of one group, twice: products of bytes are below 256, and do not meet
+    LaneHalves zero;                        // what a code of 0 is stored as, times |m|, of both groups
+
+    Unpacking(const Int4Block& block, int64_t part) {
+        const Multipliers multipliers(block, part);
+        const LaneBits both = (LaneBits)multipliers.magnitude, shifted = (LaneBits)(multipliers.magnitude << kUpperShift);
+        lower_factor = (LaneHalves)((both & 0xFFFFu) | both << 16);
+        upper_factor = (LaneHalves)((shifted & 0xFFFF0000u) | shifted >> 16);
+        zero = multipliers.zero();
+    }
+
+    LaneBits lower(LaneBits pairs) const { return (LaneBits)((LaneHalves)(pairs & 0x0F0F0F0Fu) * lower_factor); }
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+    // The upper 16 bits of a product: codes are 16 times as large, and factors 4096 times.
+    static constexpr int kUpperShift = 12;
+    LaneBits upper(LaneBits pairs) const {
+#if defined(__AVX512F__)
+        return (LaneBits)_mm512_mulhi_epu16((__m512i)(pairs & 0xF0F0F0F0u), (__m512i)upper_factor);
+#else
+        return (LaneBits)_mm256_mulhi_epu16((__m256i)(pairs & 0xF0F0F0F0u), (__m256i)upper_factor);
+#endif
+    }
+#else
+    static constexpr int kUpperShift = 0;
+    LaneBits upper(LaneBits pairs) const { return (LaneBits)(((LaneHalves)pairs >> 4 & 0x0F0F) * upper_factor); }
+#endif
+};
+
+void fetch_block(const Int4Block& block) {
+    const char* lines = reinterpret_cast<const char*>(&block) + kFetched;
+#pragma GCC unroll 17
+    for (int64_t line = 0; line < static_cast<int64_t>(sizeof block); line += 64) __builtin_prefetch(lines + line, 0, 2);
+}
 
 // By 16-bit products, on any processor. Half-words hold bytes 0 and 1, or 2 and 3, of a column.
 void multiply_plain(const Int4Rows& a, int64_t rows, const Int4Block* blocks, int64_t depth, int32_t* sums,
@@ -85,10 +124,11 @@ void multiply_plain(const Int4Rows& a, int64_t rows, const Int4Block* blocks, in
 #if defined(__AVX2__)
 
 #if defined(__AVX512F__)
-constexpr int64_t kVnniRows = 8;  // whose sums have registers
+constexpr int kVnniRows = 8;  // whose sums have registers
 #else
-constexpr int64_t kVnniRows = 4;
+constexpr int kVnniRows = 4;
 #endif
+constexpr int kSumRows = 4;  // up to which multiply_sums is faster than multiply_unpacking
 
 // Adds products of four unsigned bytes of each column with four codes. By hand: from intrinsics the compiler (GCC 12)
 // copies every sum before and after it.
@@ -111,41 +151,11 @@ void add_halves(LaneWords& sum, LaneBits a, LaneHalves b) {
 #endif
 }
 
-void fetch_block(const Int4Block& block) {
-    const char* lines = reinterpret_cast<const char*>(&block) + kFetched;
-#pragma GCC unroll 17
-    for (int64_t line = 0; line < static_cast<int64_t>(sizeof block); line += 64) __builtin_prefetch(lines + line, 0, 2);
-}
-
-// What a block's codes count, as tiles of bytes: m * q if SIGNED, else what a code of 0 counts is still in it. Those of
-// the right lie `distance` bytes behind those of the left.
-template <bool SIGNED>
-void unpack_block(const Int4Block& block, int8_t* tiles, int64_t distance) {
-    fetch_block(block);
-    for (int64_t part = 0; part < kParts; ++part) {
-        const Multipliers multipliers(block, part);
-        const LaneBits magnitude = (LaneBits)multipliers.magnitude, zero = (LaneBits)multipliers.zero();
-        // Those of one group, twice: products of bytes are below 256, and so do not meet.
-        const LaneHalves first = (LaneHalves)((magnitude & 0xFFFFu) | magnitude << 16);
-        const LaneHalves second = (LaneHalves)((magnitude & 0xFFFF0000u) | magnitude >> 16);
-        const LaneBytes first_zero = (LaneBytes)((zero & 0xFFFFu) * (SIGNED ? 0x01010101u : 0));
-        const LaneBytes second_zero = (LaneBytes)((zero >> 16) * (SIGNED ? 0x01010101u : 0));
-        int8_t* to = tiles + part / kHalf * distance + part % kHalf * kBytes;
-        for (int64_t unit = 0; unit < kTileUnits / 2; ++unit) {
-            const LaneHalves pairs = (LaneHalves)pairs_of(block, part, unit);
-            const LaneBytes lower = (LaneBytes)((pairs & 0x0F0F) * first) - first_zero;
-            const LaneBytes upper = (LaneBytes)((pairs >> 4 & 0x0F0F) * second) - second_zero;
-            std::memcpy(to + unit * kTileInner, &lower, kBytes);
-            std::memcpy(to + (unit + kTileUnits / 2) * kTileInner, &upper, kBytes);
-        }
-    }
-}
-
+// Groups are multiplied as their sums: of few rows, that is less than unpacking their codes.
 template <int ROWS>
-void multiply_rows(const Int4Rows& a, int64_t row, const Int4Block* blocks, int64_t depth, int32_t* sums,
-                            int64_t stride) {
-    const int8_t* codes = a.data + row * a.stride;
-    const Int4Start* starts = a.starts + row * depth;
+void multiply_sums(const Int4Rows& a, const Int4Block* blocks, int64_t depth, int32_t* sums, int64_t stride) {
+    const int8_t* codes = a.data;
+    const Int4Start* starts = a.starts;
     LaneWords total[kParts][ROWS] = {};
     for (int64_t k = 0; k < depth; ++k, codes += a.step) {
         fetch_block(blocks[k]);
@@ -178,92 +188,97 @@ void multiply_rows(const Int4Rows& a, int64_t row, const Int4Block* blocks, int6
     }
     for (int i = 0; i < ROWS; ++i) {
         for (int64_t part = 0; part < kParts; ++part) {
-            std::memcpy(sums + (row + i) * stride + part * kLanes, &total[part][i], kBytes);
+            std::memcpy(sums + i * stride + part * kLanes, &total[part][i], kBytes);
         }
     }
 }
 
-// Calls use(count, row) for all rows, up to kVnniRows at a time.
-template <class Use>
-void each_rows(int64_t rows, const Use& use) {
-    int64_t row = 0;
-    for (; rows - row >= kVnniRows; row += kVnniRows) use(std::integral_constant<int, kVnniRows>{}, row);
-    if (rows - row >= 4) use(std::integral_constant<int, 4>{}, row), row += 4;
-    if (rows - row >= 2) use(std::integral_constant<int, 2>{}, row), row += 2;
-    if (rows - row >= 1) use(std::integral_constant<int, 1>{}, row);
-}
-
-// Adds the products of an unpacked block to sums, or, of the first block, begins with them.
+// Codes are unpacked in registers, on their way to the products of all rows.
 template <int ROWS>
-void add_unpacked(const Int4Rows& a, int64_t row, int64_t depth, int64_t k, const int8_t* tiles,
-                  const Multipliers (&multipliers)[kParts], int32_t* sums, int64_t stride) {
-    const int8_t* codes = a.data + row * a.stride + k * a.step;
-    for (int64_t part = 0; part < kParts; part += 2) {
-        LaneWords sum[ROWS][2];
-        int32_t* out = sums + row * stride + part * kLanes;
-        if (k) {
+void multiply_unpacking(const Int4Rows& a, const Int4Block* blocks, int64_t depth, int32_t* sums, int64_t stride) {
+    const int8_t* codes = a.data;
+    LaneWords total[kParts][ROWS] = {};
+    for (int64_t k = 0; k < depth; ++k, codes += a.step) {
+        fetch_block(blocks[k]);
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < kParts; part += 2) {
+            const Unpacking left(blocks[k], part), right(blocks[k], part + 1);
+            const auto add = [&](const int8_t* four, LaneBits to_left, LaneBits to_right) {
+#pragma GCC unroll 8
+                for (int i = 0; i < ROWS; ++i) {
+                    const LaneWords factor = four_of(four + i * a.stride);
+                    add_bytes(total[part][i], to_left, factor);
+                    add_bytes(total[part + 1][i], to_right, factor);
+                }
+            };
+#pragma GCC unroll 8
+            for (int64_t unit = 0; unit < kTileUnits / 2; ++unit) {
+                const LaneBits first = pairs_of(blocks[k], part, unit), second = pairs_of(blocks[k], part + 1, unit);
+                add(codes + 4 * unit, left.lower(first), right.lower(second));
+                add(codes + 4 * unit + kInt4Group, left.upper(first), right.upper(second));
+            }
+            const LaneHalves zeros[2] = {-left.zero, -right.zero};
 #pragma GCC unroll 8
             for (int i = 0; i < ROWS; ++i) {
-                sum[i][0] = *reinterpret_cast<const LooseWords*>(out + i * stride);
-                sum[i][1] = *reinterpret_cast<const LooseWords*>(out + i * stride + kLanes);
+                const LaneBits both = a.starts[i * depth + k].both() + LaneBits{};
+                add_halves(total[part][i], both, zeros[0]);
+                add_halves(total[part + 1][i], both, zeros[1]);
             }
-        } else {
-#pragma GCC unroll 8
-            for (int i = 0; i < ROWS; ++i) sum[i][0] = sum[i][1] = LaneWords{};
-        }
-        const int8_t* left = tiles + part / kHalf * kTileBytes + part % kHalf * kBytes;
-        const int8_t* right = tiles + (part + 1) / kHalf * kTileBytes + (part + 1) % kHalf * kBytes;
-#pragma GCC unroll 16
-        for (int64_t unit = 0; unit < kTileUnits; ++unit, left += kTileInner, right += kTileInner) {
-            LaneBits first, second;
-            std::memcpy(&first, left, kBytes), std::memcpy(&second, right, kBytes);
-#pragma GCC unroll 8
-            for (int i = 0; i < ROWS; ++i) {
-                const LaneWords four = four_of(codes + i * a.stride + 4 * unit);
-                add_bytes(sum[i][0], first, four);
-                add_bytes(sum[i][1], second, four);
-            }
-        }
-        const LaneHalves first_zero = -multipliers[part].zero(), second_zero = -multipliers[part + 1].zero();
-#pragma GCC unroll 8
-        for (int i = 0; i < ROWS; ++i) {
-            const LaneBits both = a.starts[(row + i) * depth + k].both() + LaneBits{};
-            add_halves(sum[i][0], both, first_zero);
-            add_halves(sum[i][1], both, second_zero);
-            *reinterpret_cast<LooseWords*>(out + i * stride) = sum[i][0];
-            *reinterpret_cast<LooseWords*>(out + i * stride + kLanes) = sum[i][1];
         }
     }
+    for (int i = 0; i < ROWS; ++i) {
+        for (int64_t part = 0; part < kParts; ++part) {
+            std::memcpy(sums + i * stride + part * kLanes, &total[part][i], kBytes);
+        }
+    }
+}
+
+template <int... ROWS>
+void multiply_vnni(std::integer_sequence<int, ROWS...>, const Int4Rows& a, int64_t rows, const Int4Block* blocks,
+                   int64_t depth, int32_t* sums, int64_t stride) {
+    static constexpr decltype(&multiply_sums<1>) kKernels[] = {
+        ROWS < kSumRows ? multiply_sums<ROWS + 1> : multiply_unpacking<ROWS + 1>...};
+    kKernels[rows - 1](a, blocks, depth, sums, stride);
 }
 
 void multiply_vnni(const Int4Rows& a, int64_t rows, const Int4Block* blocks, int64_t depth, int32_t* sums,
                    int64_t stride) {
-    if (rows <= kVnniRows) {
-        each_rows(rows, [&](auto count, int64_t row) {
-            multiply_rows<count.value>(a, row, blocks, depth, sums, stride);
-        });
-        return;
-    }
-    alignas(64) int8_t tiles[2 * kTileBytes];
-    for (int64_t k = 0; k < depth; ++k) {
-        unpack_block<false>(blocks[k], tiles, kTileBytes);
-        Multipliers multipliers[kParts];
-        for (int64_t part = 0; part < kParts; ++part) multipliers[part] = Multipliers(blocks[k], part);
-        each_rows(rows, [&](auto count, int64_t row) {
-            add_unpacked<count.value>(a, row, depth, k, tiles, multipliers, sums, stride);
-        });
-    }
+    multiply_vnni(std::make_integer_sequence<int, kVnniRows>{}, a, rows, blocks, depth, sums, stride);
 }
 
 #endif
 
 }  // namespace
 
+int64_t int4_rows([[maybe_unused]] Instructions instructions) {
+#if defined(__AVX2__)
+    if (instructions == Instructions::amx) return kSumRows;  // more are faster in tiles
+    if (instructions != Instructions::plain) return kVnniRows;
+#endif
+    return 1;
+}
+
+void unpack(const Int4Block& block, int8_t* tiles, int64_t distance) {
+    fetch_block(block);
+    for (int64_t part = 0; part < kParts; ++part) {
+        const Unpacking codes(block, part);
+        const LaneBits zero = (LaneBits)codes.zero;
+        const LaneBytes lower_zero = (LaneBytes)((zero & 0xFFFFu) * 0x01010101u);
+        const LaneBytes upper_zero = (LaneBytes)((zero >> 16) * 0x01010101u);
+        int8_t* to = tiles + part / kHalf * distance + part % kHalf * kBytes;
+        for (int64_t unit = 0; unit < kTileUnits / 2; ++unit) {
+            const LaneBits pairs = pairs_of(block, part, unit);
+            const LaneBytes lower = (LaneBytes)codes.lower(pairs) - lower_zero;
+            const LaneBytes upper = (LaneBytes)codes.upper(pairs) - upper_zero;
+            std::memcpy(to + unit * kTileInner, &lower, kBytes);
+            std::memcpy(to + (unit + kTileUnits / 2) * kTileInner, &upper, kBytes);
+        }
+    }
+}
+
 Int4Kernel int4_kernel_of([[maybe_unused]] Instructions instructions) {
-#if defined(__AVX512F__)
-    if (instructions == Instructions::avx512_vnni || instructions == Instructions::amx) return multiply_vnni;
-#elif defined(__AVX2__)
-    if (instructions == Instructions::avx_vnni) return multiply_vnni;
+#if defined(__AVX2__)
+    if (instructions != Instructions::plain) return multiply_vnni;
 #endif
     return multiply_plain;
 }
@@ -277,12 +292,12 @@ void multiply_unpacked(const TileRows& a, int64_t rows, const Int4Block* blocks,
     int32_t* bottom = sums + kTileSide * stride;
     zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
     int8_t* tiles = to.data;
-    unpack_block<true>(blocks[0], tiles, distance);
+    unpack(blocks[0], tiles, distance);
     for (int64_t k = 0; k < depth; ++k) {
         const int8_t* left = tiles;
         if (k + 1 < depth) {
             tiles = to.data + (k + 1) % to.depth * kTileBytes;
-            unpack_block<true>(blocks[k + 1], tiles, distance);
+            unpack(blocks[k + 1], tiles, distance);
         }
         load_tile<4>(a.data + k * a.step, a.stride);
         load_tile<6>(left, kTileInner), load_tile<7>(left + distance, kTileInner);

@@ -13,8 +13,7 @@ namespace lsq {
 namespace {
 
 #if defined(LSQ_AMX)
-constexpr int64_t kFewRows = 8;  // up to which a processor with AMX multiplies in registers of vectors
-constexpr int64_t kRing = 4;     // tiles along K that are unpacked at a time where they are read once
+constexpr int64_t kRing = 4;  // tiles along K that are unpacked at a time where they are read once
 #endif
 
 // A thread's strip of a as it is packed, what its groups add up to, and two columns of tiles.
@@ -48,10 +47,15 @@ void pack_block(const Int4Group* groups, int64_t stride, int64_t columns, int64_
     }
 }
 
+int32_t* column_sums_of(Int4Block* blocks, int64_t columns, int64_t inner) {
+    return reinterpret_cast<int32_t*>(blocks + int4_blocks(columns, inner));
+}
+
 }  // namespace
 
 Int4Multiplier::Int4Multiplier(const TileProduct& product)
-    : product_(product), blocks_(reinterpret_cast<const Int4Block*>(product.memory)), a_{},
+    : product_(product), blocks_(reinterpret_cast<const Int4Block*>(product.memory)),
+      columns_(column_sums_of(reinterpret_cast<Int4Block*>(product.memory), product.columns, product.inner)), a_{},
       depth_(inner_tiles(product.inner)), rows_(0), height_(0), few_(true) {
 #if defined(LSQ_AMX)
     if (product.instructions == Instructions::amx) tiles_.emplace();
@@ -61,18 +65,19 @@ Int4Multiplier::Int4Multiplier(const TileProduct& product)
 void Int4Multiplier::take(int64_t first, int64_t count) {
     const Codes& codes = product_.a;
     rows_ = count;
-#if defined(LSQ_AMX)
-    few_ = product_.instructions != Instructions::amx || count <= kFewRows;
-#endif
+    few_ = count <= int4_rows(product_.instructions);
     height_ = few_ ? count : rounded_up(count, kTilePair);
-    if (product_.inner % kTileInner == 0 && count == height_) {
+    const int8_t flipped = !few_ && biased(product_.instructions) ? -128 : 0;
+    if (!flipped && product_.inner % kTileInner == 0 && count == height_) {
         a_ = {codes.data + first * codes.stride, codes.stride, kTileInner, kTileSide * codes.stride};
     } else {
         int8_t* tiles = kept().a.at_least(rounded_up(count, kTilePair) * depth_ * kTileInner);
         a_ = {tiles, depth_ * kTileInner, kTileInner, kTileSide * depth_ * kTileInner};
         for (int64_t row = 0; row < count; ++row) {
             int8_t* to = tiles + row * a_.stride;
-            std::memcpy(to, codes.data + (first + row) * codes.stride, product_.inner);
+            const int8_t* from = codes.data + (first + row) * codes.stride;
+#pragma omp simd
+            for (int64_t i = 0; i < product_.inner; ++i) to[i] = from[i] ^ flipped;
             std::memset(to + product_.inner, 0, a_.stride - product_.inner);
         }
     }
@@ -103,6 +108,10 @@ void Int4Multiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t
         }
         return;
     }
+    if (product_.instructions != Instructions::amx) {
+        multiply_expanded(product_, a_, rows_, blocks_, columns_, kept().tiles, begin, end, sums, stride);
+        return;
+    }
 #if defined(LSQ_AMX)
     const Kernel kernel = kernel_of(product_.instructions);
     constexpr int32_t kNoSums[kTilePair] = {};
@@ -123,15 +132,24 @@ void Int4Multiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t
 
 using namespace lsq;
 
-// Packs a weight of so many columns and inner elements, as the format stores it, into int4_blocks.
+// Packs a weight of so many columns and inner elements, as the format stores it, into int4_blocks and their sums.
 LSQ_EXPORT void lsq_pack_int4(const int8_t* stored, int64_t columns, int64_t inner, Int4Block* blocks) {
     const Int4Group* groups = reinterpret_cast<const Int4Group*>(stored);
     const int64_t stride = (inner + kInt4Group - 1) / kInt4Group, depth = inner_tiles(inner);
 #pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < columns; first += kTilePair) {
+        int32_t* sums = column_sums_of(blocks, columns, inner) + first;
+        std::fill(sums, sums + kTilePair, 0);
         for (int64_t k = 0; k < depth; ++k) {
+            Int4Block& block = blocks[first / kTilePair * depth + k];
             pack_block(groups + first * stride + 2 * k, stride, std::min(kTilePair, columns - first),
-                       std::min<int64_t>(2, stride - 2 * k), blocks[first / kTilePair * depth + k]);
+                       std::min<int64_t>(2, stride - 2 * k), block);
+            alignas(64) int8_t tiles[2 * kTileBytes];
+            unpack(block, tiles, kTileBytes);
+            for (int64_t tile = 0; tile < 2; ++tile) add_column_sums(tiles + tile * kTileBytes, sums + tile * kTileSide);
         }
     }
 }
+
+// For tests.
+LSQ_EXPORT int64_t lsq_int4_rows(int64_t instructions) { return int4_rows(static_cast<Instructions>(instructions)); }

@@ -1,9 +1,8 @@
 // Int8 products with weights of 4 bits that stay packed in memory; lsq/quant/formats.py (Int4) has their format.
 //
 // Sums int32 [M, N] of a int8 [M, K] times the codes m * q [N, K] transposed: the very integers that int8 products of the
-// unpacked codes make. Few rows are multiplied by q in registers, as it is unpacked, and the sums of a group by m; of
-// more rows, tiles are unpacked into the first cache, for the kernels of int8. a's codes are from -127 to 127: so the sum
-// of a group, of |q| <= 8, has 16 bits.
+// unpacked codes make. Few rows are multiplied by codes in registers: by q, and the sums of a group by m, or by m * q. Of more rows, tiles are unpacked into the first cache, for the kernels of int8. a's codes are from -127 to 127:
+// so the sum of a group, of |q| <= 8, has 16 bits.
 #pragma once
 
 #include "../int4.h"
@@ -12,7 +11,7 @@
 namespace lsq {
 
 // Two tiles of 16 columns by 64 inner elements, side by side. Blocks that follow each other along K lie behind each
-// other, and behind all of them those of the next 32 columns.
+// other, and behind all of them those of the next 32 columns; at the end, 128 times the sum of each column (int32).
 struct alignas(64) Int4Block {
     // Of unit u, the codes of its inner elements 4 u + i at 4 * column + i: in the lower half, and those of 32 elements
     // later in the upper half. A code is q + 8, or 7 - q where the multiplier is below 0, so that it counts positively.
@@ -45,6 +44,12 @@ using Int4Kernel = void (*)(const Int4Rows& a, int64_t rows, const Int4Block* bl
 
 Int4Kernel int4_kernel_of(Instructions instructions);
 
+// Rows up to which it is faster than unpacking tiles.
+int64_t int4_rows(Instructions instructions);
+
+// What a block's codes m * q are: two tiles, `distance` bytes apart.
+void unpack(const Int4Block& block, int8_t* tiles, int64_t distance);
+
 #if defined(LSQ_AMX)
 // Where blocks are unpacked to: tiles of int8, `depth` of the left and behind them those of the right.
 struct Int4Tiles {
@@ -73,6 +78,7 @@ private:
 
     const TileProduct& product_;
     const Int4Block* blocks_;
+    const int32_t* columns_;  // 128 times their sums
     TileRows a_;
     int64_t depth_, rows_, height_;
     bool few_;  // rows, which are multiplied in registers

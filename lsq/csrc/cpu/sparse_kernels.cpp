@@ -168,7 +168,7 @@ void expand_half(const SparseHalf& half, int8_t* to) {
 
 }  // namespace
 
-void expand(const SparseBlock& block, int8_t* tiles, int64_t distance) {
+void unpack(const SparseBlock& block, int8_t* tiles, int64_t distance) {
     for (int tile = 0; tile < 2; ++tile) {
         for (int along = 0; along < 2; ++along) {
             fetch(block.halves[tile][along]);

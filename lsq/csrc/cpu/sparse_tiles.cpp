@@ -9,9 +9,7 @@ namespace lsq {
 
 namespace {
 
-constexpr int64_t kFewRows = 8;    // up to which registers hold all sums of a block
-constexpr int64_t kDepth = 2;      // blocks that are expanded at a time for a pair of rows: while the next ones arrive
-constexpr int64_t kDeepDepth = 8;  // for more rows, which read what is expanded again
+constexpr int64_t kFewRows = 8;  // up to which registers hold all sums of a block
 
 // A thread's strip of a as it is packed, and tiles as they are expanded.
 struct Strip {
@@ -79,24 +77,13 @@ void SparseMultiplier::take(int64_t first, int64_t count) {
 }
 
 void SparseMultiplier::multiply(int64_t begin, int64_t end, int32_t* sums, int64_t stride) const {
-    const Kernel dense = kernel_of(product_.instructions);
-    const int64_t step = rows_ <= kTilePair ? kDepth : kDeepDepth, distance = step * kTileBytes;
-    int8_t* tiles = kept().tiles.at_least(2 * distance);
-    for (int64_t column = begin; column < end; column += kTilePair, sums += kTilePair) {
-        const SparseBlock* blocks = blocks_ + column / kTilePair * depth_;
-        if (kernel_) {
-            kernel_(a_, rows_, blocks, depth_, columns_ + column, sums, stride);
-            continue;
-        }
-        for (int64_t k = 0; k < depth_; k += step) {
-            const int64_t deep = std::min(step, depth_ - k);
-            for (int64_t i = 0; i < deep; ++i) expand(blocks[k + i], tiles + i * kTileBytes, distance);
-            const PairOfColumns pair{tiles, distance, deep, k ? nullptr : columns_ + column, 0};
-            for (int64_t row = 0; row < rows_; row += kTilePair) {
-                const TileRows a{a_.data + k * a_.step + row / kTileSide * a_.block, a_.stride, a_.step, a_.block};
-                dense(a, pair, sums + row * stride, stride, std::min(kTilePair, rows_ - row));
-            }
-        }
+    if (!kernel_) {
+        multiply_expanded(product_, a_, rows_, blocks_, columns_, kept().tiles, begin, end, sums, stride);
+        return;
+    }
+    const SparseBlock* blocks = blocks_ + begin / kTilePair * depth_;
+    for (int64_t column = begin; column < end; column += kTilePair, blocks += depth_, sums += kTilePair) {
+        kernel_(a_, rows_, blocks, depth_, columns_ + column, sums, stride);
     }
 }
 

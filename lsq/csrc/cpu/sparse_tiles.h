@@ -25,8 +25,8 @@ inline int64_t sparse_blocks(int64_t columns, int64_t inner) {
     return rounded_up(columns, kTilePair) / kTilePair * inner_tiles(inner);
 }
 
-// Two tiles of a block, `distance` bytes apart.
-void expand(const SparseBlock& block, int8_t* tiles, int64_t distance);
+// A block as two tiles, `distance` bytes apart.
+void unpack(const SparseBlock& block, int8_t* tiles, int64_t distance);
 
 // sums [rows, 32], `stride` apart, of `depth` blocks along K; a has 128 added to each code, and `columns` are 128 times
 // the sums of the 32 columns.
