@@ -53,6 +53,11 @@ class GradientConfig:
                 f"error_feedback is on, but mode {self.mode} is PyTorch's own and has none; choose one of "
                 f"{', '.join(COMPRESSED)}, or leave error_feedback off"
             )
+        if self.rounding is not None and self.mode in ("bf16", "fp16"):
+            raise ValueError(
+                f"rounding is {self.rounding!r}, but mode {self.mode} is PyTorch's own and rounds to "
+                f"nearest; choose one of {', '.join(COMPRESSED)}, or leave rounding out"
+            )
         for name in ("node_size", "row"):
             value = getattr(self, name)
             if not (name == "node_size" and value is None) and not (_whole(value) and value > 0):

@@ -124,6 +124,10 @@ class LsqCallback(TrainerCallback, ExportableState):
                 f"restore_callback_states_from_checkpoint cannot bring back {', '.join(self.lost)} of LsqCallback; "
                 "leave that option out: the callback restores the clips of a checkpoint without it"
             )
+        if self.memory != "planned" and self.largest_batch is None:
+            raise ValueError(
+                f"memory is {self.memory!r}, but no memory is planned without largest_batch; give that, too"
+            )
         self._installed.close()  # of a training that has failed
         self.model, trainer = model, _trainer_around()
         keep_apart(model)

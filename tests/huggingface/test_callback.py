@@ -214,6 +214,8 @@ def test_restored_callbacks(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match="memory is 'some'; allowed"):
         LsqCallback(memory="some")
+    with pytest.raises(ValueError, match="'guard', but no memory is planned without largest_batch"):
+        trainer("bert", tmp_path, LsqCallback(memory="guard")).train()
     with pytest.raises(ValueError, match="monitor has 'often'; allowed: every, rows"):
         LsqCallback(monitor={"often": 3})
     with pytest.raises(ValueError, match="call lsq.convert.model. before the Trainer"):
