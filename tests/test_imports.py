@@ -21,12 +21,12 @@ ALLOWED = {
     "ops": {"csrc", "quant", "program", "gemm"},
     "tune": {"config", "csrc", "quant", "program", "gemm", "ops", "lock"},
     "backends": {"csrc", "program", "gemm"},
-    "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends"},
+    "dist": {"config", "quant", "program", "ops", "backends"},
+    "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends", "dist"},
     "architectures": {"config", "layers", "program", "quant"},
     "conversion": {"config", "architectures", "layers", "program", "quant"},
     "sparsity": {"conversion", "layers", "ops", "program", "quant"},
     "optim": {"csrc", "program", "ops", "backends"},
-    "dist": {"config", "quant", "program", "ops", "backends"},
     "text": {"config", "files"},
 }
 """What each folder or module may import of lsq. One that is not listed here may import anything of lsq."""

@@ -28,7 +28,6 @@ from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.huggingface.clip_files import load_clips, save_clips
 from lsq.huggingface.memory import plan_batch
 from lsq.huggingface.noise import arguments_of_monitor, noise, plain
-from lsq.huggingface.workers import average_clips
 from lsq.layers import ProgramModule, TensorStatistics, observe, quantized_tensors
 from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, release_memory
@@ -233,8 +232,6 @@ class LsqCallback(TrainerCallback, ExportableState):
         several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
         wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # torch.compile's
         parallel = isinstance(wrapped, DistributedDataParallel)
-        if several and parallel:
-            self._installed.callback(average_clips(trainer.model, wrapped.process_group).remove)
         if self.gradients is None:
             return
         if not several:

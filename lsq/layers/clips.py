@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lsq.config import QuantConfig
+from lsq.dist import replicas
 from lsq.layers import clip_format
 from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
@@ -33,6 +34,7 @@ class ClippedModule(nn.Module):
         self.codes = WeightCodes()
         self.schedule = Schedule(quantization)
         self.weight_masks: WeightMasks | None = None
+        replicas.watch(self)
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
         """Make the parameters that a program declares, beside those that are there already, which stay."""
@@ -226,6 +228,10 @@ class ClippedModule(nn.Module):
     def __getstate__(self):
         self.limit_clip_steps()  # the copy does not know where clips were
         return {**self.__dict__}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        replicas.watch(self)
 
     def train(self, mode: bool = True):
         if mode != self.training:

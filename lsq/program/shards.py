@@ -1,23 +1,29 @@
-"""Clips under FSDP2: passes see gathered copies, which are gone after them; optimizers step on shards of the clips.
+"""What passes have measured of clips, until all that are to know of it do.
 
-So what passes measure is written to the shards before an optimizer steps, and steps are limited there.
+Under FSDP2 passes see gathered copies of clips, which are gone after them; optimizers step on shards of the clips. So
+what passes measure is written to the shards before an optimizer steps, and steps are limited there. Where several
+processes train a model, they average it before that (lsq.dist.replicas).
 """
 
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 
+@runtime_checkable
 class HasClips(Protocol):
     """A module whose training passes see clips."""
 
     def clips(self) -> Mapping[str, Tensor]:
         """All of them by name."""
+
+    def limit_clip_steps(self) -> None:
+        """Let no clip have changed by more than a step may."""
 
 
 @dataclass(eq=False)
@@ -26,9 +32,21 @@ class _Seen:
     sharded: bool = False
     measured: dict[str, tuple[weakref.ref, Tensor]] = field(default_factory=dict)
     """(the parameter that holds it, value) since shards were written last."""
+    news: dict[str, Tensor] = field(default_factory=dict)
+    """Values that other processes do not know of yet."""
 
 
 _modules: weakref.WeakKeyDictionary[HasClips, _Seen] = weakref.WeakKeyDictionary()
+
+
+def know(module: HasClips) -> None:
+    """`module` may be trained."""
+    _modules.setdefault(module, _Seen())
+
+
+def known() -> list[HasClips]:
+    """Every module that may be trained, in the order in which they were made."""
+    return list(_modules)
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -62,9 +80,22 @@ def measured(module: HasClips, clips: Mapping[str, Tensor]) -> None:
     """A pass of `module` has measured clips, by names, and written them to what it sees as these."""
     if clips:
         values = torch._foreach_mul([clip.data for clip in clips.values()], 1)  # copies, in one launch
-        seen = _modules.setdefault(module, _Seen()).measured
+        seen = _modules.setdefault(module, _Seen())
         for (name, clip), value in zip(clips.items(), values, strict=True):
-            seen[name] = weakref.ref(clip), value
+            seen.measured[name] = weakref.ref(clip), value
+            seen.news[name] = value
+
+
+def news(module: HasClips) -> dict[str, Tensor]:
+    """What was measured since this was asked last, by names of clips."""
+    seen = _modules.setdefault(module, _Seen())
+    found, seen.news = seen.news, {}
+    return found
+
+
+def replace(module: HasClips, name: str, clip: Tensor, value: Tensor) -> None:
+    """Let `value` be what is written to a shard, in place of what a pass has measured."""
+    _modules[module].measured[name] = weakref.ref(clip), value
 
 
 def unsettled(module: HasClips) -> set[str]:
@@ -76,6 +107,7 @@ def forget(module: HasClips) -> None:
     """Clips of `module` come from elsewhere: what was measured counts no more."""
     if module in _modules:
         _modules[module].measured.clear()
+        _modules[module].news.clear()
 
 
 @torch.no_grad()
@@ -104,7 +136,7 @@ def settle(module: HasClips) -> list[tuple[Tensor, float]]:
 def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
     """The same for all modules that have trained, before the step of an optimizer; whether it has shards."""
     modules = [module for module, seen in _modules.items() if sharded or seen.measured]
-    return [one for module in modules for one in settle(module)]
+    return [one for module in modules if isinstance(module, HasClips) for one in settle(module)]
 
 
 def _part_of(value: Tensor, clip: Tensor) -> Tensor:

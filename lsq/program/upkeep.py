@@ -6,7 +6,7 @@ no copy of a parameter takes it along.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +167,8 @@ def take(optimizer: Optimizer, parameters) -> None:
         of(parameter).optimizer = weakref.ref(optimizer)
 
 
+agreements: list[Callable[[Optimizer], None]] = []
+"""What is called first of all before any optimizer steps."""
 _shards_before: list[tuple[torch.Tensor, torch.Tensor, float]] = []
 """(own part, what it was before the step of an optimizer that limits nothing, limit) of clips under FSDP2."""
 
@@ -183,6 +185,8 @@ def _before_step(optimizer: Optimizer, *_) -> None:
 
     It may step through `.data`, which PyTorch does not count: of clips it is counted here, for the codes under them.
     """
+    for agree in agreements:
+        agree(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     limit_shards(shards.settle_all(any(map(shards.is_shard, parameters))))
     _shards_before.clear()

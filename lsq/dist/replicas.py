@@ -1,0 +1,211 @@
+"""Clips that all processes of a training share, as they share gradients.
+
+Each process measures clips on its own batches. Before an optimizer steps, what was measured is averaged over the
+processes, so that the copies of a model do not part. Passes may differ between processes, which take branches of their
+own; steps may not. So which steps exchange goes by their number alone, and every process takes part, whatever it has
+measured. DistributedDataParallel and FSDP2 are seen where they wrap a model; `share` is for other ways.
+"""
+
+import logging
+import weakref
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lsq.dist import roll_call
+from lsq.program import shards, upkeep
+from lsq.program.shards import HasClips
+
+logger = logging.getLogger(__name__)
+
+EVERY_STEP, PERIOD = 64, 16
+"""The first steps of an optimizer exchange what was measured; later, when little is, every so many-th does."""
+
+_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
+"""By models: the DistributedDataParallel that was last made of each."""
+_shared: OrderedDict[int, tuple[weakref.ref, ProcessGroup | None]] = OrderedDict()
+"""By the ids of handles: models that others wrap, and groups."""
+_wraps = 0
+"""How many were made."""
+_trained: "weakref.WeakKeyDictionary[Optimizer, _Trained]" = weakref.WeakKeyDictionary()
+_watching = False
+_warned: set[str] = set()
+
+
+def watch(module: HasClips) -> None:
+    """From now on average the clips of `module` wherever several processes train it."""
+    global _watching
+    shards.know(module)
+    if not _watching:
+        _watching = True
+        register_module_module_registration_hook(_registered)
+        upkeep.agreements.append(_agree)
+
+
+def _registered(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Called by PyTorch for each module that becomes part of another one: DDP says nowhere else what it wraps."""
+    global _wraps
+    if isinstance(module, DistributedDataParallel):
+        _wrapped[child] = weakref.ref(module)
+        _wraps += 1
+
+
+def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandle:
+    """Average the clips of `model` over the processes of a group, which train it in a way that lsq does not see.
+
+    Where DistributedDataParallel is around the model, its group is taken. None: all processes.
+
+    Returns:
+        Its `remove()` ends it.
+    """
+    handle = RemovableHandle(_shared)
+    _shared[handle.id] = weakref.ref(model), group
+    return handle
+
+
+def _agree(optimizer: Optimizer) -> None:
+    """Before a step of `optimizer`: average clips that were measured, of the models that it trains."""
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    trained = _trained.get(optimizer)
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    if trained is None or trained.known != (sizes, _wraps, tuple(_shared)):
+        trained = _trained[optimizer] = _Trained(optimizer, trained)
+    if not (trained.models or trained.meshes) or trained.alone():
+        return
+    trained.steps += 1
+    if trained.steps > EVERY_STEP and trained.steps % PERIOD:
+        return
+    try:
+        for model, _, group in trained.models:
+            if model() is not None:
+                _average(model(), group)
+        for mesh in trained.meshes:
+            _average_shards(mesh)
+    except RuntimeError as error:
+        roll_call.raise_named(error)
+
+
+class _Trained:
+    """What an optimizer trains in several processes.
+
+    Args:
+        optimizer: whose parameters are looked at.
+        before: what was known until now.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: "_Trained | None"):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        sizes, ids = tuple(len(group["params"]) for group in optimizer.param_groups), set(map(id, parameters))
+        self.known = sizes, _wraps, tuple(_shared)
+        self.steps = 0 if before is None else before.steps
+        found = [(model, wrapper, wrapper().process_group) for model, wrapper in _wrapped.items() if wrapper()]
+        inside = {id(part) for model, _, _ in found for part in model.modules()}
+        others = [(model(), None, group) for model, group in _shared.values() if model() is not None]
+        found += [one for one in others if id(one[0]) not in inside]
+        self.models = [
+            (weakref.ref(model), wrapper, group)
+            for model, wrapper, group in found if not ids.isdisjoint(map(id, model.parameters()))
+        ]  # fmt: skip
+        self.meshes = list(dict.fromkeys(one.device_mesh for one in parameters if shards.is_shard(one)))
+
+    def alone(self) -> bool:
+        """Whether processes may step at times of their own, so that none can wait for the others."""
+        wrappers = [wrapper() for _, wrapper, _ in self.models if wrapper is not None]
+        if any(one is not None and one._join_config.enable for one in wrappers):
+            _warn(
+                "under DistributedDataParallel.join() the clips that each process measures are not averaged: processes "
+                "may step without the others. At its end all get those of the process that has joined last"
+            )
+            return True
+        if torch._C._current_graph_task_id() != -1:
+            _warn(
+                "an optimizer steps within the backward pass, where the clips that each process measures cannot be "
+                "averaged: step after it, or convert with QuantConfig(calibration_passes=1)"
+            )
+            return True
+        return False
+
+
+def _warn(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning(text)
+
+
+@torch.no_grad()
+def _average(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Make each clip of `model` the mean of the processes that have measured it since the last time.
+
+    Where none has, it is the mean of all: a process that has not run a layer has not limited the steps of its clips.
+    """
+    modules = [module for module in model.modules() if isinstance(module, HasClips)]
+    clips: dict[int, tuple[Tensor, bool]] = {}
+    for module in modules:
+        module.limit_clip_steps()
+        news = shards.news(module)
+        for name, clip in module.clips().items():
+            if not shards.is_shard(clip):
+                clips[id(clip)] = clip, name in news or clips.get(id(clip), (clip, False))[1]
+    if not clips:
+        return
+    parameters = [clip for clip, _ in clips.values()]
+    own = torch.cat([clip.detach().float().flatten() for clip in parameters])
+    means, _ = _means(own, [measured for _, measured in clips.values()], parameters, [group])
+    values = means.split([clip.numel() for clip in parameters])
+    torch._foreach_copy_(parameters, [one.view_as(clip) for one, clip in zip(values, parameters, strict=True)])
+    for module in modules:
+        upkeep.remember(module.clips().values(), module.quant.clip_step)
+
+
+@torch.no_grad()
+def _average_shards(mesh) -> None:
+    """The same of clips that are shards on a mesh of processes: what was measured is put in the place of what each
+    process has measured, which is written to the shards then."""
+    named = [
+        (module, name, clip)
+        for module in shards.known() if isinstance(module, HasClips) for name, clip in module.clips().items()
+        if shards.is_shard(clip) and clip.device_mesh == mesh
+    ]  # fmt: skip
+    if not named:
+        return
+    news = [shards.news(module).get(name) for module, name, _ in named]
+    device = shards.local(named[0][2]).device
+    own = torch.cat([
+        torch.zeros(clip.numel(), device=device) if value is None else value.to(device).float().flatten()
+        for (_, _, clip), value in zip(named, news, strict=True)
+    ])  # fmt: skip
+    groups, clips = [mesh.get_group(dimension) for dimension in range(mesh.ndim)], [clip for _, _, clip in named]
+    means, counts = _means(own, [value is not None for value in news], clips, groups)
+    sizes = [clip.numel() for clip in clips]
+    for (module, name, clip), value, found in zip(named, means.split(sizes), counts.split(sizes), strict=True):
+        if found[0] > 0:
+            shards.replace(module, name, clip, value.view(clip.shape))
+
+
+def _means(
+    own: Tensor, measured: list[bool], clips: list[Tensor], groups: list[ProcessGroup | None]
+) -> tuple[Tensor, Tensor]:
+    """Means float32 over the processes that have measured, or over all, and how many have, for each value.
+
+    Args:
+        own: values float32 [n] of this process.
+        measured: of each clip.
+        clips: in the order of `own`.
+        groups: over which sums are taken one after another.
+    """
+    counts = torch.tensor(measured, dtype=torch.float32, device=own.device)
+    counts = counts.repeat_interleave(
+        torch.tensor([clip.numel() for clip in clips], device=own.device), output_size=len(own)
+    )
+    joined = torch.stack([torch.where(counts > 0, own, 0.0), counts, own, torch.ones_like(own)])
+    for group in groups:
+        distributed.all_reduce(joined, group=group)
+    of_measured, counts, of_all, processes = joined
+    return torch.where(counts > 0, of_measured / counts.clamp(min=1.0), of_all / processes), counts
