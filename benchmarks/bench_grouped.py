@@ -119,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = common.parser(__doc__)
     options, table = common.parse(parser, arguments), []
+    if not tiles.vectorised():
+        parser.error("this processor has no instructions for tiles of int8: avx_vnni, avx512_vnni or amx")
     for instructions in tiles.usable():
         if instructions != tiles.PLAIN:
             for shape in QUICK if options.quick else SHAPES:

@@ -60,9 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; the exit status."""
     parser = common.parser(__doc__)
     parser.add_argument("--megabytes", type=common.positive, default=64, metavar="N", help="of int8 weights a size")
-    parser.add_argument("--instructions", choices=tiles.usable(), default=tiles.usable()[0], help="what multiplies")
+    parser.add_argument("--instructions", choices=tiles.INSTRUCTIONS, default=tiles.usable()[0],
+                        help="what multiplies")  # fmt: skip
     parser.add_argument("--processor-time", action="store_true", help="of one thread, where others are at work")
     options = common.parse(parser, arguments)
+    if options.instructions not in tiles.usable():
+        parser.error(f"--instructions {options.instructions} cannot run here; there are {', '.join(tiles.usable())}")
     clock = time.thread_time if options.processor_time else time.perf_counter
     if options.processor_time and options.threads != 1:
         parser.error("--processor-time is that of one thread: give --threads 1")

@@ -56,7 +56,7 @@ class Continuations:
         forced, banned, fixed = None, history[:, :0], [self.symbols.padding]
         if self.forced is not None and step < self.forced.shape[1]:
             forced = self.forced[sentences, step]
-        elif step < self.options.min_len:  # as fairseq has it, not while any sentence of the batch is forced
+        if step < self.options.min_len:  # forced words are beyond it; fairseq lets it wait for all sentences' prefixes
             fixed.append(self.symbols.end)
         if self.options.no_repeat_ngram_size:
             banned = repeating(history[:, 1:], self.options.no_repeat_ngram_size)

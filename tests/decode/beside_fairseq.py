@@ -1,5 +1,6 @@
 """Small models with fairseq's interface, of random weights, and what fairseq's own generator finds with them."""
 
+import math
 import random
 from argparse import Namespace
 
@@ -76,7 +77,8 @@ def found_by_fairseq(
     """fairseq's hypotheses, `options.beam` of each sentence.
 
     Its blocker of n-grams is shown the words so far: it looks at the end of what it is shown, and fairseq shows it the
-    padding of words to come, so that without an extension for CUDA it forbids nothing.
+    padding of words to come, so that without an extension for CUDA it forbids nothing. The shortest length holds for
+    each sentence behind its own prefix, which fairseq forgets while any other sentence still has words of its prefix.
     """
     strategy = None
     if options.sampling:
@@ -93,6 +95,15 @@ def found_by_fairseq(
         generator.repeat_ngram_blocker = lambda tokens, found, count, beam, step: block(
             tokens[:, : step + 1], found, count, beam, step
         )
+    force = generator._prefix_tokens
+
+    def of_free_rows(step, lprobs, scores, tokens, prefix_tokens, beam_size):
+        if step < options.min_len:
+            free = prefix_tokens[:, step].repeat_interleave(beam_size) == PADDING
+            lprobs[free, END] = -math.inf
+        return force(step, lprobs, scores, tokens, prefix_tokens, beam_size)
+
+    generator._prefix_tokens = of_free_rows
     table = prefixes and pad_sequence(prefixes, batch_first=True, padding_value=PADDING)
     return generator.generate(models, {"net_input": padded(sources)}, prefix_tokens=table)
 

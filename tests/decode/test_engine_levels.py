@@ -69,4 +69,5 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
         expected = module(source, target).log_softmax(2)
         # where sums are added up in another order, a code that lies on a border may differ
         differences = (found - expected).abs().amax(2)
-        assert differences.median() < 2e-5 and differences.max() < 0.1, (level, options)
+        largest = 0.1 if options["quant"]["bits"] == 8 else 0.4  # a code of 6 bits is four times as far from the next
+        assert differences.median() < 2e-5 and differences.max() < largest, (level, options)

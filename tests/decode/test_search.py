@@ -105,6 +105,14 @@ def test_prefixes_begin_the_hypotheses_whatever_the_options_forbid():
     assert len({found.words[0].item() for found in second}) > 1
 
 
+def test_a_sentence_beside_one_with_a_prefix_is_searched_as_alone():
+    options = SearchOptions(beam=3, nbest=3, min_len=2, max_len_b=6)
+    alone = search(table(), SOURCES, options)[1]
+    beside = search(table(), SOURCES, options, [torch.tensor([5, 5, 6, 5]), None])[1]
+    assert [found.words.tolist() for found in beside] == [found.words.tolist() for found in alone]
+    assert [found.score for found in beside] == [found.score for found in alone]
+
+
 def test_finished_sentences_leave_the_batch():
     log_probabilities = torch.full((8, 8), -8.0)
     log_probabilities[:, END] = 0.0

@@ -24,7 +24,7 @@ def train(folder: Path, *options: str) -> Path:
 @pytest.fixture(scope="session")
 def output(tmp_path_factory) -> Path:
     """What `lsq train-text` leaves; shared, so not to be changed."""
-    return train(tmp_path_factory.mktemp("translator"), "--updates", "12", "--validate-every", "12")
+    return train(tmp_path_factory.mktemp("translator"), "--updates", "96", "--validate-every", "96")
 
 
 @pytest.fixture(scope="session")
