@@ -200,7 +200,11 @@ class ClippedModule(nn.Module):
         An optimizer such as Adam takes steps about as long as its learning rate, whatever it steps on: several percent
         of a small clip each time, in a random direction, and across zero sooner or later. Where a clip was is
         forgotten when it is measured or loaded; lsq.optim.Adam limits its steps itself.
+
+        Raises:
+            RuntimeError: the first step has put clips back to what they were before they were measured.
         """
+        shards.check_step(self)
         clips = {} if shards.sees_copies(self) else self.clips()
         limited = [(clip.data, upkeep.before(clip)) for clip in clips.values()]
         clips = [clip for clip, before in limited if before is not None]

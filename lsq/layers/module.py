@@ -110,6 +110,8 @@ class ProgramModule(ClippedModule):
             self._place_clips()
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
+        if calibrating and not self.schedule.calibrated:
+            shards.measures_first(self)
         if weights_due:
             self._measure_weights(calibration, again=self.schedule.begun)
         key = self._random_key(program, inputs, target)

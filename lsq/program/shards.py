@@ -26,6 +26,10 @@ class HasClips(Protocol):
         """Let no clip have changed by more than a step may."""
 
 
+LEAST_JUMP, BACK = 0.1, 0.1
+"""What the first measurement changes of a clip, relatively, and the share of it that is left when it was put back."""
+
+
 @dataclass(eq=False)
 class _Seen:
     limit: float = 0.0
@@ -34,6 +38,10 @@ class _Seen:
     """(the parameter that holds it, value) since shards were written last."""
     news: dict[str, Tensor] = field(default_factory=dict)
     """Values that other processes do not know of yet."""
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """Clips before they were measured for the first time, until an optimizer steps."""
+    stepping: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """(the same, clips before the step), until the next pass."""
 
 
 _modules: weakref.WeakKeyDictionary[HasClips, _Seen] = weakref.WeakKeyDictionary()
@@ -86,6 +94,42 @@ def measured(module: HasClips, clips: Mapping[str, Tensor]) -> None:
             seen.news[name] = value
 
 
+@torch.no_grad()
+def measures_first(module: HasClips) -> None:
+    """A pass of `module` is to measure its clips for the first time."""
+    names, clips = list(module.clips()), [clip.data for clip in module.clips().values()]
+    for name, value in zip(names, torch._foreach_mul(clips, 1) if clips else (), strict=True):
+        _modules.setdefault(module, _Seen()).before.setdefault(name, value)
+
+
+@torch.no_grad()
+def check_step(module: HasClips) -> None:
+    """Look, after the first step, whether it has put clips back to where they were before a pass measured them.
+
+    Raises:
+        RuntimeError: it has.
+    """
+    if module not in _modules or not _modules[module].stepping:
+        return
+    clips, stepping = module.clips(), _modules[module].stepping
+    _modules[module].stepping = {}
+    compared = [(name, clips[name].data, *values) for name, values in stepping.items() if not is_shard(clips[name])]
+    if not compared:
+        return
+    moved = torch.stack([
+        torch.stack([(now - old).abs().mean(), (measured - old).abs().mean(), measured.mean(), old.mean()])
+        for _, now, old, measured in compared
+    ])  # fmt: skip
+    for (name, *_), (distance, jump, measured, old) in zip(compared, moved.tolist(), strict=True):
+        if jump > LEAST_JUMP * measured and distance < BACK * jump:
+            raise RuntimeError(
+                f"{type(module).__name__}: a pass has measured {name} as {measured:.4g}, and the optimizer's step has "
+                f"put it back to {old:.4g}: the optimizer has a copy of the parameters that was made before "
+                "(DeepSpeed's ZeRO, for one). Run one batch through the model before deepspeed.initialize, or "
+                "whatever makes the copy"
+            )
+
+
 def news(module: HasClips) -> dict[str, Tensor]:
     """What was measured since this was asked last, by names of clips."""
     seen = _modules.setdefault(module, _Seen())
@@ -107,7 +151,8 @@ def forget(module: HasClips) -> None:
     """Clips of `module` come from elsewhere: what was measured counts no more."""
     if module in _modules:
         _modules[module].measured.clear()
-        _modules[module].news.clear()
+        for kept in (_modules[module].news, _modules[module].before, _modules[module].stepping):
+            kept.clear()
 
 
 @torch.no_grad()
@@ -135,6 +180,11 @@ def settle(module: HasClips) -> list[tuple[Tensor, float]]:
 
 def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
     """The same for all modules that have trained, before the step of an optimizer; whether it has shards."""
+    for module, seen in _modules.items():
+        if seen.before and isinstance(module, HasClips):
+            clips = {name: clip.detach().clone() for name, clip in module.clips().items()}
+            seen.stepping = {name: (old, clips[name]) for name, old in seen.before.items() if name in clips}
+            seen.before = {}
     modules = [module for module, seen in _modules.items() if sharded or seen.measured]
     return [one for module in modules if isinstance(module, HasClips) for one in settle(module)]
 
