@@ -18,6 +18,7 @@ from lsq.decode.fairseq_steps import FairseqSteps
 from lsq.decode.model import model_of
 from lsq.fairseq.model import LSQModel
 from lsq.layers.module import ProgramModule
+from lsq.translate.subwords import Words
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,22 @@ class LSQGenerator:
             self._steps = steps_of(self.models)
         found = search(self._steps, sources, self.options, prefixes, symbols=symbols, generator=drawn)
         return [[as_fairseq(hypothesis) for hypothesis in sentence] for sentence in found]
+
+
+def words_of(dictionary: Dictionary) -> Words:
+    """The words of a dictionary."""
+    return Words(
+        symbols=dictionary.symbols,
+        beginning=dictionary.bos(),
+        end=dictionary.eos(),
+        unknown=dictionary.unk(),
+    )
+
+
+def without_words(end: int, device: torch.device) -> dict[str, Tensor]:
+    """The translation of an empty line as a hypothesis of fairseq's generator: `end` alone."""
+    words = torch.tensor([end], device=device)
+    return as_fairseq(Hypothesis(words=words, score=0.0, word_scores=torch.zeros(1, device=device)))
 
 
 def without(rows: Tensor, padding: int) -> list[Tensor]:

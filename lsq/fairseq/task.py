@@ -5,6 +5,7 @@ import weakref
 import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
@@ -28,6 +29,7 @@ from lsq.layers.memory import MODES
 from lsq.layers.module import ProgramModule
 from lsq.layers.signals import interval_of
 from lsq.sparsity import Sparsity, sparsity_of, wants_sparsity
+from lsq.translate.subwords import Words
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +215,25 @@ class LSQTranslationConfig(TranslationConfig, TaskOptions):
 @register_task("lsq_translation", dataclass=LSQTranslationConfig)
 class LSQTranslationTask(LSQTask, TranslationTask):
     """fairseq's translation as a task of lsq."""
+
+    @cached_property
+    def _source_words(self) -> Words:
+        return generator.words_of(self.source_dictionary)
+
+    def inference_step(
+        self, search: Any, models: list[BaseFairseqModel], sample: dict[str, Any], *arguments, **options
+    ) -> list[list[dict[str, Any]]]:
+        """Called by fairseq to translate a batch with `search`, any generator.
+
+        Returns:
+            The hypotheses of each sentence; of an empty line one without words, as `lsq translate`.
+        """
+        found = super().inference_step(search, models, sample, *arguments, **options)
+        words, sources = self.target_dictionary, sample["net_input"]["src_tokens"]
+        for number, source in enumerate(generator.without(sources, self.source_dictionary.pad())):
+            if self._source_words.says_nothing(source.tolist()):
+                found[number] = [generator.without_words(words.eos(), sources.device)]
+        return found
 
     def begin_valid_epoch(self, epoch: int, model) -> None:
         """Called by fairseq before each validation, which translates with --eval-bleu."""

@@ -2,6 +2,7 @@
 
 import codecs
 import random
+import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,16 @@ TextFiles = dict[str, tuple[Path, Path] | None]
 """What the user gave for each of SPLITS: files (source, target); None where pairs are held out of train."""
 SPLIT_SEED = 1
 """Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same text."""
+
+UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp", "Zs"))
+"""Categories of Unicode whose characters nobody sees: spaces, controls, and marks such as U+200B."""
+BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(0xFE00, 0xFE10)))
+"""Characters of other categories that are blank: fillers, joiners and selectors of variants."""
+
+
+def has_text(line: str) -> bool:
+    """Whether a line has a visible character. One that has none is an empty line."""
+    return any(unicodedata.category(one) not in UNSEEN and one not in BLANKS for one in line)
 
 
 def write_items(path: Path, items: Iterable[object]) -> None:
@@ -122,9 +133,9 @@ def read_pairs(source: Path, target: Path, say: Callable[[str], None]) -> Corpus
 
 
 def without_empty(corpus: Corpus) -> Corpus:
-    """The pairs that have words on both sides."""
+    """The pairs that have text on both sides."""
     pairs = zip(corpus.source, corpus.target, strict=True)
-    return corpus.select([row for row, (source, target) in enumerate(pairs) if source and target])
+    return corpus.select([row for row, pair in enumerate(pairs) if all(map(has_text, pair))])
 
 
 def hold_out(corpus: Corpus, count: int, seed: int) -> tuple[Corpus, Corpus]:

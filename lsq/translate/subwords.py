@@ -1,6 +1,6 @@
 """Text to the words that a model knows, and back. S words of a source, T words of a target."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
+
+from lsq.text.corpus import has_text
 
 SPACE = "\u2581"
 """What sentencepiece writes for a space (Kudo and Richardson 2018)."""
@@ -26,6 +28,16 @@ class Words:
     def numbers(self) -> dict[str, int]:
         """Symbol -> number."""
         return {symbol: number for number, symbol in enumerate(self.symbols)}
+
+    @cached_property
+    def _silent(self) -> frozenset[int]:
+        symbols = enumerate(self.symbols)
+        blank = (number for number, one in symbols if not has_text(one.replace(SPACE, " ")))
+        return frozenset((self.beginning, self.end, self.unknown, *blank))
+
+    def says_nothing(self, words: Iterable[int]) -> bool:
+        """Whether a sentence is an empty line: no word of it is known and has a visible character."""
+        return all(word in self._silent for word in words)
 
 
 class Subwords:

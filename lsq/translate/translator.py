@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lsq.decode import Hypothesis, SearchOptions, search
 from lsq.decode.search import most_words
+from lsq.text.corpus import has_text
 from lsq.translate.batches import BatchLimit, batches
 from lsq.translate.device import place_of
 from lsq.translate.model import load
@@ -74,7 +75,7 @@ class Translator:
             for this model.
     """
 
-    _told_of_unknown = False
+    _told_of_unknown = _told_of_nothing = False
 
     def __init__(
         self,
@@ -118,8 +119,8 @@ class Translator:
             progress: called with the number of lines, or parts of lines, whenever some are done.
 
         Returns:
-            For each line its translations, the best first, at most `options.nbest`. A line without words has one,
-            without words.
+            For each line its translations, the best first, at most `options.nbest`. An empty line,
+            which has no visible character or none that the model knows, has one, without words.
 
         Raises:
             RefusedLine: a line or a prefix is too long, or holds what is no text.
@@ -162,8 +163,6 @@ class Translator:
         for text in (line, prefix):
             _check(number, text)
         text = " ".join(line.split())
-        if not text:
-            return []
         subwords, longest = self.model.subwords, self.model.longest_source
         encoded = [subwords.source_words(text)]
         if len(encoded[0]) > longest and self.split_long:
@@ -171,6 +170,10 @@ class Translator:
             if len(cut) > SENTENCES:
                 raise RefusedLine(number, f"it has {len(cut)} sentences, and a line may have {SENTENCES}; cut it")
             encoded = [subwords.source_words(sentence) for sentence in cut]
+        encoded = [words for words in encoded if not subwords.source.says_nothing(words.tolist())]
+        if not encoded:
+            self._tell_of_nothing(number, text)
+            return []
         too_long = max(map(len, encoded))
         if too_long > longest:
             what = "one of its sentences" if len(encoded) > 1 else "it"
@@ -183,9 +186,18 @@ class Translator:
             for words, beginning in zip(encoded, beginnings, strict=True)
         ]
 
+    def _tell_of_nothing(self, number: int, text: str) -> None:
+        """Say once that a line with text has no words that the model knows."""
+        if not self._told_of_nothing and has_text(text):
+            self._told_of_nothing = True
+            logger.warning(
+                "line %d: %r has no character or word that the model knows; it is translated as an empty"
+                " line (said once)", number + 1, text[:SHOWN],
+            )  # fmt: skip
+
     def _beginning(self, number: int, prefix: str) -> Tensor:
         """The words of a prefix; those that the model does not know are told of, once."""
-        symbols, text = self.model.symbols, " ".join(prefix.split())
+        symbols, text = self.model.symbols, " ".join(prefix.split()) if has_text(prefix) else ""
         words = self.model.subwords.target_words(text)
         if (words == symbols.padding).any():
             raise RefusedLine(number, "its prefix has the symbol of padding, which is no word; remove it")

@@ -124,6 +124,25 @@ def test_validation_translates_with_the_weights_of_the_moment(build, batch):
     assert isinstance(task.sequence_generator, LSQGenerator) and found[0] != found[1]
 
 
+@pytest.mark.parametrize("kind", [LSQGenerator, SequenceGenerator])
+def test_empty_lines_have_one_hypothesis_without_words(build, batch, kind):
+    """Whether lsq searches or fairseq; and the other lines have what they have without them."""
+    task, model = build()
+    sample, args = batch(task), Namespace(beam=2, max_len_b=9)
+    net_input, words = sample["net_input"], task.source_dictionary
+    model(**net_input)
+    before = found_by(task, model, sample, args, kind)
+    source = net_input["src_tokens"]
+    source[1:3] = words.pad()
+    source[1:3, -1] = words.eos()
+    source[2, -3:-1] = words.unk()
+    after = found_by(task, model, sample, args, kind)
+    for number, (one, other) in enumerate(zip(before, after, strict=True)):
+        tokens = [[words.eos()]] if number in (1, 2) else [each["tokens"].tolist() for each in one]
+        assert [each["tokens"].tolist() for each in other] == tokens
+    assert one[0].keys() == after[1][0].keys() and after[1][0]["positional_scores"].tolist() == [0.0]
+
+
 def test_every_option_of_generation_is_known():
     """One that a newer fairseq has is looked at before it is passed over."""
     ignored = {

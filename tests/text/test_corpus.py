@@ -1,6 +1,6 @@
 import pytest
 
-from lsq.text.corpus import Corpus, hold_out, read_lines, read_pairs, without_empty
+from lsq.text.corpus import Corpus, has_text, hold_out, read_lines, read_pairs, without_empty
 
 
 def test_lines_end_at_line_feeds_only(tmp_path):
@@ -53,6 +53,15 @@ def test_different_lengths_name_both_counts(tmp_path):
 def test_pairs_with_an_empty_side_are_dropped():
     corpus = Corpus.of(["", "b", "c"], ["A", "B", ""])
     assert without_empty(corpus) == Corpus(source=["b"], target=["B"], lines=[2])
+
+
+BLANK = ["", " ", "\u3000", "\u200b", "\ufeff", "\u200e\u2028", "\x07", "\u00ad", "\u3164\ufe0f"]
+
+
+@pytest.mark.parametrize("line", BLANK)
+def test_a_line_without_a_visible_character_is_empty(line):
+    assert not has_text(line) and has_text(f"{line}.{line}")
+    assert not without_empty(Corpus.of([line, "b"], ["B", line])).lines
 
 
 def test_held_out_sentences_do_not_remain():

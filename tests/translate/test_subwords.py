@@ -33,6 +33,13 @@ def test_without_sentencepiece_lines_are_words():
     assert subwords.text(torch.tensor([0, 4, 5, 3, 2])) == "red \u2581cat <unk>"
 
 
+def test_what_says_nothing():
+    symbols = ["<s>", "<pad>", "</s>", "<unk>", "red", "\u2581", "\u2581\u200e"]
+    words = Words(symbols=symbols, beginning=0, end=2, unknown=3)
+    assert words.says_nothing([]) and words.says_nothing([0, 5, 3, 6, 2])
+    assert not words.says_nothing([5, 4, 2]) and not SMALL.says_nothing([5, 2])
+
+
 def test_what_is_no_model_of_sentencepieces_is_refused(tmp_path):
     path = tmp_path / "no.model"
     path.write_text("no model")

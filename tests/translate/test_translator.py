@@ -57,6 +57,26 @@ def test_empty_lines_stay_empty(translator):
     assert translator.translate([]) == []
 
 
+def test_lines_without_a_known_visible_character_are_empty(output, caplog):
+    translator = Translator(output)
+    blank = ["\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
+    found = translator.translate([*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"])
+    assert not any(translations[0].text for translations in found[:-1])
+    (seen,) = translator.all_parts([*blank, "\u200ered\u200b cat"], ["RED", *blank[1:], "\u200e"])
+    assert seen.line == len(blank) and not len(seen.prefix)
+    for line in ("\u4f60\u597d", "\U0001f600", "\u4f60. \u597d. " * 20):
+        assert translator.translate([line], BEAM)[0][0].text == ""
+    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith("line 1: '\u4f60\u597d' has no character or word that the model knows; it is transl")
+
+
+def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(translator):
+    line = "red cat. " * 8
+    parts, mixed = (translator.parts(0, text) for text in (line * 2, f"{line}\u4f60\u597d. {line}"))
+    assert [part.words.tolist() for part in mixed] == [part.words.tolist() for part in parts]
+    assert len(parts) == 16
+
+
 def test_spaces_do_not_count(translator):
     one, other = translator.translate(["red  \u2028cat\t five \r\n", "red cat five"], BEAM)
     assert one[0].text == other[0].text
@@ -117,7 +137,7 @@ def test_what_is_no_text_is_refused(translator, text):
 
 
 def test_unknown_characters_are_translated_somehow(translator):
-    (found,) = translator.translate(["\U0001f600 \u4f60\u597d"], BEAM)
+    (found,) = translator.translate(["\U0001f600 \u4f60\u597d red"], BEAM)
     assert isinstance(found[0].text, str)
 
 
