@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lsq import quant
-from lsq.conversion.other_format import formats_of, load_other_format
+from lsq.conversion.other_format import CLIP, formats_of, load_other_format
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
 from lsq.layers.schedule import Schedule
@@ -26,7 +26,7 @@ def clip_names(model: nn.Module) -> set[str]:
 
 
 def clip_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those entries: copies on the CPU, float32 [...] clips, bool [] and int64 [], uint8 [...] masks.
+    """Those entries: copies on the CPU, float32 [...] clips, float64 [], float32 [...] formats, float16 [...] masks.
 
     Raises:
         ValueError: there are none, or clips are shards of FSDP2, whose checkpoints have them.
@@ -74,7 +74,7 @@ def load_clip_state(model: nn.Module, state: Mapping[str, torch.Tensor], *, othe
                 f"{name} is {list(value.shape)}, but this model has {list(own[name].shape)}; convert it with the same "
                 "QuantConfig as the one that they were saved of"
             )
-        if own[name].is_floating_point():
+        if name.endswith(CLIP):
             quant.check_clip(value, name)
     model.load_state_dict(state, strict=False)
 

@@ -38,8 +38,6 @@ CLIP = "_clip"
 """How the names of clips end in checkpoints."""
 LAST = "checkpoint_last.pt"
 """fairseq's name of the checkpoint in --save-dir to go on from; any other name is a path."""
-MOST_PASSES = 2**40
-"""Beyond any training: a thousand passes a second for thirty years."""
 
 
 def load_float(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -121,22 +119,6 @@ def check_masks(model: nn.Module, state: dict[str, Tensor]) -> None:
             "the checkpoint is of a sparse model (it holds masks of weights), but this model was made dense; add "
             "--lsq-sparsity 2:4, or to train on without masks from the same weights --lsq-sparsity 2:4,end=1"
         )
-
-
-def check_counts(state: dict[str, Tensor]) -> None:
-    """Check what a checkpoint of this model says about how its clips were measured, before it is loaded.
-
-    Raises:
-        ValueError: a number of training passes is negative or beyond MOST_PASSES; or a tensor has another dtype.
-    """
-    for name, tensor in state.items():
-        if name.endswith(".passes") and not (tensor.dtype == torch.int64 and 0 <= int(tensor.min()) <= MOST_PASSES):
-            raise ValueError(
-                f"{name} in the checkpoint is {tensor.tolist()} ({tensor.dtype}); it counts training passes, from 0 "
-                f"to {MOST_PASSES} (int64): load a sound checkpoint"
-            )
-        if name.endswith(".calibrated") and tensor.dtype != torch.bool:
-            raise ValueError(f"{name} in the checkpoint is of {tensor.dtype}, not bool: load a sound checkpoint")
 
 
 def say_formats(state: dict[str, Tensor], path: str) -> None:

@@ -63,12 +63,11 @@ class LSQModel:
         """Load a checkpoint of this model.
 
         Raises:
-            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`), or its counts of
-                training passes are (see `checkpoint.check_counts`); or it is sparse and this model is dense.
+            ValueError: its clips are unusable, missing or not wanted (see `checkpoint.check_clips`);
+                a count of training passes is; or it is sparse and this model is dense.
         """
         checkpoint.check_clips(self, state_dict)
         checkpoint.check_masks(self, state_dict)
-        checkpoint.check_counts(state_dict)
         return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def prepare_for_inference_(self, cfg) -> None:

@@ -13,7 +13,9 @@ from lsq.quant.choices import format_choice
 from lsq.quant.numbers.names import all_parts
 
 NAME = "format"
-"""In state dicts: uint8, a text in JSON, fields of QuantConfig by name."""
+"""In state dicts: float32, the bytes of a text in JSON, fields of QuantConfig by name.
+
+Floats stay what they are in the mean of several state dicts. Earlier versions have uint8."""
 OF_CLIPS = "calibrated"
 """In state dicts of all versions, where there are clips."""
 FIELDS = ("weight_format", "activation_format", "weight_granularity", "bits")
@@ -26,7 +28,7 @@ DEFAULTS = {field.name: field.default for field in fields(QuantConfig) if field.
 def save(destination: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
     """Put the format into a state dict."""
     text = json.dumps(fields_of(quantization))
-    destination[prefix + NAME] = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+    destination[prefix + NAME] = torch.tensor(list(text.encode()), dtype=torch.float32, device="cpu")
 
 
 def load(state_dict: dict[str, torch.Tensor], prefix: str, quantization: QuantConfig) -> None:
@@ -69,7 +71,7 @@ def read(stored: torch.Tensor, name: str) -> dict[str, Any]:
         ValueError: it is damaged.
     """
     try:
-        return DEFAULTS | json.loads(bytes(stored.tolist()))
+        return DEFAULTS | json.loads(bytes(map(round, stored.tolist())))
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} is no format of clips ({error}); load a sound checkpoint") from None
 

@@ -14,6 +14,8 @@ WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
 
+ROUNDING = 2**-7
+"""What a mean of zeros or of ones may be off, in bfloat16."""
 NEVER = -1
 """In place of the number of passes: clips hold nothing yet, and the first pass measures all of them."""
 
@@ -33,7 +35,9 @@ class Schedule:
     """
 
     NAMES = ("calibrated", "passes", "fallen")
-    """In state dicts: scalars, bool, int64 and bool."""
+    """In state dicts: float64 [], so that the mean of several state dicts means something."""
+    MOST_PASSES = 2**40
+    """Beyond any training: a thousand passes a second for thirty years."""
 
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
@@ -99,18 +103,34 @@ class Schedule:
     def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
         """Put the state into a state dict."""
         for name in self.NAMES:
-            destination[prefix + name] = torch.tensor(getattr(self, name), device="cpu")
+            value = float(getattr(self, name))
+            destination[prefix + name] = torch.tensor(value, dtype=torch.float64, device="cpu")
 
     def load(self, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
-        """Take the state out of a state dict; the names that it lacks.
+        """Take the state out of a state dict, or the mean of several; the names that it lacks.
 
-        One without `fallen` is of an earlier version, where nothing falls.
+        One without `fallen` is of an earlier version, where nothing falls; there they are bool and int64. Where some
+        of several had clips that nobody had measured, all are measured anew.
+
+        Raises:
+            ValueError: one is out of its range.
         """
         given = {name: state_dict.pop(prefix + name, None) for name in self.NAMES}
-        if given["fallen"] is None:
-            found = any(value is not None for value in given.values())
-            given["fallen"] = torch.tensor(self.fallen and not found, device="cpu")
         for name, value in given.items():
-            if value is not None:
-                setattr(self, name, value.item())
-        return [prefix + name for name, value in given.items() if value is None]
+            least, most = (NEVER, self.MOST_PASSES) if name == "passes" else (0, 1)
+            found = math.nan if value is None or value.numel() != 1 else float(value)
+            if value is not None and not least <= found <= most + ROUNDING:
+                raise ValueError(
+                    f"{prefix}{name} in the checkpoint is {value.tolist()}; it must be a number "
+                    f"from {least} to {most}: load a sound checkpoint"
+                )
+        known = {name: float(value) for name, value in given.items() if value is not None}
+        if known:
+            self.fallen = known.get("fallen", 0.0) > ROUNDING
+        if "passes" in known:
+            self.passes = round(known["passes"])
+        if "calibrated" in known:
+            self.calibrated = known["calibrated"] > 1 - ROUNDING
+            if not self.calibrated and known["calibrated"] > ROUNDING:
+                self.forget()
+        return [prefix + name for name in self.NAMES if name not in {*known, "fallen"}]

@@ -8,7 +8,7 @@ from torch import nn
 
 from lsq.program import shards
 from lsq.quant import pack_bits, unpack_bits
-from lsq.quant.pruning import check_width
+from lsq.quant.pruning import GROUP, KEPT, check_width
 
 SUFFIX = "_kept"
 """What the buffer of a weight's mask is called behind the weight's own name."""
@@ -17,6 +17,25 @@ ALONE = (
     "call lsq.sparsity.sparsity_of(model).follow(optimizer) before the training, as LsqCallback and the tasks of "
     "`lsq train` do, or finish() of what that returns"
 )
+
+
+def bytes_of(stored: torch.Tensor, name: str) -> torch.Tensor:
+    """uint8 [N]: the bits of the mask `name` in a state dict, which may be the mean of several.
+
+    Raises:
+        ValueError: they had different masks, or it is damaged.
+    """
+    found = stored.float().round().to(torch.uint8)
+    whole = bool(((found - stored.float()).abs() <= 0.25).all())
+    bits = 8 * found.numel()
+    sizes = (bits, bits - GROUP)  # weights are a multiple of GROUP
+    counts = (*sizes, *(size * KEPT // GROUP for size in sizes))
+    if not whole or int(unpack_bits(found, bits).sum()) not in counts:
+        raise ValueError(
+            f"{name} in the checkpoint is no mask of two of four weights; if it is the mean of several checkpoints, "
+            "their masks differ: take those of a time when masks stay, or revert to floats before"
+        )
+    return found
 
 
 def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -32,12 +51,15 @@ def without_masks(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         of = name.removesuffix(SUFFIX)
         if of != name and of in state:
             weight = state[of]
-            found[of] = weight * unpack_bits(found.pop(name), weight.numel()).view_as(weight)
+            bits = unpack_bits(bytes_of(found.pop(name), name), weight.numel())
+            found[of] = weight * bits.view_as(weight)
     return found
 
 
 class WeightMasks:
     """Those of one module. A mask lies beside its weight, as a buffer of one bit for each value (quant.pack_bits).
+
+    Its bytes are float16: so averaging buffers or state dicts of equal masks leaves them what they are.
 
     Weights themselves keep all their values, which go on learning where gradients are `straight_through`. While a model
     is dense, its masks keep everything.
@@ -69,7 +91,7 @@ class WeightMasks:
         declared = module.declared[name]
         check_width(name, declared.shape[0 if declared.by_inputs else 1])
         holder, last = module._holder(name)
-        holder.register_buffer(last + SUFFIX, pack_bits(self._everything(module, name)))
+        holder.register_buffer(last + SUFFIX, pack_bits(self._everything(module, name)).half())
         self.names.append(name)
 
     def remove(self, module: nn.Module) -> None:
@@ -111,7 +133,9 @@ class WeightMasks:
             full = pack_bits(self._everything(module, name))
             if any(paths[id(one)] in state for one in module.sources(name)):
                 state.setdefault(mask, full)
-            found = state.get(mask, self._bits(module, name))
+            found = bytes_of(state.get(mask, self._bits(module, name)), mask)
+            if mask in state:
+                state[mask] = found
             counts.append(not torch.equal(found.to(full.device), full))
         self.active = any(counts)
 
@@ -121,7 +145,7 @@ class WeightMasks:
         buffer, version, found = self._unpacked.get(name, (None, 0, None))
         if buffer is not bits or version != bits._version:
             shape = module.declared[name].shape
-            found = unpack_bits(bits, shape[0] * shape[1]).view(shape)
+            found = unpack_bits(bits.to(torch.uint8), shape[0] * shape[1]).view(shape)
             self._unpacked[name] = bits, bits._version, found
         return found
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import swa_utils
 
 import lsq
 from lsq.config import QuantConfig
@@ -46,6 +47,37 @@ def test_what_is_saved_goes_on():
     load_clip_state(second, clip_state(first))
     assert all(torch.equal(value, clip_state(second)[name]) for name, value in clip_state(first).items())
     assert all(torch.equal(second.get_parameter(name), value) for name, value in weights.items())
+
+
+def test_the_mean_of_clips_is_loaded():
+    first, second, third = made(), made(), made()
+    states = clip_state(first), clip_state(second)
+    load_clip_state(third, {name: (value + states[1][name]) / 2 for name, value in states[0].items()})
+    for name, clip in third.layers[0].clips().items():
+        one, other = (model.layers[0].clips()[name] for model in (first, second))
+        torch.testing.assert_close(clip, (one + other) / 2)
+    assert third.layers[0].calibrated and third.layers[0].passes == 1
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_of_models_has_the_mean_of_weights_and_clips(use_buffers):
+    """The float model with the mean of the weights is what it is close to."""
+    model, x = made(), torch.randn(5, 64)
+    averaged = swa_utils.AveragedModel(model, use_buffers=use_buffers)
+    seen = []
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.03)
+        averaged.update_parameters(model)
+        seen.append([parameter.detach().clone() for parameter in model.parameters()])
+    for parameter, *values in zip(averaged.module.parameters(), *seen, strict=True):
+        torch.testing.assert_close(parameter.detach(), torch.stack(values).mean(0))
+    clips = {name: value.clone() for name, value in clip_state(averaged.module).items()}
+    found = averaged.eval().module.layers(x)
+    assert all(torch.equal(value, clips[name]) for name, value in clip_state(averaged.module).items())
+    expected = lsq.revert(averaged.module).layers(x)
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_masks_go_with_the_clips():

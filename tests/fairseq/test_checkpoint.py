@@ -126,19 +126,84 @@ def test_unusable_clip_in_a_checkpoint_is_named(model, value):
         model.load_state_dict(state)
 
 
-@pytest.mark.parametrize("value", [-1, 2**60, 3.0, float("nan")])
+@pytest.mark.parametrize("value", [-2, 2**60, float("inf"), float("nan")])
 def test_impossible_count_of_passes_is_named(model, value):
     state = model.state_dict()
     state["decoder.layers.0.passes"] = torch.tensor(value)
-    with pytest.raises(ValueError, match="decoder.layers.0.passes in the checkpoint is .*counts training passes"):
+    with pytest.raises(ValueError, match=r"decoder.layers.0.passes in the checkpoint is .*a number from -1 to"):
         model.load_state_dict(state)
 
 
 def test_calibrated_is_a_truth_value(model):
     state = model.state_dict()
-    state["decoder.layers.0.calibrated"] = torch.tensor(0.5)
-    with pytest.raises(ValueError, match="decoder.layers.0.calibrated in the checkpoint is of torch.float32, not bool"):
+    state["decoder.layers.0.calibrated"] = torch.tensor(7)
+    with pytest.raises(ValueError, match="decoder.layers.0.calibrated in the checkpoint is 7; it must"):
         model.load_state_dict(state)
+
+
+def mean_of_fairseq(states: list[dict]) -> dict:
+    """As scripts/average_checkpoints.py of fairseq: all tensors are added up, then divided in place."""
+    found = {}
+    for state in states:
+        for name, value in state.items():
+            value = value.float() if value.dtype is torch.float16 else value
+            found[name] = found[name].add_(value) if name in found else value.clone()
+    return {name: value.div_(len(states)) for name, value in found.items()}
+
+
+def mean_of_opennmt(states: list[dict]) -> dict:
+    """As average_models of OpenNMT-py: a running mean."""
+    found = {name: value.clone() for name, value in states[0].items()}
+    for number, state in enumerate(states[1:], 1):
+        for name, value in state.items():
+            found[name].mul_(number).add_(value).div_(number + 1)
+    return found
+
+
+@pytest.mark.parametrize("mean", [mean_of_fairseq, mean_of_opennmt])
+def test_the_mean_of_checkpoints_is_one(build, batch, mean):
+    """Its weights and clips are the means, its clips count as measured, and it translates."""
+    task, model = build("")
+    sample, states = batch(task)["net_input"], []
+    for step in range(3):
+        model.train()(**sample)[0].sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.02 * step)
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert {value.dtype for value in states[0].values()} == {torch.float32, torch.float64}
+    _, averaged = build("")
+    averaged.load_state_dict(mean(states))
+    for name, parameter in averaged.named_parameters():
+        expected = torch.stack([state[name].double() for state in states]).mean(0)
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-7)
+    schedules = [layer.schedule for layer in (*averaged.encoder.layers, *averaged.decoder.layers)]
+    assert all((one.calibrated, one.passes, one.fallen) == (True, 2, False) for one in schedules)
+    clips = {name: clip.clone() for name, clip in quantized_tensors(averaged)}
+    logits, _ = averaged.eval()(**sample)
+    assert logits.isfinite().all()
+    assert all(clip.equal(clips[name]) for name, clip in quantized_tensors(averaged))
+
+
+def test_the_mean_of_what_was_not_measured_is_measured_anew(build, batch):
+    task, model = build("")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()(**batch(task)["net_input"])
+    model.load_state_dict(mean_of_fairseq([model.state_dict(), before]))
+    layer = model.encoder.layers[0]
+    assert not layer.schedule.calibrated and not layer.schedule.begun
+
+
+def test_a_checkpoint_of_integers_is_loaded(model):
+    """As it was before all of a model's state were floats."""
+    state, kinds = model.state_dict(), {"passes": torch.int64, "calibrated": torch.bool, "fallen": torch.bool}
+    for name, value in state.items():
+        state[name] = value.to(kinds.get(name.rpartition(".")[2], value.dtype))
+        if name.endswith(".format"):
+            state[name] = value.to(torch.uint8)
+    state["decoder.layers.0.passes"], state["decoder.layers.0.calibrated"] = torch.tensor(5), torch.tensor(True)
+    model.load_state_dict(state)
+    assert model.decoder.layers[0].schedule.passes == 5 and model.decoder.layers[0].schedule.calibrated
 
 
 @pytest.fixture

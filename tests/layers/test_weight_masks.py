@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.optim import swa_utils
 
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear
@@ -22,7 +23,7 @@ def layer() -> QuantizedLinear:
 
 
 def test_one_bit_a_value(layer):
-    assert layer.weight_kept.dtype == torch.uint8 and layer.weight_kept.numel() == 16 * 32 / 8
+    assert layer.weight_kept.dtype == torch.float16 and layer.weight_kept.numel() == 16 * 32 / 8
     assert layer.mask_names() == ["weight_kept"] and "weight_kept" in layer.state_dict()
     assert layer.weight_masks.mask(layer, "weight").tolist() == [[False, True] * 8] * 32
 
@@ -65,9 +66,37 @@ def test_a_loaded_mask_counts_at_once(layer):
     assert layer.weight_masks.mask(layer, "weight").all() and not layer.weight_masks.active
 
 
+@pytest.mark.parametrize("average", [None, swa_utils.get_ema_multi_avg_fn(0.9)])
+def test_an_average_of_models_has_their_mask(layer, average):
+    averaged = swa_utils.AveragedModel(layer, multi_avg_fn=average, use_buffers=True)
+    for step in range(3):
+        with torch.no_grad():
+            layer.weight.add_(0.1 * step)
+        averaged.update_parameters(layer)
+    copy_of = averaged.module
+    assert torch.equal(copy_of.weight_kept, layer.weight_kept) and not torch.equal(copy_of.weight, layer.weight)
+    expected = copy_of.weight.detach().clone()
+    expected[:, ::2] = 0
+    assert torch.equal(copy_of.values_of("weight"), expected)
+
+
+def test_the_mean_of_states(layer):
+    state, other = layer.state_dict(), copy.deepcopy(layer)
+    other.load_state_dict({name: (3 * value) / 3 for name, value in state.items()})
+    assert torch.equal(other.weight_kept, layer.weight_kept) and other.weight_masks.active
+    older = state | {"weight_kept": state["weight_kept"].to(torch.uint8)}
+    other.load_state_dict(older)
+    assert torch.equal(without_masks(older)["weight"], other.values_of("weight"))
+    other.weight_masks.put(other, "weight", torch.arange(16).remainder(4).lt(2).expand(32, 16))
+    different = {name: (value + other.state_dict()[name]) / 2 for name, value in state.items()}
+    with pytest.raises(ValueError, match="weight_kept in the checkpoint is no mask of two of four weights"):
+        layer.load_state_dict(different)
+
+
 def test_other_dtypes(layer):
     layer.bfloat16()
-    assert layer.values_of("weight").dtype == torch.bfloat16 and layer.weight_kept.dtype == torch.uint8
+    assert layer.values_of("weight").dtype == torch.bfloat16
+    assert layer.weight_masks.mask(layer, "weight").tolist() == [[False, True] * 8] * 32
     assert layer(torch.randn(5, 16, dtype=torch.bfloat16)).isfinite().all()
 
 
