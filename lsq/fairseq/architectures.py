@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from fairseq.models import ARCH_MODEL_REGISTRY, register_model_architecture
 from fairseq.models.transformer import transformer_legacy
+from omegaconf import DictConfig
 
 from lsq.fairseq import options
 from lsq.fairseq.model import MODEL, LSQModel
@@ -16,9 +17,10 @@ SUFFIXES = ("", "_iwslt_de_en", "_wmt_en_de", "_wmt_en_de_big")
 def register(model: str, name: str, of_fairseq: Callable[[Namespace], None]) -> None:
     """Register the architecture `name` of a model of lsq: with the dimensions that fairseq's own function fills in."""
 
-    def fill_in(args: Namespace) -> None:
-        of_fairseq(args)
-        options.set_defaults(args)
+    def fill_in(given: Namespace | DictConfig) -> None:
+        with options.as_namespace(given, ARCH_MODEL_REGISTRY[name]) as args:
+            of_fairseq(args)
+            options.set_defaults(args)
 
     register_model_architecture(model, name)(fill_in)
 

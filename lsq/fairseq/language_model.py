@@ -10,6 +10,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from fairseq.tasks import register_task
 from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
 from fairseq.tasks.translation import TranslationTask
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lsq.fairseq import architectures, options
@@ -43,7 +44,7 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         super().add_args(parser)
 
     @classmethod
-    def build_model(cls, args: Namespace, task) -> "LSQTransformerLanguageModel":
+    def build_model(cls, args: Namespace | DictConfig, task) -> "LSQTransformerLanguageModel":
         """Build from fairseq's options.
 
         Raises:
@@ -53,17 +54,18 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         """
         if isinstance(task, TranslationTask):
             raise ValueError(f"{MODEL} is a language model and does not translate; train it with --task {TASK}")
-        base_architecture(args)
-        options.set_defaults(args)
-        options.check_supported(args)
-        if args.max_target_positions is None:
-            args.max_target_positions = args.tokens_per_sample + args.add_bos_token
-        words = task.source_dictionary
-        weight = transformer_lm.Embedding(len(words), args.decoder_embed_dim, words.pad()).weight
-        config = options.layer_config(args, "decoder")
-        configs = configs_of(config, args.decoder_layers, "decoder")
-        layers = (TransformerEncoderLayer(config, causal=True) for config in configs)
-        return cls(LSQDecoder(args, task.target_dictionary, weight, layers)).started(args)
+        with options.as_namespace(args, cls, task.cfg) as args:
+            base_architecture(args)
+            options.set_defaults(args)
+            options.check_supported(args)
+            if args.max_target_positions is None:
+                args.max_target_positions = args.tokens_per_sample + args.add_bos_token
+            words = task.source_dictionary
+            weight = transformer_lm.Embedding(len(words), args.decoder_embed_dim, words.pad()).weight
+            config = options.layer_config(args, "decoder")
+            configs = configs_of(config, args.decoder_layers, "decoder")
+            layers = (TransformerEncoderLayer(config, causal=True) for config in configs)
+            return cls(LSQDecoder(args, task.target_dictionary, weight, layers)).started(args)
 
     def forward(
         self,

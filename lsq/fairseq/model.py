@@ -7,6 +7,7 @@ from typing import Any
 
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerModel, transformer_legacy
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lsq.fairseq import calibration, checkpoint, options
@@ -96,17 +97,18 @@ class LSQTransformerModel(LSQModel, TransformerModel):
     """A Transformer (Vaswani et al. 2017) whose projections compute in int8, with fairseq's options and interface."""
 
     @classmethod
-    def build_model(cls, args: Namespace, task) -> "LSQTransformerModel":
+    def build_model(cls, args: Namespace | DictConfig, task) -> "LSQTransformerModel":
         """Build from fairseq's options.
 
         Raises:
             ValueError: an option is not supported or does not fit, or the checkpoint of --lsq-from does not.
             FileNotFoundError, IsADirectoryError: there is no such checkpoint.
         """
-        transformer_legacy.base_architecture(args)
-        options.set_defaults(args)
-        options.check_supported(args)
-        return super().build_model(args, task).started(args)
+        with options.as_namespace(args, cls) as args:
+            transformer_legacy.base_architecture(args)
+            options.set_defaults(args)
+            options.check_supported(args)
+            return super().build_model(args, task).started(args)
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict, embed_tokens: nn.Embedding) -> LSQTransformerEncoder:

@@ -1,9 +1,14 @@
 """Options of the model: --lsq-<field> for every field of QuantConfig, and which options of fairseq are refused."""
 
+import contextlib
+import difflib
 import logging
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lsq.config import LayerConfig, QuantConfig, documentation
 from lsq.fairseq import checkpoint
@@ -50,6 +55,62 @@ def set_defaults(args: Namespace) -> None:
         setattr(args, name, value if kept else field.default)
         if kept:
             logger.info("%s is %s, as in the training that goes on here", option(name), value)
+
+
+NESTED = ("encoder", "decoder", "quant_noise")
+"""Groups within the options of fairseq's transformer: encoder.embed_dim is --encoder-embed-dim."""
+GROUPS = ("common", "checkpoint")
+"""Groups beside the model's whose options a model looks at."""
+
+
+@contextlib.contextmanager
+def as_namespace(given: Any, model: type, task: Any = None) -> Iterator[Any]:
+    """Within this context, the options of a model as fairseq-train has them: flat, of all groups.
+
+    fairseq-hydra-train has the model's in a DictConfig, which holds all of them afterwards, so that
+    checkpoints do as well; what else is `given` stays as it is.
+
+    Args:
+        model: the class, whose options are known.
+        task: options of the task.
+
+    Raises:
+        ValueError: the model has no option of a name.
+    """
+    if not isinstance(given, DictConfig):
+        yield given
+        return
+    root, own = given._get_root(), _flat(OmegaConf.to_container(given, resolve=True))
+    groups = [task] if root is given else [*map(root.get, GROUPS), task]
+    around = {}
+    for group in groups:
+        around |= OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else {}
+    if not all(PREFIX + field.name in own for field in fields(QuantConfig)):  # it is a user's
+        _check_known(own, model)
+    args = Namespace(**{**around, **own})
+    yield args
+    with open_dict(given):
+        for name in NESTED:
+            given.pop(name, None)
+        given.update(vars(args))
+
+
+def _flat(options: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in options.items() if not isinstance(value, dict)}
+    for group in NESTED:
+        found |= {f"{group}_{name}": value for name, value in (options.get(group) or {}).items()}
+    return found
+
+
+def _check_known(given: dict[str, Any], model: type) -> None:
+    parser = ArgumentParser()
+    model.add_args(parser)
+    known = {"_name", "arch", *(action.dest for action in parser._actions)}
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (near is {near[0]})" if near else ""
+            raise ValueError(f"model.{name} is no option of {given.get('_name')}{hint}; leave it out")
 
 
 def quantization(args: Any) -> QuantConfig:
