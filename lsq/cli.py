@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import re
 import signal
 import sys
@@ -53,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     Mistakes are reported in one line on standard error.
     """
     given = parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
     logs.configure()
     try:
         return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(given.arguments)

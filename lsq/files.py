@@ -35,9 +35,27 @@ def write(path: Path, make: Callable[[BinaryIO], object], *, mark: str = "") -> 
         temporary.unlink(missing_ok=True)
 
 
+def check_name(path: str | os.PathLike) -> None:
+    """Refuse a name that other libraries cannot open.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the name {path} is not UTF-8, and PyTorch and sentencepiece cannot open it; rename it"
+        ) from None
+
+
 def write_text(path: Path, text: str) -> None:
-    """`write` a UTF-8 file, which others may be writing, too."""
-    write(path, lambda file: file.write(text.encode()), mark=f".{uuid.uuid4().hex}")
+    """`write` a UTF-8 file, which others may be writing, too.
+
+    What is no text, as in names of files that are not UTF-8, is escaped: "\\udcff", which JSON reads as it was.
+    """
+    content = text.encode(errors="backslashreplace")
+    write(path, lambda file: file.write(content), mark=f".{uuid.uuid4().hex}")
 
 
 def write_folder(path: Path, make: Callable[[Path], object]) -> None:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -43,6 +44,20 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out.startswith("lsq 0.")
+
+
+def test_names_of_files_need_not_be_text(tmp_path):
+    """They are printed as they are."""
+    name = os.fsencode(tmp_path) + b"/\xff.csv"
+    with open(name, "wb") as file:
+        file.write(b"id,lower,upper,size\na,0,1,2\n")
+    code = "import sys; from lsq import cli; sys.exit(cli.main(sys.argv[1:]) or print(sys.argv[-1]))"
+    given = [sys.executable, "-c", code, "plan", "--output", name[:-3] + b"json", name]
+    done = subprocess.run(given, capture_output=True, check=True)
+    assert done.stdout.endswith(name + b"\n") and b"peak         2 bytes" in done.stdout and not done.stderr
+    assert os.path.exists(name[:-3] + b"json")
+    done = subprocess.run([*given[:4], b"no\xfffile"], capture_output=True)
+    assert (done.returncode, done.stderr) == (2, b"lsq plan: error: no\\udcfffile is not there; check the path\n")
 
 
 def test_help_is_quick():

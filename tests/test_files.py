@@ -1,4 +1,5 @@
 import itertools
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,10 +13,24 @@ from lsq.files import write_text
 def test_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "file.txt"
     write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "new \ud800")
+    with pytest.raises(ZeroDivisionError):
+        files.write(path, lambda file: file.write(b"new") / 0)
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_what_is_no_text_is_escaped(tmp_path):
+    """As names of files are that are not UTF-8; in JSON it is read as it was."""
+    name, path = os.fsdecode(b"\xff\xc3\xa9.csv"), tmp_path / "file.json"
+    write_text(path, json.dumps({"name": name}, ensure_ascii=False))
+    assert path.read_text() == '{"name": "\\udcff\xe9.csv"}'
+    assert json.loads(path.read_text()) == {"name": name}
+
+
+def test_a_name_that_other_libraries_cannot_open_is_refused():
+    files.check_name("caf\xe9")
+    with pytest.raises(ValueError, match=r"the name .*\udcff is not UTF-8, and PyTorch and sent.*; rename it"):
+        files.check_name(Path(os.fsdecode(b"runs/\xff")))
 
 
 def test_other_files_beside_it_stay(tmp_path):

@@ -66,7 +66,7 @@ def logging_to(path: Path) -> Iterator[None]:
     """Within this context everything that is logged, and every warning, goes to a file instead of the screen."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(FORMAT))
     root.handlers = [handler]
     root.setLevel(logging.INFO)

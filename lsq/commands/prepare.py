@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lsq.commands import stages
 from lsq.commands.stages import Stage, run_stage
+from lsq.files import check_name
 from lsq.text import binary, corpus, vocabulary
 from lsq.text.corpus import SIDES, Corpus, TextFiles
 
@@ -27,7 +28,11 @@ def text_option(split: str, side: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The data of all runs in an output folder."""
+    """The data of all runs in an output folder.
+
+    Raises:
+        ValueError: the folder's name is not UTF-8.
+    """
 
     files: TextFiles
     output: Path
@@ -37,6 +42,9 @@ class Prepared:
     """Share of the characters that have a piece."""
     max_length: int
     """Largest number of pieces of a sentence."""
+
+    def __post_init__(self) -> None:
+        check_name(self.output)
 
     @property
     def data(self) -> Path:

@@ -29,6 +29,7 @@ from lsq.fairseq import architectures, save_folder
 from lsq.fairseq.checkpoint import LAST
 from lsq.fairseq.compatibility import replaced
 from lsq.fairseq.language_model import TASK as LANGUAGE_MODELING
+from lsq.files import check_name
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +100,9 @@ def check_save_dir(args: Namespace) -> None:
     """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the best one.
 
     Raises:
-        ValueError: --save-dir is a file, or holds checkpoints, but none to go on from.
+        ValueError: --save-dir is a file, is not UTF-8, or holds checkpoints, but none to go on from.
     """
+    check_name(args.save_dir)
     if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
         raise ValueError(f"--save-dir {args.save_dir} is a file; give a folder")
     default = args.restore_file == LAST

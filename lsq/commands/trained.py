@@ -14,6 +14,7 @@ from torch import nn
 from lsq.commands.generate import load_fitting
 from lsq.commands.text_run import BEST
 from lsq.fairseq.float_checkpoint import Languages
+from lsq.files import check_name
 from lsq.text import vocabulary
 
 OF_TRAINING = ("lsq_gemm_config", "lsq_gemm_coverage", "lsq_device", "lsq_activations")
@@ -75,6 +76,8 @@ def find(path: Path, data: Path | None = None, subwords: Path | None = None) -> 
         FileNotFoundError: it is not there.
         ValueError: it is another folder, or an option is missing or not wanted.
     """
+    for given in filter(None, (path, data, subwords)):
+        check_name(given)
     if not path.is_dir():
         if data is None and path.exists():
             raise ValueError(

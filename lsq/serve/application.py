@@ -84,7 +84,8 @@ class Service:
         """Whether it works; and whether its file is another one by now, which it takes no notice of."""
         model = self.translator.model
         changed = await asyncio.to_thread(model.changed)
-        return JSONResponse({"status": "ok", "model": str(model.file), "model_changed": changed})
+        name = str(model.file).encode(errors="backslashreplace").decode()  # which need not be text
+        return JSONResponse({"status": "ok", "model": name, "model_changed": changed})
 
     async def show_metrics(self, request: Request) -> Response:
         """For Prometheus."""

@@ -9,6 +9,7 @@ from lsq.backends import Backend, backend
 from lsq.decode import SearchOptions, Steps, Symbols
 from lsq.decode.engine import Engine
 from lsq.export import model_file
+from lsq.files import check_name
 from lsq.translate.subwords import Subwords, Words, processor_of
 
 
@@ -56,6 +57,7 @@ def load(
         ValueError: a file is damaged, or of something else than a translation model, or it cannot compute there.
     """
     place = place or backend("cpu")
+    check_name(path)
     if path.is_file() and model_file.is_model_file(path):
         if data is not None or sentencepiece_model is not None:
             raise ValueError(f"{path} has its words in it; leave --data and --sentencepiece-model out")

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,13 @@ from tests.commands.conftest import VOCABULARY, write_pairs
 
 def prepare(files: TextFiles, output: Path, **options) -> Prepared:
     return module.prepare(Prepared(files=files, output=output, **(VOCABULARY | options)))
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(files, tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        prepare(files, folder)
+    assert not folder.exists()
 
 
 def names(folder: Path) -> set[str]:

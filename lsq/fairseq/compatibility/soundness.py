@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lsq.files import check_name
+
 NO_CHECKSUMS = "it has no checksums"
 
 
@@ -113,7 +115,9 @@ def require_file(path: str | Path) -> None:
     Raises:
         IsADirectoryError: it is a folder.
         FileNotFoundError: there is nothing, or a link to nothing.
+        ValueError: its name is not UTF-8.
     """
+    check_name(path)
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a folder; give one of the checkpoints in it")
     if not os.path.exists(path):
