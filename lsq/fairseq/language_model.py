@@ -54,7 +54,7 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         """
         if isinstance(task, TranslationTask):
             raise ValueError(f"{MODEL} is a language model and does not translate; train it with --task {TASK}")
-        with options.as_namespace(args, cls, task.cfg) as args:
+        with options.as_namespace(args, cls, getattr(task, "cfg", None)) as args:
             base_architecture(args)
             options.set_defaults(args)
             options.check_supported(args)

@@ -15,7 +15,7 @@ WEIGHT = "decoder.layers.1.encoder_attn.key_value_weight"
 
 def mask(state: dict[str, torch.Tensor], name: str = WEIGHT) -> torch.Tensor:
     weight = state[name]
-    return unpack_bits(state[name + "_kept"], weight.numel()).view(weight.shape)
+    return unpack_bits(state[name + "_kept"].byte(), weight.numel()).view(weight.shape)
 
 
 def two_of_four(kept: torch.Tensor) -> bool:
