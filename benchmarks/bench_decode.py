@@ -81,9 +81,9 @@ def of_ctranslate2(shape: transformer.Shape, folder: Path, threads: int) -> Side
     Raises:
         ImportError: it is not installed.
     """
-    from ctranslate2 import Translator
-
-    translator = Translator(str(folder / "ctranslate2"), compute_type="int8", inter_threads=1, intra_threads=threads)
+    translator = common.ctranslate2().Translator(
+        str(folder / "ctranslate2"), compute_type="int8", inter_threads=1, intra_threads=threads
+    )
     symbols = transformer.made_up_dictionary(shape.vocabulary).symbols
 
     def translate(given: Sequence[Tensor], beam: int, words: int) -> int:

@@ -70,9 +70,7 @@ def of_fairseq(exported: Path, data: Path, translator: Translator, beam: int) ->
 
 def of_ctranslate2(exported: Path, compute_type: str, translator: Translator, beam: int, threads: int) -> Side:
     """CTranslate2."""
-    import ctranslate2
-
-    engine = ctranslate2.Translator(str(exported), compute_type=compute_type, intra_threads=threads)
+    engine = common.ctranslate2().Translator(str(exported), compute_type=compute_type, intra_threads=threads)
     subwords, most = translator.model.subwords, translator.options.max_len_b
 
     def translate(lines: Sequence[str]) -> list[str]:

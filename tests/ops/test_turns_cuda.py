@@ -126,6 +126,10 @@ def float_operands():
     out = torch.ones(4099, device=target.place)
     target.run([kernels.zero(out)])
     assert not out.any()
+    sums = torch.arange(4104, dtype=torch.int32).to(target.place)
+    total = torch.ones(4104, device=target.place)
+    target.run([kernels.add_sums(sums, total, adds=True)])
+    assert torch.equal(total, sums + 1.0)
 
 
 def transposition():
