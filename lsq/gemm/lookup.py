@@ -229,5 +229,7 @@ def _worth_a_warning(each: Found, here: Validators, served: set[str]) -> bool:
     if each.refusal is None or each.file is None:
         return each.refusal is not None
     theirs = each.file.validators
-    expected = theirs.kind != here.kind or (each.source == "package" and theirs.device != here.device)
+    names = ("device", "features")  # clouds call many processors by one name
+    another = any(getattr(theirs, name, None) != getattr(here, name, None) for name in names)
+    expected = theirs.kind != here.kind or (each.source == "package" and another)
     return not expected and each.source not in served

@@ -220,10 +220,11 @@ def test_one_warning_for_all_refused_files(machine, caplog):
 def test_files_of_the_package_for_other_devices_are_expected(machine, caplog):
     machine.add(machine.package, "a", entry(8), validators=dataclasses.replace(CPU, device="Other CPU"))
     machine.add(machine.package, "b", cublas_entry(), validators=GPU)
-    assert not warnings(caplog)
     machine.add(machine.package, "c", entry(8), validators=dataclasses.replace(CPU, features=("avx2",)))
+    assert not warnings(caplog)
+    machine.add(machine.package, "d", entry(8), validators=dataclasses.replace(CPU, library_version="1.0"))
     (message,) = warnings(caplog)
-    assert message.count(".json") == 1 and "c.json: features differ" in message
+    assert message.count(".json") == 1 and "d.json: library_version differs" in message
 
 
 def test_a_file_beside_one_that_holds_is_expected(machine, caplog):
