@@ -8,7 +8,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,12 +93,17 @@ def configurations(size: Size) -> Iterator[LayerConfig]:
             yield layer_config(size, quant, 0.1, **options)
 
 
-def needed_programs(models: Iterable[Size]) -> Iterator[Program]:
+def measured_configuration(size: Size) -> Iterator[LayerConfig]:
+    """Of the layers that gpu_round.sh trains."""
+    yield layer_config(size, QuantConfig(backward="int8"), 0.1)
+
+
+def needed_programs(models: Iterable[Size], layers: Callable = configurations) -> Iterator[Program]:
     """Every program of a training run, of decoding by modules and by the engine."""
     for size in models:
         sentences = Sentences(rows=size.tokens, count=size.sentences)
         step = Sentences(rows=size.sentences, count=size.sentences)
-        for config, training in itertools.product(configurations(size), (True, False)):
+        for config, training in itertools.product(layers(size), (True, False)):
             quant = config.quant
             mode = Mode(training=training, backward=training, backend=AbsentGPU(torch.float32))
             yield programs.encoder_layer(config, sentences, mode)
@@ -232,19 +237,23 @@ def of_program(program: Program) -> Iterator[Operation]:
             yield from of_packed_weights(operation)
 
 
-def needed(dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS))) -> list[Kernel]:
+def needed(
+    dtypes=DTYPES, models: Sequence[Size] = tuple(sizes(TOKENS)), layers: Callable = configurations
+) -> list[Kernel]:
     """Every kernel of every program and of the operations outside programs, for activations of each dtype."""
     alone = itertools.chain(messages(dtypes), grouped_products())
     found = kernels(alone, dtypes[:1]) | {Kernel(source="adam.cu", name=name) for name in OF_TABLES}
     outside = (operations(size) for size in models for operations in (others, next_words))
-    for operations in (*map(of_program, needed_programs(models)), *outside):
+    for operations in (*map(of_program, needed_programs(models, layers)), *outside):
         found |= kernels(operations, dtypes)
     return sorted(found, key=str)
 
 
 def of_round(sm: int) -> list[Kernel]:
-    """What gpu_round.sh runs on a GPU of that compute capability beside the tests: also what it trains and tunes."""
-    found = set(needed(DTYPES[:1], [*sizes(TOKENS), NUMBERS]))
+    """What gpu_round.sh probes, trains and tunes on a GPU of that compute capability."""
+    import gpu_probe  # takes seconds
+
+    found = gpu_probe.kernels() | set(needed(DTYPES[:1], [*sizes(TOKENS), NUMBERS], measured_configuration))
     for key in product_list.read(TUNED):
         found |= kernels([OPERATIONS[key.op](key)], DTYPES[:1], tiles(key, sm))
     return sorted(found, key=str)

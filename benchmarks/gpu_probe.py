@@ -6,6 +6,7 @@ kernel is named, and a new one begins with the next case.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # this process must leave the GPU alone: it cannot be forked then
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of the tests
@@ -27,7 +29,7 @@ import torch  # noqa: E402
 
 from lsq.backends import cuda as backend  # noqa: E402
 from lsq.csrc import compiler, device  # noqa: E402
-from lsq.csrc.launch import Launch  # noqa: E402
+from lsq.csrc.launch import Kernel, Launch  # noqa: E402
 from lsq.csrc.launch_list import LaunchList  # noqa: E402
 from tests.ops import cuda, test_turns_cuda  # noqa: E402
 from tests.ops.turns import EXPORT  # noqa: E402
@@ -39,12 +41,27 @@ PLANTS = ("wrong", "fault", "hang")
 OK, WRONG, FAULT, HANGS, MISSED = "ok", "wrong", "fault", "hangs", "not reached"
 
 
-def cases(options: argparse.Namespace) -> list[Callable[[], None]]:
-    """What comes to the kernels of all sources, or of those of --only."""
-    return [
-        run for run, sources in test_turns_cuda.SOURCES.items()
-        if not options.only or set(sources) & set(options.only)
-    ]  # fmt: skip
+def cases(only: list[str] | None = None) -> list[Callable[[], None]]:
+    """What comes to the kernels of some sources; None: of all."""
+    return [run for run, sources in test_turns_cuda.SOURCES.items() if not only or set(sources) & set(only)]
+
+
+def kernels() -> set[Kernel]:
+    """Every kernel that the probe launches, found without launching any."""
+    found = set()
+
+    class Listed:
+        def __init__(self, on: device.Device, parts, products=None):
+            found.update(one.kernel for part in parts for one in part.entries if isinstance(one, Launch))
+
+        def run(self) -> None:
+            """Leave rubbish."""
+
+    with mock.patch.multiple(device, LaunchList=Listed), mock.patch.multiple(backend, LaunchList=Listed):
+        for run in cases():
+            with mock.patch.object(cuda, "check_results"), contextlib.suppress(Exception):  # of what comes of rubbish
+                run()
+    return found
 
 
 # The process that runs cases, and writes what it does to a pipe, an event a line
@@ -70,15 +87,12 @@ class OneByOne:
 
     pipe: int
     plants: dict[str, str] = {}
-    target: str | None = None
 
     def __init__(self, on: device.Device, parts, products=None):
         self._device, self._lists = on, []
         for part in parts:
             for entry in part.entries:
                 say("load", name_of(entry))
-                if self.target is not None and isinstance(entry, Launch):
-                    compiler.compile_kernels(entry.kernel.source, entry.kernel.defines, self.target)
                 self._lists.append((name_of(entry), LaunchList(on, [replace(part, entries=[entry])], products)))
 
     def run(self) -> None:
@@ -98,7 +112,7 @@ def work(options: argparse.Namespace, begin: int, pipe: int) -> None:
     """Run the cases from number `begin` on."""
     OneByOne.pipe = pipe
     cuda.place = "gpu" if options.device == gpu.CUDA else "emulator"
-    OneByOne.plants, OneByOne.target = dict(plant.split("=") for plant in options.plant), options.target
+    OneByOne.plants = dict(plant.split("=") for plant in options.plant)
     device.LaunchList = backend.LaunchList = OneByOne
     cuda.check_results, cuda.Fences.check = map(told, (cuda.check_results, cuda.Fences.check))
     run_operation = cuda.run
@@ -109,7 +123,7 @@ def work(options: argparse.Namespace, begin: int, pipe: int) -> None:
         return run_operation(operation, **order)
 
     cuda.run = run
-    for number, run_case in enumerate(cases(options)[begin:], begin):
+    for number, run_case in enumerate(cases(options.only)[begin:], begin):
         say("case", str(number))
         torch.manual_seed(0)
         try:
@@ -229,7 +243,7 @@ def events(pipe: int, silence: float, end: float) -> Iterator[tuple[str, str]]:
 
 def probe(options: argparse.Namespace, found: Found) -> None:
     """Run all cases, in as many processes as it takes."""
-    begin, number = 0, len(cases(options))
+    begin, number = 0, len(cases(options.only))
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
     while begin < number and not found.ended and time.monotonic() < end:
         reading, writing = os.pipe()
@@ -259,7 +273,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=sorted(test_turns_cuda.CASES), metavar="FILE.cu", help="the kernels of these alone"
     )
-    parser.add_argument("--target", metavar="SM", help="compile every kernel for that GPU as well, such as sm_90a")
     parser.add_argument(
         "--plant", action="append", default=[], metavar="KERNEL=WHAT", help=f"a rehearsal: {', '.join(PLANTS)}"
     )

@@ -75,9 +75,10 @@ install_wheels() {
 
 # Libraries that were carried are current by their digests, and so are not built again, unless they do not load here.
 build_libraries() {
-    compgen -G ".carry/libraries/*.so" >/dev/null && cp .carry/libraries/*.so lsq/csrc/
-    limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace || return 1
-    "$python" -c "from lsq.csrc import loader, runtime; loader.library(), runtime.library()" && return
+    local load="from lsq.csrc import loader, runtime; loader.library(), runtime.library()"
+    "$python" -c "$load" 2>/dev/null && return
+    compgen -G ".carry/libraries/*.so" >/dev/null && cp --remove-destination .carry/libraries/*.so lsq/csrc/
+    "$python" -c "$load" && return
     rm -f lsq/csrc/*.so && limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
 }
 

@@ -3,6 +3,10 @@
 import gpu_probe
 import pytest
 
+from lsq.csrc import compiler, device
+from tests.ops.test_turns_cuda import CASES
+from tests.ops.turns import EXPORT
+
 
 @pytest.fixture
 def found():
@@ -50,3 +54,14 @@ def test_a_fault_that_is_told_keeps_its_words(found):
     found.stop(gpu_probe.FAULT, "its process ended with status 77")
     (row,) = (row for row in found.rows() if row["kernel"] == "lsq_rotate")
     assert (row["state"], row["why"]) == ("fault", "an illegal memory access")
+
+
+@pytest.mark.thorough
+def test_kernels_are_listed_without_a_launch():
+    """All but those that are launched after others have given right results."""
+    before = device.LaunchList
+    found = {kernel.name for kernel in gpu_probe.kernels()}
+    texts = [(compiler.KERNELS / source).read_text() for source in CASES]
+    every = {name for text in texts for name in EXPORT.findall(text)}
+    assert found <= every and len(found) > 0.9 * len(every)
+    assert device.LaunchList is before
