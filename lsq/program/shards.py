@@ -182,7 +182,7 @@ def settle_all(sharded: bool) -> list[tuple[Tensor, float]]:
     """The same for all modules that have trained, before the step of an optimizer; whether it has shards."""
     for module, seen in _modules.items():
         if seen.before and isinstance(module, HasClips):
-            clips = {name: clip.detach().clone() for name, clip in module.clips().items()}
+            clips = {name: clip.detach().clone() for name, clip in module.clips().items() if not is_shard(clip)}
             seen.stepping = {name: (old, clips[name]) for name, old in seen.before.items() if name in clips}
             seen.before = {}
     modules = [module for module, seen in _modules.items() if sharded or seen.measured]
