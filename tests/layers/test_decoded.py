@@ -104,7 +104,7 @@ def test_layers_compute_the_reference_on_cuda(formats, options):
     """But for values that lie beside a boundary, where products are summed in another order."""
     tested = case(formats, hidden=HIDDEN, heads=HEADS, feed_forward=INNER, **options)
     found, wanted = (results_of(*tested, where) for where in (CUDA(current_device()), backend("reference")))
-    assert all((one - other).norm() <= 2e-2 * other.norm() + 1e-9 for one, other in zip(found, wanted, strict=True))
+    assert all((one - other).norm() <= 5e-2 * other.norm() + 1e-9 for one, other in zip(found, wanted, strict=True))
 
 
 @pytest.mark.thorough
