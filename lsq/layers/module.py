@@ -1,6 +1,5 @@
 """What every module that runs a program shares: parameters with clips, calibration, cached codes of weights."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -190,8 +189,8 @@ class ProgramModule(ClippedModule):
             return key
         if not program.draws:
             return torch.zeros(1, dtype=torch.int64, device=target.place)
-        trained = (one for one in self.every_parameter() if one.requires_grad)
-        return key_of(next(iter(inputs.values())), *itertools.islice(trained, 1))  # another after each update
+        trained = sorted((one for one in self.every_parameter() if one.requires_grad), key=torch.Tensor.numel)
+        return key_of(next(iter(inputs.values())), *trained[-1:])  # another one after each update
 
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""
