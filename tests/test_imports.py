@@ -23,7 +23,7 @@ ALLOWED = {
     "backends": {"csrc", "program", "gemm"},
     "dist": {"config", "quant", "program", "ops", "backends"},
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends", "dist"},
-    "architectures": {"config", "layers", "program", "quant"},
+    "architectures": {"backends", "config", "layers", "program", "quant"},
     "conversion": {"config", "architectures", "layers", "program", "quant"},
     "sparsity": {"conversion", "layers", "ops", "program", "quant"},
     "optim": {"csrc", "program", "ops", "backends"},

@@ -14,6 +14,10 @@ class BertLayer(FusedLayer):
     """Self-attention, LayerNorm, a feed-forward block, LayerNorm."""
 
     CAUSAL = False
+    PARTS = {
+        "attention": "Attention", "attention.self": "SelfAttention", "attention.output": "SelfOutput",
+        "intermediate": "Intermediate", "output": "Output",
+    }  # fmt: skip
     SOURCES = {
         "self_attn.qkv_weight": tuple(f"attention.self.{part}.weight" for part in HEADS),
         "self_attn.qkv_bias": tuple(f"attention.self.{part}.bias" for part in HEADS),
@@ -31,8 +35,6 @@ class BertLayer(FusedLayer):
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        if layer.is_decoder:
-            raise ValueError("it is a decoder's")
         attention, after = layer.attention.self, layer.attention.output
         q, k, v = plain_linears(attention, *HEADS)
         (out,) = plain_linears(after, "dense")
@@ -40,25 +42,30 @@ class BertLayer(FusedLayer):
         (second,) = plain_linears(layer.output, "dense")
         return LayerConfig(
             hidden=q.in_features, heads=attention.num_attention_heads, head_width=attention.attention_head_size,
-            score_factor=attention.scaling, feed_forward=first.out_features,
-            activation=activation_of(layer.intermediate.intermediate_act_fn), bias=biases(out, first, second),
-            head_bias=biases(q, k, v), layer_norm_epsilon=layer_norm_epsilon(after.LayerNorm, layer.output.LayerNorm),
-            quant=quantization, **BertLayer.dropouts(layer),
+            feed_forward=first.out_features, activation=activation_of(layer.intermediate.intermediate_act_fn),
+            bias=biases(out, first, second), head_bias=biases(q, k, v), quant=quantization,
+            **BertLayer.settings(layer),
         )  # fmt: skip
 
     @staticmethod
-    def dropouts(layer: nn.Module) -> dict[str, float]:
+    def settings(layer: nn.Module) -> dict[str, object]:
+        attention, after = layer.attention.self, layer.attention.output
         return {
-            "dropout": dropout_of(layer.attention.output.dropout, layer.output.dropout),
-            "attention_dropout": layer.attention.self.dropout.p,
-        }
+            "score_factor": attention.scaling, "attention_dropout": attention.dropout.p,
+            "dropout": dropout_of(after.dropout, layer.output.dropout),
+            "layer_norm_epsilon": layer_norm_epsilon(after.LayerNorm, layer.output.LayerNorm),
+        }  # fmt: skip
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.attention.self]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
         past_key_values=None, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing = self.packing(hidden_states, attention_mask, past_key_values)
+        packing = self.packing(hidden_states, attention_mask, options, past_key_values)
         if packing is not None:
             return self.fused(hidden_states, packing)
         return self.own_pass(

@@ -1,8 +1,9 @@
 """Whole layers of transformers as one program each, in the place of the layers, whose parameters stay theirs."""
 
 import dataclasses
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 from lsq.architectures.batch import causal, everything, memory_packing_of, packing_of, rotation_of
+from lsq.architectures.comparison import compare
+from lsq.architectures.exact import altered, attention_of_others, check_exact, inside, patched_now
 from lsq.architectures.joined import Joined, lie_together
 from lsq.architectures.rounded_weights import Rounded, rounded_weights
+from lsq.backends import Backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
@@ -31,6 +35,11 @@ from lsq.program.program import Program
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
+READ = frozenset({
+    "block_table", "cache", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "position_bias", "s_aux", "sliding_window",
+    "softcap",
+})  # fmt: skip
+"""Options of a pass by which attention of transformers gives another result."""
 
 UNDIFFERENTIATED = (
     b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole sequence to one "
@@ -49,6 +58,31 @@ class EncoderOutput:
     packing: Packing
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Others:
+    """What a layer reads beside its input."""
+
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cosine, sine [B or 1, T, D], where heads turn."""
+    memory: EncoderOutput | None = None
+    """What is attended to, where the layer is CROSS."""
+    bias: torch.Tensor | None = None
+    """A table [buckets, N] of biases by distance that comes from another layer."""
+    pairs: torch.Tensor | None = None
+    """The same for all pairs [1, N, T, T], as the layer's own code takes it."""
+
+    def first(self, tokens: int, target: Backend) -> "Others":
+        """Of the first sentence, with the first tokens alone."""
+        memory = self.memory
+        if memory is not None:
+            states = memory.states[:1, :tokens].detach()
+            memory = EncoderOutput(states=states, packing=Packing(shape=tuple(states.shape[:2]), backend=target))
+        return Others(
+            rotation=self.rotation and tuple(one[:1, :tokens] for one in self.rotation), memory=memory, bias=self.bias,
+            pairs=None if self.pairs is None else self.pairs[:1, :, :tokens, :tokens].detach(),
+        )
+
+
 class FusedLayer(InPlace):
     """A layer of another model that runs as one program of lsq's.
 
@@ -57,16 +91,18 @@ class FusedLayer(InPlace):
     several, such as queries, keys and values, it gets them joined.
 
     A pass that needs what the program does not give, such as a step of decoding with a cache, is the other layer's own,
-    on weights as the program rounds them.
+    on weights as the program rounds them. So is every pass while something in the layer is not what its class says.
     """
 
-    STATE = (*ProgramModule.STATE, "config", "rounded", "joined")
+    STATE = (*ProgramModule.STATE, "config", "rounded", "joined", "kinds", "departed", "compared")
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
     """Names of the program's parameters -> those of the layer that they are made of, one after another."""
+    PARTS: ClassVar[Mapping[str, str]]
+    """Paths of the modules inside whose classes are of the layer's file -> how the names of these end."""
+    INPUTS: ClassVar[tuple[str, ...]] = ()
+    """Other parameters of the layer, which programs get as inputs."""
     CAUSAL: ClassVar[bool]
     """Whether queries see no keys behind them."""
-    ATTENTION: ClassVar[str] = "self_attn"
-    """The module inside that attends, and knows the layer's number."""
     CROSS: ClassVar[bool] = False
     """Whether it also attends to an encoder's output."""
 
@@ -80,24 +116,54 @@ class FusedLayer(InPlace):
         raise NotImplementedError
 
     @staticmethod
-    def dropouts(layer: nn.Module) -> dict[str, float]:
-        """Probabilities that others may change: those of LayerConfig, by name. They are read in every training pass."""
-        return {}
+    def settings(layer: nn.Module) -> dict[str, object]:
+        """What others may change, read in every pass: arguments of LayerConfig.
+
+        Raises:
+            ValueError: something that no program is for.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        """The modules that attend: to the layer's input, which knows the layer's number, and to an encoder's output."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, layer: nn.Module) -> None:
+        """Refuse a layer that may compute something else than the program.
+
+        Raises:
+            ValueError: says why.
+        """
+        check_exact(layer, cls.PARTS, {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)})
+        cls._check_attention(layer)
+
+    @classmethod
+    def _check_attention(cls, layer: nn.Module) -> None:
+        first, *_ = cls.attentions(layer)
+        found = attention_of_others(first)
+        if found:
+            raise ValueError(found)
+        if bool(first.is_causal) is not cls.CAUSAL:
+            raise ValueError(f"its attention is {'not ' if cls.CAUSAL else ''}causal")
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.config, trained = self.config_of(self, quant), self.trained()
+        self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
         one = Sentences(rows=1, count=1)
-        build = partial(self._program, one, source=one if self.CROSS else None)
+        build = partial(self.program, one, source=one if self.CROSS else None)
         self.config = placed(self.config, path, build, self.state_names)
         self.begin(self.config.quant)
         self.rounded = Rounded()
         self.joined: dict[str, torch.Tensor | None] = {}
         self.declare(build, measure=False)
-        self._join()
         for clip in self.clips().values():
             clip.requires_grad_(trained)
 
     def extra_repr(self) -> str:
+        if self.departed:
+            return f"its own code, since {self.departed}"
         return f"one program in {'int8' if self.quant.quantized and not self.schedule.fallen else 'floats'}"
 
     # Parameters, which others hold
@@ -146,14 +212,15 @@ class FusedLayer(InPlace):
     def __getstate__(self):
         return {**super().__getstate__(), "joined": {}}  # of other parameters than a copy's
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Let parameters that programs have as one lie together."""
         for name in self.SOURCES:
             if name in self.declared:
                 self.joined[name] = lie_together(self.sources(name))
 
     def _apply(self, *arguments, **options):
         super()._apply(*arguments, **options)
-        self._join()
+        self.join()
         return self
 
     def _drop_codes(self) -> None:
@@ -182,37 +249,111 @@ class FusedLayer(InPlace):
 
     # Passes
 
-    def _program(
+    def program(
         self, sentences: Sentences, mode: Mode, *, source: Sentences | None = None, places: int | None = None,
         heads: bool = False,
     ) -> Program:  # fmt: skip
+        """The layer's, for packed sentences, and for those of an encoder's output."""
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_places(self.config, places)
         return programs.encoder_layer(config, sentences, mode, causal=self.CAUSAL, heads=heads)
 
     @beside_the_graph
-    def packing(self, x: torch.Tensor, mask: torch.Tensor | None, cache: object = None) -> Packing | None:
+    def packing(
+        self, x: torch.Tensor, mask: torch.Tensor | None, options: Mapping[str, object], cache: object = None
+    ) -> Packing | None:
         """How x [B, T, H] is packed under a mask of the model's.
 
-        `cache`: of keys and values. Where gradients are wanted in training mode nothing is put there, since nobody
-        decodes with it; else, what is first to come there is the program's, and has no gradient.
+        `options`: others, of the pass. `cache`: of keys and values. Where gradients are wanted in training mode nothing
+        is put there, since nobody decodes with it; else, what is first to come there is the program's, and has no
+        gradient.
 
         Returns:
-            None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention.
+            None where the program has not what is asked for: an unusual mask, a cache, probabilities of attention, a
+            layer that has changed.
 
         Raises:
-            ValueError: a training pass was given this cache before, and did not fill it.
+            ValueError: a training pass was given this cache before, and did not fill it; a module inside the layer is
+                of another class than it was.
         """
+        if self._departs() or any(options[name] is not None for name in READ & options.keys()):
+            return None
         shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.CAUSAL else everything
         if not x.numel():  # which transformers' own layers cannot take
             return packing_of(None, shape, seen, **packing_options(self))
         begins = cache is None or self._begins(cache)
-        whole = mask is None or mask.shape[-1] == x.shape[1]
+        whole = self._hides(x.shape[1]) if mask is None else mask.shape[-1] == x.shape[1]
         if not (begins and whole) or _attention_is_recorded():
             return None
         packing = packing_of(mask, shape, seen, **packing_options(self))
         return None if packing is not None and not packing.rows and self._fills(cache) else packing
+
+    def _departs(self) -> bool:
+        """Whether the layer's own code must run, which is said once. Reads settings.
+
+        Raises:
+            ValueError: a module inside is of another class than it was.
+        """
+        found = self._departure()
+        if found and found != self.departed:
+            warnings.warn(
+                f"a {type(self).__name__} runs its own code in the place of its program, since {found}; "
+                "lsq.revert(model) and lsq.convert(model) look at the model anew",
+                stacklevel=2,
+            )
+        self.departed = found
+        return found is not None
+
+    def _departure(self) -> str | None:
+        modules = list(inside(self))
+        if [type(module) for module in modules] != list(self.kinds.values()):
+            self._refuse()
+        for module in modules:
+            state, kind = module.__dict__, type(module)
+            untouched = "forward" not in state and not (
+                state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
+            )  # fmt: skip
+            found = patched_now(kind, kind.forward) or (None if untouched else altered(module))
+            if found:
+                return f"its {_path(self, module)} has {found}"
+        found = patched_now(self.float_class, self.float_class.forward)
+        if found:
+            return f"it has {found}"
+        try:
+            self._check_attention(self)
+            now = self.settings(self)
+        except ValueError as error:
+            return str(error)
+        if any(getattr(self.config, name) != value for name, value in now.items()):
+            self.config = dataclasses.replace(self.config, **now)
+        return None
+
+    def _kinds(self) -> Iterator[tuple[str, type[nn.Module]]]:
+        """Paths and classes of the modules inside, in their order."""
+        return ((path, type(module)) for path, module in self.named_modules(remove_duplicate=False) if path)
+
+    def _refuse(self) -> None:
+        now = dict(self._kinds())
+        path = next(path for path in (*self.kinds, *now) if now.get(path) is not self.kinds.get(path))
+        before, after = (
+            f"a {kind.__module__}.{kind.__qualname__}" if kind else "not there"
+            for kind in (self.kinds.get(path), now.get(path))
+        )
+        raise ValueError(
+            f"{path} of this {type(self).__name__} was {before} when it was converted, and is {after} now. "
+            "Add adapters and wrappers before lsq.convert, or convert with fused=False"
+        )
+
+    def _hides(self, time: int) -> bool:
+        """Whether attention without a mask sees what the program lets it see."""
+        if not self.CAUSAL or time < 2:
+            return True
+        attention = self.attentions(self)[0].config._attn_implementation
+        if attention == "sdpa":
+            return self.config.window is None or time <= self.config.window
+        return (attention or "eager").startswith("flash")
 
     def _begins(self, cache: object) -> bool:
         """Whether a pass of the program comes first to a cache."""
@@ -242,34 +383,24 @@ class FusedLayer(InPlace):
         return None if packing is None else EncoderOutput(states=states, packing=packing)
 
     @beside_the_graph
-    def fused(
-        self, x: torch.Tensor, packing: Packing, *, rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-        memory: EncoderOutput | None = None, bias: torch.Tensor | None = None, cache: object = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def fused(self, x: torch.Tensor, packing: Packing, *, cache: object = None, **others) -> torch.Tensor:
         """x [B, T, H] -> the same after the layer, zero in padding. Of padding alone nothing is computed or counted.
 
         Args:
             x: in any float dtype.
             packing: of x.
-            rotation: cosine, sine [B or 1, T, D], where heads turn.
-            memory: what is attended to, where CROSS is.
-            bias: a table [buckets, N] of biases by distance that comes from another layer.
             cache: of keys and values, empty; it gets them but in training passes.
+            others: see Others.
         """
+        others = Others(**others)
         if not packing.rows:
-            others = [one for one in (memory and memory.states, bias) if one is not None]
-            return packing.unpack(self.reached(packing.pack(x)[:0], *others))
-        self._read_dropouts()
-        inputs, places = {"x": packing.pack(x), "starts": packing.starts}, None
-        if memory is not None:
-            inputs |= {"memory": memory.packing.pack(memory.states), "memory_starts": memory.packing.starts}
-        if rotation is not None:
-            inputs["rotation"], inputs["places"] = rotation_of(*rotation, packing)
-            places = len(inputs["rotation"])
-        else:
-            inputs |= position_inputs(self.config, packing.positions, packing.shape[1], causal=self.CAUSAL, table=bias)
+            read = [one for one in (others.memory and others.memory.states, others.bias) if one is not None]
+            return packing.unpack(self.reached(packing.pack(x)[:0], *read))
+        if not self.compared:
+            self.compared = compare(self, x, others)
+        inputs, sizes = self.inputs(x, packing, others)
         mode, fills = self.mode_of(inputs), self._fills(cache)
-        build = partial(self._program, packing.sentences, source=memory and memory.packing.sentences, places=places)
+        build = partial(self.program, packing.sentences, **sizes)
         y, *heads = self.execute(build(mode, heads=fills and not mode.backward), inputs)
         if fills and mode.backward:  # programs that go back have no other results
             with torch.no_grad():
@@ -280,9 +411,29 @@ class FusedLayer(InPlace):
             y = y.clamp(*FLOAT16)
         return packing.unpack(y).to(x.dtype)
 
+    def inputs(
+        self, x: torch.Tensor, packing: Packing, others: Others
+    ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """The inputs of a program, and its sizes beside those of x: arguments of `program`."""
+        inputs, places, memory = {"x": packing.pack(x), "starts": packing.starts}, None, others.memory
+        if memory is not None:
+            inputs |= {"memory": memory.packing.pack(memory.states), "memory_starts": memory.packing.starts}
+        if others.rotation is not None:
+            inputs["rotation"], inputs["places"] = rotation_of(*others.rotation, packing)
+            places = len(inputs["rotation"])
+        else:
+            inputs |= position_inputs(
+                self.config, packing.positions, packing.shape[1], causal=self.CAUSAL, table=others.bias
+            )
+        return inputs, {"source": memory and memory.packing.sentences, "places": places}
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        """The result of the code of its class, as its modules are; mask: what is added to scores."""
+        return self.float_class.forward(self, x, mask)
+
     @property
     def _number(self) -> int:
-        return self.get_submodule(self.ATTENTION).layer_idx
+        return self.attentions(self)[0].layer_idx
 
     def _fill(
         self, cache: object, packing: Packing, dtype: torch.dtype, y: torch.Tensor, heads: torch.Tensor,
@@ -300,15 +451,14 @@ class FusedLayer(InPlace):
         keys, values = (one.unflatten(2, (self.config.of_keys, -1)).transpose(1, 2) for one in both)
         cache.update(keys, values, self._number)
 
-    def _read_dropouts(self) -> None:
-        now = self.dropouts(self) if self.training else {}
-        if any(getattr(self.config, name) != value for name, value in now.items()):
-            self.config = dataclasses.replace(self.config, **now)
-
     def own_pass(self, *arguments, **options):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
         with rounded_weights(self):
             return self.float_class.forward(self, *arguments, **options)
+
+
+def _path(layer: nn.Module, module: nn.Module) -> str:
+    return next(path for path, one in layer.named_modules() if one is module)
 
 
 def _attention_is_recorded() -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import FusedLayer
+from lsq.architectures.fused_layer import FusedLayer, Others
 from lsq.architectures.reading import activation_of, dropout_of, layer_norm_epsilon, plain
 from lsq.config import LayerConfig, QuantConfig
 
@@ -11,7 +11,8 @@ from lsq.config import LayerConfig, QuantConfig
 class GPT2Layer(FusedLayer):
     """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs, outputs]."""
 
-    CAUSAL, ATTENTION = True, "attn"
+    CAUSAL = True
+    PARTS = {"attn": "Attention", "mlp": "MLP"}
     SOURCES = {
         "self_attn_layer_norm.weight": ("ln_1.weight",),
         "self_attn_layer_norm.bias": ("ln_1.bias",),
@@ -31,31 +32,36 @@ class GPT2Layer(FusedLayer):
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
         from transformers.pytorch_utils import Conv1D
 
-        if hasattr(layer, "crossattention"):
-            raise ValueError("it has cross-attention")
         attention, mlp = layer.attn, layer.mlp
         plain(Conv1D, attention, "c_attn", "c_proj")
         inner, _ = plain(Conv1D, mlp, "c_fc", "c_proj")
         return LayerConfig(
-            hidden=attention.embed_dim, heads=attention.num_heads, score_factor=attention.scaling,
-            feed_forward=inner.nf, activation=activation_of(mlp.act), by_inputs=True, pre_norm=True,
-            layer_norm_epsilon=layer_norm_epsilon(layer.ln_1, layer.ln_2), quant=quantization,
-            **GPT2Layer.dropouts(layer),
+            hidden=attention.embed_dim, heads=attention.num_heads, feed_forward=inner.nf,
+            activation=activation_of(mlp.act), by_inputs=True, pre_norm=True, quant=quantization,
+            **GPT2Layer.settings(layer),
         )  # fmt: skip
 
     @staticmethod
-    def dropouts(layer: nn.Module) -> dict[str, float]:
+    def settings(layer: nn.Module) -> dict[str, object]:
         return {
+            "score_factor": layer.attn.scaling, "attention_dropout": layer.attn.attn_dropout.p,
             "dropout": dropout_of(layer.attn.resid_dropout, layer.mlp.dropout),
-            "attention_dropout": layer.attn.attn_dropout.p,
-        }
+            "layer_norm_epsilon": layer_norm_epsilon(layer.ln_1, layer.ln_2),
+        }  # fmt: skip
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.attn]
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        return self.float_class.forward(self, x, attention_mask=mask)
 
     def forward(
         self, hidden_states: torch.Tensor, past_key_values=None, attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
         use_cache: bool | None = False, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing = self.packing(hidden_states, attention_mask, past_key_values)
+        packing = self.packing(hidden_states, attention_mask, options, past_key_values)
         if packing is not None and encoder_hidden_states is None:
             return self.fused(hidden_states, packing, cache=past_key_values)
         return self.own_pass(

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import FusedLayer
-from lsq.architectures.reading import activation_of, biases, plain_linears
+from lsq.architectures.fused_layer import FusedLayer, Others
+from lsq.architectures.reading import activation_of, biases, plain_linears, reads, the_same
 from lsq.config import LayerConfig, QuantConfig, Rotary
 
 
@@ -12,6 +12,10 @@ class LlamaLayer(FusedLayer):
     """RMSNorm, causal self-attention with heads that turn, RMSNorm, a feed-forward block with a gate."""
 
     CAUSAL = True
+    PARTS = {
+        "self_attn": "Attention", "self_attn.q_norm": "RMSNorm", "self_attn.k_norm": "RMSNorm", "mlp": "MLP",
+        "input_layernorm": "RMSNorm", "post_attention_layernorm": "RMSNorm",
+    }  # fmt: skip
     SOURCES = {
         "self_attn_layer_norm.weight": ("input_layernorm.weight",),
         "self_attn.qkv_weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -32,28 +36,41 @@ class LlamaLayer(FusedLayer):
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
         attention, mlp = layer.self_attn, layer.mlp
-        if not (attention.is_causal and getattr(attention.config, "is_causal", True)):
-            raise ValueError("its attention is not causal")
         q, k, v, out = plain_linears(attention, "q_proj", "k_proj", "v_proj", "o_proj")
         gate, up, down = plain_linears(mlp, "gate_proj", "up_proj", "down_proj")
-        norms = {layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon}
-        if len(norms) > 1:
-            raise ValueError("its norms have different epsilons")
         width = attention.head_dim
         return LayerConfig(
             hidden=q.in_features, heads=q.out_features // width, key_heads=k.out_features // width, head_width=width,
-            score_factor=attention.scaling, window=_window(attention), rotary=Rotary(places=1),
-            head_norm=attention.q_norm.variance_epsilon if hasattr(attention, "q_norm") else None,
-            feed_forward=gate.out_features, attention_dropout=attention.attention_dropout,
-            activation=activation_of(mlp.act_fn), gated=True, bias=biases(out, gate, up, down),
-            head_bias=biases(q, k, v), pre_norm=True, norm="rms", layer_norm_epsilon=norms.pop(), quant=quantization,
+            rotary=Rotary(places=1), feed_forward=gate.out_features, activation=activation_of(mlp.act_fn), gated=True,
+            bias=biases(out, gate, up, down), head_bias=biases(q, k, v), pre_norm=True, norm="rms", quant=quantization,
+            **LlamaLayer.settings(layer),
         )  # fmt: skip
+
+    @staticmethod
+    def settings(layer: nn.Module) -> dict[str, object]:
+        attention, norms = layer.self_attn, [layer.input_layernorm, layer.post_attention_layernorm]
+        if not getattr(attention.config, "is_causal", True):
+            raise ValueError("its attention is not causal")
+        heads = [attention.q_norm, attention.k_norm] if "q_norm" in attention._modules else []
+        return {
+            "score_factor": attention.scaling, "window": _window(attention),
+            "attention_dropout": attention.attention_dropout,
+            "layer_norm_epsilon": the_same("epsilons of norms", [one.variance_epsilon for one in norms]),
+            "head_norm": the_same("epsilons of norms of heads", [one.variance_epsilon for one in heads]),
+        }  # fmt: skip
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.self_attn]
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        return self.float_class.forward(self, x, attention_mask=mask, position_embeddings=others.rotation)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, position_ids=None,
         past_key_values=None, use_cache: bool | None = False, position_embeddings=None, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing = self.packing(hidden_states, attention_mask, past_key_values)
+        packing = self.packing(hidden_states, attention_mask, options, past_key_values)
         if packing is not None:
             return self.fused(hidden_states, packing, rotation=position_embeddings, cache=past_key_values)
         return self.own_pass(
@@ -63,7 +80,9 @@ class LlamaLayer(FusedLayer):
 
 
 def _window(attention: nn.Module) -> int | None:
-    """Qwen2 and Qwen3 have one in some layers, Mistral in all or none."""
-    if hasattr(attention, "sliding_window"):
+    """That which its code reads: Qwen2 and Qwen3 have one in some layers, Mistral in its configuration."""
+    if "sliding_window" in vars(attention):
         return attention.sliding_window
-    return getattr(attention.config, "sliding_window", None)
+    if reads(type(attention).forward, "sliding_window"):
+        return getattr(attention.config, "sliding_window", None)
+    return None

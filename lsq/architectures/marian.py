@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import FusedLayer
+from lsq.architectures.fused_layer import FusedLayer, Others
 from lsq.architectures.reading import activation_of, biases, layer_norm_epsilon, plain_linears, the_same
 from lsq.config import LayerConfig, QuantConfig
 
@@ -39,38 +39,39 @@ DECODER = ENCODER | {
 class EncoderLayer(FusedLayer):
     """Self-attention and a feed-forward block, a LayerNorm behind each."""
 
-    SOURCES, CAUSAL = ENCODER, False
+    SOURCES, PARTS, CAUSAL = ENCODER, {"self_attn": "Attention"}, False
     PRE_NORM: ClassVar[bool] = False
 
     @classmethod
     def config_of(cls, layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        attentions, norms = cls._attentions(layer), [layer.self_attn_layer_norm, layer.final_layer_norm]
-        norms += [layer.encoder_attn_layer_norm] if cls.CROSS else []
+        attentions = cls.attentions(layer)
         inner, outer = plain_linears(layer, "fc1", "fc2")
         linears = [inner, outer]
         for attention in attentions:
             linears += plain_linears(attention, "q_proj", "k_proj", "v_proj", "out_proj")
         return LayerConfig(
             hidden=attentions[0].embed_dim, heads=the_same("heads", [one.num_heads for one in attentions]),
-            score_factor=the_same("factors of scores", [one.scaling for one in attentions]),
             feed_forward=inner.out_features, activation=activation_of(layer.activation_fn), bias=biases(*linears),
-            pre_norm=cls.PRE_NORM, layer_norm_epsilon=layer_norm_epsilon(*norms), quant=quantization,
-            **cls.dropouts(layer),
+            pre_norm=cls.PRE_NORM, quant=quantization, **cls.settings(layer),
         )  # fmt: skip
 
     @classmethod
-    def dropouts(cls, layer: nn.Module) -> dict[str, float]:
+    def settings(cls, layer: nn.Module) -> dict[str, object]:
+        attentions, norms = cls.attentions(layer), [layer.self_attn_layer_norm, layer.final_layer_norm]
+        norms += [layer.encoder_attn_layer_norm] if cls.CROSS else []
         return {
             "dropout": layer.dropout, "activation_dropout": layer.activation_dropout,
-            "attention_dropout": the_same("dropouts of attention", [one.dropout for one in cls._attentions(layer)]),
+            "attention_dropout": the_same("dropouts of attention", [one.dropout for one in attentions]),
+            "score_factor": the_same("factors of scores", [one.scaling for one in attentions]),
+            "layer_norm_epsilon": layer_norm_epsilon(*norms),
         }  # fmt: skip
 
     @classmethod
-    def _attentions(cls, layer: nn.Module) -> list[nn.Module]:
+    def attentions(cls, layer: nn.Module) -> list[nn.Module]:
         return [layer.self_attn, *([layer.encoder_attn] if cls.CROSS else [])]
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **options) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask)
+        packing = self.packing(hidden_states, attention_mask, options)
         if packing is not None:
             return self.fused(hidden_states, packing)
         return self.own_pass(hidden_states, attention_mask, **options)
@@ -79,14 +80,17 @@ class EncoderLayer(FusedLayer):
 class DecoderLayer(EncoderLayer):
     """Causal self-attention, attention to an encoder's output and a feed-forward block, a LayerNorm behind each."""
 
-    SOURCES, CAUSAL, CROSS = DECODER, True, True
+    SOURCES, PARTS, CAUSAL, CROSS = DECODER, {"self_attn": "Attention", "encoder_attn": "Attention"}, True, True
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        return self.float_class.forward(self, x, mask, others.memory.states)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
         past_key_values=None, use_cache: bool | None = True, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing, memory = self.packing(hidden_states, attention_mask, past_key_values), None
+        packing, memory = self.packing(hidden_states, attention_mask, options, past_key_values), None
         if packing is not None and encoder_hidden_states is not None:
             memory = self.memory(encoder_hidden_states, encoder_attention_mask)
         if memory is not None:

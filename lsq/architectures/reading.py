@@ -1,12 +1,15 @@
 """What modules of transformers are, as lsq's configuration names it."""
 
+import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from lsq.architectures.exact import TRUSTED
 
 Value = TypeVar("Value")
 
@@ -15,14 +18,12 @@ def plain(kind: type[nn.Module], module: nn.Module, *names: str) -> list[nn.Modu
     """The children of these names, which are of this class.
 
     Raises:
-        ValueError: one of them is something else, such as a layer with an adapter, or has a forward of its own.
+        ValueError: one of them is something else, such as a layer with an adapter.
     """
     found = [getattr(module, name) for name in names]
     for name, child in zip(names, found, strict=True):
         if type(child) is not kind:
             raise ValueError(f"its {name} is a {type(child).__name__}")
-        if "forward" in vars(child):
-            raise ValueError(f"its {name} has a forward of its own")
     return found
 
 
@@ -68,8 +69,8 @@ def dropout_of(*dropouts: nn.Dropout) -> float:
     return found.pop()
 
 
-def the_same(what: str, values: Sequence[Value]) -> Value:
-    """The one value that all of them are.
+def the_same(what: str, values: Sequence[Value]) -> Value | None:
+    """The one value that all of them are; None where there are none.
 
     Raises:
         ValueError: they differ.
@@ -77,7 +78,13 @@ def the_same(what: str, values: Sequence[Value]) -> Value:
     found = dict.fromkeys(values)
     if len(found) > 1:
         raise ValueError(f"it has different {what}: {', '.join(map(repr, found))}")
-    return next(iter(found))
+    return next(iter(found), None)
+
+
+@lru_cache(maxsize=64)
+def reads(forward: Callable, name: str) -> bool:
+    """Whether a function, below its decorators, has a name as a constant, as `getattr` takes it."""
+    return name in inspect.unwrap(forward).__code__.co_consts
 
 
 FUNCTIONS = {
@@ -96,7 +103,10 @@ def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
     Raises:
         ValueError: an activation that no program has.
     """
-    x = torch.linspace(-5, 5, 101)
+    defined = (getattr(function, "__module__", None) or "").partition(".")[0]
+    if not isinstance(function, nn.Module) and defined not in TRUSTED:
+        raise ValueError(f"its activation is a function of {defined or 'its own'}")
+    x = torch.cat([torch.linspace(-5, 5, 101), torch.tensor([-100.0, -12.0, -7.0, 7.0, 12.0, 100.0])])
     with torch.no_grad():
         y = function(x)
         for name, one in FUNCTIONS.items():

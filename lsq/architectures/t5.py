@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import EncoderOutput, FusedLayer
+from lsq.architectures.fused_layer import EncoderOutput, FusedLayer, Others
 from lsq.architectures.reading import activation_of, biases, dropout_of, plain_linears, the_same
 from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.layers.packing import Packing
@@ -40,18 +40,23 @@ def _feed_forward(layer: str) -> dict[str, tuple[str, ...]]:
     return found | {"final_layer_norm.weight": (f"{layer}.layer_norm.weight",)}
 
 
-def _attentions(layer: nn.Module) -> list[nn.Module]:
-    return [layer.layer[0].SelfAttention, *([layer.layer[1].EncDecAttention] if layer.is_decoder else [])]
+def _parts(last: int) -> dict[str, str]:
+    """The modules of a block whose feed-forward part has this number."""
+    cross = {"layer.1": "LayerCrossAttention", "layer.1.EncDecAttention": "Attention"} if last > 1 else {}
+    norms = {f"layer.{number}.layer_norm": "LayerNorm" for number in range(last + 1)}
+    dense = {f"layer.{last}": "LayerFF", f"layer.{last}.DenseReluDense": "ActDense"}
+    return {"layer.0": "LayerSelfAttention", "layer.0.SelfAttention": "Attention", **cross, **norms, **dense}
 
 
 class EncoderBlock(FusedLayer):
     """Self-attention with biases by distance and a feed-forward block, an RMSNorm before each."""
 
-    SOURCES, CAUSAL, ATTENTION = SELF_ATTENTION | _feed_forward("layer.1"), False, "layer.0.SelfAttention"
+    SOURCES, PARTS, CAUSAL = SELF_ATTENTION | _feed_forward("layer.1"), _parts(1), False
+    INPUTS = ("layer.0.SelfAttention.relative_attention_bias.weight",)
 
     @staticmethod
     def config_of(layer: nn.Module, quantization: QuantConfig) -> LayerConfig:
-        attentions, dense = _attentions(layer), layer.layer[-1].DenseReluDense
+        attentions, dense = EncoderBlock.attentions(layer), layer.layer[-1].DenseReluDense
         gated = hasattr(dense, "wi_0")
         inner, *others = plain_linears(dense, *(("wi_0", "wi_1") if gated else ("wi",)), "wo")
         for one in attentions:
@@ -65,27 +70,35 @@ class EncoderBlock(FusedLayer):
         return LayerConfig(
             hidden=attentions[0].d_model, heads=the_same("heads", [one.n_heads for one in attentions]),
             head_width=the_same("widths of heads", [one.key_value_proj_dim for one in attentions]),
-            score_factor=the_same("factors of scores", [one.scaling for one in attentions]),
             relative_bias=relative, feed_forward=inner.out_features, activation=activation_of(dense.act), gated=gated,
-            bias=False, pre_norm=True, norm="rms", quant=quantization,
-            layer_norm_epsilon=the_same("epsilons of norms", [one.layer_norm.variance_epsilon for one in layer.layer]),
-            **EncoderBlock.dropouts(layer),
+            bias=False, pre_norm=True, norm="rms", quant=quantization, **EncoderBlock.settings(layer),
         )  # fmt: skip
 
     @staticmethod
-    def dropouts(layer: nn.Module) -> dict[str, float]:
+    def settings(layer: nn.Module) -> dict[str, object]:
+        attentions, parts = EncoderBlock.attentions(layer), list(layer.layer)
         return {
-            "dropout": dropout_of(*(one.dropout for one in layer.layer)),
-            "activation_dropout": layer.layer[-1].DenseReluDense.dropout.p,
-            "attention_dropout": the_same("dropouts of attention", [one.dropout for one in _attentions(layer)]),
+            "dropout": dropout_of(*(one.dropout for one in parts)),
+            "activation_dropout": parts[-1].DenseReluDense.dropout.p,
+            "attention_dropout": the_same("dropouts of attention", [one.dropout for one in attentions]),
+            "score_factor": the_same("factors of scores", [one.scaling for one in attentions]),
+            "layer_norm_epsilon": the_same("epsilons of norms", [one.layer_norm.variance_epsilon for one in parts]),
         }
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.layer[0].SelfAttention, *([layer.layer[1].EncDecAttention] if layer.is_decoder else [])]
+
+    def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
+        states = others.memory and others.memory.states
+        return self.float_class.forward(self, x, mask, others.pairs, states)[0]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask=None, position_bias: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask=None,
         encoder_decoder_position_bias: torch.Tensor | None = None, past_key_values=None, **options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        packing, memory = self.packing(hidden_states, attention_mask, past_key_values), None
+        packing, memory = self.packing(hidden_states, attention_mask, options, past_key_values), None
         if packing is not None and self.CROSS and encoder_hidden_states is not None:
             memory = self.memory(encoder_hidden_states, encoder_attention_mask)
         biased = position_bias is not None or self.layer[0].SelfAttention.has_relative_attention_bias
@@ -109,14 +122,15 @@ class EncoderBlock(FusedLayer):
         table = getattr(pairs, TABLE, None)
         if table is None:
             table = _table_of(pairs, self.config.relative_bias, self.CAUSAL)
-        return self.fused(x, packing, memory=memory, bias=table), pairs
+        return self.fused(x, packing, memory=memory, bias=table, pairs=pairs), pairs
 
 
 class DecoderBlock(EncoderBlock):
     """Causal self-attention with biases, attention to an encoder's output and a feed-forward block, an RMSNorm before
     each."""
 
-    SOURCES, CAUSAL, CROSS = SELF_ATTENTION | CROSS_ATTENTION | _feed_forward("layer.2"), True, True
+    SOURCES, PARTS = SELF_ATTENTION | CROSS_ATTENTION | _feed_forward("layer.2"), _parts(2)
+    CAUSAL, CROSS = True, True
 
 
 def block_class(layer: nn.Module) -> type[FusedLayer]:

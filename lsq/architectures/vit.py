@@ -12,6 +12,7 @@ class ViTLayer(FusedLayer):
     """LayerNorm, self-attention, LayerNorm, a feed-forward block."""
 
     CAUSAL = False
+    PARTS = {"attention": "Attention", "mlp": "MLP"}
     SOURCES = {
         "self_attn_layer_norm.weight": ("layernorm_before.weight",),
         "self_attn_layer_norm.bias": ("layernorm_before.bias",),
@@ -34,21 +35,27 @@ class ViTLayer(FusedLayer):
         first, second = plain_linears(mlp, "fc1", "fc2")
         return LayerConfig(
             hidden=q.in_features, heads=attention.num_attention_heads, head_width=attention.head_dim,
-            score_factor=attention.scaling, feed_forward=first.out_features,
-            activation=activation_of(mlp.activation_fn), bias=biases(out, first, second), head_bias=biases(q, k, v),
-            pre_norm=True,
-            layer_norm_epsilon=layer_norm_epsilon(layer.layernorm_before, layer.layernorm_after), quant=quantization,
-            **ViTLayer.dropouts(layer),
+            feed_forward=first.out_features, activation=activation_of(mlp.activation_fn),
+            bias=biases(out, first, second), head_bias=biases(q, k, v), pre_norm=True, quant=quantization,
+            **ViTLayer.settings(layer),
         )  # fmt: skip
 
     @staticmethod
-    def dropouts(layer: nn.Module) -> dict[str, float]:
-        return {"dropout": layer.dropout.p, "attention_dropout": layer.attention.attention_dropout}
+    def settings(layer: nn.Module) -> dict[str, object]:
+        return {
+            "score_factor": layer.attention.scaling, "attention_dropout": layer.attention.attention_dropout,
+            "dropout": layer.dropout.p,
+            "layer_norm_epsilon": layer_norm_epsilon(layer.layernorm_before, layer.layernorm_after),
+        }  # fmt: skip
+
+    @staticmethod
+    def attentions(layer: nn.Module) -> list[nn.Module]:
+        return [layer.attention]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **options
     ) -> torch.Tensor:
-        packing = self.packing(hidden_states, attention_mask)
+        packing = self.packing(hidden_states, attention_mask, options)
         if packing is not None:
             return self.fused(hidden_states, packing)
         return self.own_pass(hidden_states, attention_mask, **options)

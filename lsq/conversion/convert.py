@@ -1,5 +1,8 @@
 """A model's linear layers, and whole layers that are known, as int8 ones with learned clips, in place, and back."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -24,7 +27,7 @@ MINIMUM_WIDTH = 64
 
 def convert(
     model: nn.Module, quant: QuantConfig | None = None, *, skip: Skip = (), minimum_width: int = MINIMUM_WIDTH,
-    tied: bool = False, fused: bool = True,
+    tied: bool = False, fused: bool = True, check: bool = True,
 ) -> Report:  # fmt: skip
     """Let the linear layers of `model` multiply in int8, forward and backward, under clips that learn.
 
@@ -44,14 +47,15 @@ def convert(
         tied: convert layers whose weight is an embedding's, too.
         fused: whole layers of transformers, and the projection onto the vocabulary with its loss, become programs;
             False converts linear layers alone.
+        check: compare each fused layer once, in its first pass, with the code of its class, on a few tokens in floats.
 
     Returns:
         What was converted, and why the others were not; print it.
 
     Raises:
         ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing, the model is wrapped
-            already, the mode is "float" where nothing is fused, or a model that is to be sparse is on the meta device.
-            The model is left as it was.
+            already, the mode is "float" where no layer is known, or a model that is to be sparse is on the meta device.
+            After any exception the model is as it was.
     """
     quant = QuantConfig() if quant is None else quant
     if not isinstance(quant, QuantConfig):
@@ -66,14 +70,14 @@ def convert(
         stacks=stacks_of(model, minimum_width),
         unknown=type(model).__name__ if fused and not whole and of_transformers(model) else None,
     )  # fmt: skip
-    if not report.converted:
+    if not report.converted and (quant.quantized or not whole):
         already = any(isinstance(module, InPlace) for module in model.modules())
         lacks = "is converted already" if already else "has no linear layer to convert"
         raise ValueError(f"{type(model).__name__} {lacks}. {report}")
-    try:
-        for fusion in whole:
-            if fusion.whole.reason is None:
-                _swap(fusion.module, fusion.kind, quant, fusion.whole.name)
+    fused_layers = [fusion for fusion in whole if fusion.whole.reason is None]
+    with _all_or_nothing(model):
+        for fusion in fused_layers:
+            _swap(fusion.module, fusion.kind, quant, fusion.whole.name)
         for choice, layer in zip(choices, report.layers, strict=True):
             if layer.reason is None and layer.within is None:
                 kind = head_class() if layer.head else _linear_class(type(choice.module))
@@ -81,10 +85,35 @@ def convert(
         name_classes(model)
         keep_apart(model)
         check_patterns(model, quant)
-    except ValueError:
-        revert(model)
-        raise
+        for fusion in fused_layers:
+            fusion.module.compared = not check
+            fusion.module.join()  # moves parameters, so nothing fails after it
     return report
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Give every module of `model` its class and attributes back if what is done meanwhile fails."""
+    before = [
+        (module, type(module), {name: (value, _content(value)) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes in before:
+            module.__class__ = kind
+            vars(module).clear()
+            for name, (value, content) in attributes.items():
+                vars(module)[name] = value
+                if content is not None:  # others may hold the dict itself, as handles of hooks do
+                    value.clear()
+                    value.update(content)
+        raise
+
+
+def _content(value: object) -> dict | set | None:
+    return copy.copy(value) if isinstance(value, dict | set) else None
 
 
 def _linear_class(float_class: type[nn.Module]) -> type[InPlace]:

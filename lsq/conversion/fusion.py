@@ -85,12 +85,11 @@ def name_classes(model: nn.Module) -> None:
 def _reason(
     module: nn.Module, kind: type[InPlace], quant: QuantConfig, inside: Sequence[Layer], prefix: str
 ) -> str | None:
-    if "forward" in vars(module):
-        return "it has a forward of its own"
     left = [layer for layer in inside if layer.reason not in (None, FLOAT_MODE)]
     if left:
         return f"its {left[0].name.removeprefix(prefix)} is left: {left[0].reason}"
     try:
+        kind.check(module)
         kind.config_of(module, quant)
     except ValueError as error:
         return str(error)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lsq.architectures.exact import patched
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
 from lsq.conversion.report import Layer, Stack
 from lsq.layers.in_place import InPlace
@@ -123,6 +124,9 @@ def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
         return f"is a {kind.__name__}, which may compute something else"
     if "forward" in vars(module):
         return "has a forward of its own, as hooks of accelerate put it in; convert first"
+    changed = patched(kind)
+    if changed:
+        return f"has {changed}"
     parameters = dict(module.named_parameters(recurse=False))
     if not parameters.keys() <= {"weight", "bias"} or "weight" not in parameters:
         return f"has the parameters {', '.join(parameters) or 'of nobody'} in place of weight and bias"
@@ -130,6 +134,12 @@ def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
         return f"has a weight that is a {type(module.weight).__name__}"
     if module.weight.dtype not in DTYPES:
         return f"has a weight of {module.weight.dtype}"
+    sizes = (module.nx, module.nf) if is_conv1d(module) else (module.out_features, module.in_features)
+    if tuple(module.weight.shape) != sizes:
+        return f"has a weight {list(module.weight.shape)} in the place of {list(sizes)}"
+    bias = parameters.get("bias")
+    if bias is not None and (bias.dtype not in DTYPES or bias.shape != (module.nf if is_conv1d(module) else sizes[0],)):
+        return f"has a bias of {bias.dtype} {list(bias.shape)}"
     if is_conv1d(module) and _packed(quant):
         return "has a weight [inputs, outputs], which int4 does not store"
     return None

@@ -72,8 +72,8 @@ def test_dropout_is_read_from_the_layer():
     without_dropout(mine)
     assert torch.equal(mine(ids).last_hidden_state, mine(ids).last_hidden_state)
     layer.output.dropout.p = 0.5
-    with pytest.raises(ValueError, match="its dropouts of residuals are different: 0.0, 0.5"):
-        mine(ids)
+    with pytest.warns(UserWarning, match="its dropouts of residuals are different: 0.0, 0.5"):
+        assert not torch.equal(mine(ids).last_hidden_state, mine(ids).last_hidden_state)
 
 
 def test_a_mask_that_no_program_has():
@@ -88,7 +88,7 @@ def test_a_mask_that_no_program_has():
 
 
 def test_decoders_are_left():
-    for options in ({"is_decoder": True}, {"is_decoder": True, "add_cross_attention": True}):
-        report = lsq.convert(model("BertLMHeadModel", **options))
-        assert not report.fused and {one.reason for one in report.whole} == {"it is a decoder's"}
+    for crosses, reason in ((False, "its attention is causal"), (True, "its crossattention is a")):
+        report = lsq.convert(model("BertLMHeadModel", is_decoder=True, add_cross_attention=crosses))
+        assert not report.fused and all(reason in one.reason for one in report.whole)
         assert report.converted

@@ -103,7 +103,7 @@ def spoil_epsilon(layer):
     ("spoil", "reason"),
     [
         (spoil_dropout, "its dropouts of residuals are different: 0.0, 0.5"),
-        (spoil_norm, "RMSNorm.* no LayerNorm"),
+        (spoil_norm, "its ln_1 is a torch.*RMSNorm"),
         (spoil_activation, "its activation is Tanh; there are"),
         (spoil_epsilon, "its norms have different epsilons: 1e-05, 0.5"),
     ],
@@ -118,4 +118,4 @@ def test_layers_that_no_program_is_for(spoil, reason):
 
 def test_a_layer_of_cross_attention():
     report = lsq.convert(gpt2(add_cross_attention=True))
-    assert not report.fused and {one.reason for one in report.whole} == {"it has cross-attention"}
+    assert not report.fused and all("its crossattention is a" in one.reason for one in report.whole)

@@ -13,6 +13,7 @@ import lsq
 from lsq.config import QuantConfig
 from lsq.conversion import float_state_dict
 from lsq.layers import ProgramModule, QuantizedLinear
+from lsq.layers.linear import Projection
 from tests.conversion.models import Conv1D, Model, loss_of, model, tokens
 from tests.layers.shapes import decibels
 
@@ -97,6 +98,36 @@ def test_what_cannot_be_converted_is_refused():
         lsq.convert(model(), QuantConfig(mode="float"))
     with pytest.raises(ValueError, match="has no linear layer to convert"):
         lsq.convert(nn.LayerNorm(64))
+
+
+@pytest.mark.parametrize("failing", ["blocks.1.mix", "head"])
+def test_after_an_exception_half_way_the_model_is_as_it_was(failing, monkeypatch):
+    made, called = model(), []
+    handle = made.blocks[0].up.register_forward_hook(lambda *_: called.append(1))
+    made.blocks[0].mix.bias.requires_grad_(False)
+    before = [(type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in made.modules()]
+    places = [one.data_ptr() for one in made.parameters()]
+    take_place = Projection.take_place
+
+    def fail(self, quant, path):
+        take_place(self, quant, path)
+        if path == failing:
+            raise MemoryError("half way")
+
+    monkeypatch.setattr(Projection, "take_place", fail)
+    with pytest.raises(MemoryError, match="half way"):
+        lsq.convert(made, tied=True, fused=False)
+    after = [(type(one), dict(vars(one)), dict(one._parameters), dict(one._buffers)) for one in made.modules()]
+    assert [kind for kind, *_ in after] == [kind for kind, *_ in before]
+    for (_, *first), (_, *second) in zip(before, after, strict=True):
+        for one, other in zip(first, second, strict=True):
+            assert one.keys() == other.keys() and all(other[name] is value for name, value in one.items())
+    assert places == [one.data_ptr() for one in made.parameters()]
+    assert torch.equal(made(tokens()), model()(tokens())) and called
+    handle.remove()
+    assert not made.blocks[0].up._forward_hooks
+    monkeypatch.undo()
+    assert len(lsq.convert(made).converted) == 6
 
 
 # Reverting

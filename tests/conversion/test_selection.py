@@ -81,6 +81,21 @@ def test_a_forward_of_its_own_is_told():
     assert "forward of its own" in reasons(layer)[""]
 
 
+def test_shapes_and_dtypes_that_no_program_has():
+    wide, high, precise = (nn.Linear(64, 64) for _ in range(3))
+    wide.in_features = 80
+    high.bias = nn.Parameter(torch.zeros(1))
+    precise.bias.data = precise.bias.data.double()
+    found = reasons(nn.Sequential(wide, high, precise))
+    assert found["0"] == "has a weight [64, 64] in the place of [64, 80]"
+    assert (found["1"], found["2"]) == ("has a bias of torch.float32 [1]", "has a bias of torch.float64 [64]")
+
+
+def test_a_class_that_was_patched(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    assert reasons(nn.Linear(64, 64))[""] == f"has a Linear.forward that {__name__} defines"
+
+
 def test_formats_that_do_not_take_a_weight_by_inputs():
     found = reasons(model(), QuantConfig(weight_format="int4"))
     assert found["blocks.0.mix"] == "has a weight [inputs, outputs], which int4 does not store"
