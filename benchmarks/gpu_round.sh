@@ -73,13 +73,17 @@ install_wheels() {
         --target "$work/site" .carry/wheels/*.whl && export PYTHONPATH=$PWD:$work/site
 }
 
-# Libraries that were carried are current by their digests, and so are not built again, unless they do not load here.
+# Libraries that were carried are current by their digests: they are built again only where none of them is left. Those
+# of a checkout stay, whatever fails.
 build_libraries() {
     local load="from lsq.csrc import loader, runtime; loader.library(), runtime.library()"
     "$python" -c "$load" 2>/dev/null && return
-    compgen -G ".carry/libraries/*.so" >/dev/null && cp --remove-destination .carry/libraries/*.so lsq/csrc/
-    "$python" -c "$load" && return
-    rm -f lsq/csrc/*.so && limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
+    if compgen -G ".carry/libraries/*.so" >/dev/null; then
+        cp --remove-destination .carry/libraries/*.so lsq/csrc/
+        "$python" -c "$load" && return
+        rm -f lsq/csrc/*.so
+    fi
+    limited "$setup_seconds" "$python" setup.py --quiet build_ext --inplace
 }
 
 # measure FILE SECONDS SCRIPT OPTIONS...: run a benchmark, which keeps its result in $OUT/FILE.json as it goes.
