@@ -1,6 +1,5 @@
 """Models for CTranslate2: loaded by the package itself, beside ours with the same weights, in float and in int8."""
 
-import os
 import sys
 
 import pytest
@@ -25,8 +24,6 @@ LANGUAGE = [{"encoder_layers": 0}, {"encoder_layers": 0, "pre_norm": True, "tied
 
 @pytest.fixture
 def ctranslate2():
-    """The package; by MKL, since its sums of int8 saturate by oneDNN on AMD processors without VNNI."""
-    os.environ["CT2_USE_MKL"] = "1"
     return pytest.importorskip("ctranslate2", reason="needs CTranslate2; pip install 'lsq[ctranslate2]'")
 
 
