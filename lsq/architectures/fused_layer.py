@@ -28,7 +28,6 @@ from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.program import upkeep
 from lsq.program.parameters import Parameter
 from lsq.program.program import Program
 
@@ -197,8 +196,9 @@ class FusedLayer(InPlace):
                 holder = holder._modules[part]
             if last not in holder._parameters:
                 raise ValueError(
-                    f"{path} of this {type(self).__name__} is gone: a {type(holder).__name__} has taken its place. "
-                    "Add adapters before lsq.convert, or convert with fused=False"
+                    f"{path} of this {type(self).__name__} is gone: adapters, pruning or a parametrization have taken "
+                    f"its place in a {type(holder).__name__}. Put them in before lsq.convert, convert with "
+                    "fused=False, or call lsq.revert(model)"
                 )
             found.append(holder._parameters[last])
         return found
@@ -224,12 +224,8 @@ class FusedLayer(InPlace):
         return self
 
     def _drop_codes(self) -> None:
-        self.codes.clear()
+        super()._drop_codes()
         self.rounded.clear()
-        for name in self.SOURCES:
-            if name in self.declared:
-                for parameter in self.sources(name):
-                    upkeep.withdraw(parameter)
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
         """How a program of this layer runs on these inputs now."""
@@ -451,10 +447,10 @@ class FusedLayer(InPlace):
         keys, values = (one.unflatten(2, (self.config.of_keys, -1)).transpose(1, 2) for one in both)
         cache.update(keys, values, self._number)
 
-    def own_pass(self, *arguments, **options):
+    def own_pass(self, x: torch.Tensor, *arguments, **options):
         """The pass of the layer that this one was, on weights that are rounded as the program rounds them."""
-        with rounded_weights(self):
-            return self.float_class.forward(self, *arguments, **options)
+        with rounded_weights(self, rows=x.shape[:-1].numel()):
+            return self.float_class.forward(self, x, *arguments, **options)
 
 
 def _path(layer: nn.Module, module: nn.Module) -> str:

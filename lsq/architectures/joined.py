@@ -13,13 +13,15 @@ def lie_together(parts: Sequence[nn.Parameter]) -> torch.Tensor | None:
 
     Returns:
         The whole, to be kept as long as they lie there; None where they stay as they are: what shares its memory with
-        others, is no plain tensor or has no memory yet.
+        others or with other processes, is no plain tensor or has no memory yet.
     """
     if len(parts) < 2 or len({(type(part), part.dtype, part.device, part.shape[1:]) for part in parts}) > 1:
         return None
     if type(parts[0]) is not nn.Parameter or parts[0].is_meta or len({id(part) for part in parts}) < len(parts):
         return None
     if any(part.untyped_storage().nbytes() != part.numel() * part.element_size() for part in parts):
+        return None
+    if parts[0].device.type == "cpu" and any(part.is_shared() for part in parts):
         return None
     with torch.no_grad():
         whole = torch.cat([part.detach() for part in parts])

@@ -106,7 +106,8 @@ def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str:
     defined = (getattr(function, "__module__", None) or "").partition(".")[0]
     if not isinstance(function, nn.Module) and defined not in TRUSTED:
         raise ValueError(f"its activation is a function of {defined or 'its own'}")
-    x = torch.cat([torch.linspace(-5, 5, 101), torch.tensor([-100.0, -12.0, -7.0, 7.0, 12.0, 100.0])])
+    far = [-100.0, -12.0, -7.0, 7.0, 12.0, 100.0]
+    x = torch.tensor([*torch.linspace(-5, 5, 101).tolist(), *far], dtype=torch.float32)
     with torch.no_grad():
         y = function(x)
         for name, one in FUNCTIONS.items():

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lsq.layers.weight_codes import rounded_values
-from lsq.program import upkeep
 from lsq.program.parameters import Kind, Parameter
+from lsq.program.stamp import Stamp
 from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 
@@ -24,12 +24,12 @@ class Rounded:
     """The rounded weights of one layer. A copy of a layer makes its own.
 
     Attributes:
-        kept: names of a program's weights -> (what they were made of, then; some values of that; the rounded ones).
+        kept: names of a program's weights -> (what they were made of, the rounded ones).
         turn: of the thread whose pass has them in the places of the others.
     """
 
     def __init__(self):
-        self.kept: dict[str, tuple[list[tuple[int, int]], list[torch.Tensor], torch.Tensor]] = {}
+        self.kept: dict[str, tuple[Stamp, torch.Tensor]] = {}
         self.turn = threading.RLock()
 
     def __reduce__(self):
@@ -41,11 +41,13 @@ class Rounded:
 
 
 @contextmanager
-def rounded_weights(layer: FusedLayer) -> Iterator[None]:
+def rounded_weights(layer: FusedLayer, rows: int = 0) -> Iterator[None]:
     """Let the modules inside `layer` have rounded, masked weights, whose gradients go straight through to the others.
 
     Without gradients they are kept in `layer.rounded` until a weight changes: decoding takes them at every step.
     Threads wait for one another: who comes meanwhile would take rounded weights for the layer's own.
+
+    `rows`: of the pass, see Stamp.holds.
     """
     if not _rounds(layer) and layer.weight_masks is None:
         yield
@@ -55,7 +57,7 @@ def rounded_weights(layer: FusedLayer) -> Iterator[None]:
         try:
             for name, declared in layer.declared.items():
                 if declared.kind is Kind.WEIGHT:
-                    held += _swap(layer, name, declared)
+                    held += _swap(layer, name, declared, rows)
             yield
         finally:
             for holder, last, parameter in held:
@@ -66,18 +68,19 @@ def _rounds(layer: FusedLayer) -> bool:
     return layer.quant.quantized and layer.schedule.begun and not layer.schedule.fallen
 
 
-def _swap(layer: FusedLayer, name: str, declared: Parameter) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def _swap(
+    layer: FusedLayer, name: str, declared: Parameter, rows: int
+) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     parameters = layer.sources(name)
     clip = layer.own_parameter(declared.clip) if declared.clip is not None and _rounds(layer) else None
-    stamp = [(one.data_ptr(), one._version) for one in (*parameters, clip) if one is not None]
-    probes = [value for one in parameters for value in upkeep.probe(one, one if clip is None else clip)]
-    kept, values, rounded = layer.rounded.kept.get(name, (None, (), None))
-    if kept != stamp or torch.is_grad_enabled() or not all(map(torch.equal, values, probes)):
+    made_from = parameters if clip is None else [*parameters, clip]
+    stamp, rounded = layer.rounded.kept.get(name, (None, None))
+    if stamp is None or torch.is_grad_enabled() or not stamp.holds(made_from, rows=rows):
         rounded = layer.values_of(name)
         if clip is not None:
             rounded = _as_rounded(layer, rounded, clip, layer.quant.weight_form(name), declared.by_inputs)
         if not torch.is_grad_enabled():
-            layer.rounded.kept[name] = stamp, [one.clone() for one in probes], rounded
+            layer.rounded.kept[name] = Stamp(made_from), rounded
     sizes = [len(parameter) for parameter in parameters]
     for path, part in zip(layer.SOURCES[name], rounded.split(sizes), strict=True):
         holder, _, last = path.rpartition(".")

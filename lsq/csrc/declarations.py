@@ -7,9 +7,10 @@ marked @size (int64_t) or @factor (float) and sizes read off a tensor by extent(
     Out[T]     written by it                  Host[...]  known to Python alone: not in the struct
 
 with T a kind of tensor (TENSORS), a number (NUMBERS), an enumeration, or a value. An operation says In or Out of every
-tensor and value; a value's own fields go the way of the field that holds it, unless they say In[...] themselves. Every
-size and offset that Python assumes is asserted in the header, and the header is part of the library's checksum: a
-library of other declarations is refused when it is loaded.
+tensor and value; a value's own fields go the way of the field that holds it, unless they say In[...] themselves. A
+docstring below a field that begins with its shape, such as `[M, N]` or `[N] or [1]`, states it: program/declare.py
+checks tensors by it before C++ sees them. Every size and offset that Python assumes is asserted in the header, and
+the header is part of the library's checksum: a library of other declarations is refused when it is loaded.
 
 Imports nothing of lsq: setup.py runs this file as well.
 """
@@ -17,7 +18,7 @@ Imports nothing of lsq: setup.py runs this file as well.
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,7 @@ OFFSET = (
     "#endif",
 )
 """Where a field lies in its struct, as a constant, for every compiler of the header."""
+_SHAPE = re.compile(r"\[([^\]]+)\]")
 _FORM = re.compile(r"(?:(?P<direction>In|Out)\[)?(?P<kind>\w+)(?(direction)\])(?P<optional> \| None)?")
 
 
@@ -55,6 +57,8 @@ class Field:
     optional: bool = False
     derived: bool = False
     """A property: computed from the other fields."""
+    shapes: tuple[tuple[str, ...], ...] = ()
+    """What its docstring allows: names of sizes, numbers, and sums and products of both; () says nothing."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,10 @@ def _declared(tree: ast.Module) -> Iterator[Declaration]:
 
 
 def _fields(node: ast.ClassDef) -> Iterator[Field]:
-    for one in node.body:
+    for one, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(one, ast.AnnAssign) and (field := parse(node.name, one.target.id, ast.unparse(one.annotation))):
-            yield field
+            told = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            yield replace(field, shapes=_shapes(following.value.value) if told else ())
     for one in node.body:
         if isinstance(one, ast.FunctionDef):
             marks = [MARKS.get(ast.unparse(mark)) for mark in one.decorator_list]
@@ -133,6 +138,12 @@ def _fields(node: ast.ClassDef) -> Iterator[Field]:
                 yield Field(one.name, marks[0], derived=True)
         elif isinstance(one, ast.Assign) and ast.unparse(one.value).startswith("extent("):
             yield Field(one.targets[0].id, MARKS["size"], derived=True)
+
+
+def _shapes(text: str) -> tuple[tuple[str, ...], ...]:
+    """The shapes at the beginning of a docstring: all of its first sentence."""
+    found = _SHAPE.findall(text.split(". ")[0]) if text.startswith("[") else ()
+    return tuple(tuple(size.strip() for size in one.split(",")) for one in found)
 
 
 def layout(name: str) -> tuple[int, list[tuple[str, int]]]:

@@ -6,6 +6,7 @@ Imports nothing of lsq: setup.py runs this file as well.
 import functools
 import hashlib
 import runpy
+import sys
 import zlib
 from pathlib import Path
 
@@ -15,7 +16,8 @@ FOLDER = Path(__file__).parent
 @functools.cache
 def operations_header() -> str:
     """The text of operations.h, which the sources in "cpu" and all kernels include; see declarations.py."""
-    return runpy.run_path(str(FOLDER / "declarations.py"))["header"]()
+    known = sys.modules.get("lsq.csrc.declarations")  # which has read them already
+    return known.header() if known else runpy.run_path(str(FOLDER / "declarations.py"))["header"]()
 
 
 def headers(folder: str) -> list[Path]:

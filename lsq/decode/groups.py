@@ -35,7 +35,7 @@ class GroupSelection:
         """See `Selection.choose`."""
         first = totals is None
         if first:
-            self.alike = torch.zeros(len(sentences), self.groups, self.groups, device=words.device)
+            self.alike = torch.zeros(len(sentences), self.groups, self.groups, dtype=torch.float32, device=words.device)
         found: list[Chosen] = []
         for group in range(self.groups):
             own = slice(None) if first else slice(group, None, self.groups)
@@ -54,7 +54,7 @@ class GroupSelection:
     @staticmethod
     def _penalty(words: Tensor, earlier: list[Chosen], weights: Tensor) -> Tensor:
         """What words [S, B', C] cost for what earlier groups chose, weighted by float32 [S, group]."""
-        penalty = torch.zeros(words.shape, device=words.device)
+        penalty = torch.zeros(words.shape, dtype=torch.float32, device=words.device)
         for chosen, weight in zip(earlier, weights.T, strict=True):
             for word in chosen.words.T:
                 penalty += (words == word[:, None, None]) * weight[:, None, None]

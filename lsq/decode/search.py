@@ -145,7 +145,7 @@ class _Search:
         self.found: list[list[Hypothesis]] = [[] for _ in sources]
         self.sentences = torch.arange(count, device=device)
         self.history = torch.full((count, 1), symbols.start, device=device)  # int64 [S * B, T + 1], with the start
-        self.totals = torch.zeros(count, 0, device=device)  # float32 [S * B, T], sums from the start on
+        self.totals = torch.zeros(count, 0, dtype=torch.float32, device=device)  # [S * B, T], sums from the start on
         self.ignored: Tensor | None = None  # bool [S, B], rows of hypotheses that have ended; None: of none
         self.parents = self.sentences
 

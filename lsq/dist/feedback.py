@@ -93,7 +93,8 @@ class ErrorFeedback:
         """Make room for a bucket that was not seen before, with what is known of its parameters."""
         for key in [key for key in self._buckets if not set(key).isdisjoint(names)]:
             self._waiting.update(self._pieces(key, self._buckets.pop(key)))
-        values = self._buckets[names] = torch.zeros(sum(self._sizes[name] for name in names), device=device)
+        size = sum(self._sizes[name] for name in names)
+        values = self._buckets[names] = torch.zeros(size, dtype=torch.float32, device=device)
         for name, piece in self._pieces(names, values):
             residual = self._waiting.pop(name, None)
             if residual is not None:

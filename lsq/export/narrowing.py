@@ -51,7 +51,8 @@ def least_squares(values: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     usable = largest.isfinite()
     largest = torch.where(usable & (largest > 0), largest, 1.0)  # rows of zeros are exact under any clip
     stored = torch.zeros(len(values), form.stored_columns(values.shape[1]), dtype=form.storage)
-    scale, least = torch.ones(len(values)), torch.full((len(values),), math.inf)
+    scale = torch.ones(len(values), dtype=torch.float32)
+    least = torch.full_like(scale, math.inf)
     for part in TRIED:
         found = _rounded(values, part * largest, form)
         error = form.unpack(found.codes, values.shape[1]) * found.scale[:, None] - values

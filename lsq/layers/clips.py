@@ -1,6 +1,6 @@
 """What every module with declared parameters shares: its parameters, and clips that are measured, limited and saved."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lsq.layers.weight_masks import SUFFIX, WeightMasks
 from lsq.ops.calibration import Calibration
 from lsq.program import shards, upkeep
 from lsq.program.parameters import CLIPS, Kind, Parameter
+from lsq.program.program import Program
 
 
 class ClippedModule(nn.Module):
@@ -42,10 +43,8 @@ class ClippedModule(nn.Module):
         for declared in every:
             holder, name = self._holder(declared.name)
             self.declared[declared.name] = declared
-            if holder._parameters.get(name) is None:
-                made = nn.Parameter(torch.empty(declared.shape, device=device))
-                declared.initialise(made)
-                holder.register_parameter(name, made)
+            if getattr(holder, name, None) is None:
+                holder.register_parameter(name, _made(declared, device))
 
     def _holder(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds the parameter of that dotted name, and its name there."""
@@ -66,12 +65,16 @@ class ClippedModule(nn.Module):
         return [self.state_name(name)]
 
     def own_parameter(self, name: str) -> nn.Parameter:
-        """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several times."""
+        """What `get_parameter` finds, in a tenth of the time: every pass asks for all, several times.
+
+        Where pruning, weight norm or a parametrization have taken its place, it is what they make.
+        """
         module = self
         *path, last = name.split(".")
         for part in path:
             module = module._modules[part]
-        return module._parameters[last]
+        found = module._parameters.get(last)
+        return getattr(module, last) if found is None else found
 
     def sources(self, name: str) -> list[torch.Tensor]:
         """The parameters that a weight of the program is made of, one after another."""
@@ -143,21 +146,26 @@ class ClippedModule(nn.Module):
         shards.measured(self, calibration.written)
         calibration.finish()
 
-    def _measure_weights(self, calibration: Calibration, again: bool = False) -> None:
+    def _measure_weights(
+        self, calibration: Calibration, *, again: bool = False, anew: Collection[str] = (), all: bool = True
+    ) -> None:
         """The same, unseen by autograd: an earlier pass of this module may still await its backward pass.
 
-        `again`: clips hold what was measured before, which shortens the search, and stay while weights are the same.
+        Args:
+            again: clips hold what was measured before, which shortens the search, and stay while weights are the same.
+            anew: weights of which clips say nothing, since others have put values there.
+            all: of all weights; else of those in `anew`.
         """
         for name, declared in self.declared.items():
-            if declared.clip is not None:
-                values = self.values_of(name)
-                values = values.t() if declared.by_inputs else values
-                if not self.codes.changed(name, values) and again:
+            if declared.clip is not None and (all or name in anew):
+                values, near = self.values_of(name), again and name not in anew
+                if not self.codes.changed(name, values) and near:
                     continue
                 self._measure(
-                    calibration, name, values, declared.clip, self.quant.weight_init, self.quant.weight_form(name),
+                    calibration, name, values.t() if declared.by_inputs else values, declared.clip,
+                    self.quant.weight_init, self.quant.weight_form(name), again=near,
                     per_channel=self.quant.weight_clips(name, 2) == 2,
-                    fixed=self.quant.weight_clip, percentile=self.quant.percentile, again=again,
+                    fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                 )
         self._drop_codes()
         self._forget_clips()
@@ -186,10 +194,33 @@ class ClippedModule(nn.Module):
         device = next((one.device for one in self.parameters() if not one.is_meta), None)
         for name, clip in self.clips().items():
             if clip.is_meta and device is not None:
-                made = nn.Parameter(torch.empty(clip.shape, device=device), requires_grad=clip.requires_grad)
-                self.declared[name].initialise(made)
                 holder, last = self._holder(name)
-                holder.register_parameter(last, made)
+                holder.register_parameter(last, _made(self.declared[name], device, clip.requires_grad))
+
+    def _fit_clips(self, program: Program, parameters: dict[str, torch.Tensor]) -> list[str]:
+        """Make clips anew in `parameters`, those that `program` reads, where their weights have other numbers of rows
+        now, as after tokens were added; the names of these weights.
+
+        Raises:
+            ValueError: a parameter has a shape that no program of this module is for.
+        """
+        resized = []
+        for virtual in program.parameters:
+            name, declared, found = virtual.name, virtual.declared, parameters[virtual.name]
+            if found.shape == virtual.shape:
+                continue
+            if declared.kind not in CLIPS:
+                raise ValueError(
+                    f"{self.state_name(name)} of this {type(self).__name__} is {list(found.shape)}, but was "
+                    f"{list(virtual.shape)} when the layer was made or converted; make it anew, or call "
+                    "lsq.revert(model) before sizes change and lsq.convert(model) afterwards"
+                )
+            self.declared |= {one.name: one.declared for one in program.parameters}
+            holder, last = self._holder(name)
+            parameters[name] = _made(declared, found.device, found.requires_grad)
+            holder.register_parameter(last, parameters[name])
+            resized += [one.name for one in program.parameters if one.declared.clip == name]
+        return resized
 
     # Limits
 
@@ -223,11 +254,20 @@ class ClippedModule(nn.Module):
 
     # Whatever may change weights drops the kept codes, and so does a copy
 
+    def _let_go(self) -> None:
+        """Parameters are about to be others: loaded, moved or swapped (torch.utils.swap_tensors)."""
+        self._drop_codes()
+        self._forget_clips()
+        shards.forget(self)
+        swapped = torch.__future__.get_swap_module_params_on_conversion()
+        for parameter in self.parameters():
+            if swapped or shards.is_shard(parameter):
+                upkeep.drop(parameter)
+
     def _drop_codes(self) -> None:
         self.codes.clear()
-        for name, declared in self.declared.items():
-            if declared.clip is not None:
-                upkeep.withdraw(self.own_parameter(name))
+        for parameter in self.every_parameter():
+            upkeep.withdraw(parameter)
 
     def __getstate__(self):
         self.limit_clip_steps()  # the copy does not know where clips were
@@ -238,26 +278,30 @@ class ClippedModule(nn.Module):
         replicas.watch(self)
 
     def train(self, mode: bool = True):
-        if mode != self.training:
+        if not (mode and self.training):
             self._drop_codes()
         self.limit_clip_steps()
         upkeep.limit_shards(shards.settle(self))
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *arguments, **options):
-        self._drop_codes()
         self.limit_clip_steps()
-        self._forget_clips()  # they may move to another device
-        shards.forget(self)
-        for parameter in filter(shards.is_shard, self.parameters()):
-            upkeep.drop(parameter)
-        clips = set(map(id, self.clips().values()))
+        self._let_go()
+        clips = [one for clip in self.clips().values() for one in (clip, clip.grad) if one is not None]
+        stay = set(map(id, clips))
 
         def applied(tensor: torch.Tensor) -> torch.Tensor:
             made = fn(tensor)
-            return tensor.to(made.device) if id(tensor) in clips and made.dtype != tensor.dtype else made
+            return tensor.to(made.device) if id(tensor) in stay and made.dtype != tensor.dtype else made
 
         super()._apply(applied, *arguments, **options)
         if not self.schedule.begun:  # `to_empty` leaves anything in them
             self._start_clips()
         return self
+
+
+def _made(declared: Parameter, device: torch.device | None, trained: bool = True) -> nn.Parameter:
+    """A parameter that a program declares, with first values; float32, whatever PyTorch's default is."""
+    made = nn.Parameter(torch.empty(declared.shape, dtype=torch.float32, device=device), requires_grad=trained)
+    declared.initialise(made)
+    return made

@@ -29,14 +29,16 @@ class Head(InPlace):
     def take_place(self, quant: QuantConfig, path: str) -> None:
         quant = quant.at(path, *ALONE)
         self.begin(quant)
-        multiple = DIMENSION_MULTIPLE if quant.coded else 1
-        padded = -(-self.out_features // multiple) * multiple
-        self.vocabulary = programs.Vocabulary(words=self.out_features, hidden=self.in_features, padded=padded)
         self.declare(partial(programs.vocabulary_logits, quant, 1, self.vocabulary), measure=False)
         for clip in self.clips().values():
             clip.requires_grad_(self.weight.requires_grad)
 
-    STATE = (*InPlace.STATE, "vocabulary")
+    @property
+    def vocabulary(self) -> programs.Vocabulary:
+        """Of the weight that there is now: tokens may have been added."""
+        words, hidden = self.weight.shape
+        multiple = DIMENSION_MULTIPLE if self.quant.coded else 1
+        return programs.Vocabulary(words=words, hidden=hidden, padded=-(-words // multiple) * multiple)
 
     def prunable(self) -> list[str]:
         """Projections onto a vocabulary stay dense."""
@@ -46,18 +48,18 @@ class Head(InPlace):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = result_dtype(x)
         if self.training and torch.is_grad_enabled() and x.numel():
-            return Logits(self, x, self.out_features, dtype)
+            return Logits(self, x, len(self.weight), dtype)
         if not x.numel():
             return self.reached(functional.linear(x, self.weight.to(x.dtype)).to(dtype))
-        rows = self.logits(x.reshape(-1, self.in_features))
-        return rows.view(*x.shape[:-1], self.out_features).to(dtype)
+        rows = self.logits(x.reshape(-1, x.shape[-1]))
+        return rows.view(*x.shape[:-1], len(self.weight)).to(dtype)
 
     @beside_the_graph
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Floats [M, H] -> float32 [M, V]."""
         program = programs.vocabulary_logits(self.quant, len(rows), self.vocabulary, self.mode(rows))
         (found,) = self.execute(program, {"x": rows})
-        return found[:, : self.out_features].contiguous()
+        return found[:, : len(self.weight)].contiguous()
 
     @beside_the_graph
     def loss(
@@ -68,7 +70,7 @@ class Head(InPlace):
         Raises:
             ValueError: a target lies outside the vocabulary and is not `ignore` (on a GPU the loss is NaN then).
         """
-        words, counted = self.out_features, target != ignore
+        words, counted = len(self.weight), target != ignore
         count = counted.sum()
         if target.device.type == "cpu":
             rows, target = self._chosen(rows, target, counted, int(count))
@@ -96,8 +98,8 @@ class Head(InPlace):
             rows, target = rows.index_select(0, index), target.index_select(0, index)
         if count:
             low, high = (int(one) for one in torch.aminmax(target))
-            if low < 0 or high >= self.out_features:
-                raise ValueError(f"targets lie between {low} and {high}; the vocabulary has {self.out_features} words")
+            if low < 0 or high >= len(self.weight):
+                raise ValueError(f"targets lie between {low} and {high}; the vocabulary has {len(self.weight)} words")
         exact = self.calibration_due() and rehearsal.active() is None  # what fills up must not be measured
         if count in (0, counted.numel()) or exact:
             return rows, target

@@ -14,7 +14,7 @@ class InPlace(ProgramModule):
     New are its clips. A state dict of what it was is a whole one: the next pass measures the clips.
     """
 
-    takes_float_states = watches_weights = True
+    takes_float_states = True
     float_class: type[nn.Module]
     """What it takes the place of."""
 
@@ -38,7 +38,12 @@ class InPlace(ProgramModule):
             del self._parameters[self.state_name(name)]
         for name in self.STATE:
             self.__dict__.pop(name, None)
-        self.__class__ = self.float_class
+        if "parametrizations" in self._modules:  # torch.nn.utils.parametrize has made a class of ours
+            attributes = vars(type(self)).items()
+            kept = {name: one for name, one in attributes if name not in ("__dict__", "__weakref__")}
+            self.__class__ = type(f"Parametrized{self.float_class.__name__}", (self.float_class,), kept)
+        else:
+            self.__class__ = self.float_class
 
     def __reduce_ex__(self, protocol):
         for kind in type(self).__mro__:

@@ -6,6 +6,7 @@ import functools
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from lsq.config import QuantConfig, check_dimension
 from lsq.layers import programs
@@ -34,8 +35,8 @@ class Projection(InPlace):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs."""
-        raise NotImplementedError
+        """Inputs and outputs, of the weight that there is now."""
+        return tuple(self.weight.shape) if self.by_inputs else tuple(self.weight.shape[::-1])
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.begin(quant.at(path, *ALONE))
@@ -44,22 +45,30 @@ class Projection(InPlace):
             clip.requires_grad_(self.weight.requires_grad)
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
+        for name, size in zip(("inputs", "outputs") if self.quant.coded else (), self.sizes, strict=False):
+            check_dimension(name, size)
         rounded = self.quant.coded and self.quant.backward == "int8"
         if not (mode.backend.either_border and rounded and FLOATS.issuperset(dtypes)):
             dtypes = (torch.float32,) * 3
         return programs.linear(
-            self.quant, rows, *self.sizes, mode, bias=self._parameters["bias"] is not None, by_inputs=self.by_inputs,
+            self.quant, rows, *self.sizes, mode, bias=self.bias is not None, by_inputs=self.by_inputs,
             dtypes=dtypes,
         )  # fmt: skip
 
     def mode(self, *inputs: torch.Tensor) -> Mode:
         mode = super().mode(*inputs)
-        leaves = {"x": inputs[0], **self._parameters}
-        wanted = frozenset(name for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad)
+        leaves = {"x": inputs[0], **{name: self.own_parameter(name) for name in self.declared}}
+        wanted = frozenset(name for name, leaf in leaves.items() if leaf.requires_grad)
         return dataclasses.replace(mode, wanted=wanted) if mode.backward else mode
 
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "parametrizations" in self._modules:  # a pass asks for parameters several times
+            with parametrize.cached():
+                return self._pass(x)
+        return self._pass(x)
+
+    def _pass(self, x: torch.Tensor) -> torch.Tensor:
         inputs, outputs = self.sizes
         if self.schedule.fallen:
             return held(self._in_floats(x), self.clips().values())
@@ -98,19 +107,11 @@ class QuantizedLinear(Projection, nn.Linear):
             self.register_parameter("bias", None)
         self.declare(lambda mode: programs.linear(self.quant, 1, inputs, outputs, mode, bias=bias))
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.in_features, self.out_features
-
 
 class ByInputs(Projection):
     """Of a layer with a weight [nx, nf]: the Conv1D of transformers. Its class is `by_inputs_of(that class)`."""
 
     by_inputs = True
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.nx, self.nf
 
 
 def by_inputs_of(float_class: type[nn.Module]) -> type[InPlace]:

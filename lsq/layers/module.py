@@ -42,8 +42,6 @@ class ProgramModule(ClippedModule):
         "step_memory",
     )  # fmt: skip
     """Its attributes beside those of nn.Module."""
-    watches_weights = False
-    """Whether others may change weights where PyTorch does not count it, through `.data`."""
     takes_float_states = False
     """Whether a state dict without clips is complete: they are measured in the next pass."""
 
@@ -110,15 +108,14 @@ class ProgramModule(ClippedModule):
             self._place_clips()
         if self.quant.quantized and self.training:
             self.limit_clip_steps()
+        parameters = self._parameters_of(program)
+        replaced = self._fit_clips(program, parameters) + ([] if trained else self._check_codes(program))
         if calibrating and not self.schedule.calibrated:
             shards.measures_first(self)
-        if weights_due:
-            self._measure_weights(calibration, again=self.schedule.begun)
+        if weights_due or replaced:
+            self._measure_weights(calibration, again=self.schedule.begun, anew=replaced, all=weights_due)
         key = self._random_key(program, inputs, target)
-        parameters = self._parameters_of(program)
-        codes = self.codes.of(
-            program, parameters, target, every=self.every_parameter(), training=trained, watched=self.watches_weights,
-        )  # fmt: skip
+        codes = self.codes.of(program, parameters, target, training=trained, sources=self.sources)
         tensors = {**parameters, **inputs, "random_key": key, **codes}
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
@@ -192,6 +189,21 @@ class ProgramModule(ClippedModule):
         trained = sorted((one for one in self.every_parameter() if one.requires_grad), key=torch.Tensor.numel)
         return key_of(next(iter(inputs.values())), *trained[-1:])  # another one after each update
 
+    def _check_codes(self, program: Program) -> list[str]:
+        """Forget codes of weights that have changed in eval mode; names of those that got other values without a clip.
+
+        So does who loads weights by `copy_`. Clips that an optimizer or a user has frozen beside weights stay.
+        """
+        rows, replaced = max((one.shape[0] for one in program.inputs if one.shape), default=1), []
+        for virtual in program.weights.values():
+            if virtual.written:
+                name, clip = virtual.values.name, self.own_parameter(virtual.clip.name)
+                parts = self.sources(name)
+                written = self.codes.check(name, parts, clip, rows)
+                if written and (clip.requires_grad or not any(part.requires_grad for part in parts)):
+                    replaced.append(name)
+        return replaced if self.quant.weight_init != "fixed" and self.schedule.begun else []
+
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""
         return self.schedule.activations_due(training=True)
@@ -236,9 +248,7 @@ class ProgramModule(ClippedModule):
         for name in clips:
             if name in state_dict:
                 quant.check_clip(shards.local(state_dict[name]), name)
-        self._drop_codes()
-        self._forget_clips()
-        shards.forget(self)
+        self._let_go()
         upgrade(state_dict, prefix, self.declared)
         if self.weight_masks is not None:
             self.weight_masks.load(self, state_dict, prefix)

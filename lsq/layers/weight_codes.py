@@ -1,7 +1,7 @@
 """Codes of the weights of a module: made anew for a training pass, or kept while nothing changes."""
 
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,58 +12,82 @@ from lsq.ops.grouped_weight import pack_weight
 from lsq.ops.rounding import RoundWeight
 from lsq.program import upkeep
 from lsq.program.program import Program
+from lsq.program.stamp import Stamp, checksum
 from lsq.program.values import Weight
 from lsq.quant import WeightFormat
 from lsq.quant.numbers import ScaledFormat
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The codes of one weight."""
+
+    made: dict[str, torch.Tensor]
+    """By the names of the programs' inputs."""
+    owner: tuple[int, int]
+    """Ids of weight and clip."""
+    made_from: tuple[Stamp, Stamp] | None
+    """In eval mode: what the weight and its clip were."""
+
+
 class WeightCodes:
-    """Those of one module. In eval mode they are kept until a parameter changes.
+    """Those of one module. In eval mode they are kept until a weight or its clip changes (lsq.program.stamp).
 
     In training mode their memory is written again for the same parameters alone: an earlier pass with others, such as
     those of torch.func.functional_call, may still await its backward pass. Where the optimizer has made the codes of
     the weights as they are (lsq.optim.Adam), nothing is written.
-
-    Attributes:
-        kept: by the names of the programs' inputs.
     """
 
-    def __init__(self, sums: dict[str, torch.Tensor] | None = None):
+    def __init__(self, sums: dict[str, int | None] | None = None):
         """`sums`: those of another, of the same weights."""
-        self.kept: dict[str, torch.Tensor] = {}
-        self._made_from: tuple = ()
-        self._owners: dict[str, tuple[int, int]] = {}
+        self._weights: dict[str, Kept] = {}
+        """By the names of the weights."""
         self._sums = dict(sums or {})
-        self._probes: list[torch.Tensor] = []
+
+    @property
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What there is, by the names of the programs' inputs."""
+        return {name: tensor for one in self._weights.values() for name, tensor in one.made.items()}
 
     def __reduce__(self):
         return WeightCodes, (self._sums,)  # a copy of a module makes its own codes
 
     def clear(self) -> None:
         """They are of no use any more."""
-        self.kept.clear()
+        self._weights.clear()
 
     def changed(self, name: str, values: torch.Tensor) -> bool:
-        """Whether rows of a weight hold other values than when this was asked last; versions miss what FSDP2 gathers.
+        """Whether a weight holds other values than when this was asked last; versions miss what FSDP2 gathers.
 
-        Values that change places within a row count for nothing, nor do they for its clip. On other devices than the
-        CPU always, since the answer would have to be waited for.
+        On other devices than the CPU always, since the answer would have to be waited for.
+        """
+        before, self._sums[name] = self._sums.get(name), checksum(values)
+        return before is None or before != self._sums[name]
+
+    def check(self, name: str, parts: Sequence[torch.Tensor], clip: torch.Tensor, rows: int) -> bool:
+        """Forget what is kept of a weight if it has changed; whether its values have, but not its clip.
 
         Args:
             name: of the weight.
-            values: [R, N], a row for each clip, if there are several.
+            parts: the parameters that it is made of.
+            clip: of it.
+            rows: of the pass that asks.
         """
-        if values.device.type != "cpu":
-            return True
-        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-        before, self._sums[name] = self._sums.get(name), values.detach().view(bits).sum(1, dtype=torch.int64)
-        return before is None or not torch.equal(before, self._sums[name])
+        kept = self._weights.get(name)
+        if kept is None or kept.made_from is None:
+            return False
+        weight, of_clip = kept.made_from
+        as_before = of_clip.holds([clip])
+        if as_before and weight.holds(parts, rows=rows):
+            return False
+        self._weights.pop(name, None)
+        return as_before and not weight.same_values(parts)
 
     @torch.inference_mode(False)  # what is kept may be needed where gradients are
     @torch.no_grad()
     def of(
-        self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *,
-        every: Iterable[nn.Parameter], training: bool, watched: bool = False,
+        self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *, training: bool,
+        sources: Callable[[str], Sequence[torch.Tensor]],
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Codes and scale of every weight of `program`, by the names of its inputs.
 
@@ -71,44 +95,39 @@ class WeightCodes:
             program: about to run.
             parameters: its parameters by name, whose codes are wanted.
             place: where it runs.
-            every: all parameters of the module; when one of them changes in eval mode, nothing kept is right any more.
-            training: whether the module is trained, so that its weights change with every pass.
-            watched: some values of every weight are compared (on the CPU), since others change them through `.data`.
+            training: whether the module is trained, so that its weights change with every pass. Else what is kept is
+                right, since `check` has looked at it.
+            sources: the parameters that a weight is made of, by its name.
         """
-        made_from = () if training else tuple(
-            (weakref.ref(tensor.untyped_storage()), tensor.data_ptr(), tensor._version) for tensor in every
-        )
-        probes = [] if training or not watched else [
-            one for virtual in program.weights.values() if virtual.written
-            for one in upkeep.probe(parameters[virtual.values.name], parameters[virtual.clip.name])
-        ]  # fmt: skip
-        unchanged = made_from == self._made_from and all(map(torch.equal, self._probes, probes))
-        kept, codes, lasting = self.kept if unchanged else {}, {}, {}
+        codes, lasting = {}, {}
         for virtual in program.weights.values():
             if not virtual.written:
                 continue
-            values, clip = parameters[virtual.values.name], parameters[virtual.clip.name]
-            lasts = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
-            owner = id(values), id(clip)
-            mine = not training or owner == self._owners.get(virtual.values.name)
-            made = {tensor.name: kept.get(tensor.name) if mine else None for tensor in virtual.written}
+            name = virtual.values.name
+            values, clip, parts = parameters[name], parameters[virtual.clip.name], sources(name)
+            kept, owner = self._weights.get(name), (id(values), id(clip))
+            made_from = None if training or kept is None else kept.made_from
+            mine = kept is not None and (kept.owner == owner if training else made_from is not None)
+            made = {tensor.name: kept.made.get(tensor.name) if mine else None for tensor in virtual.written}
+            alone = isinstance(values, nn.Parameter)  # else it is made of several, for this pass
             if training or None in made.values():
                 _allocate(virtual, made, place)
                 tensors = {**parameters, **made}
                 weight = virtual.bind(
                     lambda tensor, tensors=tensors: tensors[tensor.name].detach().to(tensor.dtype).contiguous()
                 )
-                if not (training and lasts and upkeep.current(values, clip, weight)):
+                if not (training and alone and upkeep.current(values, clip, weight)):
                     _make(weight, place)
                     coded = weight.codes is not None
-                    if training and lasts and coded and not weight.by_inputs:  # others no optimizer rounds
+                    if training and alone and coded and not weight.by_inputs:  # others no optimizer rounds
                         upkeep.offer(values, clip, weight.bare())
             codes |= made
-            if lasts:
-                lasting |= made
-                self._owners[virtual.values.name] = owner
-        self._probes = [one.clone() for one in probes]
-        self.kept, self._made_from = kept | lasting, made_from  # when they are whole: other threads may look
+            if not training and all(isinstance(part, nn.Parameter) for part in parts):
+                made_from = made_from or (Stamp(parts), Stamp([clip]))
+            if alone or made_from:
+                before = kept.made if mine else {}
+                lasting[name] = Kept({**before, **made}, owner, made_from)
+        self._weights = self._weights | lasting  # when they are whole: other threads may look
         return codes
 
 
@@ -137,6 +156,6 @@ def rounded_values(
     if isinstance(form, WeightFormat):
         stored, scale = form.encode(rows, clip)
         return form.unpack(stored, rows.shape[1]) * scale[:, None]
-    weight = Weight(format=form, values=rows, clip=clip, decoded=torch.empty(rows.shape, device=rows.device))
+    weight = Weight(format=form, values=rows, clip=clip, decoded=torch.empty_like(rows))
     place.run(decode_weight(weight))
     return weight.decoded

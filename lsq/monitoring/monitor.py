@@ -169,7 +169,8 @@ class Monitor:
         self.readings = {}
         if watched:
             seen = [found.get(module, Reading()).values() for module in watched]
-            table = torch.tensor([[values.get(kind, math.inf) for kind in QUANTITIES] for values in seen])
+            rows = [[values.get(kind, math.inf) for kind in QUANTITIES] for values in seen]
+            table = torch.tensor(rows, dtype=torch.float32)
             device = next(self._model.parameters()).device
             for name, row in zip(watched.values(), least_of_all(table.to(device), self._group).tolist(), strict=True):
                 values = {kind: value for kind, value in zip(QUANTITIES, row, strict=True) if value < math.inf}

@@ -46,7 +46,7 @@ def scalars(
     return torch.tensor([
         learning_rate * correction / (1 - betas[0] ** step), 1 - betas[0], 1 - betas[1],
         epsilon * (correction if torch_epsilon else 1.0), learning_rate * weight_decay,
-    ], device="cpu")  # fmt: skip
+    ], dtype=torch.float32, device="cpu")  # fmt: skip
 
 
 class Adam(Operation):
@@ -57,7 +57,7 @@ class Adam(Operation):
     """
 
     weight: In[Floats]
-    """[N, K] where codes are wanted, else of any shape."""
+    """Of any shape; [N, K] where codes are wanted."""
     gradient: In[Floats]
     first: In[Floats]
     """Moment."""

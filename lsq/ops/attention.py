@@ -47,8 +47,8 @@ class Attention(Operation):
 
     def reference(self):
         heads = self.heads
-        context = torch.zeros(heads.rows, heads.count * heads.width)
-        log_sum = torch.full((heads.rows, heads.count), -math.inf)
+        context = torch.zeros(heads.rows, heads.count * heads.width, dtype=torch.float32)
+        log_sum = torch.full((heads.rows, heads.count), -math.inf, dtype=torch.float32)
         for one in heads.of_sentences():
             context[one.queries] = rows_of(one.dropped(one.probabilities) @ (one.v * one.v_scale))
             log_sum[one.queries] = one.log_sum.T
@@ -105,7 +105,7 @@ class AttentionGradient(Operation):
 
     def reference(self):
         heads = self.heads
-        sums = [torch.zeros(rows, one.columns) for one, rows, _ in self._sides]
+        sums = [torch.zeros(rows, one.columns, dtype=torch.float32) for one, rows, _ in self._sides]
         dbias = None if heads.bias is None else torch.zeros_like(heads.bias.table)
         for one in heads.of_sentences():
             upstream = heads.split(self.dcontext[one.queries])

@@ -40,7 +40,7 @@ class CachedAttention(Operation):
     lists: In[Indices]
     """[L, C], places in the cache, in any order."""
     lengths: In[Indices]
-    """[L], of each list."""
+    """Of each list: [L], or more."""
     owned: In[Indices]
     """[R], the list that each row has."""
     appends: bool
@@ -72,7 +72,7 @@ class CachedAttention(Operation):
             for row, places in enumerate(lists):
                 if len(places):
                     cache[places[-1]] = self.queries.codes[row, hidden:]
-        context = torch.zeros(self.rows, hidden)
+        context = torch.zeros(self.rows, hidden, dtype=torch.float32)
         share = torch.tensor(self.width**-0.5, dtype=torch.float32)
         for row, places in enumerate(lists):
             query = self.queries.codes[row, :hidden].view(self.heads, 1, self.width).float()

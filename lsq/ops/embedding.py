@@ -101,7 +101,8 @@ class EmbedGradient(Operation):
         kept = self.tokens != self.padding
 
         def scatter(indices, rows, factor):
-            return torch.zeros(rows, self.columns).index_add_(0, indices[kept], gradient[kept] * factor)
+            found = torch.zeros(rows, self.columns, dtype=torch.float32)
+            return found.index_add_(0, indices[kept], gradient[kept] * factor)
 
         dtable = None if self.dtable is None else scatter(self.places, self.positions, 1.0)
         return scatter(self.tokens, self.vocabulary, self.scale), dtable

@@ -252,7 +252,7 @@ class RoundAtRandom(Operation):
         ]  # fmt: skip
 
     def reference(self):
-        ones = torch.ones(self.columns)
+        ones = torch.ones(self.columns, dtype=torch.float32)
         codes, scale = arithmetic.round_rows(self.x.float(), ones, self.key, self.subsequence, self.form.largest)
         return (codes.float() * scale[:, None],)
 

@@ -122,7 +122,7 @@ class GroupedProduct(Operation):
             )
 
     def reference(self):
-        out = torch.zeros(self.out.shape)
+        out = torch.zeros(self.out.shape, dtype=torch.float32)
         for number, first in enumerate(range(0, self.inner, self.a.group)):
             of_group = slice(first, first + self.a.group)
             sums = self.a.codes[:, of_group].double() @ self.b.codes[:, of_group].double().t()

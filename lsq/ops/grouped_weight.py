@@ -20,13 +20,13 @@ from lsq.program.values import Weight
 def pack_weight(weight: Weight, run: Callable[[Operation], None]) -> None:
     """Write weight.grouped, of values and clip, on the CPU; `run` runs an operation there."""
     rows, columns = shape = weight.values_by_rows.shape
-    encoding = decode_weight(dataclasses.replace(weight, decoded=torch.empty(shape)))
+    encoding = decode_weight(dataclasses.replace(weight, decoded=torch.empty(shape, dtype=torch.float32)))
     codes = torch.empty(shape, dtype=torch.int8)
-    scale = torch.empty(rows, weight.format.grain.grid(shape)[1])
+    scale = torch.empty(rows, weight.format.grain.grid(shape)[1], dtype=torch.float32)
     encoding.coded = GroupedCodes(codes=codes, scale=scale, group=weight.group)
     run(encoding)
-    nothing = GroupedCodes(codes=codes[:0], scale=torch.empty(1, 1), group=weight.group)
-    product = GroupedProduct(a=nothing, b=encoding.coded, out=torch.empty(0, rows))
+    nothing = GroupedCodes(codes=codes[:0], scale=torch.empty(1, 1, dtype=torch.float32), group=weight.group)
+    product = GroupedProduct(a=nothing, b=encoding.coded, out=torch.empty(0, rows, dtype=torch.float32))
     if columns:
         loader.call("lsq_pack_grouped", product, aligned(weight.grouped))
 

@@ -132,7 +132,7 @@ class Heads(Value):
             return None
         row, head = torch.arange(queries.start, queries.stop)[:, None], torch.arange(self.count)[:, None, None]
         element = (row * self.count + head) * KEYS + torch.arange(scores.shape[2])
-        return self.dropout.apply(torch.ones(element.shape), element)
+        return self.dropout.apply(torch.ones(element.shape, dtype=torch.float32), element)
 
     def columns_of(self, one: Projected) -> slice:
         """Where all heads stand."""

@@ -92,7 +92,7 @@ class ProjectInputGradient(Operation):
         return PART_ROWS
 
     def reference(self):
-        dx, dclip = self._product(), torch.zeros(1)
+        dx, dclip = self._product(), torch.zeros(1, dtype=torch.float32)
         dx = dx if self.joined is None else dx + self.joined
         if self.x is not None:
             dx, dclip = self.x.straight_through(dx)

@@ -25,7 +25,7 @@ class PackedWeight(Value):
     """Codes [P, K] as tiles, and their scales."""
 
     tiles: Bytes
-    """[tiles.packed_bytes(P, K)], or less if sparse; aligned to 64 bytes."""
+    """Of tiles.packed_bytes(P, K) bytes, or less if sparse; aligned to 64 bytes."""
     scale: Floats
     """[P]"""
     inner: int

@@ -39,7 +39,7 @@ class Project(Operation):
     x: In[Rows]
     """[M, K]"""
     weight: In[Weight]
-    """[P, K]; its values are multiplied in float mode. On CUDA it may be stored as int4."""
+    """[P, K], or [P, (K + 31) // 32 * 17] as int4 on CUDA; its values are multiplied in float mode."""
     groups: In[GroupedCodes] | None
     """[M, K], x again, for what is multiplied where the weight is grouped: on the CPU, without a backward pass."""
     bias: In[Floats] | None

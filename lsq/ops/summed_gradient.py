@@ -37,7 +37,7 @@ class SummedGradient(Value):
 
     def encode(self, gradient: torch.Tensor, coded: Coded | None) -> tuple:
         """Reference: what the written fields hold of the gradient [M, C] of codes * scale, or of floats."""
-        clip = torch.zeros(1)
+        clip = torch.zeros(1, dtype=torch.float32)
         if coded is not None:
             gradient, clip = coded.straight_through(gradient)
         rounded = self.rounded.encode(gradient) if self.rounded is not None else (None, None)

@@ -51,7 +51,7 @@ class ProjectWeightGradient(Operation):
     x: In[Rows]
     """[M, K]"""
     weight: In[Weight]
-    """[N, K]; in float mode it has no codes."""
+    """[P, K]; in float mode it has no codes."""
     key: In[Indices] | None
     """[1]; with `subsequence`, of the random numbers under backward="int8"."""
     subsequence: int = 0

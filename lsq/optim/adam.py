@@ -124,7 +124,7 @@ class Adam(Optimizer):
         prepared, _ = self._prepared()
         if any(updates.sharded for updates in prepared):
             raise ValueError("the gradients are shards of FSDP2; clip them by torch.nn.utils.clip_grad_norm_")
-        norms = [updates.norm() for updates in prepared] or [torch.zeros(1, device="cpu")]
+        norms = [updates.norm() for updates in prepared] or [torch.zeros(1, dtype=torch.float32, device="cpu")]
         place = norms[0].device
         norm = torch.cat([norm.to(place) for norm in norms]).norm() * _on(place, self.gradient_factor)
         if aggregate is not None:
@@ -172,7 +172,8 @@ class Adam(Optimizer):
                 upkeep.take(self, found.parameters)
                 self._updates[device] = Updates(self.backend or for_device(device), found, len(rows))
             self._updates[device].put(found)
-        numbers = torch.stack([self._numbers(*each) for each in rows]) if rows else torch.empty(0, device="cpu")
+        found = [self._numbers(*each) for each in rows]
+        numbers = torch.stack(found) if found else torch.empty(0, dtype=torch.float32, device="cpu")
         return [self._updates[device] for device in members], numbers
 
     def _numbers(self, number: int, step: int) -> Tensor:

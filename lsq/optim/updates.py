@@ -57,6 +57,8 @@ def rounded(parameter: Tensor) -> Weight | None:
     clip = kept.clip and kept.clip()
     if clip is None or kept.rounded.format.packed or kept.rounded.codes.device != parameter.device:
         return None
+    if kept.rounded.codes.shape[1:] != parameter.shape[1:] or len(clip) not in (1, len(parameter)):
+        return None  # it has another size by now
     return replace(kept.rounded, clip=clip.detach())
 
 
@@ -151,7 +153,7 @@ class Updates:
 
     def run(self, numbers: Tensor, factor: float | Tensor) -> None:
         """Step under numbers [rows, NUMBERS] with gradients times `factor`, and let go of them."""
-        host = torch.zeros(len(self._given), ROW, device="cpu")
+        host = torch.zeros(len(self._given), ROW, dtype=torch.float32, device="cpu")
         host[:-1, :NUMBERS] = numbers
         host[-1, 0] = 1.0 if isinstance(factor, Tensor) else factor
         self._upload(host, self._given)

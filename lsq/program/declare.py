@@ -184,10 +184,13 @@ class Declared:
         """The struct, as C++ reads it.
 
         Raises:
-            ValueError: a tensor is not contiguous, or has another dtype than was declared, or something is missing.
+            ValueError: a tensor is not contiguous, or has another dtype or shape than was declared, or something is
+                missing.
         """
         words: list = []
-        self._add_words(words, address, ())
+        shapes: list = []
+        self._add_words(words, shapes, address, ())
+        check_shapes(type(self), tuple(shapes))
         return _layout(type(self)).pack(*words)
 
     @functools.cached_property
@@ -195,23 +198,26 @@ class Declared:
         """The struct in memory (lsq.csrc.loader.words), with the addresses of now; a prepared pass puts in others."""
         return loader.words(self.pack())
 
-    def _add_words(self, words: list, address: Callable, holders: tuple["Declared", ...]) -> None:
+    def _add_words(self, words: list, shapes: list, address: Callable, holders: tuple["Declared", ...]) -> None:
         for field in self.fields:
             value = getattr(self, field.name)
             dtypes = KINDS.get(field.kind)
             if dtypes is None:
                 if isinstance(value, Declared):
-                    value._add_words(words, address, (*holders, self))
+                    value._add_words(words, shapes, address, (*holders, self))
                 elif value is not None:
                     words.append(value)
                 elif field.optional:
                     words.extend(_zeros(_DECLARED[field.kind]))
+                    shapes.extend([None] * len(_DECLARED[field.kind].leaves()))
                 else:
                     raise ValueError(f"{_path(holders, self)}.{field.name} is None; it must be a {field.kind}")
             elif value is None and field.optional:
                 words.append(0)
+                shapes.append(None)
             elif isinstance(value, torch.Tensor) and value.dtype in dtypes and value.is_contiguous():
                 words.append(address(value) or NOWHERE)
+                shapes.append(value.shape)
             else:
                 _refuse(value, dtypes, f"{_path(holders, self)}.{field.name}")
 
@@ -270,3 +276,75 @@ def address_words(cls: type) -> dict[tuple[str, ...], int]:
 def _zeros(cls: type) -> tuple[int, ...]:
     return _layout(cls).unpack(bytes(_layout(cls).size))
 
+
+@functools.lru_cache(maxsize=4096)
+def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) -> None:
+    """Refuse tensors of other shapes than the docstrings of their fields state; None stands for one that is missing.
+
+    A name of a size means the same in all fields of one declaration.
+
+    Raises:
+        ValueError: a tensor does not fit the others.
+    """
+    stated = sorted(_stated(cls, shapes), key=_choices)  # those first that leave no choice
+    farthest = 0
+
+    def fit(number: int, known: dict[tuple[str, ...], dict[str, int]]) -> bool:
+        nonlocal farthest
+        farthest = max(farthest, number)
+        if number == len(stated):
+            return True
+        space, _, shape, allowed = stated[number]
+        found = (_sizes(sizes, shape, known.get(space, {})) for sizes in allowed)
+        return any(one is not None and fit(number + 1, {**known, space: one}) for one in found)
+
+    if not fit(0, {}):
+        _, name, shape, allowed = stated[farthest]
+        wanted = " or ".join(f"[{', '.join(sizes)}]" for sizes in allowed)
+        given = ", ".join(dict.fromkeys(f"{name} {list(shape)}" for _, name, shape, _ in stated))
+        raise ValueError(f"{cls.__name__}.{name} is {list(shape)}; it must be {wanted}, where there are {given}")
+
+
+Shapes = tuple[tuple[str, ...], ...]
+_MATRIX = (), ("codes",), ("coded", "codes"), ("floats",)
+"""What the shape that is stated of a field is that of: the field itself, or a tensor in its value."""
+
+
+def _stated(cls: type[Declared], shapes: Sequence) -> Iterator[tuple[tuple[str, ...], str, Sequence[int], Shapes]]:
+    """(whose names of sizes they are, field, shape, allowed shapes) of each tensor of which something is stated."""
+    for leaf, shape in zip(cls.leaves(), shapes, strict=True):
+        holder: type[Declared] = cls
+        for depth, part in enumerate(leaf.path):
+            declared = declarations.declarations().get(holder.__name__)
+            field = next((one for one in declared.fields if one.name == part), None) if declared else None
+            if field is not None and field.shapes and shape is not None and leaf.path[depth + 1 :] in _MATRIX:
+                yield leaf.path[:depth], leaf.name, shape, field.shapes
+            holder = _DECLARED.get(field.kind) if field is not None else None
+            if holder is None:
+                break
+
+
+def _choices(stated: tuple) -> tuple[int, int]:
+    """How many shapes are allowed, and how many sizes in them are computed of others."""
+    allowed = stated[3]
+    return len(allowed), sum(not (name.isidentifier() or name.isdecimal()) for sizes in allowed for name in sizes)
+
+
+def _sizes(names: Sequence[str], shape: Sequence[int], known: dict[str, int]) -> dict[str, int] | None:
+    """What names of sizes mean, with those that are `known`; None where `shape` is another one."""
+    if "..." in names:
+        return known
+    if len(names) != len(shape):
+        return None
+    found = dict(known)
+    for name, size in zip(names, shape, strict=True):
+        if name.isidentifier():
+            wanted = found.setdefault(name, size)
+        else:
+            try:
+                wanted = eval(name, {"__builtins__": {}}, found)  # of declarations, which are code
+            except (NameError, SyntaxError):
+                continue
+        if wanted != size:
+            return None
+    return found

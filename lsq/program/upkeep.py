@@ -13,10 +13,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lsq.program import shards
+from lsq.program.stamp import Stamp
 from lsq.program.values import Weight
-
-PROBES = 61
-"""Values of a weight on the CPU that are compared, for changes that PyTorch does not count."""
 
 
 @dataclass(eq=False)
@@ -35,10 +33,8 @@ class Upkeep:
     """Of a weight: where its codes belong."""
     clip: weakref.ref | None = None
     """Of a weight: the parameter under which it is rounded."""
-    made_from: tuple = ()
+    made_from: Stamp | None = None
     """What weight and clip were when an optimizer wrote the codes."""
-    probe: tuple[torch.Tensor, ...] = ()
-    """Some values of what they were."""
 
 
 _kept: dict[int, Upkeep] = {}
@@ -97,38 +93,37 @@ def offer(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> None:
     _made.pop(rounded.codes.data_ptr(), None)
     kept = of(weight)
     if not _lie_at(kept, rounded) or kept.clip() is not clip:
-        kept.rounded, kept.clip, kept.made_from = rounded, weakref.ref(clip), ()
+        kept.rounded, kept.clip, kept.made_from = rounded, weakref.ref(clip), None
 
 
 def withdraw(weight: torch.Tensor) -> None:
     """The codes of `weight` are of no use any more."""
     if id(weight) in _kept:
         kept = of(weight)
-        kept.rounded, kept.clip, kept.made_from, kept.probe = None, None, (), ()
+        kept.rounded, kept.clip, kept.made_from = None, None, None
 
 
 def made(weight: torch.Tensor) -> None:
     """An optimizer has written the codes of `weight`."""
     kept = of(weight)
-    clip = kept.clip()
-    kept.made_from = (*_stamp(weight), *_stamp(clip))
+    kept.made_from = Stamp([weight, kept.clip()], exact=False)
     _made[kept.rounded.codes.data_ptr()] = kept
-    kept.probe = tuple(values.clone() for values in probe(weight, clip))
 
 
 def current(weight: torch.Tensor, clip: torch.Tensor, rounded: Weight) -> bool:
     """Whether `rounded` holds codes of `weight` under `clip` that an optimizer has made, and nothing changed since.
 
-    Changes are those that PyTorch counts, steps of other optimizers, and new memory. On the CPU clips and some weights
-    are compared as well, so that a change through `.data` of more than a few is noticed.
+    Changes are those that PyTorch counts, steps of other optimizers, new memory, and on the CPU whatever changes the
+    samples of a Stamp. Of memory that other processes write to, nobody knows.
     """
     kept = of(weight)
     return (
         _lie_at(kept, rounded)
         and _made.get(rounded.codes.data_ptr()) is kept
         and not _limited_later(of(clip))
-        and kept.made_from == (*_stamp(weight), *_stamp(clip))
-        and all(map(torch.equal, kept.probe, probe(weight, clip)))
+        and kept.made_from is not None
+        and kept.made_from.holds([weight, clip])
+        and not (weight.device.type == "cpu" and weight.is_shared())
     )
 
 
@@ -148,17 +143,6 @@ def _lie_at(kept: Upkeep, rounded: Weight) -> bool:
 
 def _addresses(rounded: Weight) -> list[int]:
     return [tensor.data_ptr() for tensor in rounded.written]
-
-
-def _stamp(parameter: torch.Tensor) -> tuple:
-    return weakref.ref(parameter.untyped_storage()), parameter.data_ptr(), parameter._version
-
-
-def probe(weight: torch.Tensor, clip: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of values all over a weight, and of its clips; nothing on a GPU, where comparing would wait."""
-    if weight.device.type != "cpu":
-        return ()
-    return weight.detach().flatten()[:: max(1, weight.numel() // PROBES)], clip.detach()
 
 
 def take(optimizer: Optimizer, parameters) -> None:
@@ -195,7 +179,7 @@ def _before_step(optimizer: Optimizer, *_) -> None:
         kept = _kept.get(id(parameter))
         if kept is None:
             continue
-        kept.made_from = ()
+        kept.made_from = None
         limits = kept.optimizer is not None and kept.optimizer() is optimizer
         if kept.limit and not limits:
             if shards.is_shard(parameter):

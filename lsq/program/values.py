@@ -19,7 +19,7 @@ class Coded(Value):
     scale: Floats
     """[1]; NaN where a rounded value was NaN."""
     clipped: Bits | None
-    """One bit an element: |x| > clip. Kept where there is a backward pass."""
+    """[(M * N + 7) // 8], one bit an element: |x| > clip. Kept where there is a backward pass."""
     error: Floats | None
     """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where clips learn by LSQ."""
     clip: In[Floats] | None
@@ -60,7 +60,7 @@ class Coded(Value):
     def straight_through(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference: `gradient` [M, N] before the rounding, and that of the clip [1]; all through where none learns."""
         if self.clipped is None:
-            return gradient, torch.zeros(1)
+            return gradient, torch.zeros(1, dtype=torch.float32)
         return arithmetic.straight_through(gradient, self.codes, self.clipped, self.error, bits=self.format.bits)
 
 
@@ -105,7 +105,7 @@ class Weight(Value):
 
     format: Host[WeightFormat | ScaledFormat | None]
     codes: Codes | None
-    """[P, K] where products read them, else as the format stores them; P at least N: rows beyond N hold 0."""
+    """[P, K] where products read them, [P, (K + 31) // 32 * 17] as int4; P at least N: rows beyond N hold 0."""
     scale: Floats | None
     """[P]"""
     values: In[Parameters] | None

@@ -134,20 +134,22 @@ def _search_anew(rows: Tensor, maximum: int) -> Tensor:
     largest = rows.amax(1, keepdim=True).clamp(min=SMALLEST_CLIP)
     rows = (rows / largest).float()
     clip = _octav_fixed_point(rows, maximum)
-    clip = _best_clip(rows, clip ** torch.linspace(1, 0, 33, device=rows.device), maximum)
-    clip = _best_clip(rows, clip * torch.linspace(1 / 2, 3 / 2, 33, device=rows.device), maximum)
-    clip = _best_clip(rows, clip * torch.linspace(31 / 32, 33 / 32, 65, device=rows.device), maximum)
+    floats = {"dtype": torch.float32, "device": rows.device}
+    clip = _best_clip(rows, clip ** torch.linspace(1, 0, 33, **floats), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(1 / 2, 3 / 2, 33, **floats), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(31 / 32, 33 / 32, 65, **floats), maximum)
     return (clip * largest).float().squeeze(1).clamp(min=SMALLEST_CLIP)
 
 
 def _search_near(rows: Tensor, before: Tensor, maximum: int) -> tuple[Tensor, Tensor]:
     """Clips [R] of rows [R, N] >= 0 near those `before` [R, 1], and bool [R]: whether the least error lies there."""
-    candidates = before * torch.linspace(11 / 16, 21 / 16, 11, device=rows.device)
+    floats = {"dtype": torch.float32, "device": rows.device}
+    candidates = before * torch.linspace(11 / 16, 21 / 16, 11, **floats)
     clip = _best_clip(rows, candidates, maximum)
     largest = rows.amax(1, keepdim=True)
     near = (candidates[:, :1] < clip) & (clip < candidates[:, -1:])
     near &= (clip <= 1.5 * largest) & (largest <= 2**16 * clip)
-    clip = _best_clip(rows, clip * torch.linspace(123 / 128, 133 / 128, 11, device=rows.device), maximum)
+    clip = _best_clip(rows, clip * torch.linspace(123 / 128, 133 / 128, 11, **floats), maximum)
     return clip.squeeze(1).clamp(min=SMALLEST_CLIP), near.squeeze(1)
 
 

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lsq
 from lsq.architectures.fused_layer import FusedLayer
@@ -276,6 +277,29 @@ def test_weights_changed_unseen_are_rounded_again(model):
     assert rounded()[1] == place
     layer.self_attn.o_proj.weight.data.mul_(0.5)
     torch.testing.assert_close(rounded()[0], 0.5 * first, rtol=0.1, atol=1e-3)
+
+
+@torch.no_grad()
+def write(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
+
+
+def test_what_another_process_writes_is_used(model):
+    model.eval().share_memory()
+    before = loss(model).item(), [one.detach().clone() for one in model.parameters()]
+    process = torch.multiprocessing.get_context("fork").Process(target=write, args=(model,))
+    process.start()
+    process.join(60)
+    assert all(torch.equal(one, 1.5 * then) for one, then in zip(model.parameters(), before[1], strict=True))
+    assert loss(model).item() != before[0]
+
+
+def test_pruning_inside_a_layer_is_refused(model):
+    prune.l1_unstructured(model.model.layers[0].self_attn.q_proj, "weight", 0.5)
+    with pytest.raises(ValueError, match=r"self_attn\.q_proj\.weight .* is gone: .*pruning.*lsq\.revert\(model\)"):
+        loss(model)
+    assert loss(lsq.revert(model)).isfinite()
 
 
 def test_attention_that_is_not_causal_is_not_fused():

@@ -137,3 +137,28 @@ def test_the_vocabulary_of_qwen_trains():
     assert abs(loss - right) < 0.01
     (found,) = torch.autograd.grad(loss, hidden)
     assert decibels(slope, found) > 10
+
+
+@pytest.mark.parametrize("words", [WORDS + 7, WORDS - 30, 40 * WORDS])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_are_added_and_taken_away(words, tied):
+    torch.manual_seed(1)
+    sizes = {**SHAPE, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=WORDS, tie_word_embeddings=tied, **sizes)
+    )
+    tokens = torch.randint(WORDS - 30, (2, 12), generator=torch.Generator().manual_seed(1))
+    plain = copy.deepcopy(model)
+    lsq.convert(model)
+    model.train()(tokens, labels=tokens).loss.backward()
+    model.zero_grad()
+    for one in (plain, model):
+        torch.manual_seed(2)
+        one.resize_token_embeddings(words, mean_resizing=False)
+    for training in (False, True):
+        found, wanted = (one.train(training)(tokens, labels=tokens).loss for one in (model, plain))
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-2)
+        found.backward()
+    assert model.model.embed_tokens.weight.grad.shape == (words, SHAPE["hidden_size"])
+    model.eval().generate(tokens[:, :4], max_new_tokens=2, do_sample=False)
+    assert decibels(plain.eval()(tokens).logits, model(tokens).logits) > 25

@@ -154,7 +154,8 @@ def test_a_projection_multiplies_decoded_values():
 
 
 def test_weights_are_decoded_once_in_eval_mode(monkeypatch):
-    layer = VocabularyProjection(21, 36, quant=QuantConfig(weight_format="nvfp4", activation_format="float32")).eval()
+    quant = QuantConfig(weight_format="nvfp4", activation_format="float32", weight_init="fixed")
+    layer = VocabularyProjection(21, 36, quant=quant).eval()
     x, runs = torch.randn(4, 36), []
     monkeypatch.setattr(FakeQuantize, "cpu", lambda self: (runs.append(self), self.store(self.reference())))
     first = layer(x)

@@ -9,6 +9,7 @@ import torch
 from lsq.config import QuantConfig
 from lsq.layers import QuantizedLinear, TransformerEncoderLayer
 from lsq.ops.rounding import RoundWeight
+from lsq.optim import Adam
 from tests.layers.shapes import HIDDEN, config_of
 
 
@@ -137,3 +138,76 @@ def test_a_training_follows_a_pass_in_inference_mode():
     y = layer(torch.ones(5, 16))
     y.sum().backward()
     assert torch.equal(y, expected) and layer.weight.grad is not None
+
+
+def copied(layer, other):
+    with torch.no_grad():
+        layer.weight.copy_(other.weight)
+
+
+def copied_through_data(layer, other):
+    layer.weight.data.copy_(other.weight)
+
+
+def copied_by_numpy(layer, other):
+    layer.weight.detach().numpy()[:] = other.weight.detach().numpy()
+
+
+def data_put(layer, other):
+    layer.weight.data = other.weight.data.clone()
+
+
+def parameter_put(layer, other):
+    layer.weight = torch.nn.Parameter(other.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("put", [copied, copied_through_data, copied_by_numpy, data_put, parameter_put])
+def test_other_weights_put_into_a_layer_are_used_and_measured(put, frozen):
+    """In eval mode, and in training mode where the layer is frozen."""
+    torch.manual_seed(0)
+    layer, other, x = QuantizedLinear(64, 48), torch.nn.Linear(64, 48, bias=False), torch.randn(70, 64)
+    other.weight.data.mul_(8)
+    with torch.no_grad():
+        layer.bias.zero_()
+        layer(x)
+        layer.requires_grad_(False) if frozen else layer.eval()
+        layer(x)
+        put(layer, other)
+        wanted = other(x)
+        assert (layer(x) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_one_value_written_unseen_is_used():
+    layer, x = linear(weight_init="fixed").eval(), torch.ones(3, 16)
+    with torch.no_grad():
+        before = layer(x)
+        layer.weight.data[5, 7] = 0.7
+        assert (layer(x) != before).nonzero()[:, 1].tolist() == [5] * 3
+
+
+@torch.no_grad()
+def test_clips_that_come_with_weights_or_are_frozen_stay():
+    for frozen in (False, True):
+        layer, x = linear(), torch.ones(3, 16)
+        layer(x)
+        layer.eval()(x)
+        layer.weight_clip.requires_grad_(not frozen)
+        layer.weight.mul_(2)
+        if not frozen:
+            layer.weight_clip.mul_(3)
+        clip = layer.weight_clip.clone()
+        layer(x)
+        assert torch.equal(layer.weight_clip, clip)
+
+
+def test_memory_of_several_processes_is_never_rounded_by_the_optimizer(monkeypatch):
+    layer = linear(calibration_passes=0, activation_init="fixed").share_memory()
+    optimizer, x = Adam(layer.parameters()), torch.ones(3, 16)
+    for _ in range(2):
+        layer(x).sum().backward()
+        optimizer.step()
+    made, original = [], RoundWeight.pack
+    monkeypatch.setattr(RoundWeight, "pack", lambda *given: made.append(1) or original(*given))
+    layer(x)
+    assert made == [1]

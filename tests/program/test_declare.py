@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from enum import IntEnum
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from lsq.csrc import declarations
+from lsq.ops.calibration import LeastErrorClip
+from lsq.ops.project import Project
 from lsq.ops.residual_norm import ResidualNorm, ResidualNormGradient
 from lsq.ops.residual_sum import ResidualSum
+from lsq.ops.rounding import RoundWeight
 from lsq.program.declare import (
     NOWHERE,
     Activations,
@@ -28,8 +32,8 @@ from lsq.program.declare import (
 )  # fmt: skip
 from lsq.program.operation import Operation
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, Dropout, RoundedGradient
-from lsq.quant import GRADIENT
+from lsq.program.values import Coded, Dropout, RoundedGradient, Rows, Weight
+from lsq.quant import GRADIENT, Grain, WeightFormat
 
 
 class Mode(IntEnum):
@@ -229,3 +233,39 @@ def test_what_would_hide_an_attribute_of_operations_is_refused(annotations, memb
 def test_what_would_hide_an_attribute_of_values_is_refused():
     with pytest.raises(ValueError, match="^Hiding.pack would hide Value.pack"):
         type("Hiding", (Value,), {"__annotations__": {"pack": "Floats"}, "__module__": __name__})
+
+
+def clip_search(rows=6, columns=8, clips=6, **options):
+    clip, unusable = torch.empty(clips), torch.empty(rows, dtype=torch.int64)
+    return LeastErrorClip(x=torch.randn(rows, columns), clip=clip, unusable=unusable, **options)
+
+
+def test_tensors_of_other_shapes_than_stated_are_refused():
+    clip_search().pack()
+    with pytest.raises(ValueError, match=r"LeastErrorClip\.unusable is \[6\]; it must be \[R\], .*clip \[5\]"):
+        clip_search(clips=5).pack()
+    with pytest.raises(ValueError, match=r"LeastErrorClip\.clip is \[6\]; .*before \[5\]"):
+        clip_search(before=torch.ones(5)).pack()
+
+
+def test_of_several_stated_shapes_one_fits():
+    clip_search(rows=8, columns=6, clips=8, by_columns=False).pack()
+    turned = clip_search(rows=6)
+    turned.x, turned.by_columns = turned.x.t().contiguous(), True
+    turned.pack()
+    turned.x = torch.randn(7, 7)
+    with pytest.raises(ValueError, match=r"x is \[7, 7\]; it must be \[R, N\] or \[N, R\]"):
+        turned.pack()
+
+
+def test_shapes_of_values_are_those_of_their_holders():
+    form = WeightFormat(name="int8", bits=8, grain=Grain.ROW)
+    values, codes = torch.randn(6, 16), torch.empty(6, 16, dtype=torch.int8)
+    weight = Weight(format=form, codes=codes, scale=torch.empty(6), values=values, clip=torch.ones(6))
+    RoundWeight(weight=weight).pack()
+    for name, other in {"clip": torch.ones(5), "scale": torch.empty(5), "values": torch.randn(6, 15)}.items():
+        with pytest.raises(ValueError, match="RoundWeight.weight"):
+            RoundWeight(weight=dataclasses.replace(weight, **{name: other})).pack()
+    x = Rows(coded=Coded(format=form, codes=torch.empty(3, 15, dtype=torch.int8), scale=torch.ones(1)))
+    with pytest.raises(ValueError, match=r"Project\.weight\.codes is \[6, 16\]"):
+        Project(x=x, weight=weight.bare(), out=torch.empty(3, 6)).pack()

@@ -108,9 +108,9 @@ def _least_squares(form: ScaledFormat, blocks: Tensor, inside: Tensor | None, la
         errors = torch.cat([error(clip) for clip in candidates.split(1, dim=1)], dim=1)
         return candidates.gather(1, errors.argmin(1, keepdim=True))
 
-    ratios = 2 ** torch.linspace(1, -10, 42, device=blocks.device)
+    ratios = 2 ** torch.linspace(1, -10, 42, dtype=torch.float32, device=blocks.device)
     clip = best(ratios.expand(len(blocks), -1).contiguous())
-    return best(clip * torch.linspace(0.84, 1.16, 17, device=blocks.device))
+    return best(clip * torch.linspace(0.84, 1.16, 17, dtype=torch.float32, device=blocks.device))
 
 
 def _least_information_lost(form: ScaledFormat, blocks: Tensor, inside: Tensor | None) -> Tensor:
@@ -122,8 +122,8 @@ def _least_information_lost(form: ScaledFormat, blocks: Tensor, inside: Tensor |
     their own: all share one, and the same clip over their largest. Rounding of scales is not looked at.
     """
     together = blocks.shape[1] < POOLED
-    centres = (torch.arange(BINS, device=blocks.device) + 0.5) * (2 / BINS) - 1
-    ratios = 2 ** torch.linspace(0, -6, 33, device=blocks.device)
+    centres = (torch.arange(BINS, dtype=torch.float32, device=blocks.device) + 0.5) * (2 / BINS) - 1
+    ratios = 2 ** torch.linspace(0, -6, 33, dtype=torch.float32, device=blocks.device)
     place = ((blocks + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
     weight = torch.ones_like(blocks) if inside is None else inside.float()
     weight = weight * blocks.any(1, keepdim=True)  # blocks of zeros say nothing to the others

@@ -37,7 +37,7 @@ def lookup(number: NumberFormat, device: torch.device) -> Tensor:
             raise ValueError(
                 f"boundaries between values of {number.name} lie closer than a part in 128: loops cannot round to it"
             )
-        values = torch.tensor(number.values)[codes.int()]
+        values = torch.tensor(number.values, dtype=torch.float32)[codes.int()]
         table = torch.zeros(RANKS + 8 * LEVELS, dtype=torch.uint8)
         table[:65536] = low.to(torch.uint8)
         lists = table[RANKS:].view(torch.float32).view(2, LEVELS)
