@@ -63,7 +63,7 @@ COLLECTIVES = {
     "send",
 }
 TORCH = {
-    "_C", "_disable_dynamo", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul",
+    "_C", "__future__", "_disable_dynamo", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul",
     "_foreach_norm", "_int_mm",
 }  # fmt: skip
 """Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has them, too."""

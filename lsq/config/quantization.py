@@ -59,7 +59,9 @@ class QuantConfig:
     calibration_passes: int = 4096
     """Clips are measured again at training passes 2, 4, 8, ... up to this one, while tensors still grow fast.
 
-    Those of weights are measured eight times as often: each time the number of passes has grown by 9 %.
+    Clips of activations are the largest that one of these passes, or of the seven after it, gives: so every kind of
+    batch counts. Where a layer runs more often in a step, all passes of the step count. Those of weights are measured
+    eight times as often: each time the number of passes has grown by 9 %.
     """
     clip_step: float = 0.002
     """Largest relative change of a clip in one update. An optimizer such as Adam takes steps as long as its

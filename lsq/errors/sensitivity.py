@@ -15,6 +15,7 @@ from lsq.errors.costs import Cost, Costs, TensorCosts, read_costs, write_costs
 from lsq.errors.estimate import Gradients, Loss, Rounding, Sums, gradients
 from lsq.errors.inputs import Look, products
 from lsq.errors.tensors import ACTIVATION, WEIGHT, chosen_by, parameters_of
+from lsq.layers.module import ProgramModule
 from lsq.quant.numbers import METHODS, scaled_format
 
 FORMATS = ("int8/row", "int6/row", "int4/group32", "vsquant4", "nvfp4", "int3/group32", "int2/group16")
@@ -256,17 +257,21 @@ def _told(tensor: TensorCosts) -> str:
 
 @contextlib.contextmanager
 def _still(model: nn.Module, weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Within this context the model is in eval mode, and its weights have gradients."""
+    """Within this context the model is in eval mode, its weights have gradients, and clips stay with any weights."""
     before = [(module, module.training) for module in model.modules()]
-    without = [weight for weight in weights if not weight.requires_grad]
+    wanted = {weight: True for weight in weights}
+    for module, _ in before:
+        if isinstance(module, ProgramModule):
+            wanted |= dict.fromkeys(module.clips().values(), False)
+    changed = [parameter for parameter, has in wanted.items() if parameter.requires_grad != has]
     model.eval()
-    for weight in without:
-        weight.requires_grad_(True)
+    for parameter in changed:
+        parameter.requires_grad_(wanted[parameter])
     try:
         yield
     finally:
-        for weight in without:
-            weight.requires_grad_(False)
+        for parameter in changed:
+            parameter.requires_grad_(not wanted[parameter])
         for module, training in before:  # a module before those in it
             module.train(training)
 

@@ -85,7 +85,6 @@ class LSQTransformerLanguageModel(LSQModel, FairseqLanguageModel):
         Raises:
             ValueError: attention weights are wanted, or a sentence is too long.
         """
-        self.calibrate(lambda: self.decoder(src_tokens))
         if target is None:
             return self.decoder(src_tokens, **extra)
         padding = src_tokens.eq(self.decoder.padding_idx) if paddings is None else paddings.src_tokens

@@ -1,7 +1,6 @@
 """The model: fairseq's transformer with lsq's layers."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from lsq.fairseq.paddings import Paddings
 from lsq.layers import Packing
 from lsq.layers.packing import packing_options
 from lsq.layers.places import check_patterns
-from lsq.program import rehearsal
 
 MODEL = "lsq_transformer"
 
@@ -53,12 +51,8 @@ class LSQModel:
             except (FileNotFoundError, IsADirectoryError, ValueError) as error:
                 raise type(error)(f"--lsq-from {args.lsq_from}: {error}") from error
             args.lsq_from = None
+        calibration.share(self)
         return self
-
-    def calibrate(self, run: Callable[[], object]) -> None:
-        """Before a training pass: where clips are due to be measured, do so in `run`, together with other processes."""
-        if self.training and rehearsal.active() is None:
-            calibration.together(self, run)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg=None, args=None):
         """Load a checkpoint of this model.
@@ -141,7 +135,6 @@ class LSQTransformerModel(LSQModel, TransformerModel):
             ValueError: attention weights are wanted, or a sentence is too long.
         """
         run = partial(super().forward, src_tokens, src_lengths, prev_output_tokens, return_all_hiddens)
-        self.calibrate(run)
         if target is None:
             return run(**options)
         paddings = paddings or Paddings(

@@ -172,13 +172,19 @@ class ClippedModule(nn.Module):
 
     def _measure(
         self, calibration: Calibration, name: str, x: torch.Tensor, clip: str, *how, into: torch.Tensor | None = None,
-        **options,
+        widens: bool = False, **options,
     ) -> None:  # fmt: skip
-        """Measure the clip of x. `into`: where a pass reads it, if that is not the parameter itself."""
+        """Measure the clip of x.
+
+        `into`: where a pass reads it, if that is not the parameter itself. `widens`: it does not become smaller, and
+        values that are not finite count for nothing.
+        """
         parameter = self.own_parameter(clip)
         kept = parameter.data
         place = kept.float() if into is None else into
-        calibration.measure(name, x, place, *how, **options)
+        before = place.clone() if widens else place
+        calibration.measure(name, x, place, *how, lenient=widens, **options)
+        torch.maximum(place.data, before.data, out=place.data)
         if place.data_ptr() != kept.data_ptr():
             kept.copy_(place)
         calibration.written[clip] = parameter

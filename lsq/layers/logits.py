@@ -56,6 +56,8 @@ class Pass:
     """The version of its weight."""
     counted: bool = False
     """Whether a loss of them has been computed."""
+    wanted: bool = False
+    """Whether somebody waits for gradients of logits, which a loss of them does not need."""
 
 
 class Logits(torch.Tensor):
@@ -66,7 +68,7 @@ class Logits(torch.Tensor):
         hidden: what they are made of.
         words: V.
         dtype: of the logits.
-        origin: the pass that they are of; None: one that begins here.
+        before: the logits that they are made of, and how; None: they begin a pass.
     """
 
     head: Head
@@ -75,17 +77,22 @@ class Logits(torch.Tensor):
     known: torch.Tensor | None
     """The logits, once somebody wanted them where gradients are."""
     hooks: list[Callable]
-    """For the gradient of the logits, if they are ever computed: FSDP2 puts some on whatever a model gives."""
+    """That wait for a gradient of the logits, if they are ever computed: FSDP2 puts some on whatever a model gives."""
     views: list[weakref.ref]
     """These and what has been viewed of them, which would be one memory if they were computed."""
 
     @staticmethod
     @beside_the_graph
     def __new__(
-        cls, head: Head, hidden: torch.Tensor, words: int, dtype: torch.dtype, origin: Pass | None = None
-    ) -> Logits:
-        origin = origin or Pass(parameters=tuple(head.parameters()), made_with=head.weight._version)
-        made = _Projected.apply(cls, head, words, dtype, hidden, *origin.parameters)
+        cls, head: Head, hidden: torch.Tensor, words: int, dtype: torch.dtype,
+        before: tuple[Logits, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    ) -> Logits:  # fmt: skip
+        if before is None:
+            origin = Pass(parameters=tuple(head.parameters()), made_with=head.weight._version)
+            made = _Projected.apply(cls, head, words, dtype, hidden, *origin.parameters)
+        else:
+            origin = before[0].origin
+            made = _Changed.apply(cls, (*hidden.shape[:-1], words), dtype, *before)
         made.head, made.hidden, made.origin = head, hidden, origin
         made.known, made.hooks, made.views = None, [], [weakref.ref(made)]
         return made
@@ -99,7 +106,7 @@ class Logits(torch.Tensor):
         rows = self.head.logits(self.hidden.reshape(-1, self.hidden.shape[-1]))
         found = rows.view(self.shape).to(self.dtype)
         if torch.is_grad_enabled():
-            self.known = found
+            self.known = found = _Used.apply(self, self.origin, found, lambda gradient: gradient)
             for hook in self.hooks if found.requires_grad else ():
                 found.register_hook(hook)
         return found
@@ -114,14 +121,15 @@ class Logits(torch.Tensor):
         options = dict(options or {})
         name = getattr(function, "__name__", "")
         if function in _METADATA or (name == "__get__" and function not in _VIEWS):
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*arguments, **options)
+            return _natively(function, *arguments, **options)
+        if function in _OF_GRADIENTS:
+            return _OF_GRADIENTS[function](*arguments, **options)
         if function in _FOLLOWED and arguments and getattr(arguments[0], "known", None) is None:
             found = _FOLLOWED[function](*arguments, **options)
             if found is not NotImplemented:
                 return found
         if function is torch.Tensor.clone and isinstance(arguments[0], Logits) and _passes_by(arguments[0]):
-            return _again(arguments[0], arguments[0].hidden)
+            return _again(arguments[0], arguments[0].hidden, torch.clone)
         changed = arguments[0] if arguments and (name in _CHANGES or name.endswith("_") > name.endswith("__")) else None
         if isinstance(changed, Logits) and (not torch.is_grad_enabled() or changed.viewed()):
             raise RuntimeError(
@@ -171,6 +179,45 @@ class _Projected(torch.autograd.Function):
         return None, None, None, None, *(next(made) if leaf.requires_grad else None for leaf in leaves)
 
 
+class _Changed(torch.autograd.Function):
+    """Logits that are others seen in another shape or dtype, or some rows of these."""
+
+    @staticmethod
+    def forward(ctx, cls, shape: tuple[int, ...], dtype: torch.dtype, before: Logits, change: Callable):
+        ctx.made = before.shape, before.dtype, change
+        ctx.set_materialize_grads(False)
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=before.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor | None):
+        if gradient is None:
+            return (None,) * 5
+        shape, dtype, change = ctx.made
+        with torch.enable_grad():
+            before = gradient.new_empty(shape, dtype=dtype).requires_grad_()  # no value matters
+            (found,) = torch.autograd.grad(change(before), before, gradient)
+        return None, None, None, found, None
+
+
+class _Used(torch.autograd.Function):
+    """What was computed of logits. Its gradient goes past them to what they are made of, unless theirs is wanted.
+
+    `back` makes the gradient of the logits of that of `made`.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Logits, origin: Pass, made: torch.Tensor, back: Callable[[torch.Tensor], torch.Tensor]):
+        ctx.made = origin, back  # known logits hold this: it must not hold them
+        return made.new_empty(0).set_(made)  # the same memory, but no view, which nobody might change in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        origin, back = ctx.made
+        return (back(gradient), None, None, None) if origin.wanted else (None, None, gradient, None)
+
+
 def _passes_by(logits: Logits) -> bool:
     """Whether it is DistributedDataParallel that copies logits, and has their loss beside them.
 
@@ -185,21 +232,37 @@ def _passes_by(logits: Logits) -> bool:
 
 
 def _hook(logits: Logits, hook: Callable):
-    """One that only waits for the backward pass, as FSDP2's, sees no gradient of what is not computed; others do."""
+    """FSDP2's only wait for the backward pass, and see no gradient of what is not computed; others want theirs."""
     if not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
-        return NotImplemented
+        return _natively(torch.Tensor.register_hook, _wanted(logits), hook)
     logits.hooks.append(hook)
+    return _natively(torch.Tensor.register_hook, logits, lambda given: None if given is None else hook(given))
+
+
+def _gradients(outputs, inputs, *arguments, **options):
+    with torch.enable_grad():
+        outputs = tree_map_only(Logits, Logits.computed, outputs)
+    return _natively(torch.autograd.grad, outputs, tree_map_only(Logits, _wanted, inputs), *arguments, **options)
+
+
+def _wanted(logits: Logits) -> Logits:
+    logits.origin.wanted = True
+    return logits
+
+
+def _natively(function: Callable, *arguments, **options):
     with torch._C.DisableTorchFunctionSubclass():
-        return logits.register_hook(hook)
+        return function(*arguments, **options)
 
 
-def _again(logits: Logits, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> Logits:
-    return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype, logits.origin)
+def _again(logits: Logits, hidden: torch.Tensor, change: Callable, dtype: torch.dtype | None = None) -> Logits:
+    """Logits that are made of others: `change` does to the real ones what was done to `hidden`."""
+    return Logits(logits.head, hidden, logits.shape[-1], dtype or logits.dtype, (logits, change))
 
 
-def _seen(logits: Logits, hidden: torch.Tensor) -> Logits:
+def _seen(logits: Logits, hidden: torch.Tensor, change: Callable) -> Logits:
     """Their view of these rows."""
-    made = _again(logits, hidden)
+    made = _again(logits, hidden, change)
     made.views = logits.views
     made.views[:] = [*(one for one in made.views if one() is not None), weakref.ref(made)]
     return made
@@ -215,7 +278,8 @@ def _view(logits: Logits, *shape, **options):
         return NotImplemented
     if shape[-1] == -1 and logits.numel() != words * _product(shape[:-1]):
         return NotImplemented
-    return _seen(logits, logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1]))
+    hidden = logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])
+    return _seen(logits, hidden, lambda real: real.reshape(shape))
 
 
 def _product(sizes) -> int:
@@ -233,8 +297,8 @@ def _item(logits: Logits, index):
     if plain and (len(parts) >= logits.dim() or (Ellipsis in parts and parts[-1] is not Ellipsis)):
         plain = parts[-1] == slice(None)
     if plain:
-        return _seen(logits, logits.hidden[index])
-    return _again(logits, logits.hidden[index]) if masked else NotImplemented
+        return _seen(logits, logits.hidden[index], lambda real: real[index])
+    return _again(logits, logits.hidden[index], lambda real: real[index]) if masked else NotImplemented
 
 
 def _taken(index: torch.Tensor) -> int:
@@ -245,7 +309,8 @@ def _taken(index: torch.Tensor) -> int:
 def _to(logits: Logits, *given, **options):
     if options or len(given) != 1 or not isinstance(given[0], torch.dtype) or not given[0].is_floating_point:
         return NotImplemented
-    return logits if given[0] == logits.dtype else _again(logits, logits.hidden, given[0])
+    (dtype,) = given
+    return logits if dtype == logits.dtype else _again(logits, logits.hidden, lambda real: real.to(dtype), dtype)
 
 
 def _cross_entropy(
@@ -261,7 +326,16 @@ def _cross_entropy(
     loss = logits.head.loss(
         logits.hidden, target, ignore=ignore_index, smoothing=label_smoothing, mean=reduction == "mean"
     )
-    return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)  # autocast makes it float32
+    dtype = torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        real = logits.computed().detach()
+        with torch.enable_grad():
+            loss = functional.cross_entropy(real.requires_grad_().float(), target, **options).to(dtype)
+            return torch.autograd.grad(loss, real, gradient)[0]
+
+    return _Used.apply(logits, logits.origin, loss.to(dtype), back)
 
 
 def _add(logits, other, *, alpha=1):
@@ -285,8 +359,12 @@ _METADATA: set[Callable] = {
     torch.is_tensor,
 }  # fmt: skip
 """What a wrapper without memory knows, beside its attributes other than views."""
-_FOLLOWED: dict[Callable, Callable] = {
+_OF_GRADIENTS: dict[Callable, Callable] = {
     torch.Tensor.register_hook: _hook,
+    torch.Tensor.retain_grad: lambda logits: _natively(torch.Tensor.retain_grad, _wanted(logits)),
+    torch.autograd.grad: _gradients,
+}
+_FOLLOWED: dict[Callable, Callable] = {
     torch.Tensor.view: _view,
     torch.Tensor.reshape: _view,
     torch.Tensor.__getitem__: _item,

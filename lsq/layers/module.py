@@ -101,7 +101,8 @@ class ProgramModule(ClippedModule):
             return rehearsed.run(self, program, {**self._parameters_of(program), **inputs})
         target, trained = self.target, self.training and self.trained()
         again, calibration = recomputing(), Calibration(target)
-        calibrating = self.schedule.activations_due(self.training, again)
+        goes_back = bool(program.output_gradients)
+        calibrating = self.schedule.activations_due(self.training, again, trained=goes_back)
         weights_due = self.schedule.weights_due(trained, again)
         shards.begin_pass(self)
         if not self.schedule.begun:
@@ -126,6 +127,7 @@ class ProgramModule(ClippedModule):
             self._observer.weights(self, tensors)
         memory = self.step_memory if self.training else None
         fleeting = {*calibration.written, *shards.unsettled(self)}  # FSDP2 gathers clips anew to go back
+        fleeting |= set(self.clips()) if measuring else set()  # the next use in this step may measure as well
         outputs = Execution(
             program, target, hooks=hooks, memory=memory, owner=self, fleeting=fleeting
         )(tensors)  # fmt: skip
@@ -134,12 +136,12 @@ class ProgramModule(ClippedModule):
         if weights_due:
             self.schedule.measured_weights()
         if calibrating:
-            self.schedule.measured_activations()
+            self.schedule.measured_activations(trained=goes_back)
             self._forget_clips()
         if self.quant.quantized and self.training:
             if program.output_gradients:
                 self._remember_clips()
-            self.schedule.count(again, trained=bool(program.output_gradients))
+            self.schedule.count(again, trained=goes_back)
         if self._watcher is not None and self.training:
             self._watcher(self, program, tensors, outputs)
         if self.schedule.fallen and program.output_gradients:
@@ -214,11 +216,11 @@ class ProgramModule(ClippedModule):
         if rounding is None:
             return
         clip = declared.rounding().clip.name
-        name = clip.removesuffix("_clip")
+        name, widens = clip.removesuffix("_clip"), self.schedule.widens
         self._measure(
             calibration, name, operation.unrounded(self.target.run), clip,
             self.quant.activation_init, self.quant.activation_form(name), percentile=self.quant.percentile,
-            into=rounding.clip,
+            into=rounding.clip, widens=widens, again=widens,
         )
         rounding.started = False  # the scale that was written is that of the clip before
 

@@ -8,8 +8,11 @@ import math
 import torch
 
 from lsq.config import QuantConfig
+from lsq.program import upkeep
 
-ACTIVATIONS_AT = frozenset(2**k for k in range(1, 32))
+WINDOW, WIDEST = 8, 32
+"""Passes one after another that measure activations, so that kinds of batches may take turns: WINDOW, or as many as
+there are between two steps of an optimizer, so that each use of a layer is measured; WIDEST at most."""
 WEIGHTS_AT = frozenset(math.ceil(2 ** (k / 8)) for k in range(8, 8 * 32))
 """Weights outgrow their clips between two powers of two, and what is clipped gets no gradient."""
 
@@ -41,8 +44,14 @@ class Schedule:
 
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
-        self.passes = self._activations_at = self._weights_at = 0
+        self.passes = self._weights_at = 0
         self.fallen = False
+        self._window = self._measured_at = NEVER
+        """The number of passes at which activations began to be measured last, and that when they were last."""
+        self._looks = 0
+        """How many passes without gradients have measured them since a pass was counted."""
+        self._step = self._in_step = self._uses = 0
+        """The optimizers' steps when the last pass was counted, passes since that step, and the most of them."""
         self._uncounted = False
         """Whether the last pass had no gradients, but may be run again with them."""
         self.restart()
@@ -62,13 +71,29 @@ class Schedule:
             self.passes = NEVER
             self.restart()
 
-    def activations_due(self, training: bool, again: bool = False) -> bool:
-        """Whether the next pass measures the clips of activations: the first does, and training passes 2, 4, 8, ...
+    def activations_due(self, training: bool, again: bool = False, *, trained: bool = False) -> bool:
+        """Whether the next pass measures the clips of activations.
 
-        `again`: it is no new one, see `recomputing`.
+        The first does, and training passes 1, 2, 4, 8, ... each with a window of those that follow.
+
+        `again`: it is no new one, see `recomputing`. `trained`: it goes back; it measures nothing then if passes
+        without gradients have done so in its place.
         """
-        anew = training and not again and self._within(ACTIVATIONS_AT) and self._activations_at != self.passes
-        return self._rounds and (not self.calibrated or anew)
+        if not self._rounds or not self.calibrated:
+            return self._rounds
+        start, width = self._window_start, min(max(WINDOW, self._uses), WIDEST)
+        looks = self._looks if self._measured_at == self.passes else 0
+        due = self.passes - start < width and looks < (1 if trained else width)
+        return due and training and not again and max(start, 1) <= self._quant.calibration_passes
+
+    @property
+    def _window_start(self) -> int:
+        return 1 << (self.passes.bit_length() - 1) if self.passes > 1 else 0
+
+    @property
+    def widens(self) -> bool:
+        """Whether clips that are measured now only grow, since others of the same window were measured before."""
+        return self.calibrated and (self._window == self._window_start or self.passes > self._window_start)
 
     def weights_due(self, training: bool, again: bool = False) -> bool:
         """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each time 9 % later."""
@@ -82,9 +107,11 @@ class Schedule:
     def _within(self, passes: frozenset[int]) -> bool:
         return self.passes in passes and self.passes <= self._quant.calibration_passes
 
-    def measured_activations(self) -> None:
-        """The clips of activations hold what this pass measured."""
-        self.calibrated, self._activations_at = True, self.passes
+    def measured_activations(self, *, trained: bool) -> None:
+        """The clips of activations hold what this pass measured. `trained`: it goes back."""
+        looks = self._looks if self._measured_at == self.passes else 0
+        self._looks = looks if trained else looks + 1
+        self.calibrated, self._window, self._measured_at = True, self._window_start, self.passes
 
     def measured_weights(self) -> None:
         """The same of weights."""
@@ -98,6 +125,9 @@ class Schedule:
         """
         if trained and (not again or self._uncounted):
             self.passes += 1
+            step, self._step = self._step, upkeep.steps()
+            self._in_step = self._in_step + 1 if step == self._step else 1
+            self._uses = max(self._uses, self._in_step)
         self._uncounted = not trained
 
     def save(self, destination: dict[str, torch.Tensor], prefix: str) -> None:
@@ -133,4 +163,5 @@ class Schedule:
             self.calibrated = known["calibrated"] > 1 - ROUNDING
             if not self.calibrated and known["calibrated"] > ROUNDING:
                 self.forget()
+        self._window = self._measured_at = NEVER
         return [prefix + name for name in self.NAMES if name not in {*known, "fallen"}]

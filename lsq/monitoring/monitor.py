@@ -15,6 +15,7 @@ from lsq.config import require_whole
 from lsq.dist.agreement import least_of_all
 from lsq.layers.memory import release_memory
 from lsq.layers.module import ProgramModule
+from lsq.layers.schedule import recomputing
 from lsq.monitoring.reading import QUANTITIES, Bounds, Reading
 from lsq.monitoring.sample import Sample
 from lsq.program.program import Program
@@ -147,20 +148,29 @@ class Monitor:
     def _see(
         self, module: ProgramModule, program: Program, tensors: Mapping[str, Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """A pass in training mode: the first of a step that goes back is looked at; if none does, the last one."""
-        if module in self._taken or not program.weights:
+        """A pass in training mode: all of a step that go back are looked at; if none does, those without gradients.
+
+        What gradient checkpointing runs again is looked at only where it had no gradients at first.
+        """
+        goes_back, again = bool(program.output_gradients), recomputing()
+        if not program.weights or (module in self._taken and (again or not goes_back)):
             return
         sample = Sample.of(program, tensors, self._rows, module.target)
-        if not program.output_gradients:
-            self._found[module] = sample.reading(None)
+        if not goes_back:
+            self._note(module, sample.reading(None))
             return
-        self._taken.add(module)
+        if not again:
+            self._taken.add(module)
 
         def look(gradients: Sequence[Tensor | None]) -> None:
             if module in self._watched:  # parameters are whole here, also under FSDP2, and as the pass has seen them
-                self._found[module] = sample.reading(gradients)
+                self._note(module, sample.reading(gradients))
 
         outputs[0].grad_fn.register_prehook(look)
+
+    def _note(self, module: ProgramModule, reading: Reading) -> None:
+        """One of perhaps several uses of a module in a step, of which the worst counts."""
+        self._found[module] = reading.worst(self._found.get(module, reading))
 
     def _conclude(self) -> None:
         """Agree with other processes on what was found, and do what follows."""

@@ -25,6 +25,11 @@ class Reading:
         """Those that there are, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    def worst(self, other: "Reading") -> "Reading":
+        """The smaller of both, of each quantity."""
+        mine, others = self.values(), other.values()
+        return Reading(**{name: min(mine.get(name, math.inf), others.get(name, math.inf)) for name in mine | others})
+
 
 QUANTITIES = tuple(field.name for field in fields(Reading))
 

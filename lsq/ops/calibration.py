@@ -115,7 +115,7 @@ class Calibration:
     @torch.no_grad()
     def measure(
         self, name: str, x: torch.Tensor, clip: torch.Tensor, method: str, form: Format | ScaledFormat, *,
-        again: bool = False, **options,
+        again: bool = False, lenient: bool = False, **options,
     ) -> None:  # fmt: skip
         """Write the clip of x into `clip`.
 
@@ -126,35 +126,39 @@ class Calibration:
             method: see lsq.quant.calibrate, as for `options`.
             form: what x will be rounded to.
             again: whether `clip` holds what was found at an earlier time; "mse" then searches near it.
+            lenient: whether values that are not finite count for nothing, and are no error.
 
         Raises:
             ValueError: as lsq.quant.calibrate, but "mse" leaves NaN and infinity to `finish`.
         """
         with _naming(name):
             if method != "mse":
-                clip.copy_(quant.calibrate(x, method, 8, **options))
+                clip.copy_(quant.calibrate(x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options))
                 return
             quant.check_not_empty(x)
+        unusable = self._least_error_clip(x, clip, form, again, bool(options.get("per_channel")))
+        if not lenient:
+            self._measured.append((name, unusable, x.numel()))
+
+    def _least_error_clip(
+        self, x: torch.Tensor, clip: torch.Tensor, form: Format | ScaledFormat, again: bool, per_row: bool
+    ) -> torch.Tensor:
+        """Write it; how many values of each row are not finite."""
         bits = integer_bits(form)
         if bits is None:
-            self._search(name, x, clip, form, bool(options.get("per_channel")))
-            return
+            rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
+            usable = rows.isfinite()
+            clip.copy_(least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row))
+            return (~usable).sum().view(1)
         floats = x.detach() if x.dtype == self._target.activations else x.detach().float()
-        rows = floats.reshape(len(x) if options.get("per_channel") else 1, -1)
+        rows = floats.reshape(len(x) if per_row else 1, -1)
         unusable = self._target.allocate([len(rows)], torch.int64)
         turned = not rows.is_contiguous() and rows.t().is_contiguous() and quant.sample_stride(rows.shape[1]) == 1
         self._target.run(LeastErrorClip(
             x=rows.t() if turned else rows.contiguous(), by_columns=turned, bits=bits,
             before=clip if again else None, clip=clip, unusable=unusable,
         ))  # fmt: skip
-        self._measured.append((name, unusable, x.numel()))
-
-    def _search(self, name: str, x: torch.Tensor, clip: torch.Tensor, form: ScaledFormat, per_row: bool) -> None:
-        """Under "mse", of formats that LeastErrorClip does not know."""
-        rows = x.detach().float().reshape(-1, x.shape[-1]).contiguous()
-        usable = rows.isfinite()
-        clip.copy_(least_error_clip(form, rows.where(usable, 0.0), self._target, per_row=per_row))
-        self._measured.append((name, (~usable).sum().view(1), x.numel()))
+        return unusable
 
     def finish(self) -> None:
         """Wait once for all that was measured since the last time.

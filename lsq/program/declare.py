@@ -9,6 +9,7 @@ import functools
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
 from typing import Annotated, Generic, Self, TypeVar
 
 import torch
@@ -286,7 +287,7 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
     Raises:
         ValueError: a tensor does not fit the others.
     """
-    stated = sorted(_stated(cls, shapes), key=_choices)  # those first that leave no choice
+    stated = [(*rule, shapes[leaf]) for leaf, *rule in _rules(cls) if shapes[leaf] is not None]
     farthest = 0
 
     def fit(number: int, known: dict[tuple[str, ...], dict[str, int]]) -> bool:
@@ -294,14 +295,14 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
         farthest = max(farthest, number)
         if number == len(stated):
             return True
-        space, _, shape, allowed = stated[number]
+        space, _, allowed, shape = stated[number]
         found = (_sizes(sizes, shape, known.get(space, {})) for sizes in allowed)
         return any(one is not None and fit(number + 1, {**known, space: one}) for one in found)
 
     if not fit(0, {}):
-        _, name, shape, allowed = stated[farthest]
+        _, name, allowed, shape = stated[farthest]
         wanted = " or ".join(f"[{', '.join(sizes)}]" for sizes in allowed)
-        given = ", ".join(dict.fromkeys(f"{name} {list(shape)}" for _, name, shape, _ in stated))
+        given = ", ".join(dict.fromkeys(f"{name} {list(shape)}" for _, name, _, shape in stated))
         raise ValueError(f"{cls.__name__}.{name} is {list(shape)}; it must be {wanted}, where there are {given}")
 
 
@@ -310,23 +311,28 @@ _MATRIX = (), ("codes",), ("coded", "codes"), ("floats",)
 """What the shape that is stated of a field is that of: the field itself, or a tensor in its value."""
 
 
-def _stated(cls: type[Declared], shapes: Sequence) -> Iterator[tuple[tuple[str, ...], str, Sequence[int], Shapes]]:
-    """(whose names of sizes they are, field, shape, allowed shapes) of each tensor of which something is stated."""
-    for leaf, shape in zip(cls.leaves(), shapes, strict=True):
+@functools.cache
+def _rules(cls: type[Declared]) -> list[tuple[int, tuple[str, ...], str, Shapes]]:
+    """(which leaf, whose names of sizes they are, field, allowed shapes) of each tensor of which something is stated.
+
+    Those come first that leave no choice.
+    """
+    found = []
+    for number, leaf in enumerate(cls.leaves()):
         holder: type[Declared] = cls
         for depth, part in enumerate(leaf.path):
             declared = declarations.declarations().get(holder.__name__)
             field = next((one for one in declared.fields if one.name == part), None) if declared else None
-            if field is not None and field.shapes and shape is not None and leaf.path[depth + 1 :] in _MATRIX:
-                yield leaf.path[:depth], leaf.name, shape, field.shapes
+            if field is not None and field.shapes and leaf.path[depth + 1 :] in _MATRIX:
+                found.append((number, leaf.path[:depth], leaf.name, field.shapes))
             holder = _DECLARED.get(field.kind) if field is not None else None
             if holder is None:
                 break
+    return sorted(found, key=lambda rule: _choices(rule[-1]))
 
 
-def _choices(stated: tuple) -> tuple[int, int]:
+def _choices(allowed: Shapes) -> tuple[int, int]:
     """How many shapes are allowed, and how many sizes in them are computed of others."""
-    allowed = stated[3]
     return len(allowed), sum(not (name.isidentifier() or name.isdecimal()) for sizes in allowed for name in sizes)
 
 
@@ -342,9 +348,14 @@ def _sizes(names: Sequence[str], shape: Sequence[int], known: dict[str, int]) ->
             wanted = found.setdefault(name, size)
         else:
             try:
-                wanted = eval(name, {"__builtins__": {}}, found)  # of declarations, which are code
+                wanted = eval(_formula(name), {"__builtins__": {}}, found)  # of declarations, which are code
             except (NameError, SyntaxError):
                 continue
         if wanted != size:
             return None
     return found
+
+
+@functools.cache
+def _formula(text: str) -> CodeType:
+    return compile(text, "declarations", "eval")

@@ -153,6 +153,14 @@ def take(optimizer: Optimizer, parameters) -> None:
 
 agreements: list[Callable[[Optimizer], None]] = []
 """What is called first of all before any optimizer steps."""
+_steps = 0
+
+
+def steps() -> int:
+    """Those of all optimizers so far."""
+    return _steps
+
+
 _shards_before: list[tuple[torch.Tensor, torch.Tensor, float]] = []
 """(own part, what it was before the step of an optimizer that limits nothing, limit) of clips under FSDP2."""
 
@@ -169,6 +177,8 @@ def _before_step(optimizer: Optimizer, *_) -> None:
 
     It may step through `.data`, which PyTorch does not count: of clips it is counted here, for the codes under them.
     """
+    global _steps
+    _steps += 1
     for agree in agreements:
         agree(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -75,6 +75,11 @@ def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_two_processes_share_clips_whatever_wraps_the_model(toy, tmp_path):
+    _, (first, second) = train_by_two(tmp_path, command(toy, tmp_path / "save", "--max-update 3"), ddp="legacy_ddp")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.parametrize("checksums", ["x", {}, {"source": torch.zeros(3), "target": None}])
 def test_checksums_of_dictionaries_that_are_none(build, checksums):
     task, _ = build()

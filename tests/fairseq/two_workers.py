@@ -13,7 +13,9 @@ from fairseq_cli import train
 from tests.dist.processes import CONTEXT
 
 
-def train_by_two(folder: Path, arguments: list[str], seconds: float = 100) -> tuple[str, list[dict[str, torch.Tensor]]]:
+def train_by_two(
+    folder: Path, arguments: list[str], seconds: float = 100, ddp: str = "pytorch_ddp"
+) -> tuple[str, list[dict[str, torch.Tensor]]]:
     """Train with the command line `arguments` of fairseq-train, for at most so many seconds.
 
     Returns:
@@ -24,7 +26,7 @@ def train_by_two(folder: Path, arguments: list[str], seconds: float = 100) -> tu
     """
     given = (
         f"--distributed-world-size 2 --distributed-init-method file://{folder}/meeting --distributed-no-spawn "
-        "--distributed-backend gloo --ddp-backend pytorch_ddp"
+        f"--distributed-backend gloo --ddp-backend {ddp}"
     ).split()
     both = [CONTEXT.Process(target=_process, args=(rank, folder, [*arguments, *given])) for rank in range(2)]
     for process in both:

@@ -25,8 +25,9 @@ def config_of(*, dropout=0.0, pre_norm=False, norm="layer", activation="relu", h
     """A LayerConfig with one dropout for all places and `attention` besides; what remains goes to QuantConfig.
 
     Unless `backward` is given its products are of floats: nothing in it is random, and the reference has the same.
+    Unless `calibration_passes` is given only the first pass measures, so that the reference finds the same clips.
     """
-    quant = {"backward": "float", **quant}
+    quant = {"backward": "float", "calibration_passes": 0, **quant}
     given = {"hidden": hidden, "heads": heads, "feed_forward": inner, **dict(attention)}
     return LayerConfig(
         dropout=dropout, attention_dropout=dropout, activation_dropout=dropout, pre_norm=pre_norm, norm=norm,

@@ -1,7 +1,9 @@
 """Logits that are computed when somebody asks for them."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -36,14 +38,20 @@ class Model(nn.Module):
 def model() -> Model:
     torch.manual_seed(0)
     model = Model()
-    report = lsq.convert(model, QuantConfig(backward="float"))
+    report = lsq.convert(model, QuantConfig(backward="float", calibration_passes=0))
     assert [layer.name for layer in report.layers if layer.head] == ["head"]
+    model(batch()).sum().backward()  # measures
+    model.zero_grad()
     return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    return torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return batch()
 
 
 def test_what_they_know_needs_no_product(model, x, monkeypatch):
@@ -266,3 +274,76 @@ def test_checkpoints_of_either_kind_make_logits_again(model, x):
     for reentrant in (True, False):
         found = gradient(lambda given, reentrant=reentrant: checkpoint(model, given, use_reentrant=reentrant))
         assert (found - expected).norm() <= 0.1 * expected.norm()
+
+
+TARGET = torch.arange(15) % WORDS
+TARGET[3] = -100
+LOSSES = {
+    "cross-entropy": lambda logits: functional.cross_entropy(logits.view(-1, WORDS), TARGET, label_smoothing=0.1),
+    "shifted": lambda logits: 3 * functional.cross_entropy(logits[:, :-1].reshape(-1, WORDS), TARGET[:12]),
+    "two": lambda logits: sum(functional.cross_entropy(logits[n].float(), TARGET[:5], reduction="sum") for n in (0, 2)),
+    "real": lambda logits: logits.square().mean(),
+    "view": lambda logits: logits.view(-1, WORDS).softmax(-1)[:, 3].sum(),
+    "both": lambda logits: LOSSES["shifted"](logits) + LOSSES["real"](logits),
+}  # fmt: skip
+
+
+def dense_gradient(model, x, loss) -> torch.Tensor:
+    """By torch.autograd from logits that are there."""
+    with torch.no_grad():
+        real = model(x)
+    real.requires_grad_()
+    return torch.autograd.grad(loss(real), real)[0]
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_their_own_gradient(model, x, loss):
+    expected = dense_gradient(model, x, loss)
+    before, after = model(x), model(x)
+    before.retain_grad()
+    loss(before).backward(retain_graph=True)
+    found = loss(after)
+    after.retain_grad()
+    found.backward()
+    hidden = model.inner(x)
+    asked = model.head(hidden)
+    taken, of_hidden = torch.autograd.grad(loss(asked), (asked, hidden))
+    for gradient in (before.grad, after.grad, taken):
+        assert type(gradient) is torch.Tensor
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    right = expected @ model.head.weight
+    assert (of_hidden - right).norm() < 0.1 * right.norm()
+
+
+def test_their_gradients_add_up_and_may_be_none(model, x):
+    loss = LOSSES["shifted"]
+    logits, seen = model(x), []
+    expected = dense_gradient(model, x, loss)
+    found = loss(logits)
+    logits.retain_grad()
+    logits.register_hook(seen.append)
+    for _ in range(2):
+        found.backward(retain_graph=True)
+    torch.testing.assert_close(logits.grad, 2 * expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(seen, [expected, expected], rtol=1e-4, atol=1e-6)
+    view = logits[:, :-1]
+    (taken,) = torch.autograd.grad(functional.cross_entropy(view.reshape(-1, WORDS), TARGET[:12]), view)
+    torch.testing.assert_close(3 * taken, expected[:, :-1], rtol=1e-4, atol=1e-6)
+    other = model(x)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(loss(logits), other)
+    assert torch.autograd.grad(loss(logits), other, allow_unused=True) == (None,)
+
+
+def test_they_are_let_go(model, x):
+    """Without a collection of garbage: they hold what the whole pass has saved."""
+    gc.disable()
+    try:
+        logits = model(x)
+        logits.retain_grad()
+        LOSSES["both"](logits).backward()
+        gone = weakref.ref(logits.hidden)
+        del logits
+        assert gone() is None
+    finally:
+        gc.enable()

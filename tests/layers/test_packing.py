@@ -73,7 +73,7 @@ def test_sizes_are_exact_where_clips_are_measured_or_observed_and_outside_of_tra
     layer.backend = backend("emulated")
     assert not packing_options(layer)["few_sizes"]  # the first pass measures
     layer(torch.randn(5, 2, HIDDEN))
-    layer.schedule.passes = 3
+    layer.schedule.passes = 30
     assert packing_options(layer) == {"backend": layer.backend, "few_sizes": True}
     with observe(layer):
         assert not packing_options(layer)["few_sizes"]
@@ -87,7 +87,7 @@ def test_a_filled_batch_trains_as_the_batch_itself():
     layer.backend = backend("emulated")
     x, padding = torch.randn(4, 3, HIDDEN), PADDING
     layer(x, padding)
-    layer.schedule.passes = 3
+    layer.schedule.passes = 30
     results = []
     for few_sizes in (False, True):
         packing = Packing(padding, backend=layer.backend, few_sizes=few_sizes)
@@ -95,7 +95,7 @@ def test_a_filled_batch_trains_as_the_batch_itself():
         layer.zero_grad()
         y = packing.unpack(layer.rows(packing.pack(x.transpose(0, 1)), packing))
         y.square().sum().backward()
-        layer.schedule.passes = 3
+        layer.schedule.passes = 30
         results.append([y.detach(), *(parameter.grad for parameter in layer.parameters())])
     for exact, filled in zip(*results, strict=True):
         torch.testing.assert_close(filled, exact, rtol=1e-5, atol=1e-6)
@@ -121,7 +121,7 @@ def test_a_plan_has_room_for_filled_batches():
     layer.backend = backend("emulated")
     plan_memory(layer, lambda: layer(torch.randn(19, 1, HIDDEN)).sum())
     layer(torch.randn(19, 1, HIDDEN)).sum().backward()  # measures, in exact sizes
-    layer.schedule.passes = 3
+    layer.schedule.passes = 30
     for time in (17, 19, 19):
         layer(torch.randn(time, 1, HIDDEN)).sum().backward()
     rows = {program.outputs[0].shape[0] for program, *_ in layer.step_memory.prepared}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lsq
 from lsq.config import LayerConfig, QuantConfig
 from lsq.conversion import float_state_dict
-from lsq.layers import TransformerLanguageModel
+from lsq.layers import QuantizedLinear, TransformerLanguageModel
 from lsq.layers.memory import plan_memory
 from lsq.monitoring import Bounds, Reading
 from lsq.monitoring.reading import QUANTITIES
@@ -191,6 +191,22 @@ def test_frozen_layers_and_a_module_that_is_there_twice():
     assert "blocks.1.up" not in found and len(found) == 6
     train(model, monitor, 1)  # all in floats, the frozen ones, too
     assert len(monitor.fallen) == 6
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_every_use_in_a_step_is_seen(how):
+    """The worst counts: of the second, nearly everything is clipped."""
+    layer = QuantizedLinear(64, 64, quant=QuantConfig(calibration_passes=0))
+    run = layer if how == "plain" else lambda x: checkpoint(layer, x, use_reentrant=how == "reentrant")
+    monitor = lsq.monitor(layer, every=1, fall_back=False)
+    for sizes in ((1, 1), (1, 30), (30, 1)):
+        torch.manual_seed(1)
+        uses = [run(size * torch.randn(32, 64, requires_grad=True)) for size in sizes]
+        sum(y.square().mean() for y in uses).backward()
+        monitor.step()
+        assert set(monitor.readings[""].values()) == set(QUANTITIES)
+        assert (monitor.readings[""].output > 25) == (sizes == (1, 1))
+        assert monitor.readings[""].output < 3 or sizes == (1, 1)
 
 
 def test_gradients_that_are_not_finite_say_nothing():

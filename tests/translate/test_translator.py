@@ -21,7 +21,7 @@ def test_hypotheses_are_those_of_the_run(output, translator):
     found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert [translations[0].text for translations in found] == hypotheses
-    assert len(set(hypotheses)) > 4
+    assert len(set(hypotheses)) > 2
 
 
 def test_order_and_batches_change_nothing(output, translator):
