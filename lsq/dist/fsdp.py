@@ -101,13 +101,13 @@ class Int8ReduceScatter:
         sent = torch.empty(workers, layout.message_bytes, dtype=torch.uint8, device=x.device)
         backends.run(PackGradients(x=x.view(1, -1), key=key, messages=Messages(layout=layout, data=sent)))
         received = torch.empty_like(sent)
-        all_to_all(received, sent, group)
+        all_to_all(received, sent, group).wait()
         own = MessageLayout(values=values, shards=1, length=length, block=self.block)
         messages = Messages(layout=own, data=received[:, None])
         backends.run(UnpackGradients(messages=messages, factor=factors[op], x=output_tensor.view(-1)))
         if floats is not None:
             terms = torch.empty_like(floats)
-            all_to_all(terms, floats, group)
+            all_to_all(terms, floats, group).wait()
             output_tensor.view(-1).index_copy_(0, small, (terms.sum(0) * factors[op]).to(output_tensor.dtype))
 
 

@@ -10,7 +10,12 @@ Inside a node links are fast: under int8_hier and int4_hier each of its workers 
 as it is and adds them up (a reduce-scatter by all-to-all: sums in float32 in the order of ranks, fused with the
 rounding that follows). Workers with the same place on every node then average their pieces as above, so that each piece
 crosses a node's network card once in each direction, and the codes of all pieces are gathered inside the node.
+
+A large bucket goes in parts, so that the network carries one part while codes of others are packed and summed.
 """
+
+from collections.abc import Iterator
+from itertools import zip_longest
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -18,7 +23,10 @@ from torch.distributed import ProcessGroup
 from lsq.dist.codec import Codec
 from lsq.dist.collectives import all_gather, all_to_all
 from lsq.dist.scratch import Scratch
-from lsq.ops.gradient_layout import SHARD_MULTIPLE, MessageLayout
+from lsq.ops.gradient_layout import SHARD_MULTIPLE
+
+PART = 2**20
+"""Values of a bucket that travel together."""
 
 
 class TwoHop:
@@ -42,36 +50,52 @@ class TwoHop:
             error: float32 [n], zero where neighbours own the piece; the own piece gets what rounding took from the
                 node's sum. None: not wanted.
         """
+        parts = cut(buffer.numel(), -(-buffer.numel() // PART))
+        steps = (
+            self._steps(number, *(None if one is None else one[first : first + length] for one in (buffer, error)))
+            for number, (first, length) in enumerate(parts)
+        )
+        # Each part goes a step, then each the next one: all workers begin collectives in the same order.
+        for _ in zip_longest(*steps):
+            pass
+
+    def _steps(self, number: int, buffer: Tensor, error: Tensor | None) -> Iterator[None]:
+        """The same of one part; it stops wherever it would wait."""
+
+        def scratch(name: str, shape: tuple[int, ...], *dtype) -> Tensor:
+            return self.scratch.take(f"{name} {number}", shape, *dtype)
+
         size, place = (self.neighbours.size(), self.neighbours.rank()) if self.neighbours is not None else (1, 0)
         pieces = cut(buffer.numel(), size)
         first, own = pieces[place]
         summands = buffer.view(1, -1)
         if self.neighbours is not None:
-            summands = self.scratch.take("summands", (size, own), buffer.dtype)
-            all_to_all(summands, buffer, self.neighbours, [own] * size, [length for _, length in pieces])
+            summands = scratch("summands", (size, own), buffer.dtype)
+            work = all_to_all(summands, buffer, self.neighbours, [own] * size, [length for _, length in pieces])
+            yield
+            work.wait()
         layout = self.codec.first_layout(pieces[0][1], self.group.size())
-        sent = self.scratch.take("sent", (self.group.size(), layout.message_bytes))
+        sent = scratch("sent", (self.group.size(), layout.message_bytes))
         self.codec.pack(summands, layout, sent, None if error is None else error[first : first + own])
-        result = self._exchange(sent, layout, 1 / (size * self.group.size()))[None]
+        received = scratch("received", tuple(sent.shape))
+        work = all_to_all(received, sent, self.group)
+        yield
+        work.wait()
+        shape = (layout.shards, self.codec.second_layout(layout).message_bytes)
+        own_sum = scratch("own", shape[1:])
+        self.codec.sum(received, layout, own_sum, 1 / (size * self.group.size()))
+        result = scratch("result", shape)
+        work = all_gather(result, own_sum, self.group)
+        yield
+        work.wait()
+        result = result[None]
         if self.neighbours is not None:
-            own_result, result = result, self.scratch.take("everything", (size, *result.shape[1:]))
-            all_gather(result, own_result, self.neighbours)
+            own_result, result = result, scratch("everything", (size, *result.shape[1:]))
+            work = all_gather(result, own_result, self.neighbours)
+            yield
+            work.wait()
         for messages, (start, length) in zip(result, pieces, strict=True):
             self.codec.unpack(messages, layout, buffer[start : start + length])
-
-    def _exchange(self, sent: Tensor, layout: MessageLayout, factor: float) -> Tensor:
-        """Both hops: the message of every shard uint8 [S, M'] from those that each worker packed, `sent` uint8 [S, M].
-
-        The result is the sum times `factor`, in the layout of the second hop, and in scratch memory.
-        """
-        received = self.scratch.take("received", tuple(sent.shape))
-        all_to_all(received, sent, self.group)
-        shape = (layout.shards, self.codec.second_layout(layout).message_bytes)
-        own = self.scratch.take("own", shape[1:])
-        self.codec.sum(received, layout, own, factor)
-        result = self.scratch.take("result", shape)
-        all_gather(result, own, self.group)
-        return result
 
 
 def cut(values: int, pieces: int) -> list[tuple[int, int]]:

@@ -56,7 +56,7 @@ def test_all_to_all_sends_each_part_once():
         given = torch.tensor([10 * rank, 10 * rank + 1, 10 * rank + 1, 10 * rank + 2], dtype=torch.uint8)
         out = torch.empty([3, 6, 3][rank], dtype=torch.uint8)
         parts = [1, 2, 1]
-        all_to_all(out, given, group, [parts[rank]] * 3, parts)
+        all_to_all(out, given, group, [parts[rank]] * 3, parts).wait()
         return out.tolist()
 
     sent, results = counted(3, work)
@@ -68,7 +68,7 @@ def test_all_to_all_sends_each_part_once():
 def test_all_gather(gather):
     def work(group, rank):
         out = torch.empty(12, dtype=torch.uint8)
-        all_gather(out, torch.full((3,), rank, dtype=torch.uint8), group)
+        all_gather(out, torch.full((3,), rank, dtype=torch.uint8), group).wait()
         return out.tolist()
 
     sent, results = counted(4, work, gather=gather)

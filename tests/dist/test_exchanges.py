@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import distributed
 
+from lsq.dist import two_hop
 from lsq.dist.codec import Codec
 from lsq.dist.gcq import GCQ
 from lsq.dist.scratch import Scratch
@@ -83,6 +84,26 @@ def test_means_are_the_oracles_on_every_worker():
     for case, found in results[0].items():
         assert all(torch.equal(found, other[case]) for other in results[1:]), f"{case}: workers differ"
         assert torch.equal(found, expected(*case)), f"{case}: not the oracle's"
+
+
+def in_parts(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    two_hop.PART, results = 6000, []
+    for way in all_ways(rank)[:2]:
+        buffer, error = gradient(rank, 20011, torch.float32), torch.zeros(20011)
+        way.average(buffer, error)
+        results.append((buffer, error))
+    return results
+
+
+def test_parts_of_a_large_bucket_are_buckets_of_their_own():
+    rows = [gradient(rank, 20011, torch.float32).numpy() for rank in range(4)]
+    parts, found = cut(20011, 4), run(in_parts, 4)
+    means = lambda rows: oracle.two_hop(rows, 1 / 4), lambda rows: oracle.hierarchical(rows, NODE_SIZE)
+    for number, mean in enumerate(means):
+        expected = numpy.concatenate([mean([row[start : start + length] for row in rows]) for start, length in parts])
+        for result, error in (worker[number] for worker in found):
+            assert torch.equal(result, torch.from_numpy(expected))
+            assert all(error[start : start + length].any() for start, length in parts)
 
 
 def errors_and_means(rank: int) -> list[tuple]:
