@@ -74,7 +74,7 @@ class Schedule:
     def activations_due(self, training: bool, again: bool = False, *, trained: bool = False) -> bool:
         """Whether the next pass measures the clips of activations.
 
-        The first does, and training passes 1, 2, 4, 8, ... each with a window of those that follow.
+        The first pass and training passes 2, 4, 8, ... do, each with the passes of the window that it begins.
 
         `again`: it is no new one, see `recomputing`. `trained`: it goes back; it measures nothing then if passes
         without gradients have done so in its place.

@@ -308,7 +308,7 @@ def check_shapes(cls: type[Declared], shapes: tuple[Sequence[int] | None, ...]) 
 
 Shapes = tuple[tuple[str, ...], ...]
 _MATRIX = (), ("codes",), ("coded", "codes"), ("floats",)
-"""What the shape that is stated of a field is that of: the field itself, or a tensor in its value."""
+"""Paths from a field to the tensor whose shape its docstring states: the field itself, or one in its value."""
 
 
 @functools.cache
@@ -358,4 +358,5 @@ def _sizes(names: Sequence[str], shape: Sequence[int], known: dict[str, int]) ->
 
 @functools.cache
 def _formula(text: str) -> CodeType:
+    """Compile a size that is computed of others, once."""
     return compile(text, "declarations", "eval")

@@ -11,10 +11,12 @@ import torch
 
 from lsq.csrc import loader
 
-SMALL, SAMPLES = 2**12, 61
-"""Of tensors with more values, so many are compared where reading all would take too long."""
+SMALL = 2**12
+"""Values of the largest tensor that is compared whole in every pass."""
 FEW_ROWS = 64
-"""It would in a pass of fewer rows."""
+"""A pass of fewer rows compares samples of larger tensors: to read them whole would take too long."""
+SAMPLES = 61
+"""Values of such a sample."""
 
 
 class Stamp:
@@ -49,13 +51,14 @@ class Stamp:
 
 
 def _same(exactly: bool, tensor: torch.Tensor, sample: torch.Tensor, total: int | None) -> bool:
+    """Whether a tensor has the values of which `sample` and the checksum `total` were taken."""
     if exactly and total is not None and tensor.numel() > SMALL:
         return total == checksum(tensor)
     return torch.equal(sample, _sample(tensor))
 
 
 def checksum(tensor: torch.Tensor) -> int | None:
-    """Of all values and their order; None on other devices than the CPU."""
+    """Return a checksum of all values and their order; None on other devices than the CPU."""
     if tensor.device.type != "cpu":
         return None
     values = tensor.detach().contiguous()

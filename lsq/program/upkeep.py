@@ -157,7 +157,7 @@ _steps = 0
 
 
 def steps() -> int:
-    """Those of all optimizers so far."""
+    """Count the steps of all optimizers so far."""
     return _steps
 
 
