@@ -182,9 +182,10 @@ class ClippedModule(nn.Module):
         parameter = self.own_parameter(clip)
         kept = parameter.data
         place = kept.float() if into is None else into
-        before = place.clone() if widens else place
+        before = place.clone() if widens else None
         calibration.measure(name, x, place, *how, lenient=widens, **options)
-        torch.maximum(place.data, before.data, out=place.data)
+        if before is not None:
+            torch.maximum(place.data, before.data, out=place.data)
         if place.data_ptr() != kept.data_ptr():
             kept.copy_(place)
         calibration.written[clip] = parameter

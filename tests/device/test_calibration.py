@@ -13,8 +13,12 @@ from tests.device.watch import Record, watched
 from tests.layers.shapes import HIDDEN, config_of
 
 LAYERS = {"encoder": TransformerEncoderLayer, "decoder": TransformerDecoderLayer}
-MOST = {"encoder": (37, 34), "decoder": (54, 60)}, {"encoder": (40, 38), "decoder": (58, 67)}
-"""(launches of PyTorch, lists of lsq) in the first pass, and in one that measures weights as well."""
+MOST = (
+    {"encoder": (17, 23), "decoder": (18, 41)},
+    {"encoder": (49, 23), "decoder": (77, 41)},
+    {"encoder": (40, 27), "decoder": (58, 48)},
+)
+"""(launches of PyTorch, lists of lsq) in the first pass, in one that widens clips, and in one that measures weights."""
 
 
 def inputs(layer, place: torch.device) -> list[torch.Tensor]:
@@ -34,16 +38,15 @@ def step(layer, *given: torch.Tensor) -> tuple[Record, int]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_step_that_calibrates_waits_once(name):
-    layer = LAYERS[name](config_of(backward="int8")).to(PLACE)
+def test_a_step_that_calibrates_waits_once_at_most(name):
+    layer = LAYERS[name](config_of(backward="int8", calibration_passes=2)).to(PLACE)
     given = inputs(layer, PLACE)
     found = [step(layer, *given) for _ in range(3)]
-    for (record, lists), most in zip((found[0], found[2]), MOST, strict=True):
+    for (record, lists), most, waits in zip(found, MOST, (1, 0, 1), strict=True):
         launches, most_lists = most[name]
-        assert len(record.waits) == 1, record.table(record.waits)
+        assert len(record.waits) == waits, record.table(record.waits)
         assert len(record.launches) <= launches, record.table(record.launches)
         assert lists <= most_lists
-    assert not found[1][0].waits  # nothing was measured
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -65,7 +68,7 @@ def test_clips_are_the_emulators_bit_by_bit(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("part, values", [("input", "1 of 144"), ("weight", "1 of 5376")])
 def test_what_is_not_finite_is_named_and_measured_again(part, values):
-    layer = TransformerEncoderLayer(config_of(backward="int8", pre_norm=False)).to(PLACE)
+    layer = TransformerEncoderLayer(config_of(backward="int8", calibration_passes=2)).to(PLACE)
     x = torch.randn(1, 3, HIDDEN).to(PLACE)
     if part == "weight":
         layer(x).sum().backward()
