@@ -40,7 +40,7 @@ def product_of(operation) -> ProductKey | None:
 def configurations(key: ProductKey) -> dict[str, CpuConfiguration]:
     """Each kernel as it runs untuned."""
     found = {ONEDNN: CpuConfiguration(rows=key.request.rows)}
-    return found | {name: CpuConfiguration(kernel=name) for name in tiles.usable() if name != tiles.PLAIN}
+    return found | {name: CpuConfiguration(kernel=name) for name in tiles.preferred()}
 
 
 def drawn(call: Call) -> Operation:

@@ -207,10 +207,10 @@ def report() -> Report:
 def kernel_name() -> str:
     """What multiplies int8 on this CPU where nothing is tuned, for people."""
     try:
-        fastest, *_ = (*tiles.usable(), tiles.PLAIN)
+        fastest, *_ = (*tiles.usable(), None)
     except (LibraryError, OSError):
-        fastest = tiles.PLAIN
-    return "oneDNN (torch._int_mm)" if fastest == tiles.PLAIN else f"lsq's tiles ({fastest})"
+        fastest = None
+    return "oneDNN (torch._int_mm)" if fastest is None else f"lsq's tiles ({fastest})"
 
 
 def text(found: Report) -> str:

@@ -69,7 +69,7 @@ def test_product_check_notices_saturation(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("usable", "named"), [((), "oneDNN"), (("plain",), "oneDNN"), (("amx", "plain"), "tiles (amx)")]
+    ("usable", "named"), [((), "oneDNN"), (("plain",), "tiles (plain)"), (("amx", "plain"), "tiles (amx)")]
 )
 def test_what_multiplies_is_named(usable, named, found, monkeypatch):
     monkeypatch.setattr(doctor.tiles, "usable", lambda: usable)

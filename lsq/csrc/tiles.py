@@ -13,7 +13,8 @@ from lsq.csrc import loader
 
 PLAIN = "plain"
 INSTRUCTIONS = {PLAIN: 0, "avx_vnni": 1, "avx512_vnni": 2, "amx": 3}
-"""What multiplies, the slowest first; the numbers are those of csrc/cpu/tiles.h. "plain" is C++, for comparison."""
+"""What multiplies, the slowest first; the numbers are those of csrc/cpu/tiles.h. "plain" is C++ for
+processors that have none of the others."""
 PAIR = 32
 """Rows and columns that a kernel takes at a time."""
 INNER = 64
@@ -34,9 +35,14 @@ def usable() -> tuple[str, ...]:
     return tuple(name for name, number in reversed(INSTRUCTIONS.items()) if function(ctypes.c_int64(number)))
 
 
+def preferred() -> tuple[str, ...]:
+    """The same, without "plain" where there are others, which are faster."""
+    return usable()[:-1] or usable()
+
+
 def vectorised() -> bool:
     """Whether anything but plain C++ multiplies here."""
-    return usable()[:1] not in ((), (PLAIN,))
+    return preferred() not in ((), (PLAIN,))
 
 
 def packed_bytes(columns: int, inner: int) -> int:

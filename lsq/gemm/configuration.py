@@ -78,11 +78,9 @@ class CpuConfiguration:
 
     @classmethod
     def default(cls, key: ProductKey) -> "CpuConfiguration":
-        """How a product runs where nothing was tuned: by tiles, if the processor has instructions for them."""
-        fastest, *_ = (*tiles.usable(), tiles.PLAIN)
-        if fastest == tiles.PLAIN:
-            return cls(rows=key.request.rows)
-        return cls(kernel=fastest)
+        """How a product runs where nothing was tuned: by tiles, unless the C++ library is missing."""
+        fastest, *_ = (*tiles.usable(), ONEDNN)
+        return cls(kernel=fastest, rows=key.request.rows if fastest == ONEDNN else 0)
 
     def check_key(self, key: ProductKey) -> None:
         """Refuse a product that this configuration cannot run.

@@ -59,8 +59,7 @@ def _tiled(key: ProductKey) -> list[CpuConfiguration]:
     """By each kind of instructions, with fewer and with more rows at a time."""
     return [
         CpuConfiguration(kernel=kernel, rows=each)
-        for kernel in tiles.usable()
-        if kernel != tiles.PLAIN
+        for kernel in tiles.preferred()
         for each in (0, *STRIPS)
         if each < key.m
     ]

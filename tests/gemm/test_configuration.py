@@ -143,7 +143,7 @@ def test_gain_and_text():
     ("usable", "op", "wanted"),
     [
         ((), "project", {"rows": 512}),
-        (("plain",), "project", {"rows": 512}),
+        (("plain",), "project", {"kernel": "plain"}),
         (("amx", "avx512_vnni", "plain"), "project", {"kernel": "amx"}),
         (("avx_vnni", "plain"), "vocabulary_loss", {"kernel": "avx_vnni"}),
     ],
