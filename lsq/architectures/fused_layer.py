@@ -157,7 +157,8 @@ class FusedLayer(InPlace):
         self.rounded = Rounded()
         self.joined: dict[str, torch.Tensor | None] = {}
         self.declare(build, measure=False)
-        self.let_clips_learn(trained)
+        for clip in self.clips().values():
+            clip.requires_grad_(trained)
 
     def extra_repr(self) -> str:
         if self.departed:

@@ -30,7 +30,8 @@ class Head(InPlace):
         quant = quant.at(path, *ALONE)
         self.begin(quant)
         self.declare(partial(programs.vocabulary_logits, quant, 1, self.vocabulary), measure=False)
-        self.let_clips_learn(self.weight.requires_grad)
+        for clip in self.clips().values():
+            clip.requires_grad_(self.weight.requires_grad)
 
     @property
     def vocabulary(self) -> programs.Vocabulary:

@@ -41,7 +41,8 @@ class Projection(InPlace):
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.begin(quant.at(path, *ALONE))
         self.declare(functools.partial(self._program, 1), measure=False)
-        self.let_clips_learn(self.weight.requires_grad)
+        for clip in self.clips().values():
+            clip.requires_grad_(self.weight.requires_grad)
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
         for name, size in zip(("inputs", "outputs") if self.quant.coded else (), self.sizes, strict=False):

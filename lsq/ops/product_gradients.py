@@ -3,14 +3,11 @@
 from lsq.ops.fake_quantize import fake_gradient
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
-from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 
 
-def append_gradients(
-    builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end
-) -> VirtualTensor | None:
-    """Append both to a lsq.program.builder.Builder; where the gradient of the weight goes, if it or its clip has one.
+def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end) -> None:
+    """Append both to a lsq.program.builder.Builder.
 
     Args:
         builder: where to.
@@ -30,7 +27,7 @@ def append_gradients(
             end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
         builder.add(ProjectInputGradient(weight=weight.bare(), **common, **end))
     if not (builder.needs_gradient(weight.values) or builder.needs_gradient(weight.clip)):
-        return None
+        return
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
     dweight = builder.parameter_gradient(weight.values)
@@ -42,4 +39,3 @@ def append_gradients(
             dclip=builder.parameter_gradient(weight.clip), **common,
         )
     )  # fmt: skip
-    return dweight

@@ -9,9 +9,6 @@ from lsq.program.declare import Activations, Bits, Bytes, Codes, Floats, Host, I
 from lsq.quant import Format, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
-SEEN = ".seen"
-"""Ends the name of the input of a program where the largest magnitude under a clip is recorded."""
-
 
 class Coded(Value):
     """An activation [M, N] as integers: codes * scale. Its gradient is by convention the one before the rounding."""
@@ -27,8 +24,6 @@ class Coded(Value):
     """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where clips learn by LSQ."""
     clip: In[Floats] | None
     """[1], the parameter."""
-    seen: Floats | None
-    """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN."""
     started: Host[bool] = False
     """Whether an operation before has written the scale, so that only a NaN has to change it; see lsq.ops.scales."""
 
@@ -52,12 +47,11 @@ class Coded(Value):
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error, seen."""
+        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error."""
         codes, scale, clipped, error = arithmetic.round_activation(
             x, self.clip, bits=self.format.bits, error=self.error is not None
         )
-        seen = None if self.seen is None else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
-        return codes, scale, clipped if self.clipped is not None else None, error, seen
+        return codes, scale, clipped if self.clipped is not None else None, error
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [M, N]."""
@@ -128,8 +122,6 @@ class Weight(Value):
     """Of what is grouped: values along K whose products are summed as integers."""
     by_inputs: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
-    absmax: bool = False
-    """Whether its clip is the largest magnitude of each row whenever codes are made, so that nothing is clipped."""
 
     @factor
     def largest(self) -> float:
@@ -176,9 +168,7 @@ class Weight(Value):
         """Codes in both layouts and scale alone, of what is rounded."""
         if self.codes is None:
             return self
-        return Weight(
-            format=self.format, codes=self.codes, scale=self.scale, transposed=self.transposed, absmax=self.absmax
-        )
+        return Weight(format=self.format, codes=self.codes, scale=self.scale, transposed=self.transposed)
 
 
 class Dropout(Value):

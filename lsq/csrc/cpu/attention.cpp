@@ -19,8 +19,8 @@ public:
         : Base(given), contexts_(op, given, rows, 1.0f), largest_(given.queries),
           probabilities_(kQueryBlock, kFew, false), values_(stride_, given.keys, given.v.coded()) {}
 
-    // -> the largest magnitude of what was rounded
-    Magnitude run(const Pair& pair) {
+    // -> whether a value that was rounded was NaN
+    bool run(const Pair& pair) {
         std::fill_n(largest_.begin(), pair.queries, -infinity());
         contexts_.start(pair);
         const auto begin = [&](const Block& block) {
@@ -28,11 +28,11 @@ public:
             this->keys(given_.v, block, [&](auto v) { values_.take(v, heads_.width, v.rows); });
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
-        Magnitude most = 0;
+        bool missing = false;
         for (int64_t query = 0; query < pair.queries; ++query) {
-            most = std::max(most, contexts_.write(pair, query, largest_[query]));
+            missing |= contexts_.write(pair, query, largest_[query]);
         }
-        return most;
+        return missing;
     }
 
 private:
@@ -101,30 +101,28 @@ private:
 };
 
 // Rounds n numbers, whichever rows they make.
-Magnitude round_all(const Coded& coded, int64_t n, const float* x) {
+bool round_all(const Coded& coded, int64_t n, const float* x) {
     constexpr int64_t kChunk = 1024;
     return for_rows((n + kChunk - 1) / kChunk, kChunk, [&](int64_t chunk, Scratch& scratch) {
         const int64_t first = chunk * kChunk, count = std::min(kChunk, n - first);
-        return round_row(coded, first, count, x + first, scratch.flags.data());
+        return static_cast<int>(round_row(coded, first, count, x + first, scratch.flags.data()));
     });
 }
 
-// -> the largest magnitude of what was rounded
+// -> whether a value that was rounded was NaN
 template <class Forward>
-Magnitude attend(const Attention& op, const Case& given, float* rows) {
-    Magnitude largest = 0;
-#pragma omp parallel reduction(max : largest)
+bool attend(const Attention& op, const Case& given, float* rows) {
+    int missing = 0;
+#pragma omp parallel reduction(| : missing)
     {
         Forward worker(op, given, rows);
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < given.order.size(); ++i) {
-            largest = std::max(largest, worker.run(given.pair(given.order[i])));
-        }
+        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(given.pair(given.order[i]));
     }
-    return largest;
+    return missing;
 }
 
-Magnitude attend(const Attention& op, float* rows) {
+bool attend(const Attention& op, float* rows) {
     const Case given(op.heads);
 #ifdef LSQ_BYTES
     if (given.coded() && given.biases.empty()) {
@@ -132,9 +130,9 @@ Magnitude attend(const Attention& op, float* rows) {
         if (allowed(Instructions::avx512_vnni)) return attend<CodedForward<VnniBytes>>(op, given, rows);
     }
 #endif
-    Magnitude largest = 0;
-    with_products([&](auto products) { largest = attend<ForwardWorker<decltype(products)>>(op, given, rows); });
-    return largest;
+    bool missing = false;
+    with_products([&](auto products) { missing = attend<ForwardWorker<decltype(products)>>(op, given, rows); });
+    return missing;
 }
 
 }  // namespace
@@ -144,9 +142,9 @@ LSQ_OPERATION(Attention, op) {
     const bool afterwards = op.rounded.codes && width % 8;  // heads do not begin at bytes of the clipped bits
     std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
-    Magnitude largest = attend(op, rows);
-    if (afterwards) largest = std::max(largest, round_all(op.rounded, size, rows));
-    finish(op.rounded, largest);
+    bool missing = attend(op, rows);
+    if (afterwards) missing |= round_all(op.rounded, size, rows);
+    finish(op.rounded, missing);
 }
 
 // Until the next call attention uses none that are faster than those, numbered as in tiles.h.

@@ -19,15 +19,15 @@ LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_round(const Round op, Out<uint32_t
         const int64_t element = begin + v * kThreads * kVector;
         if (element < op.count) loaded[v] = load_packed(x + element);
     }
-    Magnitude largest = 0;
+    bool missing = false;
 #pragma unroll
     for (int v = 0; v < kAtOnce; ++v) {
         const int64_t element = begin + v * kThreads * kVector;
         if (element >= op.count) continue;
         float values[kVector];
         unpack8(loaded[v], values);
-        largest = Largest::join(largest, codes.write8(element, values));
+        missing |= codes.write8(element, values);
     }
-    codes.finish<kThreads>(ticket, largest);
+    codes.finish<kThreads>(ticket, missing);
 }
 LSQ_EXPORT(lsq_round)
