@@ -151,22 +151,20 @@ def _placed(borders: Sequence[VirtualTensor], tensors: Sequence[torch.Tensor]) -
 
 
 SECOND = (
-    b"layers of lsq round, and have no second derivatives (gradient penalties, Hessians): leave the layers that need "
-    b"them as they are by skip= of lsq.convert, or go back by lsq.revert(model)"
+    "layers of lsq round, and have no second derivatives (gradient penalties, Hessians), for which create_graph=True "
+    "asks: leave the layers that need them as they are by skip= of lsq.convert, or go back by lsq.revert(model)"
 )
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """As PyTorch's, but whoever goes back through gradients is refused always: they depend on weights, too."""
+    """As PyTorch's, but create_graph=True is refused at once: a gradient without a way back to the input would count as
+    a constant, and what it adds to a second derivative would be missing in silence."""
 
     @functools.wraps(backward)
     def once(ctx, *gradients):
-        with torch.no_grad():
-            found = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():
-            return found
-        refused = torch._C._functions.DelayedError(SECOND, len(found))
-        return refused(*(one if one is None else one.detach().requires_grad_() for one in found))
+        if torch.is_grad_enabled():
+            raise RuntimeError(SECOND)
+        return backward(ctx, *gradients)
 
     return once
 

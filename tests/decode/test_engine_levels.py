@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from lsq.csrc import loader, shared_library
+from lsq import gemm
+from lsq.csrc import loader, shared_library, tiles
 from lsq.decode.engine import Engine
 from lsq.decode.model import model_of
 from tests.decode.models import EOS, PADDING, batch, small_model
@@ -44,6 +45,12 @@ def drawn(chance: random.Random) -> dict:
     }
 
 
+def forget_instructions() -> None:
+    """Each library has instructions of its own, and products that are chosen for them."""
+    tiles.usable.cache_clear()
+    gemm.set_files(None)
+
+
 THOROUGH = [pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 40)]
 
 
@@ -53,6 +60,7 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
     chance = random.Random(seed)
     options, before = drawn(chance), torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
+    request.addfinalizer(forget_instructions)
     lengths = [chance.randint(2, 40) for _ in range(chance.choice([1, 3, 37]))]
     source = batch(options["words"], lengths, seed)
     target = torch.randint(4, options["words"], (len(lengths), 5), generator=torch.Generator().manual_seed(seed))
@@ -60,6 +68,7 @@ def test_any_shape_on_any_library(seed, monkeypatch, request):
     for level in LEVELS:
         library = shared_library.load(loader._FOLDER / f"libcpu_{level}.so", "cpu")
         monkeypatch.setattr(loader, "library", lambda library=library: library)
+        forget_instructions()
         torch.set_num_threads(chance.choice([1, 2, 3]))
         module = small_model(**options)
         engine = Engine(model_of(module))

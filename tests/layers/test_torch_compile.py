@@ -173,10 +173,15 @@ def test_whole_layers_refuse_as_well(kind):
 
 @pytest.mark.parametrize("kind", [QuantizedLinear, TransformerEncoderLayer])
 def test_second_derivatives_are_refused_and_never_left_out(kind):
-    """Also where gradients depend on weights alone: of a penalty on them, nothing may be lost in silence."""
+    """Of a penalty on gradients, and of a Hessian, where what the layer adds would be zero in silence."""
     layer = kind(32, 16) if kind is QuantizedLinear else kind(LayerConfig(hidden=32, heads=2, feed_forward=64))
     x = torch.randn(3, 2, 32, requires_grad=True)
-    (gradient,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no second derivatives.*skip=.*lsq\.revert\(model\)"):
-        gradient.square().sum().backward()
-    torch.autograd.grad(layer(x).sum(), x, create_graph=True)[0].sum()  # nobody goes back through that
+    for asked in (
+        lambda: torch.autograd.grad(layer(x).sum(), x, create_graph=True),
+        lambda: layer(x).sum().backward(create_graph=True),
+        lambda: torch.autograd.functional.hessian(lambda z: layer(z).square().sum(), x.detach()),
+        lambda: torch.autograd.functional.hvp(lambda z: layer(z).square().sum() + z.pow(3).sum(), x.detach(), x),
+    ):
+        with pytest.raises(RuntimeError, match=r"no second derivatives.*skip=.*lsq\.revert\(model\)"):
+            asked()
+    layer(x).sum().backward()  # nothing is left behind
