@@ -157,8 +157,10 @@ SECOND = (
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """As PyTorch's, but create_graph=True is refused at once: a gradient without a way back to the input would count as
-    a constant, and what it adds to a second derivative would be missing in silence."""
+    """Refuse create_graph=True at once, where PyTorch's own decorator waits for the second derivative.
+
+    A gradient without a way back to the input counts as a constant: a Hessian would be zero without an error.
+    """
 
     @functools.wraps(backward)
     def once(ctx, *gradients):

@@ -46,7 +46,7 @@ def drawn(chance: random.Random) -> dict:
 
 
 def forget_instructions() -> None:
-    """Each library has instructions of its own, and products that are chosen for them."""
+    """Forget the instructions of the last library, and the products that were chosen for them."""
     tiles.usable.cache_clear()
     gemm.set_files(None)
 
