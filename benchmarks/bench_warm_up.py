@@ -1,9 +1,11 @@
-"""The first passes of a training, in which clips of weights are measured again and again.
+"""The first passes of a training: what finding clips costs while tensors grow.
 
 GPT-2 and Llama of a few layers, after lsq.convert, trained from scratch by AdamW on random words. A pass is forward
-with labels and backward; the sides train copies of one model, and take turns. "near" searches clips near those before,
-"anew" makes the whole search every time, "once" measures in the first pass only. How far the clips of "near" are from
-those of a whole search on the same weights stands beside them.
+with labels and backward; the sides train copies of one model, and take turns. "absmax" is the default, whose clips
+follow the largest magnitudes. The others learn clips: "near" measures them again and again, near those before, "anew"
+makes the whole search every time, "once" measures in the first pass only. How far the clips of "near" are from those of
+a whole search on the same weights stands beside them. "growth" is the mean of the first hundred passes over the median
+of later ones.
 """
 
 import argparse
@@ -25,7 +27,13 @@ from lsq.layers.schedule import WEIGHTS_AT
 from lsq.ops.calibration import Calibration
 
 MODELS = "gpt2", "llama"
-ONCE, NEAR, ANEW = SIDES = "once", "near", "anew"
+ONCE, ABSMAX, NEAR, ANEW = SIDES = "once", "absmax", "near", "anew"
+QUANT = {
+    ONCE: QuantConfig(clips="learned", calibration_passes=1), ABSMAX: QuantConfig(clips="absmax"),
+    NEAR: QuantConfig(clips="learned"), ANEW: QuantConfig(clips="learned"),
+}  # fmt: skip
+EARLY = 100
+"""Passes that are compared with those after them."""
 PASSES, QUICK_PASSES = 120, 5
 TOKENS, QUICK_TOKENS = 2048, 32
 LEARNING_RATE = 1e-3
@@ -47,7 +55,7 @@ class Side:
 
     def __init__(self, name: str, model: nn.Module, batch: dict[str, torch.Tensor]):
         self.model, self.batch = copy.deepcopy(model), batch
-        lsq.convert(self.model, QuantConfig(**({"calibration_passes": 1} if name == ONCE else {})))
+        lsq.convert(self.model, QUANT[name])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.around = whole_searches if name == ANEW else contextlib.nullcontext
         self.seconds: list[float] = []
@@ -114,13 +122,15 @@ def trained(recipe: Recipe, options: argparse.Namespace) -> tuple[list[dict], di
 
 
 def row(recipe: Recipe, side: str, seconds: list[float] | None = None, once: float | None = None) -> dict:
-    """Of one side: all seconds, those of the first pass, the medians of later ones that measure weights and do not."""
-    found = dict.fromkeys(("seconds", "first", "measuring", "others", "ratio"))
+    """Of one side: all seconds, those of the first pass, medians of later ones that measure learned clips of weights
+    and do not, and what early passes take of later ones."""
+    found = dict.fromkeys(("seconds", "first", "measuring", "others", "growth", "ratio"))
     if seconds:
         measuring = [one for number, one in enumerate(seconds) if number in WEIGHTS_AT]  # from 0, as schedules count
         others = [one for number, one in enumerate(seconds) if number and number not in WEIGHTS_AT]
         found |= {
             "seconds": sum(seconds), "first": seconds[0], "measuring": median(measuring), "others": median(others),
+            "growth": statistics.mean(seconds[:EARLY]) / median(seconds[EARLY:]) if seconds[EARLY:] else None,
             "ratio": once / sum(seconds),
         }  # fmt: skip
     return {"model": recipe.title, "side": side, **found}

@@ -29,6 +29,8 @@ from lsq.layers import programs
 from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
 from lsq.ops.adam import NUMBERS, Adam
+from lsq.ops.embedding import Embed, EmbedGradient
+from lsq.ops.target_gradient import TargetInputGradient, TargetWeightGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import Sampler
@@ -42,6 +44,8 @@ FEW = 4
 """Sentences of the batch whose kernels are counted."""
 FEW_WORDS, FEW_INNER = 1024, 64
 """Of the product with the vocabulary, where its kernels are counted."""
+BY_WORDS = Embed, EmbedGradient, TargetWeightGradient
+"""What looks rows up by words, or adds them up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +127,12 @@ def adam(rows: int, columns: int, quant: QuantConfig | None = None) -> Adam:
     tensors = {name: tensor(name, rows, columns) for name in names}
     tensors |= {f"new_{name}": tensors[name] for name in names if name != "gradient"}
     if quant is not None:
+        clip = tensor("clip", rows)
         tensors["rounded"] = Weight(
             format=quant.weights, codes=tensor("codes", rows, columns, dtype=torch.int8),
-            scale=tensor("scale", rows), clip=tensor("clip", rows),
+            scale=tensor("scale", rows), clip=clip, absmax=not quant.learned,
         )
+        tensors["new_clip"] = None if quant.learned else clip
     return Adam(**tensors, numbers=tensor("numbers", NUMBERS), gradient_factor=tensor("factor", 1))
 
 
@@ -200,18 +206,18 @@ def count_kernels(sizes: Iterable[Size], quant: QuantConfig) -> dict[str, Profil
 
 
 def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
-    """Of a step with few sentences; of embeddings, whose work does not grow evenly, with all of them."""
+    """Of a step with few sentences; of sums by words, whose work does not grow evenly, with all of them."""
     for _, program in training(few_sentences(size), quant):
-        if program.name != "embedding":
-            yield from map(of_few_words, program.operations)
-    yield from training(size, quant)[0][1].operations
+        yield from (of_few_words(one) for one in program.operations if not isinstance(one, BY_WORDS))
+    for _, program in training(size, quant):
+        yield from (one for one in program.operations if isinstance(one, BY_WORDS))
     yield from (adam(FEW, size.hidden), adam(64, size.hidden, quant))
 
 
 def of_few_words(operation: Operation) -> Operation:
     """Of a product that only tiles end: with fewer words and values to multiply, which the emulator has time for."""
     given = getattr(operation, "prediction", None)
-    if given is None:
+    if given is None or isinstance(operation, TargetInputGradient):
         return operation
     inner = given.x.tensor.shape[1]
     few_of = {given.columns: min(given.columns, FEW_WORDS), inner: min(inner, FEW_INNER)}

@@ -157,8 +157,7 @@ class FusedLayer(InPlace):
         self.rounded = Rounded()
         self.joined: dict[str, torch.Tensor | None] = {}
         self.declare(build, measure=False)
-        for clip in self.clips().values():
-            clip.requires_grad_(trained)
+        self.let_clips_learn(trained)
 
     def extra_repr(self) -> str:
         if self.departed:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 
 from lsq.config.checks import require_choice, require_positive
 from lsq.quant import CALIBRATIONS, CLIP_GRADIENTS, GRADIENT, WEIGHT_FORMATS, Format, Grain, Pruning, WeightFormat
@@ -14,6 +14,13 @@ from lsq.quant.numbers import ScaledFormat, scaled_format
 MODES = ("float", "int8")
 BACKWARDS = ("float", "int8")
 GRANULARITIES = ("tensor", "channel")
+CLIPS = ("auto", "absmax", "learned")
+ONLY_LEARNED = {
+    "weight_init": "mse", "activation_init": "mse", "weight_clip": 1.0, "activation_clip": 16.0,
+    "calibration_passes": 4096, "clip_step": 0.002, "percentile": 99.99, "weight_granularity": "channel",
+    "clip_gradient": "pact",
+}  # fmt: skip
+"""Fields that say how clips are found and learn, and their defaults."""
 PRODUCT_DTYPES = ("float32", "bfloat16")
 Names = Mapping[str, Sequence[str]]
 """What a part of a model calls a tensor -> its names in the state dict of the part."""
@@ -48,6 +55,10 @@ class QuantConfig:
     """"int8" quantises every projection; "float" quantises nothing and equals fairseq's own layers."""
     bits: int = 8
     """Width of the integers, 2 to 8; of weights only under weight_format="int8". Narrower ones fill an int8 as well."""
+    clips: str = "auto"
+    """Where clips come from. "absmax": a weight's is the largest magnitude of each row at every update, an activation's
+    follows that of the passes before. "learned": PACT, they are measured, then trained as parameters. "auto": "absmax"
+    where all formats are int8 of 8 bits and no option below that is of learned clips is given."""
     weight_init: str = "mse"
     """How a weight's first clip is measured: "fixed", "absmax", "percentile" or "mse" (OCTAV)."""
     activation_init: str = "mse"
@@ -92,6 +103,7 @@ class QuantConfig:
         require_choice("mode", self.mode, MODES)
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise ValueError(f"bits is {self.bits!r}; it must be a whole number from 2 to 8")
+        require_choice("clips", self.clips, CLIPS)
         require_choice("weight_init", self.weight_init, CALIBRATIONS)
         require_choice("activation_init", self.activation_init, CALIBRATIONS)
         require_positive("weight_clip", self.weight_clip)
@@ -110,6 +122,7 @@ class QuantConfig:
         require_choice("backward_dtype", self.backward_dtype, PRODUCT_DTYPES)
         Pruning.read(self.sparsity)
         self._check_decoded()
+        self._check_clips()
 
     def _check_decoded(self) -> None:
         """Refuse what does not go with formats that have no fast product."""
@@ -127,10 +140,32 @@ class QuantConfig:
         if "int4" in format_choice(self.weight_format).formats:
             raise ValueError(f"{formats}: int4 weights go with int8 activations and gradients; take int4/group32/uint4")
 
+    def _check_clips(self) -> None:
+        """Refuse what only clips that learn can do."""
+        others = self._only_learned if self.clips == "absmax" and self.quantized else ()
+        for name in others:
+            raise ValueError(
+                f'{name} is {getattr(self, name)!r}, but clips is "absmax", which is for int8 and measures every clip '
+                f'in every pass: leave {name} out, or take clips="learned"'
+            )
+
+    @property
+    def _only_learned(self) -> list[str]:
+        """The names of fields whose values only clips that learn can have."""
+        formats = [name for name in FAST_FORMATS if set(format_choice(getattr(self, name)).formats) != {"int8"}]
+        return formats + [name for name, default in ONLY_LEARNED.items() if getattr(self, name) != default]
+
     @property
     def quantized(self) -> bool:
         """Whether anything is quantised at all."""
         return self.mode == "int8"
+
+    @cached_property
+    def learned(self) -> bool:
+        """Whether clips are parameters that train."""
+        if self.clips == "auto":
+            return self.quantized and (self.bits < 8 or bool(self._only_learned))
+        return self.quantized and self.clips == "learned"
 
     @property
     def pruning(self) -> Pruning | None:

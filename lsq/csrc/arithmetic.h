@@ -50,6 +50,18 @@ LSQ_INLINE float float_of(uint32_t bits) {
 LSQ_INLINE float infinity() { return float_of(0x7F800000u); }
 LSQ_INLINE float not_a_number() { return float_of(0x7FC00000u); }
 
+// |x| as its bits, which order like magnitudes; NaN is larger than infinity.
+using Magnitude = uint32_t;
+constexpr Magnitude kMissing = 0x7FC00000u;
+LSQ_INLINE Magnitude magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }
+LSQ_INLINE bool is_missing(Magnitude x) { return x > 0x7F800000u; }
+// The clip under which nothing is clipped of values whose largest magnitude is x, at least 2^-40. Of zeros alone it stays:
+// gradients carry the scales of rows, and that of a row under a tiny clip would vanish.
+LSQ_INLINE float clip_of(Magnitude x, float before) {
+    const Magnitude least = 0x2B800000u;
+    return x == 0 ? before : float_of(x > least ? x : least);
+}
+
 // The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever reads the codes.
 LSQ_INLINE float poisoned(float scale, bool missing) { return missing ? not_a_number() : scale; }
 

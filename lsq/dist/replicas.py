@@ -1,9 +1,10 @@
 """Clips that all processes of a training share, as they share gradients.
 
-Each process measures clips on its own batches. Before an optimizer steps, what was measured is averaged over the
-processes, so that the copies of a model do not part. Passes may differ between processes, which take branches of their
-own; steps may not. So which steps exchange goes by their number alone, and every process takes part, whatever it has
-measured. DistributedDataParallel and FSDP2 are seen where they wrap a model; `share` is for other ways.
+Each process measures clips on its own batches. Before an optimizer steps, clips that follow activations become the
+largest of all processes, and what was measured of clips that learn is averaged, so that copies of a model do not part.
+Passes may differ between processes, which take branches of their own; steps may not. So which steps exchange goes by
+their number alone, and every process takes part, whatever it has measured. DistributedDataParallel and FSDP2 are seen
+where they wrap a model; `share` is for other ways.
 """
 
 import logging
@@ -25,7 +26,7 @@ from lsq.program.shards import HasClips
 logger = logging.getLogger(__name__)
 
 EVERY_STEP, PERIOD = 64, 16
-"""The first steps of an optimizer exchange what was measured; later, when little is, every so many-th does."""
+"""The first steps of an optimizer average what was measured; later, when little is, every so many-th does."""
 
 _wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
 """By models: the DistributedDataParallel that was last made of each."""
@@ -80,13 +81,14 @@ def _agree(optimizer: Optimizer) -> None:
     if not (trained.models or trained.meshes) or trained.alone():
         return
     trained.steps += 1
-    if trained.steps > EVERY_STEP and trained.steps % PERIOD:
-        return
+    due = trained.steps <= EVERY_STEP or trained.steps % PERIOD == 0
     try:
         for model, _, group in trained.models:
             if model() is not None:
+                _take_largest(model(), group)
+            if model() is not None and due:
                 _average(model(), group)
-        for mesh in trained.meshes:
+        for mesh in trained.meshes if due else ():
             _average_shards(mesh)
     except RuntimeError as error:
         roll_call.raise_named(error)
@@ -140,12 +142,31 @@ def _warn(text: str) -> None:
 
 
 @torch.no_grad()
+def _take_largest(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Let clips of activations that do not learn be the largest of all processes that have run their layers."""
+    modules = [module for module in model.modules() if isinstance(module, HasClips)]
+    clips: dict[int, tuple[Tensor, bool]] = {}
+    for module in modules:
+        if module.quant.quantized and not module.quant.learned:
+            module.follow_clips()
+            known = module.calibrated
+            clips |= {id(one): (one, known) for one in module.activation_clips().values() if not shards.is_shard(one)}
+    if not clips:
+        return
+    values = [clip.data for clip, _ in clips.values()]
+    own = torch.cat(values)
+    largest = own * torch.tensor([known for _, known in clips.values()], dtype=own.dtype).to(own.device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
+    torch._foreach_copy_(values, list(torch.where(largest > 0, largest, own).split(1)))
+
+
+@torch.no_grad()
 def _average(model: nn.Module, group: ProcessGroup | None) -> None:
     """Make each clip of `model` the mean of the processes that have measured it since the last time.
 
     Where none has, it is the mean of all: a process that has not run a layer has not limited the steps of its clips.
     """
-    modules = [module for module in model.modules() if isinstance(module, HasClips)]
+    modules = [module for module in model.modules() if isinstance(module, HasClips) and module.quant.learned]
     clips: dict[int, tuple[Tensor, bool]] = {}
     for module in modules:
         module.limit_clip_steps()

@@ -145,7 +145,14 @@ def quantization(given: Mapping[str, Any]) -> QuantConfig:
     Raises:
         ValueError: one has a value that is not allowed.
     """
+    given = with_clips(given)
     return QuantConfig(**{field.name: given.get(PREFIX + field.name, field.default) for field in fields(QuantConfig)})
+
+
+def with_clips(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a checkpoint; those of versions in which all clips were learned say so."""
+    old = PREFIX + "calibration_passes" in given and PREFIX + "clips" not in given
+    return {**given, PREFIX + "clips": "learned"} if old else given
 
 
 def start_from(model: nn.Module, path: str, args: Any) -> None:
@@ -176,7 +183,7 @@ def trained_with(args: Any) -> Mapping[str, Any]:
         args: fairseq's options; where there is no training, they lack `restore_file`.
     """
     name = getattr(args, "restore_file", None)
-    return options_in(Path(args.save_dir, name) if name == LAST else Path(name or ""), "model")
+    return with_clips(options_in(Path(args.save_dir, name) if name == LAST else Path(name or ""), "model"))
 
 
 def options_in(path: Path, part: str) -> Mapping[str, Any]:

@@ -47,6 +47,8 @@ def set_defaults(args: Namespace) -> None:
     A training that goes on from a checkpoint keeps what it was trained with, unless other values are given.
     """
     args.lsq_from = getattr(args, "lsq_from", None)
+    if all(hasattr(args, PREFIX + field.name) for field in fields(QuantConfig) if field.name != "clips"):
+        vars(args).update(checkpoint.with_clips(vars(args)))  # the options of a checkpoint
     missing = [field for field in fields(QuantConfig) if not hasattr(args, PREFIX + field.name)]
     before = checkpoint.trained_with(args) if missing else {}
     for field in missing:

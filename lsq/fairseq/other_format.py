@@ -63,7 +63,8 @@ def converted(path: Path, changes: Mapping[str, Any]) -> Converted:
     state["model"] = type(state["model"])(model.state_dict())
     for field in changes:
         _set(stored, options.PREFIX + field, after[options.PREFIX + field])
-    optimizer = _convert_optimizer(state, model, shapes)
+    learned = checkpoint.quantization(after).learned
+    optimizer = _convert_optimizer(state, model, shapes, same_parameters=old.learned == learned)
     return Converted(state=state, weights=len(_clips(model)), activations_due=due, optimizer=optimizer)
 
 
@@ -102,8 +103,12 @@ def _clips(model: nn.Module) -> set[str]:
     }  # fmt: skip
 
 
-def _convert_optimizer(state: dict[str, Any], model: nn.Module, shapes: Mapping[str, torch.Size]) -> str:
+def _convert_optimizer(
+    state: dict[str, Any], model: nn.Module, shapes: Mapping[str, torch.Size], *, same_parameters: bool
+) -> str:
     """Let moments of clips that were measured anew begin at zero, or leave all of the optimizer's state out.
+
+    `same_parameters`: clips learn in both formats, or in neither.
 
     Returns:
         What was done.
@@ -114,7 +119,9 @@ def _convert_optimizer(state: dict[str, Any], model: nn.Module, shapes: Mapping[
     parameters = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     moments = kept.get("state", {})
     changed = [name for name, one in parameters if shapes.get(name) != one.shape]
-    if changed:
+    if not same_parameters:
+        reason = "clips learn in one of the formats alone"
+    elif changed:
         reason = f"{changed[0]} has another shape"
     elif moments.keys() - set(range(len(parameters))):
         reason = f"it is of {len(moments)} parameters, and the model has {len(parameters)}"

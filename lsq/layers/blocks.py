@@ -303,10 +303,17 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
 def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    normaliser = bound = None
+    normaliser = bound = own = None
+    rows = (prediction.rows,)
     if builder.backward:
-        normaliser = builder.tensor("log_normaliser", (prediction.rows,))
+        normaliser = builder.tensor("log_normaliser", rows)
         if prediction.x.coded is not None and builder.quant.backward == "int8":
-            bound = builder.tensor("d_logits.bound", (prediction.rows,))
-    builder.add(VocabularyLoss(prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound))
+            bound = builder.tensor("d_logits.bound", rows)
+            if not builder.needs_gradient(prediction.weight.clip):
+                own = builder.tensor("d_logits.target", rows)
+    builder.add(
+        VocabularyLoss(
+            prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, target_gradient=own
+        )
+    )
     return loss, nll

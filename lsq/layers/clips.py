@@ -9,6 +9,7 @@ from torch import nn
 from lsq.config import QuantConfig
 from lsq.dist import replicas
 from lsq.layers import clip_format
+from lsq.layers.followed_clips import FollowedClips
 from lsq.layers.schedule import Schedule
 from lsq.layers.weight_codes import WeightCodes
 from lsq.layers.weight_masks import SUFFIX, WeightMasks
@@ -16,6 +17,7 @@ from lsq.ops.calibration import Calibration
 from lsq.program import shards, upkeep
 from lsq.program.parameters import CLIPS, Kind, Parameter
 from lsq.program.program import Program
+from lsq.quant import largest_clips
 
 
 class ClippedModule(nn.Module):
@@ -34,6 +36,7 @@ class ClippedModule(nn.Module):
         self.declared: dict[str, Parameter] = {}
         self.codes = WeightCodes()
         self.schedule = Schedule(quantization)
+        self.followed = FollowedClips()
         self.weight_masks: WeightMasks | None = None
         replicas.watch(self)
 
@@ -44,7 +47,8 @@ class ClippedModule(nn.Module):
             holder, name = self._holder(declared.name)
             self.declared[declared.name] = declared
             if getattr(holder, name, None) is None:
-                holder.register_parameter(name, _made(declared, device))
+                learns = declared.kind not in CLIPS or self.quant.learned
+                holder.register_parameter(name, _made(declared, device, learns))
 
     def _holder(self, path: str) -> tuple[nn.Module, str]:
         """The module that holds the parameter of that dotted name, and its name there."""
@@ -161,9 +165,10 @@ class ClippedModule(nn.Module):
                 values, near = self.values_of(name), again and name not in anew
                 if not self.codes.changed(name, values) and near:
                     continue
+                method = self.quant.weight_init if self.quant.learned else "absmax"
                 self._measure(
-                    calibration, name, values.t() if declared.by_inputs else values, declared.clip,
-                    self.quant.weight_init, self.quant.weight_form(name), again=near,
+                    calibration, name, values.t() if declared.by_inputs else values, declared.clip, method,
+                    self.quant.weight_form(name), again=near,
                     per_channel=self.quant.weight_clips(name, 2) == 2,
                     fixed=self.quant.weight_clip, percentile=self.quant.percentile,
                 )
@@ -243,6 +248,8 @@ class ClippedModule(nn.Module):
             RuntimeError: the first step has put clips back to what they were before they were measured.
         """
         shards.check_step(self)
+        if not self.quant.learned:
+            return
         clips = {} if shards.sees_copies(self) else self.clips()
         limited = [(clip.data, upkeep.before(clip)) for clip in clips.values()]
         clips = [clip for clip, before in limited if before is not None]
@@ -252,12 +259,46 @@ class ClippedModule(nn.Module):
             torch._foreach_minimum_(clips, torch._foreach_mul(before, 1 + self.quant.clip_step))
 
     def _remember_clips(self) -> None:
-        if not shards.pass_done(self, self.quant.clip_step):
+        if self.quant.learned and not shards.pass_done(self, self.quant.clip_step):
             upkeep.remember(self.clips().values(), self.quant.clip_step)
+
+    def let_clips_learn(self, trained: bool) -> None:
+        """Let clips be trained with the weights beside them, unless they are measured in every pass."""
+        for clip in self.clips().values():
+            clip.requires_grad_(trained and self.quant.learned)
 
     def _forget_clips(self) -> None:
         for clip in self.clips().values():
             upkeep.forget(clip)
+
+    def activation_clips(self) -> dict[str, nn.Parameter]:
+        """Every clip of an activation by name."""
+        kinds = ((name, one.kind) for name, one in self.declared.items())
+        return {name: self.own_parameter(name) for name, kind in kinds if kind is Kind.ACTIVATION_CLIP}
+
+    def follow_clips(self) -> None:
+        """Bring clips of activations to what the last training pass has seen, unless they learn.
+
+        Shards wait for the next pass.
+        """
+        clips = self.activation_clips()
+        if not any(map(shards.is_shard, clips.values())):
+            self.followed.follow(clips)
+
+    @torch.no_grad()
+    def bring_clips_up(self) -> None:
+        """Bring all clips that do not learn to what the next pass would make of them, for a state dict."""
+        self.follow_clips()
+        if self.quant.learned or not self.schedule.begun:
+            return
+        for name, declared in self.declared.items():
+            clip = None if declared.clip is None else self.own_parameter(declared.clip)
+            if clip is None or clip.is_meta or any(map(shards.is_shard, (clip, *self.sources(name)))):
+                continue
+            values = self.values_of(name)
+            rows = values.t() if declared.by_inputs else values
+            if len(clip) == len(rows):  # else weights were resized, and clips of that size come with the next pass
+                clip.data.copy_(largest_clips(rows, clip))
 
     # Whatever may change weights drops the kept codes, and so does a copy
 
@@ -265,6 +306,7 @@ class ClippedModule(nn.Module):
         """Parameters are about to be others: loaded, moved or swapped (torch.utils.swap_tensors)."""
         self._drop_codes()
         self._forget_clips()
+        self.followed.forget()
         shards.forget(self)
         swapped = torch.__future__.get_swap_module_params_on_conversion()
         for parameter in self.parameters():
@@ -278,6 +320,7 @@ class ClippedModule(nn.Module):
 
     def __getstate__(self):
         self.limit_clip_steps()  # the copy does not know where clips were
+        self.follow_clips()
         return {**self.__dict__}
 
     def __setstate__(self, state):
@@ -288,11 +331,13 @@ class ClippedModule(nn.Module):
         if not (mode and self.training):
             self._drop_codes()
         self.limit_clip_steps()
+        self.follow_clips()
         upkeep.limit_shards(shards.settle(self))
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *arguments, **options):
         self.limit_clip_steps()
+        self.follow_clips()
         self._let_go()
         clips = [one for clip in self.clips().values() for one in (clip, clip.grad) if one is not None]
         stay = set(map(id, clips))

@@ -30,8 +30,7 @@ class Head(InPlace):
         quant = quant.at(path, *ALONE)
         self.begin(quant)
         self.declare(partial(programs.vocabulary_logits, quant, 1, self.vocabulary), measure=False)
-        for clip in self.clips().values():
-            clip.requires_grad_(self.weight.requires_grad)
+        self.let_clips_learn(self.weight.requires_grad)
 
     @property
     def vocabulary(self) -> programs.Vocabulary:

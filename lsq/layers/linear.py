@@ -41,8 +41,7 @@ class Projection(InPlace):
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.begin(quant.at(path, *ALONE))
         self.declare(functools.partial(self._program, 1), measure=False)
-        for clip in self.clips().values():
-            clip.requires_grad_(self.weight.requires_grad)
+        self.let_clips_learn(self.weight.requires_grad)
 
     def _program(self, rows: int, mode: Mode, dtypes=(torch.float32,) * 3) -> Program:
         for name, size in zip(("inputs", "outputs") if self.quant.coded else (), self.sizes, strict=False):

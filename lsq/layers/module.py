@@ -24,6 +24,7 @@ from lsq.program.executor import Execution, Hooks
 from lsq.program.frames import StepMemory
 from lsq.program.operation import Operation
 from lsq.program.program import Program
+from lsq.program.values import SEEN
 from lsq.quant.random import draw_key, key_of
 
 Watcher = Callable[["ProgramModule", Program, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], None]
@@ -38,8 +39,8 @@ class ProgramModule(ClippedModule):
     """
 
     STATE = (
-        "quant", "declared", "tensor_names", "codes", "schedule", "weight_masks", "backend", "_observer", "_watcher",
-        "step_memory",
+        "quant", "declared", "tensor_names", "codes", "schedule", "followed", "weight_masks", "backend",
+        "_observer", "_watcher", "step_memory",
     )  # fmt: skip
     """Its attributes beside those of nn.Module."""
     takes_float_states = False
@@ -107,7 +108,7 @@ class ProgramModule(ClippedModule):
         shards.begin_pass(self)
         if not self.schedule.begun:
             self._place_clips()
-        if self.quant.quantized and self.training:
+        if self.training:
             self.limit_clip_steps()
         parameters = self._parameters_of(program)
         replaced = self._fit_clips(program, parameters) + ([] if trained else self._check_codes(program))
@@ -118,6 +119,8 @@ class ProgramModule(ClippedModule):
         key = self._random_key(program, inputs, target)
         codes = self.codes.of(program, parameters, target, training=trained, sources=self.sources)
         tensors = {**parameters, **inputs, "random_key": key, **codes}
+        if self.quant.quantized and not self.quant.learned:
+            tensors |= self._follow_clips(program, again)
         measuring = calibrating and self.quant.activation_init != "fixed"
         hooks = Hooks(
             before=partial(self._calibrate_operation, calibration) if measuring else None,
@@ -131,7 +134,8 @@ class ProgramModule(ClippedModule):
         outputs = Execution(
             program, target, hooks=hooks, memory=memory, owner=self, fleeting=fleeting
         )(tensors)  # fmt: skip
-        shards.measured(self, calibration.written)
+        every = shards.sees_copies(self) and not self.quant.learned
+        shards.measured(self, self.clips() if every else calibration.written)
         calibration.finish()
         if weights_due:
             self.schedule.measured_weights()
@@ -204,7 +208,23 @@ class ProgramModule(ClippedModule):
                 written = self.codes.check(name, parts, clip, rows)
                 if written and (clip.requires_grad or not any(part.requires_grad for part in parts)):
                     replaced.append(name)
-        return replaced if self.quant.weight_init != "fixed" and self.schedule.begun else []
+        measures = self.quant.learned and self.quant.weight_init != "fixed"  # else whoever makes codes does
+        return replaced if measures and self.schedule.begun else []
+
+    def _follow_clips(self, program: Program, again: bool) -> dict[str, torch.Tensor]:
+        """Let the clips of activations follow the passes before, and say where this one records what it rounds.
+
+        Args:
+            program: about to run.
+            again: gradient checkpointing runs the pass again, which rounds under the clips of the first time.
+        """
+        if self.training and not again:
+            self.follow_clips()
+        self.followed.begin(self.activation_clips())
+        return {
+            one.name: self.followed.place(one.name.removesuffix(SEEN), self.training)
+            for one in program.inputs if one.name.endswith(SEEN)
+        }  # fmt: skip
 
     def calibration_due(self) -> bool:
         """Whether the next training pass measures the clips of activations."""
@@ -219,7 +239,8 @@ class ProgramModule(ClippedModule):
         name, widens = clip.removesuffix("_clip"), self.schedule.widens
         self._measure(
             calibration, name, operation.unrounded(self.target.run), clip,
-            self.quant.activation_init, self.quant.activation_form(name), percentile=self.quant.percentile,
+            self.quant.activation_init if self.quant.learned else "absmax", self.quant.activation_form(name),
+            percentile=self.quant.percentile,
             into=rounding.clip, widens=widens, again=widens,
         )
         rounding.started = False  # the scale that was written is that of the clip before
@@ -235,6 +256,7 @@ class ProgramModule(ClippedModule):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self.limit_clip_steps()
+        self.bring_clips_up()
         upkeep.limit_shards(shards.settle(self))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.quant.quantized:

@@ -81,13 +81,16 @@ class Schedule:
         """
         if not self._rounds or not self.calibrated:
             return self._rounds
-        start, width = self._window_start, min(max(WINDOW, self._uses), WIDEST)
+        start, uses = self._window_start, self._uses + (not self._quant.learned)  # of the first step, this one as well
+        width = min(max(WINDOW, uses), WIDEST)
         looks = self._looks if self._measured_at == self.passes else 0
         due = self.passes - start < width and looks < (1 if trained else width)
         return due and training and not again and max(start, 1) <= self._quant.calibration_passes
 
     @property
     def _window_start(self) -> int:
+        if not self._quant.learned:
+            return 0  # the first window; later ones are what passes record
         return 1 << (self.passes.bit_length() - 1) if self.passes > 1 else 0
 
     @property
@@ -97,7 +100,8 @@ class Schedule:
 
     def weights_due(self, training: bool, again: bool = False) -> bool:
         """Whether the next pass measures the clips of weights: training passes 2, 3, 4, ..., each time 9 % later."""
-        anew = training and not again and self._within(WEIGHTS_AT) and self._weights_at != self.passes
+        within = self._quant.learned and self._within(WEIGHTS_AT)
+        anew = training and not again and within and self._weights_at != self.passes
         return self._rounds and (not self.begun or (anew and self._quant.weight_init != "fixed"))
 
     @property

@@ -142,7 +142,7 @@ def _allocate(virtual: Weight, made: dict[str, torch.Tensor | None], place: Back
 def _make(weight: Weight, place: Backend) -> None:
     """Write what is written of a weight."""
     if weight.codes is not None:
-        place.run(RoundWeight(weight=weight))
+        place.run(RoundWeight(weight=weight, new_clip=weight.clip if weight.absmax else None))
     if weight.decoded is not None:
         place.run(decode_weight(weight))
     if weight.grouped is not None:

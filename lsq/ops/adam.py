@@ -17,7 +17,7 @@ from lsq.ops.kernels import check_columns
 from lsq.program.declare import Bytes, Floats, Host, In, Offsets, Out, Value, extent, factor, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
-from lsq.quant import quantize
+from lsq.quant import largest_clips, quantize
 
 RUN, ROWS, NORM_RUN = 1024, 32, 8192
 """What a block of each kernel takes: values, rows of a weight that is rounded, values of a gradient for the norm."""
@@ -74,6 +74,8 @@ class Adam(Operation):
     new_second: Out[Floats]
     rounded: Out[Weight] | None
     """The codes [P, K] of the new weight under a clip that was updated before; its `values` are not looked at."""
+    new_clip: Out[Floats] | None
+    """[N], the largest magnitude of each new row, which is rounded under it; the memory of the clip."""
 
     def __post_init__(self):
         if self.rounded is not None and self.rounded.format.packed:
@@ -122,12 +124,13 @@ class Adam(Operation):
         if self.limited:
             weight = torch.clamp(weight, self.weight * self.lowest, self.weight * self.highest)
         if self.rounded is None:
-            return weight, first, second, *(None,) * 5
-        codes, scale, _ = quantize(weight, self.rounded.clip, self.rounded.format.bits)
+            return weight, first, second, *(None,) * 6
+        clip = self.rounded.clip if self.new_clip is None else largest_clips(weight, self.rounded.clip)
+        codes, scale, _ = quantize(weight, clip, self.rounded.format.bits)
         padding = self.rows - self.valid
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
         scale = torch.nn.functional.pad(scale.expand(self.valid), (0, padding), value=1.0)
-        return weight, first, second, codes, scale, codes.t(), None, None
+        return weight, first, second, codes, scale, codes.t(), None, None, clip
 
     def cuda(self):
         self.check_cuda()

@@ -52,7 +52,7 @@ class Attention(Operation):
         for one in heads.of_sentences():
             context[one.queries] = rows_of(one.dropped(one.probabilities) @ (one.v * one.v_scale))
             log_sum[one.queries] = one.log_sum.T
-        return context, *(self.rounded.encode(context) if self.rounded is not None else (None,) * 4), log_sum
+        return context, *(self.rounded.encode(context) if self.rounded is not None else (None,) * 5), log_sum
 
     def cuda(self):
         rows = tile_rows(self.heads)

@@ -133,7 +133,8 @@ class Calibration:
         """
         with _naming(name):
             if method != "mse":
-                clip.copy_(quant.calibrate(x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options))
+                found = quant.calibrate(x.nan_to_num(0.0, 0.0, 0.0) if lenient else x, method, 8, **options)
+                clip.data.copy_(found)  # no change that a backward pass would refuse
                 return
             quant.check_not_empty(x)
         unusable = self._least_error_clip(x, clip, form, again, bool(options.get("per_channel")))

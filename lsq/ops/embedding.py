@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_blocks, row_defines, rows_at_a_time
-from lsq.csrc.launch import check, float_define, launch
+from lsq.csrc.launch import Launch, check, float_define, launch
 from lsq.ops.kernels import zero
 from lsq.program.declare import Activations, Floats, In, Indices, Out, extent
-from lsq.program.operation import Operation
+from lsq.program.operation import Operation, Spec
 from lsq.program.values import Dropout, dropped
 
 WINDOW = 16
@@ -108,36 +108,57 @@ class EmbedGradient(Operation):
         return scatter(self.tokens, self.vocabulary, self.scale), dtable
 
     def cuda_scratch(self):
-        """How many stand before each occurrence, by parts; the sorted occurrences; sums of words cut by windows."""
-        count = self.rows
-        return [
-            ((min(SPLITS, _blocks(count)), count), torch.int32), ((2, count), torch.int32),
-            ((2 * -(-count // WINDOW), self.columns), torch.float32),
-        ]  # fmt: skip
+        return scatter_scratch(self.rows, self.columns)
 
     def cuda(self, before, ordered, partial):
-        count, columns = self.rows, self.columns
-        check(count < 2**31, f"{count} tokens cannot run on CUDA: at most {2**31 - 1} are allowed; use smaller batches")
         tables = [out for out in (self.dweight, self.dtable) if out is not None]
-        entries = [zero(out) for out in tables]
-        if not count:
-            return entries
-        defines = float_define(self.gradient) | row_defines(columns) | {"WINDOW": WINDOW}
-        windows = -(-partial.shape[0] // (2 * rows_at_a_time(columns)))
-        strips = -(-columns // (VECTOR * defines["LANES"]))  # a block's share of the columns
-        splits = before.shape[0]
+        launches = scatter_launches(
+            self, before, ordered, partial, tables=len(tables), **float_define(self.gradient)
+        )
+        return [*(zero(out) for out in tables), *launches]
 
-        def kernel(name, *arguments, grid):
-            return launch("embedding.cu", name, self, *arguments, grid=grid, **defines)
 
-        for of_places in range(len(tables)):
-            entries += [
-                kernel("lsq_rank_occurrences", before, of_places, grid=(_blocks(count), splits)),
-                kernel("lsq_sort_occurrences", before, ordered, splits, of_places, grid=_blocks(count)),
-                kernel("lsq_sum_occurrences", ordered, partial, of_places, grid=(windows, strips)),
-                kernel("lsq_join_occurrences", ordered, partial, of_places, grid=(windows, strips)),
-            ]
-        return entries
+def scatter_scratch(count: int, columns: int) -> list[Spec]:
+    """What `scatter_launches` needs for `count` rows: how many stand before each occurrence, by parts; the sorted
+    occurrences; sums of words cut by windows."""
+    return [
+        ((min(SPLITS, _blocks(count)), count), torch.int32), ((2, count), torch.int32),
+        ((2 * -(-count // WINDOW), columns), torch.float32),
+    ]  # fmt: skip
+
+
+def scatter_launches(
+    operation: Operation, before: torch.Tensor, ordered: torch.Tensor, partial: torch.Tensor, *, tables: int,
+    **defines: int,
+) -> list[Launch]:  # fmt: skip
+    """Sums of rows by word, written to each of the operation's tables in turn.
+
+    Args:
+        operation: has rows and columns; embedding.cu says what it adds up.
+        before, ordered, partial: as `scatter_scratch` says.
+        defines: -D of the kernels.
+    """
+    count, columns = operation.rows, operation.columns
+    check(count < 2**31, f"{count} tokens cannot run on CUDA: at most {2**31 - 1} are allowed; use smaller batches")
+    if not count:
+        return []
+    defines |= row_defines(columns) | {"WINDOW": WINDOW}
+    windows = -(-partial.shape[0] // (2 * rows_at_a_time(columns)))
+    strips = -(-columns // (VECTOR * defines["LANES"]))  # a block's share of the columns
+    splits = before.shape[0]
+
+    def kernel(name, *arguments, grid):
+        return launch("embedding.cu", name, operation, *arguments, grid=grid, **defines)
+
+    entries = []
+    for table in range(tables):
+        entries += [
+            kernel("lsq_rank_occurrences", before, table, grid=(_blocks(count), splits)),
+            kernel("lsq_sort_occurrences", before, ordered, splits, table, grid=_blocks(count)),
+            kernel("lsq_sum_occurrences", ordered, partial, table, grid=(windows, strips)),
+            kernel("lsq_join_occurrences", ordered, partial, table, grid=(windows, strips)),
+        ]
+    return entries
 
 
 def _blocks(count: int) -> int:

@@ -57,7 +57,7 @@ class Gated(Operation):
 
     def reference(self):
         result = dropped(Activation(self.activation).values(_values(self.gate)) * _values(self.up), self.dropout)
-        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 4)
+        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5)
 
     def cuda(self):
         check_columns(VECTOR, **{"the width of a gate": self.columns})

@@ -61,7 +61,7 @@ class ProjectInputGradient(Operation):
     nonlinearity: In[Nonlinearity] | None
     """Of the Project that made x; None if x was made otherwise."""
     joined: In[Activations] | None
-    """[M, K], what comes from another product of x."""
+    """[M, K], what comes from another product of x; with a rounded gradient, it may be the memory of dx."""
     added: In[Activations] | None
     """[M, K], another gradient of the same, as it will be in the end."""
     dx: Out[Activations] | None

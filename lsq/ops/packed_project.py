@@ -38,4 +38,4 @@ class PackedProject(Operation):
         y = sums * (self.x.scale * self.weight.scale)
         y = y if self.bias is None else y + self.bias
         result = Nonlinearity(activation=self.activation).apply(y)
-        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 4)
+        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5)

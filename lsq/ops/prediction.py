@@ -84,16 +84,24 @@ class Prediction(Value):
         gradient = torch.where((self.target == self.padding)[:, None], 0.0, gradient)
         return torch.nn.functional.pad(gradient, (0, self.columns - self.vocabulary))
 
+    def target_gradient(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+        """Reference: of each row, the gradient of the target's logit [M]."""
+        total = self.target_weight + self.each * self.vocabulary
+        probability = (logits[torch.arange(self.rows), self.target] - normaliser).exp()
+        gradient = probability * total - self.each - self.target_weight
+        return torch.where(self.target == self.padding, 0.0, gradient)
+
     def bound(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight, [M]."""
-        scale, rows = self.weight.scale[: self.vocabulary], torch.arange(self.rows)
+        """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight, [M].
+
+        The target's own magnitude does not count.
+        """
+        scale = self.weight.scale[: self.vocabulary]
         total = self.target_weight + self.each * self.vocabulary
         probability = (logits - normaliser[:, None]).exp()
-        target = (probability[rows, self.target] * total - self.each - self.target_weight) * scale[self.target]
-        probability[rows, self.target] = 0.0
+        probability[torch.arange(self.rows), self.target] = 0.0
         others = (probability * scale).amax(dim=1) * total
-        found = target.abs().maximum(others).maximum(self.each * scale.amax())
-        return torch.where(self.target == self.padding, 0.0, found)
+        return torch.where(self.target == self.padding, 0.0, others.maximum(self.each * scale.amax()))
 
     @property
     def column_blocks(self) -> int:

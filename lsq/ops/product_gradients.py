@@ -3,11 +3,14 @@
 from lsq.ops.fake_quantize import fake_gradient
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.weight_gradient import ProjectWeightGradient
+from lsq.program.tensor import VirtualTensor
 from lsq.program.values import Weight
 
 
-def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end) -> None:
-    """Append both to a lsq.program.builder.Builder.
+def append_gradients(
+    builder, product, weight: Weight, upstream: tuple, *, undoes: bool = True, **end
+) -> VirtualTensor | None:
+    """Append both to a lsq.program.builder.Builder; where the gradient of the weight goes, if it or its clip has one.
 
     Args:
         builder: where to.
@@ -27,7 +30,7 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoe
             end |= {"x": x, "dclip": builder.parameter_gradient(product.x.clip)}
         builder.add(ProjectInputGradient(weight=weight.bare(), **common, **end))
     if not (builder.needs_gradient(weight.values) or builder.needs_gradient(weight.clip)):
-        return
+        return None
     if rounded is not None:
         common |= {"key": builder.key, "subsequence": builder.next_subsequence()}
     dweight = builder.parameter_gradient(weight.values)
@@ -39,3 +42,4 @@ def append_gradients(builder, product, weight: Weight, upstream: tuple, *, undoe
             dclip=builder.parameter_gradient(weight.clip), **common,
         )
     )  # fmt: skip
+    return dweight

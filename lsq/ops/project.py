@@ -85,7 +85,7 @@ class Project(Operation):
         y = y if self.bias is None else y + self.bias
         result = y if self.nonlinearity is None else self.nonlinearity.apply(y)
         kept = self.nonlinearity.keep(y) if self.nonlinearity is not None else (None,) * 3
-        rounded = self.rounded.encode(result) if self.rounded is not None else (None,) * 4
+        rounded = self.rounded.encode(result) if self.rounded is not None else (None,) * 5
         return result, *rounded, *kept
 
     def cpu_scratch(self):

@@ -79,14 +79,14 @@ class ResidualNorm(Operation):
     def reference(self):
         z = self.sum.compute()
         if self.weight is None:
-            return z, *(None,) * 9
+            return z, *(None,) * 10
         mean = None if self.mean is None else z.mean(dim=1)
         centred = z if mean is None else z - mean[:, None]
         rstd = (centred.square().mean(dim=1) + self.epsilon).rsqrt()
         out = centred * rstd[:, None] * self.weight
         out = out if self.bias is None else out + self.bias
         kept = (None, None) if self.normalised is None else self.normalised.encode(centred, rstd)
-        return z, mean, rstd, *kept, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 4)
+        return z, mean, rstd, *kept, out, *(self.rounded.encode(out) if self.rounded is not None else (None,) * 5)
 
     def cuda(self):
         return [

@@ -121,7 +121,7 @@ class Rotate(Operation):
             rstd = (heads.square().mean(dim=2) + self.norms.epsilon).rsqrt()
             heads = heads * rstd[:, :, None] * self.rotation.weights(self.norms)
         turned = torch.cat([self.rotation.turn(heads).flatten(1), stays], dim=1)
-        return rstd, turned, *(self.rounded.encode(turned) if self.rounded is not None else (None,) * 4)
+        return rstd, turned, *(self.rounded.encode(turned) if self.rounded is not None else (None,) * 5)
 
     def cuda(self):
         return [

@@ -22,6 +22,7 @@ from lsq.ops.weight_by_inputs import round_by_inputs
 from lsq.program.declare import Activations, Codes, Floats, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, RoundedGradient, Weight
+from lsq.quant import largest_clips
 from lsq.quant.formats import GROUP
 
 VECTORS = 4
@@ -75,6 +76,8 @@ class RoundWeight(Operation):
 
     Rows from N on: 0, and scale 1.
     """
+    new_clip: Out[Floats] | None
+    """[N], the largest magnitude of each row, which is rounded under it; the memory of the clip."""
 
     rows = extent(0, "weight.codes")
     """P."""
@@ -94,9 +97,10 @@ class RoundWeight(Operation):
 
     def reference(self):
         weight, padding = self.weight, self.rows - self.valid
-        codes, scale = weight.format.encode(weight.values_by_rows, weight.clip)
+        clip = weight.clip if self.new_clip is None else largest_clips(weight.values_by_rows, weight.clip)
+        codes, scale = weight.format.encode(weight.values_by_rows, clip)
         codes = torch.nn.functional.pad(codes, (0, 0, 0, padding))
-        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t(), None, None
+        return codes, torch.nn.functional.pad(scale, (0, padding), value=1.0), codes.t(), None, None, clip
 
     def cpu(self):
         loader.call(f"lsq_round_{self.weight.format.name}", self)

@@ -49,7 +49,7 @@ class SparseProject(Operation):
         y = y if self.bias is None else y + self.bias
         result = y if self.nonlinearity is None else self.nonlinearity.apply(y)
         kept = self.nonlinearity.keep(y) if self.nonlinearity is not None else (None,) * 3
-        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 4), *kept
+        return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5), *kept
 
     def cpu_scratch(self):
         check(False, "SparseProject runs on CUDA; on the CPU take PackedProject with PackedWeight.of_sparse")

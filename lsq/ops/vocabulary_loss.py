@@ -12,8 +12,9 @@ of a row, so the scale of a row is that of a bound, which the forward pass knows
 
     |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' * max of s[v])
 
-with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v].
-M rows, V words, P padded words, K inputs.
+with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v]. The
+target's own gradient is left out of codes and bound, and stays a float, wherever the clip of the weight does not learn
+(lsq.ops.target_gradient); a clip that learns needs it among the codes. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.prediction import Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
+from lsq.ops.target_gradient import TargetInputGradient, TargetWeightGradient
 from lsq.ops.vocabulary_loss_product import gradient_of_tiles, loss_of_tiles, tile_sums
 from lsq.program.declare import Activations, Floats, In, Out
 from lsq.program.operation import Operation
@@ -49,7 +51,9 @@ class VocabularyLoss(Operation):
     """[M], log of the sum of exp of the logits."""
     bound: Out[Floats] | None
     """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a gradient of the loss
-    of 1; 0 where the target is padding."""
+    of 1, without the target's if that goes to target_gradient; 0 where the target is padding."""
+    target_gradient: Out[Floats] | None
+    """[M], of the target's logit, for a gradient of the loss of 1; 0 where the target is padding."""
 
     def limits(self):
         return self.prediction.limits()
@@ -62,8 +66,11 @@ class VocabularyLoss(Operation):
         nll = torch.where(counted, normaliser - logits[torch.arange(given.rows), given.target], 0.0)
         smooth = torch.where(counted, given.vocabulary * normaliser - logits.sum(dim=1), 0.0)
         loss = (given.target_weight * nll + given.each * smooth).sum()
+        own = given.target_gradient(logits, normaliser)
         bound = None if self.bound is None else given.bound(logits, normaliser)
-        return loss, nll.sum(), normaliser, bound
+        if bound is not None and self.target_gradient is None:
+            bound = bound.maximum((own * given.weight.scale[given.target]).abs())
+        return loss, nll.sum(), normaliser, bound, own
 
     def cpu_scratch(self):
         """Sums of blocks of columns, four numbers of each row; the logits of the targets; memory of the product."""
@@ -106,15 +113,23 @@ class VocabularyLoss(Operation):
             dlogits = builder.tensor("d_logits", size)
         else:
             rounded = builder.rounded_gradient("d_logits", size, given.weight.scale)
+        dloss = builder.gradient_of(self.loss)
         builder.add(
             VocabularyLossGradient(
-                prediction=given.bare(), normaliser=self.normaliser, bound=self.bound,
-                dloss=builder.gradient_of(self.loss), dlogits=dlogits, rounded=rounded,
+                prediction=given.bare(), normaliser=self.normaliser, bound=self.bound, dloss=dloss, dlogits=dlogits,
+                rounded=rounded, without_target=self.target_gradient is not None,
             )
         )  # fmt: skip
         source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
-        append_gradients(builder, given, given.weight, (dlogits, rounded), dx=dx)
+        of_targets = {"prediction": given.bare(), "target_gradient": self.target_gradient, "dloss": dloss}
+        joined = None
+        if self.target_gradient is not None and builder.needs_gradient(source):
+            joined = dx
+            builder.add(TargetInputGradient(**of_targets, dx=dx))
+        dweight = append_gradients(builder, given, given.weight, (dlogits, rounded), dx=dx, joined=joined)
+        if self.target_gradient is not None and dweight is not None:
+            builder.add(TargetWeightGradient(**of_targets, weight=given.weight, others=dweight, dweight=dweight))
         builder.accumulate(source, dx)
 
 
@@ -136,6 +151,8 @@ class VocabularyLossGradient(Operation):
     """[M, P], 0 beyond V and where the target is padding."""
     rounded: Out[RoundedGradient] | None
     """[M, P], in place of it; its weight_scale is that of the weight."""
+    without_target: bool = False
+    """The code of the target is 0, since its gradient is not rounded."""
 
     def __post_init__(self):
         check(
@@ -151,6 +168,8 @@ class VocabularyLossGradient(Operation):
         if self.rounded is None:
             return gradient * self.dloss, None, None
         codes, scale = self.rounded.encode(gradient, self.bound)
+        if self.without_target:
+            codes[torch.arange(len(codes)), self.prediction.target] = 0
         return None, codes, scale * self.dloss
 
     def cpu_scratch(self):

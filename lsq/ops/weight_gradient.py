@@ -124,7 +124,7 @@ class ProjectWeightGradient(Operation):
         """The product [N, K] masked by |weight| <= clip, and what belongs to the clip."""
         weight, clip = self.weight.values_by_rows, self.weight.clip
         limit = clip.reshape(-1, 1)
-        outside = weight.abs() > limit
+        outside = (weight.abs() > limit) & (not self.weight.absmax)
         contribution = torch.where(outside, product * weight.sign(), 0.0)
         if self.lsq:
             rows = slice(self.weight_rows)

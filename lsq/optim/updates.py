@@ -103,6 +103,7 @@ class Updates:
             weight=weight, gradient=plain_gradient(members.gradients[number], parameter), first=first, second=second,
             numbers=self._given[members.rows[number], :NUMBERS], gradient_factor=self._factor,
             limit=upkeep.of(parameter).limit, new_weight=weight, new_first=first, new_second=second, rounded=codes,
+            new_clip=codes.clip if codes is not None and codes.absmax else None,
         )
 
     def _prepare(self, operation):

@@ -9,11 +9,11 @@ from lsq.config import QuantConfig
 from lsq.csrc import tiles
 from lsq.program.backend import Backend
 from lsq.program.operation import Operation
-from lsq.program.parameters import Kind
+from lsq.program.parameters import CLIPS, Kind
 from lsq.program.program import Program, lifetimes_of
 from lsq.program.recorder import Recorder
 from lsq.program.tensor import VirtualTensor
-from lsq.program.values import Coded, Dropout, RoundedGradient, Weight
+from lsq.program.values import SEEN, Coded, Dropout, RoundedGradient, Weight
 from lsq.quant import GRADIENT
 
 Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
@@ -86,13 +86,15 @@ class Builder(Recorder):
     def coded(self, name: str, shape, clip: str) -> Coded:
         """An activation that is rounded under the clip of that name."""
         rows, columns = shape
-        keeps_error = self.backward and self.quant.clip_gradient == "lsq"
+        learns = self.backward and self.quant.learned
+        keeps_error = learns and self.quant.clip_gradient == "lsq"
         parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
         codes = self.activations[clip.removesuffix("_clip")] = self.tensor(name + ".codes", shape, torch.int8)
         return Coded(
             format=self.quant.activations, codes=codes,
             scale=self.tensor(name + ".scale", (1,)), clip=parameter,
-            clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if self.backward else None,
+            clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if learns else None,
+            seen=self.input(clip + SEEN, (1,)) if self.backward and not learns else None,
             error=self.tensor(name + ".error", shape) if keeps_error else None,
         )
 
@@ -125,7 +127,7 @@ class Builder(Recorder):
         clip = None if form is None else name + "_clip"
         held = shape[::-1] if by_inputs else shape
         parameter = self.parameter(name, held, Kind.WEIGHT, clip=clip, by_inputs=by_inputs, **start)
-        weight = Weight(format=form, values=parameter, by_inputs=by_inputs)
+        weight = Weight(format=form, values=parameter, by_inputs=by_inputs, absmax=not self.quant.learned)
         if clip is not None:
             clips = self.quant.weight_clips(name, shape[0])
             weight.clip = self.parameter(clip, (clips,), Kind.WEIGHT_CLIP, start=self.quant.weight_clip)
@@ -151,6 +153,11 @@ class Builder(Recorder):
         )
 
     # Gradients
+
+    def _note_need(self, leaf: VirtualTensor) -> None:
+        super()._note_need(leaf)
+        if leaf.declared is not None and leaf.declared.kind in CLIPS and not self.quant.learned:
+            self._needless.add(leaf)
 
     def gradient_of(self, tensor: VirtualTensor | None) -> VirtualTensor | None:
         """The gradient of `tensor`, complete once all readers of the tensor were differentiated; None: no reader."""

@@ -52,8 +52,8 @@ class Program:
 
     @cached_property
     def outputs_of(self) -> tuple[tuple[VirtualTensor, ...], ...]:
-        """What each operation is the first to write, scratch left out."""
-        found, before = [], set()
+        """What each operation is the first to write, scratch left out; an input that it changes is there already."""
+        found, before = [], set(self.inputs)
         for operation in self.operations:
             found.append(tuple(tensor for tensor in operation.outputs if tensor not in before))
             before.update(operation.outputs)

@@ -74,6 +74,9 @@ class Sampler:
         """Statistics and factors are above 0."""
         return self.normal(like.shape, 0.2) if like.role == "parameter" else self.around(like.shape, 1.0)
 
+    def _parameters(self, like, operation, leaf, holder):
+        return self.normal(like.shape, GRADIENT).to(like.dtype)
+
     def _anyfloats(self, like, operation, leaf, holder):
         return self.normal(like.shape, GRADIENT)
 

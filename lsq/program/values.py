@@ -9,6 +9,9 @@ from lsq.program.declare import Activations, Bits, Bytes, Codes, Floats, Host, I
 from lsq.quant import Format, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
+SEEN = ".seen"
+"""Ends the name of the input of a program where the largest magnitude under a clip is recorded."""
+
 
 class Coded(Value):
     """An activation [M, N] as integers: codes * scale. Its gradient is by convention the one before the rounding."""
@@ -24,6 +27,8 @@ class Coded(Value):
     """[M, N], (code - x / scale) / Q, 0 where clipped. Kept where clips learn by LSQ."""
     clip: In[Floats] | None
     """[1], the parameter."""
+    seen: Floats | None
+    """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN."""
     started: Host[bool] = False
     """Whether an operation before has written the scale, so that only a NaN has to change it; see lsq.ops.scales."""
 
@@ -47,11 +52,12 @@ class Coded(Value):
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error."""
+        """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error, seen."""
         codes, scale, clipped, error = arithmetic.round_activation(
             x, self.clip, bits=self.format.bits, error=self.error is not None
         )
-        return codes, scale, clipped if self.clipped is not None else None, error
+        seen = None if self.seen is None else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
+        return codes, scale, clipped if self.clipped is not None else None, error, seen
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [M, N]."""
@@ -122,6 +128,8 @@ class Weight(Value):
     """Of what is grouped: values along K whose products are summed as integers."""
     by_inputs: bool = False
     """Whether values, of what is rounded, are [K, N]; codes are [P, K] all the same."""
+    absmax: bool = False
+    """Whether its clip is the largest magnitude of each row whenever codes are made, so that nothing is clipped."""
 
     @factor
     def largest(self) -> float:
@@ -168,7 +176,9 @@ class Weight(Value):
         """Codes in both layouts and scale alone, of what is rounded."""
         if self.codes is None:
             return self
-        return Weight(format=self.format, codes=self.codes, scale=self.scale, transposed=self.transposed)
+        return Weight(
+            format=self.format, codes=self.codes, scale=self.scale, transposed=self.transposed, absmax=self.absmax
+        )
 
 
 class Dropout(Value):

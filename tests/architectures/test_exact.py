@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lsq
+from lsq.config import QuantConfig
 from tests.architectures.checks import FLOAT, WORDS, fused, made, right_padded, transformers, words
 from tests.architectures.test_llama import MAKERS, SHAPE
 
@@ -258,7 +259,7 @@ def test_a_module_that_is_replaced_afterwards():
 
 def test_its_own_code_trains():
     """With rounded weights, under hooks; clips get no gradient, and wait for none."""
-    mine = fused(made(MAKERS["llama"]))
+    mine = fused(made(MAKERS["llama"]), QuantConfig(clips="learned"))
     mine(**right_padded((11, 6))).loss.backward()
     seen = []
     mine.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))

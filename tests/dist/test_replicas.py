@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from lsq.config import QuantConfig
 from lsq.dist.replicas import share
 from lsq.layers import QuantizedLinear
 from lsq.optim import Adam
@@ -20,11 +21,12 @@ WIDTH = 48
 class Net(nn.Module):
     """Layers in int8 behind a layer in floats; `branch` belongs to some batches alone."""
 
-    def __init__(self):
+    def __init__(self, clips: str = "learned"):
         super().__init__()
         torch.manual_seed(0)
+        quant = QuantConfig(clips=clips)
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.hidden, self.branch = (QuantizedLinear(WIDTH, WIDTH) for _ in range(2))
+        self.hidden, self.branch = (QuantizedLinear(WIDTH, WIDTH, quant=quant) for _ in range(2))
 
     def forward(self, x: torch.Tensor, branch: bool = False) -> torch.Tensor:
         x = torch.relu(self.embed(x))
@@ -49,9 +51,9 @@ def train(model: nn.Module, optimizer, rank: int, steps: int, branch=lambda step
         optimizer.step()
 
 
-def measured(rank: int, branch: bool = False) -> dict[str, torch.Tensor]:
+def measured(rank: int, branch: bool = False, kind: str = "learned") -> dict[str, torch.Tensor]:
     """What one process alone measures on its first batch."""
-    net = Net()
+    net = Net(kind)
     net(batch(rank, 0), branch)
     return clips(net)
 
@@ -78,6 +80,24 @@ def test_data_parallel_training_averages_what_was_measured():
     alone = [measured(rank)["hidden.input_clip"] for rank in range(2)]
     assert alone[1] > 1.5 * alone[0]
     torch.testing.assert_close(results[0]["one"]["hidden.input_clip"], (alone[0] + alone[1]) / 2)
+
+
+def following(rank: int) -> dict[str, torch.Tensor]:
+    net = Net(clips="absmax")
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    train(model, Adam(net.parameters(), lr=1e-2), rank, 12, lambda step: rank == 1 and step % 3 == 1)
+    found = clips(net)
+    del found["branch.weight_clip"]  # of weights that one process does not round
+    return found
+
+
+def test_clips_that_follow_are_the_largest_of_all_processes():
+    """Also those of a branch that one process alone runs."""
+    results = run(following, 2)
+    same(results)
+    seen = measured(1, kind="absmax")["hidden.input_clip"]
+    assert 0.8 * seen < results[0]["hidden.input_clip"] < 2 * seen
+    assert results[0]["branch.input_clip"] < 8  # not where it began
 
 
 def with_branches(rank: int) -> list[dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ from fairseq.tasks import FairseqTask
 from torch.testing import assert_close
 
 from lsq.layers import module
+from lsq.ops.target_gradient import TargetInputGradient, TargetWeightGradient
 from lsq.program.executor import Execution, Hooks
 from lsq.program.operation import Operation
 
@@ -57,6 +58,10 @@ def decoded_alike(task, model, sample: dict, options: Beam, **prefix) -> list[li
     return found[0]
 
 
+ADDED_TO = TargetInputGradient, TargetWeightGradient
+"""Operations that share what they write with another one."""
+
+
 class Steps:
     """What all operations of a model wrote, pass by pass, in one place: noted, then compared with another place's.
 
@@ -78,11 +83,14 @@ class Steps:
     def written(self, declared: Operation, operation: Operation) -> None:
         """An operation of a pass has run."""
         for virtual, tensor in zip(declared.outputs, operation.outputs, strict=True):
-            self.note(virtual.name, tensor)
+            self.note(virtual.name, tensor, declared.name if isinstance(declared, ADDED_TO) else "")
 
-    def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a tensor of this pass, or find it and put the one that was noted in its place."""
-        key = self.passes, name, tuple(tensor.shape)
+    def note(self, name: str, tensor: torch.Tensor, by: str = "") -> None:
+        """Note a tensor of this pass, or find it and put the one that was noted in its place.
+
+        `by`: the operation that wrote it, if it is one of ADDED_TO.
+        """
+        key = self.passes, name, tuple(tensor.shape), by
         if not self.following:
             self.noted[key] = tensor.clone()
         elif key in self.noted:

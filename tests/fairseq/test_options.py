@@ -17,6 +17,7 @@ OTHER = {
     "activation_init": "percentile",
     "weight_clip": 0.5,
     "activation_clip": 8.0,
+    "clips": "learned",
     "percentile": 99.0,
     "calibration_passes": 16,
     "clip_step": 0.01,

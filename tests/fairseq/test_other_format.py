@@ -18,7 +18,7 @@ KEPT = "the optimizer's state is kept"
 @pytest.fixture
 def trained(train, tmp_path):
     """The folder of a short training in int8, and its last checkpoint."""
-    return tmp_path / "int8", train(tmp_path / "int8", "--max-update 2 --share-all-embeddings")
+    return tmp_path / "int8", train(tmp_path / "int8", "--max-update 2 --share-all-embeddings --lsq-clips learned")
 
 
 def without_formats(state: dict) -> dict:

@@ -83,7 +83,7 @@ def test_wide_clips_are_warned_of(step, caplog):
 
 
 def test_tensorboard_holds_four_figures_of_every_tensor(step, tmp_path):
-    signals, one = step(interval=2, folder=str(tmp_path))
+    signals, one = step("--lsq-clips learned", interval=2, folder=str(tmp_path))
     for update in (1, 2, 3, 4):
         one(update)
     signals.finish()

@@ -75,8 +75,10 @@ def test_two_processes_end_with_the_same_parameters(toy, tmp_path, criterion):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_two_processes_share_clips_whatever_wraps_the_model(toy, tmp_path):
-    _, (first, second) = train_by_two(tmp_path, command(toy, tmp_path / "save", "--max-update 3"), ddp="legacy_ddp")
+@pytest.mark.parametrize("clips", ["absmax", pytest.param("learned", marks=pytest.mark.thorough)])
+def test_two_processes_share_clips_whatever_wraps_the_model(toy, tmp_path, clips):
+    given = command(toy, tmp_path / "save", f"--max-update 3 --lsq-clips {clips}")
+    _, (first, second) = train_by_two(tmp_path, given, ddp="legacy_ddp")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

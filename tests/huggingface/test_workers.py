@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lsq
+from lsq.config import QuantConfig
 from lsq.huggingface import average_clips
 from tests.conversion.models import Model, loss_of, model, tokens
 from tests.dist.processes import run
@@ -15,7 +16,7 @@ STEPS = 5
 
 def trained(rank: int, averaging: bool) -> tuple[dict[str, torch.Tensor], int]:
     made: Model = model()
-    lsq.convert(made)
+    lsq.convert(made, QuantConfig(clips="learned"))
     handle = average_clips(made) if averaging else None
     passes = []
     made.words.register_forward_hook(lambda *arguments: passes.append(torch.is_grad_enabled()))

@@ -44,8 +44,9 @@ def padding_mask(batch: int, time: int) -> torch.Tensor:
 def gradients(module, output, *inputs) -> dict[str, torch.Tensor]:
     """Gradients of a fixed random weighting of `output`, by parameter name; inputs are "input 0" and so on."""
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
-    names = [f"input {i}" for i in range(len(inputs))] + [name for name, _ in module.named_parameters()]
-    found = torch.autograd.grad(output, [*inputs, *module.parameters()], upstream)
+    parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    names = [*(f"input {i}" for i in range(len(inputs))), *parameters]
+    found = torch.autograd.grad(output, [*inputs, *parameters.values()], upstream)
     return dict(zip(names, found, strict=True))
 
 

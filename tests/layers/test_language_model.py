@@ -134,7 +134,7 @@ def test_state_dicts_carry_on_to_the_bit():
         torch.manual_seed(8)
         for tokens, target in batches[2:]:
             one(tokens, target)[0].backward()
-        found.append([parameter.grad for parameter in one.parameters()])
+        found.append([parameter.grad for parameter in one.parameters() if parameter.requires_grad])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
@@ -149,7 +149,7 @@ def test_planned_memory_changes_nothing():
         torch.manual_seed(9)
         model(tokens[:2, :6], target[:2, :6])[0].backward()
         release_memory(model)
-        found.append([parameter.grad for parameter in model.parameters()])
+        found.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 

@@ -201,7 +201,7 @@ def test_what_cannot_be_measured_is_named():
 
 @pytest.mark.parametrize("granularity, clips", [("channel", 16), ("tensor", 1)])
 def test_weights_are_measured_when_made_and_on_demand(granularity, clips):
-    layer = linear(weight_granularity=granularity)
+    layer = linear(weight_granularity=granularity, clips="learned")
     per_channel = granularity == "channel"
     assert layer.weight_clip.shape == (clips,)
     assert torch.equal(layer.weight_clip, measured(layer.weight, per_channel=per_channel))

@@ -10,6 +10,7 @@ from lsq.layers.blocks import Sentences
 from lsq.program import samples
 from lsq.program.executor import Execution, Hooks
 from lsq.program.fresh import FreshFrame
+from lsq.program.parameters import CLIPS
 from tests.layers.examples import PROGRAMS, SENTENCES, SOURCE, mode_on
 from tests.layers.shapes import config_of
 
@@ -79,7 +80,7 @@ def test_everything_is_written_once_before_it_is_read(name):
         assert known.issuperset(operation.inputs), operation.name
         assert not known.intersection(program.written(index)), operation.name
         known.update(program.written(index))
-    assert known.issuperset(program.outputs) and known.issuperset(program.gradients)
+    assert known.issuperset(program.outputs) and known.issuperset(one for one in program.gradients if one is not None)
     names = [tensor.name for tensor in known]
     assert len(names) == len(set(names))
 
@@ -132,17 +133,20 @@ def test_every_parameter_gets_a_gradient(name):
     found = dict(zip(program.differentiable, program.gradients, strict=True))
     for parameter in program.parameters:
         gradient = found[parameter]
+        if name == "wide encoder" and parameter.declared.kind in CLIPS:  # absmax
+            assert gradient is None
+            continue
         assert gradient.shape == parameter.shape and gradient.role == "gradient", parameter
     float_inputs = {tensor.name for tensor in program.inputs if tensor.name in ("x", "memory")}
     assert {tensor.name for tensor in found if tensor.role == "input"} == float_inputs
 
 
 def test_saved_bytes_of_an_encoder_layer():
-    """A row saves 8 H + F codes, a bit for each of 6 H + F and for each of F, and two numbers of each norm."""
+    """A row saves 8 H + F codes, a bit for each of F, and two numbers of each norm."""
     program = PROGRAMS["wide encoder"]()
     rows, hidden, inner, heads = 512, 512, 2048, 8
     rounded = 6 * hidden + inner  # input, queries with keys and values, context, input of the feed-forward; activation
-    bits = (rounded + inner) // 8  # clipped, and positive before ReLU
+    bits = inner // 8  # positive before ReLU
     of_scales = 5 * 4  # one float for each activation
     floats = 4 * (2 * 2 + heads)
     assert program.saved_bytes == rows * (rounded + bits + 2 * hidden + floats) + of_scales

@@ -137,5 +137,5 @@ def test_a_module_rounds_its_weights_in_both_layouts():
         given = x.to(where.place).requires_grad_()
         one(given).square().sum().backward()
         found = {"x": given, **dict(one.named_parameters())}
-        steps.append({name: tensor.grad.cpu() for name, tensor in found.items()})
+        steps.append({name: tensor.grad.cpu() for name, tensor in found.items() if tensor.requires_grad})
     assert_agree(steps[1], steps[0], "a module")

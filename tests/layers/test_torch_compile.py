@@ -78,7 +78,7 @@ def test_the_rest_of_a_model_is_compiled():
             outputs.append(loss.item())
     assert outputs[:3] == outputs[3:]
     for one, other in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+        assert not one.requires_grad or torch.equal(one.grad, other.grad)
     text = " ".join(name for graph in graphs[:2] for name in graph)
     assert "tanh" in text and "relu" in text
     with observe(called) as statistics:

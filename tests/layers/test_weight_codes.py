@@ -189,7 +189,7 @@ def test_one_value_written_unseen_is_used():
 @torch.no_grad()
 def test_clips_that_come_with_weights_or_are_frozen_stay():
     for frozen in (False, True):
-        layer, x = linear(), torch.ones(3, 16)
+        layer, x = linear(clips="learned"), torch.ones(3, 16)
         layer(x)
         layer.eval()(x)
         layer.weight_clip.requires_grad_(not frozen)

@@ -58,6 +58,27 @@ def check_codes(compare, bits: int, per_channel: bool, shape: tuple[int, int], r
     assert not codes[shape[0] :].any() and (scale[shape[0] :] == 1).all()
 
 
+def check_largest_clips(compare, shape: tuple[int, int], rows: int | None) -> None:
+    """The clip of a row is its largest new magnitude; that of a row of zeros stays."""
+    before = state(*shape)
+    for tensor in before:
+        tensor[1] = 0.0
+    clip = 0.5 + torch.rand(shape[0])
+    done = compare(with_new_clip(step(before, numbers(), codes_of(clip, shape, rows), transposed=True)))
+    wanted = done.new_weight.abs().amax(1)
+    wanted[1] = clip[1]
+    assert torch.equal(done.new_clip, wanted)
+    codes = quantize(done.new_weight, wanted, 8).codes
+    assert torch.equal(done.rounded.codes[: shape[0]], codes)
+    assert torch.equal(done.rounded.transposed, done.rounded.codes.t())
+
+
+def with_new_clip(operation: Adam) -> Adam:
+    """The same, whose rows are rounded under their largest magnitudes."""
+    operation.new_clip = empty(len(operation.rounded.clip))
+    return operation
+
+
 def check_no_transposed_codes(compare) -> None:
     done = compare(step(state(33, 48), numbers(), codes_of(torch.ones(33), (33, 48))))
     assert done.rounded.transposed is None and done.rounded.codes.any()

@@ -37,14 +37,15 @@ def weight_format_of(bits: int = 8) -> WeightFormat:
 
 
 def to_round(
-    rows: int, columns: int, clip: float, *, bits: int = 8, error: bool = False, clipped: bool = True
-) -> Coded:
-    """Codes [M, N] that the operation is to write, under a clip."""
+    rows: int, columns: int, clip: float, *, bits: int = 8, error: bool = False, clipped: bool = True,
+    seen: float = 0.25,
+) -> Coded:  # fmt: skip
+    """Codes [M, N] that the operation is to write, under a clip. `seen`: largest magnitude so far."""
     packed = -(-rows * columns // 8)
     return Coded(
         format=format_of(bits), codes=empty(rows, columns, dtype=torch.int8), scale=empty(1),
         clipped=empty(packed, dtype=torch.uint8) if clipped else None,
-        error=empty(rows, columns) if error else None, clip=torch.tensor([clip]),
+        error=empty(rows, columns) if error else None, clip=torch.tensor([clip]), seen=torch.tensor([seen]),
     )
 
 
@@ -73,8 +74,16 @@ def dropout_of(probability: float, subsequence: int = 2) -> Dropout | None:
 
 
 def allocated(operation: Operation, make) -> Operation:
-    """`operation` with make(shape, dtype) in the place of every tensor that it is to write."""
-    return operation.bind(lambda one: make(one.shape, one.dtype) if isinstance(one, VirtualTensor) else one)
+    """`operation` with make(shape, dtype) in the place of every tensor that it is to write, and with copies of the
+    largest magnitudes so far, which it changes."""
+    seen = {id(leaf.of(operation)) for leaf in operation.leaves() if leaf.path[-1] == "seen"}
+
+    def placed(one):
+        if isinstance(one, VirtualTensor):
+            return make(one.shape, one.dtype)
+        return one.clone() if id(one) in seen else one
+
+    return operation.bind(placed)
 
 
 def rubbish(shape, dtype: torch.dtype) -> torch.Tensor:

@@ -49,6 +49,11 @@ def test_codes_are_those_of_the_new_weight(bits, per_channel, shape, rows):
     adam_checks.check_codes(compare, bits, per_channel, shape, rows)
 
 
+@pytest.mark.parametrize("shape, rows", adam_checks.SHAPES)
+def test_rows_under_their_largest_magnitudes(shape, rows):
+    adam_checks.check_largest_clips(compare, shape, rows)
+
+
 def test_without_transposed_codes():
     adam_checks.check_no_transposed_codes(compare)
 

@@ -229,3 +229,16 @@ def test_padded_rows_of_the_weight_give_nothing():
 def test_floats_or_codes():
     with pytest.raises(ValueError, match="has dx and rounded; give it one of them"):
         ProjectInputGradient(weight=None, dx=torch.zeros(3, 16), rounded=torch.zeros(3, 16))
+
+
+def check_joined_in_place(run, lsq: bool) -> None:
+    """What is joined may lie where dx goes."""
+    operation, _ = case(41, lsq=lsq, joined=True)
+    wanted = run(operation).dx
+    operation.dx = operation.joined = operation.joined.clone()
+    assert torch.equal(run(operation).dx, wanted)
+
+
+@pytest.mark.parametrize("lsq", [False, True])
+def test_joined_in_place(lsq):
+    check_joined_in_place(on_cpu, lsq)

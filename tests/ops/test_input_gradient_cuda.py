@@ -10,8 +10,8 @@ from lsq.csrc import geometry
 from lsq.ops.nonlinearity import Activation
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
-from tests.ops.test_input_gradient import MODES, case
-from tests.ops.tiles import in_one
+from tests.ops.test_input_gradient import MODES, case, check_joined_in_place
+from tests.ops.tiles import SMALL, in_one
 
 HALF = torch.bfloat16
 
@@ -136,3 +136,9 @@ def test_widths_that_kernels_cannot_take():
     operation, _ = case(7, columns=40)
     with pytest.raises(ValueError, match="multiple of 16"):
         run(operation)
+
+
+@pytest.mark.parametrize("tile", [None, SMALL])
+def test_joined_in_place(tile):
+    with gemm.ended_by(tile):
+        check_joined_in_place(run, lsq=False)

@@ -138,7 +138,7 @@ def test_what_is_added_and_what_is_rounded(rows, bits, error):
     found = compare(operation)
     assert torch.equal(found.sum.z, residual + random.dropout(update, 0.3, KEY, 2))
     rounded = found.rounded
-    made = rounded.codes, rounded.scale, rounded.clipped, rounded.error
+    made = rounded.codes, rounded.scale, rounded.clipped, rounded.error, rounded.seen
     for one, wanted in zip(made, rounded.encode(found.out), strict=True):
         assert wanted is None or torch.equal(one, wanted)
     torch.testing.assert_close(found.unrounded(run), found.out, atol=1e-5, rtol=1e-5)

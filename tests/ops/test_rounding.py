@@ -103,6 +103,49 @@ def test_weights(bits, clips, rows, columns):
     assert not found.codes[33:].any() and (found.scale[33:] == 1).all()
 
 
+@pytest.mark.parametrize("rows, columns", [(33, 17), (7, 48), (1, 1)])
+@pytest.mark.parametrize("by_inputs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_under_their_largest_magnitudes(rows, columns, by_inputs, dtype):
+    values = torch.randn(rows, columns).to(dtype)
+    values[0] = 0.0
+    values[-1] *= 1e-20
+    clip = 1.0 + torch.rand(rows)
+    wanted = torch.where((values == 0).all(1), clip, values.float().abs().amax(1).clamp(min=quant.SMALLEST_CLIP))
+    operation = weight_of(values.t().contiguous() if by_inputs else values, clip, rows + 3)
+    operation.weight.codes, operation.weight.by_inputs = empty(rows + 3, columns, dtype=torch.int8), by_inputs
+    operation.new_clip = empty(rows)
+    found = compare(operation)
+    assert torch.equal(found.new_clip, wanted)
+    codes, scale, clipped = quant.quantize(values.float(), wanted)
+    assert torch.equal(found.weight.codes[:rows], codes) and torch.equal(found.weight.scale[:rows], scale)
+    assert not clipped.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_poisons_its_row_under_its_largest_magnitude(value):
+    operation = weight_of(torch.randn(7, 48), torch.ones(7), 7)
+    operation.weight.values[2, 5] = value
+    operation.new_clip = empty(7)
+    found = compare(operation)
+    assert found.weight.scale.isnan().tolist() == [row == 2 for row in range(7)]
+
+
+@pytest.mark.parametrize("shape", [(1, 2053), (24, 40), (0, 8)])
+@pytest.mark.parametrize("clip", [1.5, 1e-30])
+def test_the_largest_magnitude_is_seen(shape, clip):
+    x = torch.randn(shape)
+    for before in (0.0, 2.0, 100.0):
+        found = compare(round_of(x, clip, seen=before)).rounded
+        assert found.seen == max(before, x.abs().max().item() if x.numel() else 0.0)
+
+
+def test_a_nan_is_seen():
+    x = torch.randn(3, 40)
+    x[1, 7] = math.nan
+    assert compare(round_of(x)).rounded.seen.isnan()
+
+
 @pytest.mark.parametrize("clips", [1, 7])
 def test_nan_in_a_weight_poisons_what_shares_its_clip(clips):
     values = torch.randn(7, 16)

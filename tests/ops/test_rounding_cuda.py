@@ -61,6 +61,15 @@ def test_weights(bits, clips, rows, columns):
     compare_cuda(weight_of(torch.randn(33, columns), 0.5 + torch.rand(clips), rows, bits), exact=True)
 
 
+@pytest.mark.parametrize("columns", [48, 1040])
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_weights_under_their_largest_magnitudes(columns, value):
+    operation = weight_of(torch.randn(33, columns), 0.5 + torch.rand(33), 48)
+    operation.weight.values[[2, 7]] = torch.tensor([[0.0], [value]])
+    operation.new_clip = empty(33)
+    compare_cuda(operation, exact=True)
+
+
 def test_codes_of_a_weight_in_both_layouts():
     found = compare_cuda(weight_of(torch.randn(141, 272), 0.5 + torch.rand(141), 144, transposed=True)).weight
     assert torch.equal(found.transposed, found.codes.t())

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 11, 24
 
 
 def test_it_is_asked_for_as_the_product_wants_it():
-    b = builder(QuantConfig(backward="int8"))
+    b = builder(QuantConfig(backward="int8", clips="learned"))
     bias = b.parameter("bias", (COLUMNS,), Kind.BIAS)
     x = coded_in(b, b.input("x", (ROWS, 16)))
     gradient = SummedGradient.of(Rows(coded=project(b, x, "weight", (COLUMNS, 16), bias=bias, clip="y_clip")), b)

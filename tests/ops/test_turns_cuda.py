@@ -35,7 +35,7 @@ from tests.ops import (
     test_weight_gradient_cuda,
     test_weight_gradient_product_cuda,
 )
-from tests.ops.adam_checks import codes_of, numbers, state, step
+from tests.ops.adam_checks import codes_of, numbers, state, step, with_new_clip
 from tests.ops.compare import empty, on_cpu, to_round
 from tests.ops.cuda import compare_cuda
 from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
@@ -52,6 +52,9 @@ from tests.ops.test_rotation import gradient_of as gradient_of_rotation
 from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
+from tests.ops.test_target_gradient import input_gradient
+from tests.ops.test_target_gradient import losses as losses_of_others
+from tests.ops.test_target_gradient import weight_gradient as target_weight_gradient
 from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
@@ -68,6 +71,8 @@ def adam_steps():
         before = state(528, 272)
         before[1][[3, 20, 35, 36, 40, 527], [0, 127, 128, 131, 256, 271]] = math.nan
         compare_cuda(step(before, numbers(), codes_of(torch.ones(clips), (528, 272)), transposed=True))
+    codes = codes_of(torch.ones(528), (528, 272))
+    compare_cuda(with_new_clip(step(state(528, 272), numbers(), codes, transposed=True)))
     test_updates_cuda.turns()
 
 
@@ -96,6 +101,12 @@ def embeddings():
         for rows, columns in (FEW, WIDE, (1821, 48)):
             forward = compare_cuda(embed(rows, columns, 0.1))
             compare_cuda(embed_gradient(torch.randn(rows, columns), forward.tokens, forward.places, 0.1))
+            compare_cuda(target_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns))))
+
+
+def targets():
+    for rows, columns in (FEW, WIDE):
+        compare_cuda(input_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns))))
 
 
 def norms():
@@ -186,6 +197,9 @@ def rounded_weights():
     values[300, 5] = math.nan
     found = compare_cuda(weight_of(values, torch.ones(1), 608), exact=True)
     assert found.weight.scale[:600].isnan().all()
+    operation = weight_of(torch.randn(600, 784), torch.ones(600), 608)
+    operation.new_clip = empty(600)
+    compare_cuda(operation, exact=True)
 
 
 def input_gradients():
@@ -251,7 +265,8 @@ CASES = {
     "rotation.cu": rotations, "sparse_project.cu": test_sparse_project_cuda.turns,
     "rounding_weight_by_inputs.cu": weights_by_inputs,
     "weight_gradient_by_inputs.cu": weight_gradients_by_inputs,
-    "scales.cu": started_scales, "sums.cu": sums, "transpose.cu": transposition, "vocabulary_loss.cu": losses,
+    "scales.cu": started_scales, "sums.cu": sums, "target_gradient.cu": targets,
+    "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     **dict.fromkeys(
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),
         test_vocabulary_loss_product_cuda.turns,

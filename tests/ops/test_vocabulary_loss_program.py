@@ -45,7 +45,8 @@ def program_of(quant: dict, rows: int, words: int, padded: int):
 
 
 @pytest.mark.parametrize("quant, allowed", [
-    ({"mode": "float"}, 1e-5), ({"backward": "float"}, 1e-5), ({"backward": "int8"}, 0.05),
+    ({"mode": "float"}, 1e-5), ({"backward": "float", "clips": "learned"}, 1e-5),
+    ({"backward": "int8", "clips": "learned"}, 0.05),
     ({"backward": "float", "clip_gradient": "lsq", "weight_granularity": "tensor"}, 1e-5),
 ])  # fmt: skip
 def test_gradients_of_a_program_are_those_of_autograd(quant, allowed):

@@ -52,6 +52,15 @@ def test_codes_in_both_layouts(inputs, outputs, rows, per_output, bits):
     assert torch.equal(found.transposed, found.codes.t()) and torch.equal(found.codes, alone.codes)
 
 
+@pytest.mark.parametrize("inputs, outputs, rows", [(16, 16, 16), (48, 32, 48), (272, 144, 160)])
+def test_columns_under_their_largest_magnitudes(inputs, outputs, rows):
+    for transposed in (False, True):
+        operation = rounding(torch.randn(inputs, outputs), 0.5 + torch.rand(outputs), rows, transposed=transposed)
+        operation.weight.values[:, 2] = 0.0
+        operation.new_clip = empty(outputs)
+        compare_cuda(operation, exact=not transposed)
+
+
 @pytest.mark.parametrize("clips", [1, 48])
 def test_nan_poisons_what_shares_its_clip(clips):
     values = torch.randn(144, 48)
@@ -99,6 +108,9 @@ def turns():
     values = torch.randn(48, 144)
     values[3, 5] = math.nan
     compare_cuda(rounding(values, torch.ones(1)))
+    operation = rounding(torch.randn(48, 144), torch.ones(144))
+    operation.new_clip = empty(144)
+    compare_cuda(operation)
     for columns, outputs in ((80, 48), (16, 1040)):
         for clips in (None, 1):
             compare_cuda(gradient(41, columns=columns, outputs=outputs, clips=clips, lsq=clips is None))

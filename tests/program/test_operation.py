@@ -35,8 +35,9 @@ def test_inputs_and_outputs_are_the_tensors_that_are_there():
     mask, coded = dropout_of(0.5), to_round(3, 8, 1.0)
     one = norm(update=torch.randn(3, 8), dropout=mask, rounded=coded)
     assert one.name == "ResidualNorm"
-    for found, expected in ((one.inputs, (one.sum.residual, one.sum.update, mask.key, coded.clip)),
-                            (one.outputs, (one.sum.z, coded.codes, coded.scale, coded.clipped))):  # fmt: skip
+    read = one.sum.residual, one.sum.update, mask.key, coded.clip
+    written = one.sum.z, coded.codes, coded.scale, coded.clipped, coded.seen
+    for found, expected in ((one.inputs, read), (one.outputs, written)):
         assert len(found) == len(expected) and all(a is b for a, b in zip(found, expected, strict=True))
 
 

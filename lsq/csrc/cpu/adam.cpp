@@ -1,6 +1,7 @@
 // Adam on float32 master weights; the new weight leaves as int8 codes as well. lsq/ops/adam.py is the reference.
 #include <numeric>
 
+#include "floats.h"
 #include "loops.h"
 
 using namespace lsq;
@@ -53,8 +54,10 @@ private:
 // Codes of row `row` of the new weight. -> whether a value was NaN
 bool round_weight_row(const Adam& op, int64_t row) {
     const int64_t n = op.columns;
-    const float q = op.rounded.largest, step = op.rounded.clip[op.clips > 1 ? row : 0] / q;
     const float* x = op.new_weight + row * n;
+    if (op.new_clip) op.new_clip[row] = clip_of(bits_of(largest_magnitude(x, n)), op.rounded.clip[row]);
+    const float* clip = op.new_clip ? op.new_clip : op.rounded.clip;
+    const float q = op.rounded.largest, step = clip[op.clips > 1 ? row : 0] / q;
     int8_t* codes = op.rounded.codes + row * n;
     int missing = 0;
 #pragma omp simd reduction(| : missing)

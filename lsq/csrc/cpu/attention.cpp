@@ -19,8 +19,8 @@ public:
         : Base(given), contexts_(op, given, rows, 1.0f), largest_(given.queries),
           probabilities_(kQueryBlock, kFew, false), values_(stride_, given.keys, given.v.coded()) {}
 
-    // -> whether a value that was rounded was NaN
-    bool run(const Pair& pair) {
+    // -> the largest magnitude of what was rounded
+    Magnitude run(const Pair& pair) {
         std::fill_n(largest_.begin(), pair.queries, -infinity());
         contexts_.start(pair);
         const auto begin = [&](const Block& block) {
@@ -28,11 +28,11 @@ public:
             this->keys(given_.v, block, [&](auto v) { values_.take(v, heads_.width, v.rows); });
         };
         this->for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
-        bool missing = false;
+        Magnitude most = 0;
         for (int64_t query = 0; query < pair.queries; ++query) {
-            missing |= contexts_.write(pair, query, largest_[query]);
+            most = std::max(most, contexts_.write(pair, query, largest_[query]));
         }
-        return missing;
+        return most;
     }
 
 private:
@@ -101,28 +101,30 @@ private:
 };
 
 // Rounds n numbers, whichever rows they make.
-bool round_all(const Coded& coded, int64_t n, const float* x) {
+Magnitude round_all(const Coded& coded, int64_t n, const float* x) {
     constexpr int64_t kChunk = 1024;
     return for_rows((n + kChunk - 1) / kChunk, kChunk, [&](int64_t chunk, Scratch& scratch) {
         const int64_t first = chunk * kChunk, count = std::min(kChunk, n - first);
-        return static_cast<int>(round_row(coded, first, count, x + first, scratch.flags.data()));
+        return round_row(coded, first, count, x + first, scratch.flags.data());
     });
 }
 
-// -> whether a value that was rounded was NaN
+// -> the largest magnitude of what was rounded
 template <class Forward>
-bool attend(const Attention& op, const Case& given, float* rows) {
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
+Magnitude attend(const Attention& op, const Case& given, float* rows) {
+    Magnitude largest = 0;
+#pragma omp parallel reduction(max : largest)
     {
         Forward worker(op, given, rows);
 #pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < given.order.size(); ++i) missing |= worker.run(given.pair(given.order[i]));
+        for (size_t i = 0; i < given.order.size(); ++i) {
+            largest = std::max(largest, worker.run(given.pair(given.order[i])));
+        }
     }
-    return missing;
+    return largest;
 }
 
-bool attend(const Attention& op, float* rows) {
+Magnitude attend(const Attention& op, float* rows) {
     const Case given(op.heads);
 #ifdef LSQ_BYTES
     if (given.coded() && given.biases.empty()) {
@@ -130,9 +132,9 @@ bool attend(const Attention& op, float* rows) {
         if (allowed(Instructions::avx512_vnni)) return attend<CodedForward<VnniBytes>>(op, given, rows);
     }
 #endif
-    bool missing = false;
-    with_products([&](auto products) { missing = attend<ForwardWorker<decltype(products)>>(op, given, rows); });
-    return missing;
+    Magnitude largest = 0;
+    with_products([&](auto products) { largest = attend<ForwardWorker<decltype(products)>>(op, given, rows); });
+    return largest;
 }
 
 }  // namespace
@@ -142,9 +144,9 @@ LSQ_OPERATION(Attention, op) {
     const bool afterwards = op.rounded.codes && width % 8;  // heads do not begin at bytes of the clipped bits
     std::vector<float> waiting(afterwards && !op.out ? size : 0);
     float* rows = afterwards && !op.out ? waiting.data() : op.out;
-    bool missing = attend(op, rows);
-    if (afterwards) missing |= round_all(op.rounded, size, rows);
-    finish(op.rounded, missing);
+    Magnitude largest = attend(op, rows);
+    if (afterwards) largest = std::max(largest, round_all(op.rounded, size, rows));
+    finish(op.rounded, largest);
 }
 
 // Until the next call attention uses none that are faster than those, numbered as in tiles.h.

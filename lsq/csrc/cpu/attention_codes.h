@@ -60,8 +60,8 @@ public:
           values_(given.stride * groups_ * kTileInner), probabilities_(kByteBlock * kByteParts * groups_),
           largest_(given.queries), shrink_(kQueryBlock) {}
 
-    // -> whether a value that was rounded was NaN
-    bool run(const Pair& pair) {
+    // -> the largest magnitude of what was rounded
+    Magnitude run(const Pair& pair) {
         std::fill_n(largest_.begin(), pair.queries, std::numeric_limits<int32_t>::min());
         contexts_.start(pair);
         const auto begin = [&](const Block& block) {
@@ -69,11 +69,11 @@ public:
             pack_along(codes(given_.v, block), values_.data(), groups_ * kTileBytes);
         };
         for_blocks(pair, begin, [&](const Block& block) { add(block); }, [](const Block&) {});
-        bool missing = false;
+        Magnitude most = 0;
         for (int64_t query = 0; query < pair.queries; ++query) {
-            missing |= contexts_.write(pair, query, largest_[query] * given_.factor);
+            most = std::max(most, contexts_.write(pair, query, largest_[query] * given_.factor));
         }
-        return missing;
+        return most;
     }
 
 private:

@@ -25,8 +25,8 @@ public:
         sum(query) *= factor;
     }
 
-    // -> whether a value that was rounded was NaN
-    bool write(const Pair& pair, int64_t query, float largest) {
+    // -> the largest magnitude of what was rounded
+    Magnitude write(const Pair& pair, int64_t query, float largest) {
         const int64_t width = heads_.width, row = pair.first + query, place = row * heads_.count + pair.head;
         const bool blind = Block(pair, query, 0).seen(0) == 0;
         const float total = sum_of_lanes(sum(query));
@@ -34,7 +34,7 @@ public:
         scale(query, blind ? 0.0f : factor_ / total);
         if (op_.log_sum) op_.log_sum[place] = blind ? -infinity() : largest + std::log(total / one_);
         if (rows_) std::memcpy(rows_ + place * width, x, width * sizeof(float));
-        if (!op_.rounded.codes || width % 8) return false;
+        if (!op_.rounded.codes || width % 8) return 0;
         return round_row(op_.rounded, place * width, width, x, flags_.data());
     }
 

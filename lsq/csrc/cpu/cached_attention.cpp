@@ -52,8 +52,8 @@ public:
           query_(op.width + 32), scores_(op.capacity), probabilities_(op.capacity + kLanes), context_(op.width + kColumns),
           flags_(op.width) {}
 
-    // -> whether a value that was rounded was NaN
-    bool operator()(int64_t row, int64_t head) {
+    // -> the largest magnitude of what was rounded
+    Magnitude operator()(int64_t row, int64_t head) {
         const int64_t list = op_.owned[row], n = op_.lengths[list], width = op_.width, column = head * width;
         const int64_t* places = op_.lists + list * op_.capacity;
         const int8_t* query = op_.queries.codes + row * op_.query_columns + column;
@@ -129,12 +129,14 @@ private:
 
 LSQ_OPERATION(CachedAttention, op) {
     constexpr int64_t kLittle = 16;  // heads of rows, up to which other threads are not worth waking
-    int missing = 0;
-#pragma omp parallel reduction(| : missing) if (op.rows * op.heads > kLittle)
+    Magnitude largest = 0;
+#pragma omp parallel reduction(max : largest) if (op.rows * op.heads > kLittle)
     {
         Reader read(op);
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < op.rows * op.heads; ++item) missing |= read(item / op.heads, item % op.heads);
+        for (int64_t item = 0; item < op.rows * op.heads; ++item) {
+            largest = std::max(largest, read(item / op.heads, item % op.heads));
+        }
     }
-    finish(op.context, missing);
+    finish(op.context, largest);
 }

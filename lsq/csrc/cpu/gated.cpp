@@ -117,7 +117,7 @@ private:
 LSQ_OPERATION(Gated, op) {
     const int64_t n = op.columns;
     const Gate gate(op.gate, op.activation);
-    const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) -> int {
+    const Magnitude largest = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) -> Magnitude {
         float* y = op.out ? op.out + row * n : scratch.a.data();
         const float* up = values_of(op.up, row, n, scratch.b.data());
         gate.read(row, n, y, nullptr);
@@ -126,7 +126,7 @@ LSQ_OPERATION(Gated, op) {
         apply(op.dropout, row * n, n, y, scratch.words.data());
         return op.rounded.codes ? round_row(op.rounded, row * n, n, y, scratch.flags.data()) : 0;
     });
-    finish(op.rounded, missing);
+    finish(op.rounded, largest);
 }
 
 LSQ_OPERATION(GatedGradient, op) {

@@ -106,12 +106,14 @@ private:
     int end(int64_t first, int64_t rows, const Read& read) {
         for (int64_t i = 0; i < rows; ++i) {
             const int64_t row = first + i;
-            float* g = op_.dx && !dx_.is_narrow() ? dx_.wide(row * n_) : scratch_.a.data();
+            float* dx = op_.dx && !dx_.is_narrow() ? dx_.wide(row * n_) : nullptr;
+            float* g = dx && op_.joined != op_.dx ? dx : scratch_.a.data();
             read(i, g);
             if (op_.joined) add(op_.joined + row * n_, g);
             clip_sums_[row] = straight_through(op_.x, row * n_, n_, g);
             undo(row, g);
             if (op_.sum) add_up(row, g);
+            if (dx && dx != g) std::memcpy(dx, g, n_ * sizeof(float));
             if (dx_.is_narrow()) narrow_row(g, n_, dx_.narrow(row * n_));
             if (op_.rounded.codes) round_row(op_.rounded, row, n_, g, g);
         }

@@ -80,15 +80,15 @@ struct Scratch {
 
 constexpr int64_t kLittle = 4096;  // elements, up to which other threads are not worth waking
 
-// Calls body(row, scratch) -> int for all rows, in parallel; the results of all rows, or-ed.
+// Calls body(row, scratch) -> a magnitude for all rows, in parallel; the largest of all rows.
 template <class Body>
-int for_rows(int64_t rows, int64_t n, const Body& body) {
-    int found = 0;
-#pragma omp parallel reduction(| : found) if (rows * n > kLittle)
+Magnitude for_rows(int64_t rows, int64_t n, const Body& body) {
+    Magnitude found = 0;
+#pragma omp parallel reduction(max : found) if (rows * n > kLittle)
     {
         Scratch scratch(n);
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) found |= body(row, scratch);
+        for (int64_t row = 0; row < rows; ++row) found = std::max<Magnitude>(found, body(row, scratch));
     }
     return found;
 }

@@ -19,8 +19,9 @@ class PackedEnd {
 public:
     explicit PackedEnd(const PackedProject& op) : op_(op), y_(kChunk), alpha_(kChunk), flags_(kChunk) {}
 
-    // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> whether a value that was rounded was NaN
-    int operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride) {
+    // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the largest magnitude of what
+    // was rounded
+    Magnitude operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride) {
         const float input = op_.x.scale[0], *scale = op_.weight.scale + begin, *bias = op_.bias ? op_.bias + begin : nullptr;
         float* alpha = alpha_.data();
 #pragma omp simd
@@ -28,7 +29,7 @@ public:
 #if defined(LSQ_WIDE)
         if (straight()) return round_sums(first, rows, begin, n, sums, stride, bias);
 #endif
-        int missing = 0;
+        Magnitude largest = 0;
         for (int64_t row = 0; row < rows; ++row, sums += stride) {
             const int64_t place = (first + row) * op_.weight.columns + begin;
             float* y = op_.out ? op_.out + place : y_.data();
@@ -40,9 +41,9 @@ public:
                 for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i];
             }
             activate(y, n);
-            if (op_.rounded.codes) missing |= round_row(op_.rounded, place, n, y, flags_.data());
+            if (op_.rounded.codes) largest = std::max(largest, round_row(op_.rounded, place, n, y, flags_.data()));
         }
-        return missing;
+        return largest;
     }
 
 private:
@@ -54,13 +55,13 @@ private:
         return WideClip::fits(to.clip[0]);
     }
 
-    int round_sums(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride,
+    Magnitude round_sums(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride,
                    const float* bias) const {
         const float *alpha = alpha_.data(), clip = op_.rounded.clip[0];
         const WideClip wide(clip, clip / op_.rounded.largest);
         const bool is_relu = op_.activation == Activation::relu;
         const __m512 zero = _mm512_setzero_ps();
-        __m512 missing = zero;
+        __m512i largest = _mm512_setzero_si512();
         for (int64_t row = 0; row < rows; ++row, sums += stride) {
             int8_t* codes = op_.rounded.codes + (first + row) * op_.weight.columns + begin;
             each_sixteen(n, [&](int64_t i, __mmask16 there) {
@@ -68,10 +69,10 @@ private:
                 __m512 y = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, alpha + i));
                 if (bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i));
                 if (is_relu) y = _mm512_max_ps(zero, y);  // NaN stays NaN
-                wide.round(y, there, codes + i, missing);
+                wide.round(y, there, codes + i, largest);
             });
         }
-        return any_missing(missing);
+        return _mm512_reduce_max_epu32(largest);
     }
 
 #endif
@@ -95,8 +96,8 @@ LSQ_OPERATION(PackedProject, op) {
     const int64_t n = op.weight.columns, threads = omp_get_max_threads();
     const int64_t chunk = std::min(kChunk, rounded_up((n + threads - 1) / threads, kTilePair));
     const int64_t strip = op.weight.sparse ? kSparseStrip : op.weight.bits == 4 ? kInt4Strip : kStrip;
-    int missing = 0;
-#pragma omp parallel reduction(| : missing)
+    Magnitude largest = 0;
+#pragma omp parallel reduction(max : largest)
     {
         static thread_local Kept<int32_t> kept;
         PackedEnd end(op);
@@ -109,10 +110,10 @@ LSQ_OPERATION(PackedProject, op) {
                 for (int64_t begin = 0; begin < n; begin += chunk) {
                     const int64_t count = std::min(chunk, n - begin);
                     multiplier.multiply(begin, begin + rounded_up(count, kTilePair), sums, stride);
-                    missing |= end(first, rows, begin, count, sums, stride);
+                    largest = std::max(largest, end(first, rows, begin, count, sums, stride));
                 }
             }
         });
     }
-    finish(op.rounded, missing);
+    finish(op.rounded, largest);
 }

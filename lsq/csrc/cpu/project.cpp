@@ -52,13 +52,15 @@ public:
         for (size_t i = 0; i < alpha_.size(); ++i) alpha_[i] = op.x.coded.scale[0] * op.weight.scale[i];
     }
 
-    // Of codes: sums int32. -> whether a value that was rounded was NaN
-    int operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
+    // Of codes: sums int32. -> the largest magnitude of what was rounded
+    Magnitude operator()(int64_t first, int64_t rows, const int32_t* sums, int64_t stride) {
 #if defined(LSQ_WIDE)
         if (straight()) {
-            int missing = 0;
-            for (int64_t row = 0; row < rows; ++row) missing |= round_sums(first + row, sums + row * stride);
-            return missing;
+            Magnitude largest = 0;
+            for (int64_t row = 0; row < rows; ++row) {
+                largest = std::max(largest, round_sums(first + row, sums + row * stride));
+            }
+            return largest;
         }
         if (plain()) {
             for (int64_t row = 0; row < rows; ++row) scale_sums((first + row) * n_, sums + row * stride);
@@ -68,12 +70,12 @@ public:
         return end_sums(first, rows, sums, stride);
     }
 
-    int operator()(int64_t first, int64_t rows, const LongSum* sums, int64_t stride) {
+    Magnitude operator()(int64_t first, int64_t rows, const LongSum* sums, int64_t stride) {
         return end_sums(first, rows, sums, stride);
     }
 
     // Of floats, which stand where they go.
-    int operator()(int64_t first, int64_t rows, const float*, int64_t) {
+    Magnitude operator()(int64_t first, int64_t rows, const float*, int64_t) {
         return end(first, rows, [&](int64_t, float* y) {
             if (!op_.bias) return;
 #pragma omp simd
@@ -83,7 +85,7 @@ public:
 
 private:
     template <class Sum>
-    int end_sums(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
+    Magnitude end_sums(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
         const float *factor = alpha_.data(), *bias = op_.bias;
         return end(first, rows, [&](int64_t row, float* y) {
             const Sum* sum = sums + row * stride;
@@ -127,8 +129,8 @@ private:
         return bias ? _mm512_add_ps(y, _mm512_maskz_loadu_ps(there, bias + i)) : y;
     }
 
-    // -> whether a value that was rounded was NaN
-    bool round_sums(int64_t row, const int32_t* sums) {
+    // -> the largest magnitude of what was rounded
+    Magnitude round_sums(int64_t row, const int32_t* sums) {
         const Dropout& dropout = op_.nonlinearity.dropout;
         const int64_t first = row * n_;
         const uint32_t* words = scratch_.words.data();
@@ -138,7 +140,7 @@ private:
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));
         const __m512 keep = _mm512_set1_ps(dropout.keep), zero = _mm512_setzero_ps();
         const WideClip wide(clip, clip / op_.rounded.largest);
-        __m512 missing = zero;
+        __m512i largest = _mm512_setzero_si512();
         WideBits outside, positive;
         each_sixty_four(n_, [&](int64_t i, int64_t place, __mmask16 there) {
             __m512 y = scaled(sums, factor, bias, i, there);
@@ -150,12 +152,12 @@ private:
                 const __m512i word = _mm512_maskz_loadu_epi32(there, words + i);
                 y = _mm512_maskz_mul_ps(_mm512_cmpge_epu32_mask(word, limit), y, keep);
             }
-            outside.add(place, wide.round(y, there, op_.rounded.codes + first + i, missing));
+            outside.add(place, wide.round(y, there, op_.rounded.codes + first + i, largest));
         }, [&](int64_t column, int64_t count) {
             outside.store(op_.rounded.clipped, first + column, count);
             positive.store(op_.nonlinearity.positive, first + column, count);
         });
-        return any_missing(missing);
+        return _mm512_reduce_max_epu32(largest);
     }
 
 #endif
@@ -163,8 +165,8 @@ private:
 
     // read(i, y) makes y of row first + i.
     template <class Read>
-    int end(int64_t first, int64_t rows, const Read& read) {
-        int missing = 0;
+    Magnitude end(int64_t first, int64_t rows, const Read& read) {
+        Magnitude largest = 0;
         for (int64_t begin = 0; begin < rows; begin += unit()) {
             const int64_t past = std::min(begin + unit(), rows);
             for (int64_t i = begin; i < past; ++i) {
@@ -175,12 +177,12 @@ private:
                 apply(op_.nonlinearity.dropout, row * n_, n_, y, scratch_.words.data());
                 if (out_.is_narrow()) narrow_row(y, n_, out_.narrow(row * n_));
                 if (!op_.rounded.codes) continue;
-                missing |= round_row(op_.rounded, row * n_, n_, y, scratch_.flags.data());
+                largest = std::max(largest, round_row(op_.rounded, row * n_, n_, y, scratch_.flags.data()));
             }
             uint8_t* positive = op_.nonlinearity.positive;
             if (positive) pack_bits(flags_.data(), (past - begin) * n_, positive + (first + begin) * n_ / 8);
         }
-        return missing;
+        return largest;
     }
 
     const Project& op_;
@@ -192,10 +194,11 @@ private:
 };
 
 // The scale is written with row 0 and poisoned by the others, because a product may come in blocks of rows.
-void write_scale(const Project& op, int64_t first, int missing) {
+void write_scale(const Project& op, int64_t first, Magnitude largest) {
     if (!op.rounded.scale) return;
-    if (first == 0) finish(op.rounded, missing);
-    op.rounded.scale[0] = poisoned(op.rounded.scale[0], missing);
+    const float before = first == 0 ? 0.0f : op.rounded.scale[0];
+    finish(op.rounded, largest);
+    op.rounded.scale[0] = poisoned(op.rounded.scale[0], before != before);
 }
 
 }  // namespace

@@ -36,17 +36,17 @@ void normalise(const ResidualNormGradient& op, int64_t row, int64_t n, float* no
 
 LSQ_OPERATION(ResidualNorm, op) {
     const int64_t n = op.columns;
-    const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
+    const Magnitude rounded = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) -> Magnitude {
         const float* z = add_residual(op.sum, row, n, scratch);
         if (!op.weight) return 0;
         const float mean = op.mean ? sum_of(z, n) / static_cast<float>(n) : 0.0f;
         float *x = scratch.b.data(), squares = 0.0f;
-        uint32_t largest = 0;  // magnitudes order like their bits, and NaN is larger than infinity
+        Magnitude largest = 0;
 #pragma omp simd reduction(+ : squares) reduction(max : largest)
         for (int64_t i = 0; i < n; ++i) {
             x[i] = z[i] - mean;
             squares += x[i] * x[i];
-            const uint32_t bits = bits_of(x[i]) & 0x7FFFFFFFu;
+            const Magnitude bits = magnitude_of(x[i]);
             largest = bits > largest ? bits : largest;
         }
         const float rstd = 1.0f / std::sqrt(squares / static_cast<float>(n) + op.epsilon);
@@ -64,7 +64,7 @@ LSQ_OPERATION(ResidualNorm, op) {
         op.rstd[row] = rstd;
         return op.rounded.codes ? round_row(op.rounded, row * n, n, out, scratch.flags.data()) : 0;
     });
-    finish(op.rounded, missing);
+    finish(op.rounded, rounded);
 }
 
 LSQ_OPERATION(ResidualNormGradient, op) {

@@ -81,14 +81,14 @@ private:
 
 LSQ_OPERATION(Rotate, op) {
     const int64_t n = op.columns;
-    const int missing = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) {
+    const Magnitude largest = for_rows(op.rows, n, [&](int64_t row, Scratch& scratch) -> Magnitude {
         float* x = op.out ? op.out + row * n : scratch.a.data();
         std::memcpy(x, op.x + row * n, n * sizeof(float));
         if (op.norms.query) normalise(op.rotation, op.norms, row, x);
         turn(op.rotation, row, 1.0f, x);
-        return op.rounded.codes ? static_cast<int>(round_row(op.rounded, row * n, n, x, scratch.flags.data())) : 0;
+        return op.rounded.codes ? round_row(op.rounded, row * n, n, x, scratch.flags.data()) : 0;
     });
-    finish(op.rounded, missing);
+    finish(op.rounded, largest);
 }
 
 LSQ_OPERATION(RotateGradient, op) {

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kChunk = 2048;  // values that are rounded at a time
 
-// Rounds elements [first, first + n) -> whether a value was NaN.
-bool round_chunk(const Round& op, int64_t first, int64_t n) {
+// Rounds elements [first, first + n) -> the largest magnitude.
+Magnitude round_chunk(const Round& op, int64_t first, int64_t n) {
     const Border<const float> x(op.x, op.x_dtype);
 #if defined(LSQ_WIDE)
     const Coded& to = op.rounded;
@@ -30,20 +30,20 @@ bool round_chunk(const Round& op, int64_t first, int64_t n) {
 
 LSQ_OPERATION(Round, op) {
     const int64_t chunks = (op.count + kChunk - 1) / kChunk;
-    int missing = 0;
-#pragma omp parallel for schedule(static) reduction(| : missing)
+    Magnitude largest = 0;
+#pragma omp parallel for schedule(static) reduction(max : largest)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t first = chunk * kChunk;
-        missing |= round_chunk(op, first, std::min(kChunk, op.count - first));
+        largest = std::max(largest, round_chunk(op, first, std::min(kChunk, op.count - first)));
     }
-    finish(op.rounded, missing);
+    finish(op.rounded, largest);
 }
 
 LSQ_EXPORT void lsq_round_int8(const RoundWeight& op) {
     if (op.weight.by_inputs) return round_by_inputs(op);
     round_weight(op, [q = op.weight.largest](const float* values, int64_t n, float clip, float step, int8_t* codes) -> int {
 #if defined(LSQ_WIDE)
-        if (WideClip::fits(clip)) return round_under_clip(values, n, clip, step, codes, nullptr);
+        if (WideClip::fits(clip)) return is_missing(round_under_clip(values, n, clip, step, codes, nullptr));
 #endif
         int missing = 0;
 #pragma omp simd reduction(| : missing)

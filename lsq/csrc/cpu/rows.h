@@ -46,8 +46,8 @@ inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, ui
 }
 
 // Rounds x [n], elements [first, first + n) of the tensor, under the clip; scratch: n bytes. Rows must start at a byte of
-// `clipped`: N is a multiple of 8, or there is one row. Returns whether a value was NaN; its code is 0.
-inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float* x, uint8_t* outside) {
+// `clipped`: N is a multiple of 8, or there is one row. Returns the largest magnitude; the code of NaN is 0.
+inline Magnitude round_row(const Coded& coded, int64_t first, int64_t n, const float* x, uint8_t* outside) {
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
 #if defined(LSQ_WIDE)
@@ -55,12 +55,13 @@ inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float*
         return round_under_clip(x, n, clip, scale, out, coded.clipped ? coded.clipped + first / 8 : nullptr);
     }
 #endif
-    int missing = 0;
-#pragma omp simd reduction(| : missing)
+    Magnitude largest = 0;
+#pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
         const float ratio = x[i] / scale;
         outside[i] = std::fabs(x[i]) > clip;
-        missing |= ratio != ratio;
+        const Magnitude found = ratio == ratio ? magnitude_of(x[i]) : kMissing;
+        largest = found > largest ? found : largest;
         out[i] = code_of(ratio, q);
     }
     if (coded.clipped) pack_bits(outside, n, coded.clipped + first / 8);
@@ -72,12 +73,13 @@ inline bool round_row(const Coded& coded, int64_t first, int64_t n, const float*
             error[i] = outside[i] ? 0.0f : off;
         }
     }
-    return missing != 0;
+    return largest;
 }
 
-// Writes the scale once all rows are rounded; of no rows, too, whose codes have no address.
-inline void finish(const Coded& coded, bool missing) {
-    if (coded.scale) coded.scale[0] = poisoned(coded.clip[0] / coded.largest, missing);
+// Writes the scale once all rows are rounded, and the largest magnitude; of no rows, too, whose codes have no address.
+inline void finish(const Coded& coded, Magnitude largest) {
+    if (coded.scale) coded.scale[0] = poisoned(coded.clip[0] / coded.largest, is_missing(largest));
+    if (coded.seen) coded.seen[0] = float_of(std::max(magnitude_of(coded.seen[0]), largest));
 }
 
 // Straight-through: zeroes the gradients of clipped values and returns what they add to the clip's gradient.
@@ -116,11 +118,11 @@ inline void round_scaled(const RoundedGradient& rounded, int64_t row, int64_t n,
 // may be `gradient`.
 inline void round_row(const RoundedGradient& rounded, int64_t row, int64_t n, const float* gradient, float* scaled) {
     const float* weight_scale = rounded.weight_scale;
-    uint32_t largest = 0;  // magnitudes order like their bits, and NaN is larger than infinity
+    Magnitude largest = 0;
 #pragma omp simd reduction(max : largest)
     for (int64_t i = 0; i < n; ++i) {
         const float x = gradient[i] * weight_scale[i];
-        const uint32_t bits = bits_of(x) & 0x7FFFFFFFu;
+        const Magnitude bits = magnitude_of(x);
         largest = bits > largest ? bits : largest;
         scaled[i] = x;
     }

@@ -1,11 +1,12 @@
 // Products that end where their sums are: strips of whole rows of sums, on all threads, and what reads them.
 //
-// A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements between rows) -> int;
-// the results of all calls, or-ed, are the result. Strips begin at multiples of kTilePair rows.
+// A thread makes its own reader by make(), and calls it as reader(first row, rows, sums, elements between rows) -> a
+// magnitude; the largest of all calls is the result. Strips begin at multiples of kTilePair rows.
 #pragma once
 
 #include <omp.h>
 
+#include "../arithmetic.h"
 #include "tiles.h"
 
 namespace lsq {
@@ -18,10 +19,10 @@ struct LongSum {
 
 // Multiplies by b as it is packed, and reads each strip while it is in the cache of the core that made it.
 template <class Make>
-int multiply_packed(const TileProduct& product, const Make& make) {
+Magnitude multiply_packed(const TileProduct& product, const Make& make) {
     const int64_t strip = strip_rows(product, omp_get_max_threads());
-    int found = 0;
-#pragma omp parallel reduction(| : found)
+    Magnitude found = 0;
+#pragma omp parallel reduction(max : found)
     {
         auto reader = make();
         StripMultiplier multiplier(product);
@@ -29,7 +30,7 @@ int multiply_packed(const TileProduct& product, const Make& make) {
         for (int64_t first = 0; first < product.rows; first += strip) {
             const int64_t count = std::min(strip, product.rows - first);
             multiplier.take(first, count);
-            found |= reader(first, count, multiplier.sums(), multiplier.stride());
+            found = std::max<Magnitude>(found, reader(first, count, multiplier.sums(), multiplier.stride()));
         }
     }
     return found;
@@ -37,7 +38,7 @@ int multiply_packed(const TileProduct& product, const Make& make) {
 
 // The same, after packing b.
 template <class Make>
-int multiply_rows(const TileProduct& product, const Make& make) {
+Magnitude multiply_rows(const TileProduct& product, const Make& make) {
 #pragma omp parallel for schedule(static)
     for (int64_t group = 0; group < groups_of_columns(product); ++group) pack_columns(product, group);
     return multiply_packed(product, make);
@@ -45,16 +46,17 @@ int multiply_rows(const TileProduct& product, const Make& make) {
 
 // Reads rows [first, first + rows) of a product that somebody else has made, `stride` elements apart.
 template <class T, class Make>
-int read_rows(const T* product, int64_t first, int64_t rows, int64_t stride, const Make& make) {
-    int found = 0;
-#pragma omp parallel reduction(| : found)
+Magnitude read_rows(const T* product, int64_t first, int64_t rows, int64_t stride, const Make& make) {
+    Magnitude found = 0;
+#pragma omp parallel reduction(max : found)
     {
         auto reader = make();
 #pragma omp for schedule(static)
         for (int64_t strip = first / kTilePair; strip <= (first + rows - 1) / kTilePair; ++strip) {
             const int64_t begin = std::max(first, strip * kTilePair);
             const int64_t end = std::min(first + rows, (strip + 1) * kTilePair);
-            found |= reader(begin, end - begin, product + (begin - first) * stride, stride);
+            const auto* sums = product + (begin - first) * stride;
+            found = std::max<Magnitude>(found, reader(begin, end - begin, sums, stride));
         }
     }
     return found;

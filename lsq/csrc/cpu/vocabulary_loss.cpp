@@ -13,8 +13,6 @@ float factor_of(const Prediction& given) {
     return given.target_weight + given.each * static_cast<float>(given.vocabulary);
 }
 
-uint32_t magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }  // orders like |x|, and NaN is the largest
-
 // What a thread needs for a block of columns, a whole number of Lanes: what they are multiplied by, and a row of them.
 class Columns {
 public:
@@ -192,6 +190,8 @@ private:
         for (int64_t v = 0; v < wanted; ++v) x[v] *= scale[v];
         const uint32_t word = philox_word(rounded.key[0], rounded.subsequence, row);
         round_at_random(x, wanted, s.reciprocal, word + static_cast<uint32_t>(column) * kWordStep, rounded.largest, codes);
+        const int64_t target = given_.target[row] - column;
+        if (op_.without_target && target >= 0 && target < words) codes[target] = 0;
     }
 
     const VocabularyLossGradient& op_;
@@ -247,14 +247,16 @@ LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memo
             losses[group] += counted ? target_weight * nll + each * smooth : 0.0f;
             if (op.normaliser) op.normaliser[row] = normaliser;
             if (!op.bound) continue;
-            float bound = 0.0f;
+            float bound = 0.0f, own = 0.0f;
             if (counted) {
                 const float share = factor / joined.sum[i];
-                const float own = bounded_exponential(chosen[row] - normaliser) * factor - each - target_weight;
-                const uint32_t others = std::max(magnitude_of(joined.scaled[i] * share), magnitude_of(each * most));
-                bound = float_of(std::max(others, magnitude_of(own * scale[word])));
+                own = bounded_exponential(chosen[row] - normaliser) * factor - each - target_weight;
+                Magnitude largest = std::max(magnitude_of(joined.scaled[i] * share), magnitude_of(each * most));
+                if (!op.target_gradient) largest = std::max(largest, magnitude_of(own * scale[word]));
+                bound = float_of(largest);
             }
             op.bound[row] = bound;
+            if (op.target_gradient) op.target_gradient[row] = own;
         }
     }
     write_sum(losses, 1.0f, op.loss);

@@ -61,10 +61,13 @@ private:
             const __m512 most = _mm512_set1_ps(limit(row)), inverse = _mm512_set1_ps(1.0f / op_.weight.scale[row]);
             const int64_t at = row * n_;
             __m512 clip_sum = zero;
+            const bool clips = !op_.weight.absmax;
             each_sixteen(n_, [&](int64_t i, __mmask16 there) {
                 const __m512 sum = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(there, sums + i));
                 const __m512 scaled = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(there, column_scale_ + i));
-                const __m512 x = _mm512_mul_ps(scaled, inverse), w = load_sixteen(values_, at + i, there);
+                const __m512 x = _mm512_mul_ps(scaled, inverse);
+                if (!clips) return store_past(dweight_, at + i, there, x);
+                const __m512 w = load_sixteen(values_, at + i, there);
                 const __mmask16 outside = _mm512_cmp_ps_mask(_mm512_andnot_ps(sign, w), most, _CMP_GT_OQ);
                 const __mmask16 below = static_cast<__mmask16>(~_mm512_cmp_ps_mask(w, zero, _CMP_GT_OQ));
                 clip_sum = _mm512_mask_add_ps(clip_sum, outside, clip_sum, _mm512_mask_xor_ps(x, below, x, sign));
@@ -147,7 +150,7 @@ private:
         }
     }
 
-    float limit(int64_t row) const { return op_.weight.clip[op_.clips > 1 ? row : 0]; }
+    float limit(int64_t row) const { return op_.weight.absmax ? infinity() : op_.weight.clip[op_.clips > 1 ? row : 0]; }
 
     void write(const float* g, int64_t n, int64_t first) const {
         if (dweight_.is_narrow()) {

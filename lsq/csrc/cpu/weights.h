@@ -9,6 +9,13 @@
 
 namespace lsq {
 
+// The clip of row `row`, whose values are `line`.
+inline float clip_of_row(const RoundWeight& op, int64_t row, const float* line) {
+    const float before = op.weight.clip[op.clips > 1 ? row : 0];
+    if (!op.new_clip) return before;
+    return op.new_clip[row] = clip_of(bits_of(largest_magnitude(line, op.columns)), before);
+}
+
 // Calls round(values, n, clip, step, stored) -> whether a value was NaN, for each row; rows from `valid` on become zeros.
 template <class Round>
 void round_weight(const RoundWeight& op, const Round& round) {
@@ -26,8 +33,8 @@ void round_weight(const RoundWeight& op, const Round& round) {
                 weight.scale[row] = 1.0f;
                 continue;
             }
-            const float clip = weight.clip[op.clips > 1 ? row : 0], step = clip / weight.largest;
             const float* line = read(values, row * op.columns, op.columns, scratch.data());
+            const float clip = clip_of_row(op, row, line), step = clip / weight.largest;
             const int missing = round(line, op.columns, clip, step, stored);
             weight.scale[row] = poisoned(step, missing);
             missing_anywhere |= missing;
@@ -50,7 +57,21 @@ inline void round_by_inputs(const RoundWeight& op) {
         alignas(64) int8_t block[kSide][kSide];
         float steps[kSide], wide[kSide];
         int missing[kSide] = {};
-        for (int64_t j = 0; j < rows; ++j) steps[j] = weight.clip[op.clips > 1 ? first + j : 0] / q;
+        if (op.new_clip) {
+            Magnitude largest[kSide] = {};
+            for (int64_t i = 0; i < op.columns; ++i) {
+                const float* values = read(from, i * n + first, rows, wide);
+#pragma omp simd
+                for (int64_t j = 0; j < rows; ++j) {
+                    largest[j] = magnitude_of(values[j]) > largest[j] ? magnitude_of(values[j]) : largest[j];
+                }
+            }
+            for (int64_t j = 0; j < rows; ++j) {
+                op.new_clip[first + j] = clip_of(largest[j], weight.clip[first + j]);
+            }
+        }
+        const float* clip = op.new_clip ? op.new_clip : weight.clip;
+        for (int64_t j = 0; j < rows; ++j) steps[j] = clip[op.clips > 1 ? first + j : 0] / q;
         for (int64_t begin = 0; begin < op.columns; begin += kSide) {
             const int64_t columns = std::min(kSide, op.columns - begin);
             for (int64_t i = 0; i < columns; ++i) {

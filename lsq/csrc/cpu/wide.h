@@ -53,8 +53,6 @@ void each_sixty_four(int64_t n, const Use& use, const Store& store) {
     store(i, n - i);
 }
 
-inline bool any_missing(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
-
 // A clip, of which `scale` is the q-th part. Instead of x / scale, which takes ten times as long, x times the
 // reciprocal is set right by what it leaves (Markstein 1990): the same number, unless it is so small that its code is 0
 // in any case.
@@ -67,32 +65,33 @@ struct WideClip {
         : limit(_mm512_set1_ps(clip)), least(_mm512_set1_ps(-clip)), divisor(_mm512_set1_ps(scale)),
           reciprocal(_mm512_set1_ps(1.0f / scale)) {}
 
-    // Codes of x where a lane is there -> those that lie outside. NaN, whose code is 0, stays in `missing`.
-    __mmask16 round(__m512 x, __mmask16 there, int8_t* codes, __m512& missing) const {
+    // Codes of x where a lane is there -> those that lie outside. The code of NaN is 0; `largest` keeps magnitudes.
+    __mmask16 round(__m512 x, __mmask16 there, int8_t* codes, __m512i& largest) const {
         const __m512 bounded = _mm512_min_ps(limit, _mm512_max_ps(least, x));  // NaN stays NaN
         const __m512 near = _mm512_mul_ps(bounded, reciprocal);
         const __m512 ratio = _mm512_fmadd_ps(_mm512_fnmadd_ps(near, divisor, bounded), reciprocal, near);
         _mm512_mask_cvtepi32_storeu_epi8(codes, there, _mm512_cvtps_epi32(ratio));  // NaN: -2^31, whose last byte is 0
-        missing = _mm512_fmadd_ps(bounded, _mm512_setzero_ps(), missing);
+        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
+        largest = _mm512_max_epu32(largest, magnitude);
         return _mm512_cmp_ps_mask(x, bounded, _CMP_NEQ_OQ);
     }
 };
 
-// Codes of n values and, if wanted, bits of those outside -> whether a value was NaN. read(i, lanes that are there) makes
+// Codes of n values and, if wanted, bits of those outside -> the largest magnitude. read(i, lanes that are there) makes
 // sixteen of them.
 template <class Read>
-bool round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
+Magnitude round_read(const Read& read, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
     const WideClip wide(clip, scale);
-    __m512 missing = _mm512_setzero_ps();
+    __m512i largest = _mm512_setzero_si512();
     WideBits outside;
     each_sixty_four(n, [&](int64_t i, int64_t place, __mmask16 there) {
-        outside.add(place, wide.round(read(i, there), there, codes + i, missing));
+        outside.add(place, wide.round(read(i, there), there, codes + i, largest));
     }, [&](int64_t first, int64_t count) { outside.store(clipped, first, count); });
-    return any_missing(missing);
+    return _mm512_reduce_max_epu32(largest);
 }
 
 // The same of x [n].
-inline bool round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
+inline Magnitude round_under_clip(const float* x, int64_t n, float clip, float scale, int8_t* codes, uint8_t* clipped) {
     return round_read([=](int64_t i, __mmask16 there) { return _mm512_maskz_loadu_ps(there, x + i); }, n, clip, scale,
                       codes, clipped);
 }

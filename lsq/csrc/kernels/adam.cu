@@ -91,7 +91,8 @@ __device__ __forceinline__ void update(const Adam& op, int64_t tile) {
     }
 }
 
-// Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0 and scale 1.
+// Rows [tile * kTileRows, ...) of a step with codes; rows from `valid` on are padding with codes 0 and scale 1. Under a new
+// clip, which is that of the new weights, a second pass over them makes the codes.
 __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
     // Column 4 * lane + i lies at place 32 * i + lane, 9 words apart, so that a warp writes to 32 banks.
     __shared__ uint32_t turned[kTileColumns * (kWarps + 1)];
@@ -100,14 +101,43 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
     const int64_t valid = op.valid, rows = op.rows, columns = op.columns;
     const float *weights = op.weight, *gradients = op.gradient, *ms = op.first, *vs = op.second;
     const float* limits = op.rounded.clip;
+    float* new_clip = op.new_clip;
     float *updated = op.new_weight, *new_ms = op.new_first, *new_vs = op.new_second, *scales = op.rounded.scale;
     int8_t *out = op.rounded.codes, *transposed = op.rounded.transposed;
     const float largest = op.rounded.largest;
     const Step step(op);
     float scale[4];
     bool missing[4] = {};
+    if (new_clip) {
+        Magnitude most[4] = {};
+        for (int64_t column = 4 * lane; column < columns; column += kTileColumns) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) scale[r] = row + r < valid ? limits[op.clips > 1 ? row + r : 0] / largest : 1.0f;
+            for (int r = 0; r < 4; ++r) {
+                if (row + r >= valid) continue;
+                const int64_t element = (row + r) * columns + column;
+                Moments value{load_words<float4>(weights + element), load_gradient(gradients + element),
+                              load_words<float4>(ms + element), load_words<float4>(vs + element)};
+                value.apply(step);
+                store_words(updated + element, value.weight);
+                store_words(new_ms + element, value.m);
+                store_words(new_vs + element, value.v);
+                const float4& w = value.weight;
+                most[r] = Largest::join(most[r], Largest::join(Largest::join(magnitude_of(w.x), magnitude_of(w.y)),
+                                                               Largest::join(magnitude_of(w.z), magnitude_of(w.w))));
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const Magnitude found = warp_reduce<Largest>(most[r]);
+            const float limit = row + r < valid ? clip_of(found, limits[row + r]) : largest;
+            scale[r] = limit / largest;
+            __syncwarp();
+            if (lane == 0 && row + r < valid) new_clip[row + r] = limit;
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) scale[r] = row + r < valid ? limits[op.clips > 1 ? row + r : 0] / largest : 1.0f;
+    }
     for (int64_t start = 0; start < columns; start += kTileColumns) {
         const int64_t column = start + 4 * lane;
         uint32_t word[4] = {};  // the codes of each row, then of each column
@@ -118,8 +148,12 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
             for (int r = first; r < first + kAtOnce; ++r) {
                 if (row + r >= valid || column >= columns) continue;
                 const int64_t element = (row + r) * columns + column;
-                values[r - first] = {load_words<float4>(weights + element), load_gradient(gradients + element),
-                                     load_words<float4>(ms + element), load_words<float4>(vs + element)};
+                if (new_clip) {
+                    values[r - first].weight = load_words<float4>(updated + element);
+                } else {
+                    values[r - first] = {load_words<float4>(weights + element), load_gradient(gradients + element),
+                                         load_words<float4>(ms + element), load_words<float4>(vs + element)};
+                }
             }
 #pragma unroll
             for (int r = first; r < first + kAtOnce; ++r) {
@@ -127,10 +161,12 @@ __device__ __forceinline__ void update_rows(const Adam& op, int64_t tile) {
                 const int64_t element = (row + r) * columns + column;
                 if (row + r < valid) {
                     Moments& value = values[r - first];
-                    value.apply(step);
-                    store_words(updated + element, value.weight);
-                    store_words(new_ms + element, value.m);
-                    store_words(new_vs + element, value.v);
+                    if (!new_clip) {
+                        value.apply(step);
+                        store_words(updated + element, value.weight);
+                        store_words(new_ms + element, value.m);
+                        store_words(new_vs + element, value.v);
+                    }
                     missing[r] |= any_nan(value.weight);
                     word[r] = codes_of(value.weight, scale[r], largest);
                 }

@@ -132,7 +132,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
     __syncthreads();
     const CodeSink codes{op.rounded};
     Float* out = op.out;
-    bool missing = false;
+    Magnitude rounded = 0;
     constexpr int kVectors = WIDTH / kVector;
     for (int part = threadIdx.x; part < place.count * kVectors; part += kThreads) {
         const int own_row = part / kVectors, column = part % kVectors * kVector;
@@ -140,8 +140,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld / kThreads) lsq_attention(const Att
         load8(shared.context + (own_row * kContextStride + column), x);
         const int64_t element = ((row + own_row) * op.heads.count + head) * WIDTH + column;
         if (out) store8(out + element, x);
-        missing |= codes.write8(element, x);
+        rounded = Largest::join(rounded, codes.write8(element, x));
     }
-    codes.finish<kThreads>(ticket, missing);
+    codes.finish<kThreads>(ticket, rounded);
 }
 LSQ_EXPORT(lsq_attention)

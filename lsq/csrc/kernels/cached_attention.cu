@@ -215,7 +215,7 @@ LSQ_KERNEL __launch_bounds__(kThreads)
     lsq_cached_attention(const CachedAttention op, Out<uint32_t> ticket, Out<State> all) {
     __shared__ State states[kWarps];
     const CodeSink codes{op.context};
-    bool missing = false;
+    Magnitude largest = 0;
     if (op.rows > 0) {
         const Reader reader(op);
         const int column = threadIdx.x * kVector;
@@ -242,10 +242,10 @@ LSQ_KERNEL __launch_bounds__(kThreads)
                 const float share = op.cache_scale[0] / joined.total;
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) joined.context[i] = reader.length ? joined.context[i] * share : 0.0f;
-                missing = codes.write8(reader.row * op.columns + (reader.head * WIDTH + column), joined.context);
+                largest = codes.write8(reader.row * op.columns + (reader.head * WIDTH + column), joined.context);
             }
         }
     }
-    codes.finish<kThreads>(ticket, missing);
+    codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_cached_attention)

@@ -1,5 +1,8 @@
 // Rows of words plus rows of positions, and the sums of their gradient per word.
 //
+// -DTARGETS=1: no embedding, but what targets add to the gradient of a vocabulary's weight (TargetWeightGradient): rows
+// are x times the gradient of the target's logit, and sums are added to what is there.
+//
 // M tokens, below 2^31, V words or places, N = COLUMNS. The backward pass sorts the occurrences by word, then by row,
 // by counting for each how many come before it: no atomics, and an order of additions that never changes. Windows of
 // WINDOW sorted occurrences are summed side by side; a word that goes on in the next window leaves its sums in `partial`,
@@ -9,6 +12,9 @@
 
 #ifndef WINDOW
 #define WINDOW 16
+#endif
+#ifndef TARGETS
+#define TARGETS 0
 #endif
 
 namespace {
@@ -27,26 +33,99 @@ constexpr uint32_t kNone = 0x7FFFFFFFu;    // key of an occurrence without gradi
 constexpr uint32_t kBeyond = 0xFFFFFFFFu;  // of none
 constexpr int kWindow = WINDOW, kFlight = 4;  // occurrences; how many gradients are read before the first is used
 
-// What the occurrences are of: words, or places.
+#if TARGETS
+
+using Scatter = TargetWeightGradient;
+
+// Rows of x by their targets.
 struct Occurrences {
-    const int64_t *tokens, *indices;
+    const Scatter& op;
+    const int64_t* indices;
     int64_t padding, rows;
-    float scale;
-    float* out;  // [V, N]
+    float factor;
 
-    __device__ __forceinline__ Occurrences(const EmbedGradient& op, int64_t of_places)
-        : tokens(op.tokens), indices(of_places ? op.places : op.tokens), padding(op.padding),
-          rows(of_places ? op.positions : op.vocabulary), scale(of_places ? 1.0f : op.scale),
-          out(of_places ? op.dtable : op.dweight) {}
+    __device__ __forceinline__ Occurrences(const Scatter& op, int64_t)
+        : op(op), indices(op.prediction.target), padding(op.prediction.padding), rows(op.prediction.vocabulary),
+          factor(op.dloss[0] * op.prediction.x.coded.scale[0]) {}
 
-    // By which occurrences are sorted.
-    __device__ __forceinline__ uint32_t key_of(int64_t row) const {
-        const int64_t index = indices[row];
-        return tokens[row] != padding && index >= 0 && index < rows ? static_cast<uint32_t>(index) : kNone;
+    __device__ __forceinline__ bool counts(int64_t row) const { return indices[row] != padding; }
+
+    __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
+        const int8_t* codes = op.prediction.x.coded.codes;
+        const float own = op.target_gradient[row] * factor;
+        int32_t code[kVector];
+        load8(codes + row * COLUMNS + column, code);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) g[i] = static_cast<float>(code[i]) * own;
+    }
+
+    __device__ __forceinline__ void add8(int64_t, int, const float (&g)[kVector], float (&sum)[kVector]) const {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[i] += g[i];
+    }
+
+    // Where the weight lies beyond its clip, nothing is added.
+    __device__ __forceinline__ void write8(int64_t word, int column, const float (&sum)[kVector]) const {
+        const int64_t element = word * COLUMNS + column;
+        const float* values = op.weight.values;
+        const float clip = op.weight.absmax ? infinity() : op.weight.clip[op.clips == 1 ? 0 : word];
+        float value[kVector], total[kVector];
+        load8(values + element, value);
+        float* dweight = op.dweight;  // holds the others' gradient
+        load8(dweight + element, total);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) total[i] += fabsf(value[i]) > clip ? 0.0f : sum[i];
+        store8(dweight + element, total);
     }
 };
 
+#else
+
+using Scatter = EmbedGradient;
+
+// Rows of the gradient by their words, or places.
+struct Occurrences {
+    const Scatter& op;
+    const int64_t* indices;
+    int64_t padding, rows;
+    float scale;
+    float* out;  // [V, N]
+    DropoutMask dropout;
+
+    __device__ __forceinline__ Occurrences(const Scatter& op, int64_t of_places)
+        : op(op), indices(of_places ? op.places : op.tokens), padding(op.padding),
+          rows(of_places ? op.positions : op.vocabulary), scale(of_places ? 1.0f : op.scale),
+          out(of_places ? op.dtable : op.dweight), dropout{op.dropout} {}
+
+    __device__ __forceinline__ bool counts(int64_t row) const { return op.tokens[row] != padding; }
+
+    __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
+        const Float* from = op.gradient;
+        load8(from + row * COLUMNS + column, g);
+    }
+
+    __device__ __forceinline__ void add8(int64_t row, int column, float (&g)[kVector], float (&sum)[kVector]) const {
+        dropout.apply8(row * COLUMNS + column, g);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum[i] += g[i] * scale;
+    }
+
+    __device__ __forceinline__ void write8(int64_t word, int column, const float (&sum)[kVector]) const {
+        store8(out + word * COLUMNS + column, sum);
+    }
+};
+
+#endif
+
+// By which occurrences are sorted.
+__device__ __forceinline__ uint32_t key_of(const Occurrences& table, int64_t row) {
+    const int64_t index = table.indices[row];
+    return table.counts(row) && index >= 0 && index < table.rows ? static_cast<uint32_t>(index) : kNone;
+}
+
 }  // namespace
+
+#if !TARGETS
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
     const int64_t *tokens = op.tokens, *places = op.places;
@@ -74,19 +153,21 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
 }
 LSQ_EXPORT(lsq_embed)
 
+#endif
+
 // before int32 [gridDim.y, M]: how many of some occurrences each has before it in order.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_rank_occurrences(const EmbedGradient op, Out<uint32_t> before, int64_t of_places) {
+    lsq_rank_occurrences(const Scatter op, Out<uint32_t> before, int64_t of_places) {
     __shared__ uint4 tile[kThreads / 4];
     uint32_t* keys = reinterpret_cast<uint32_t*>(tile);
     const Occurrences table(op, of_places);
     const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    const uint32_t key = m < count ? table.key_of(m) : kNone;
+    const uint32_t key = m < count ? key_of(table, m) : kNone;
     uint32_t found = 0;
     for (int64_t other = blockIdx.y; other * kThreads < count; other += gridDim.y) {
         const int64_t here = other * kThreads + threadIdx.x;
         __syncthreads();
-        keys[threadIdx.x] = here < count ? table.key_of(here) : kBeyond;
+        keys[threadIdx.x] = here < count ? key_of(table, here) : kBeyond;
         __syncthreads();
         const uint32_t limit = key + (other < blockIdx.x);  // equal keys count where they come first
 #pragma unroll 8
@@ -104,14 +185,14 @@ LSQ_EXPORT(lsq_rank_occurrences)
 
 // before [splits, M] -> sorted int32 [2, M]: the keys in order, and the rows that they belong to.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_sort_occurrences(
-    const EmbedGradient op, In<uint32_t> before, Out<uint32_t> sorted, int64_t splits, int64_t of_places) {
+    const Scatter op, In<uint32_t> before, Out<uint32_t> sorted, int64_t splits, int64_t of_places) {
     const int64_t count = op.rows, m = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (m >= count) return;
     const uint32_t* counted = before;
     uint32_t place = 0;
 #pragma unroll 8
     for (int64_t split = 0; split < splits; ++split) place += counted[split * count + m];
-    sorted[place] = Occurrences(op, of_places).key_of(m);
+    sorted[place] = key_of(Occurrences(op, of_places), m);
     sorted[count + place] = static_cast<uint32_t>(m);
 }
 LSQ_EXPORT(lsq_sort_occurrences)
@@ -119,15 +200,13 @@ LSQ_EXPORT(lsq_sort_occurrences)
 // sorted [2, M] -> rows of the table's gradient [V, N] whose occurrences all stand in one window; other sums go to
 // partial [2 * windows, N]: row 2 * w for a word that an earlier window began, row 2 * w + 1 for one that w begins.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_sum_occurrences(const EmbedGradient op, In<uint32_t> sorted, Out<float> partial, int64_t of_places) {
+    lsq_sum_occurrences(const Scatter op, In<uint32_t> sorted, Out<float> partial, int64_t of_places) {
     const Occurrences table(op, of_places);
-    const DropoutMask dropout{op.dropout};
     const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow;
     const int column = column_of(blockIdx.y);
     if (begin >= count || column >= COLUMNS) return;
     const uint32_t *keys = sorted, *origins = keys + count;
-    const Float* from = op.gradient;
     float* cut = partial;
     const auto key_at = [&](int64_t s) { return s >= 0 && s < count ? keys[s] : kNone; };
     float sum[kVector] = {};
@@ -136,27 +215,27 @@ LSQ_KERNEL __launch_bounds__(kThreads)
     for (int64_t first = begin; first < begin + kWindow; first += kFlight) {
         float g[kFlight][kVector];
         uint32_t word[kFlight + 1];
-        int64_t element[kFlight];
+        int64_t origin[kFlight];
 #pragma unroll
         for (int i = 0; i <= kFlight; ++i) word[i] = key_at(first + i);
         if (word[0] == kNone) break;
 #pragma unroll
         for (int i = 0; i < kFlight; ++i) {
             if (word[i] == kNone) continue;
-            element[i] = static_cast<int64_t>(origins[first + i]) * COLUMNS + column;
-            load8(from + element[i], g[i]);
+            origin[i] = origins[first + i];
+            table.read8(origin[i], column, g[i]);
         }
 #pragma unroll
         for (int i = 0; i < kFlight; ++i) {
             if (word[i] == kNone) continue;
-            dropout.apply8(element[i], g[i]);
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) sum[j] += g[i][j] * table.scale;
+            table.add8(origin[i], column, g[i], sum);
             const bool ends = word[i + 1] != word[i], last = first + i + 1 == begin + kWindow;
             if (!ends && !last) continue;
-            const int64_t apart = 2 * window + !begun;
-            float* to = ends && !begun ? table.out + static_cast<int64_t>(word[i]) * COLUMNS : cut + apart * COLUMNS;
-            store8(to + column, sum);
+            if (ends && !begun) {
+                table.write8(word[i], column, sum);
+            } else {
+                store8(cut + (2 * window + !begun) * COLUMNS + column, sum);
+            }
             begun = false;
 #pragma unroll
             for (int j = 0; j < kVector; ++j) sum[j] = 0.0f;
@@ -167,7 +246,7 @@ LSQ_EXPORT(lsq_sum_occurrences)
 
 // partial [2 * windows, N] -> rows of the table's gradient whose occurrences stand in several windows.
 LSQ_KERNEL __launch_bounds__(kThreads)
-    lsq_join_occurrences(const EmbedGradient op, In<uint32_t> sorted, In<float> partial, int64_t of_places) {
+    lsq_join_occurrences(const Scatter op, In<uint32_t> sorted, In<float> partial, int64_t of_places) {
     const int64_t count = op.rows, window = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     const int64_t begin = window * kWindow, end = begin + kWindow;  // where the next window begins
     const int column = column_of(blockIdx.y);
@@ -198,6 +277,6 @@ LSQ_KERNEL __launch_bounds__(kThreads)
         }
         more = there[kFlight - 1];
     }
-    store8(Occurrences(op, of_places).out + static_cast<int64_t>(word) * COLUMNS + column, sum);
+    Occurrences(op, of_places).write8(word, column, sum);
 }
 LSQ_EXPORT(lsq_join_occurrences)

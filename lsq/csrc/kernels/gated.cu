@@ -22,7 +22,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t
         gates[v] = gate.load(element);
         ups[v] = up.load(element);
     }
-    bool missing = false;
+    Magnitude largest = 0;
 #pragma unroll
     for (int v = 0; v < kAtOnce; ++v) {
         const int64_t element = begin + v * kThreads * kVector;
@@ -34,8 +34,8 @@ LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t
         for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]) * factor[i];
         dropout.apply8(element, y);
         if (out) store8(out + element, y);
-        missing |= codes.write8(element, y);
+        largest = Largest::join(largest, codes.write8(element, y));
     }
-    codes.finish<kThreads>(ticket, missing);
+    codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_gated)

@@ -31,7 +31,7 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<Prod
 #else
     const Given* product = end.out;
 #endif
-    bool missing = false;
+    Magnitude largest = 0;
     if (column < columns) {
         Packed<Given> loaded[kPatchRows] = {};
 #pragma unroll
@@ -56,9 +56,9 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<Prod
 #else
             unpack8(loaded[r], y);
 #endif
-            missing |= end.write8((row + r) * columns + column, added, y);
+            largest = Largest::join(largest, end.write8((row + r) * columns + column, added, y));
         }
     }
-    end.codes.finish<kPatchThreads>(ticket, missing);
+    end.codes.finish<kPatchThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_end)

@@ -61,8 +61,8 @@ struct ProjectEnd {
         for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]);
     }
 
-    // Writes what elements [element, element + 8) of the product, before bias, become. -> whether one was NaN
-    __device__ __forceinline__ bool write8(int64_t element, const float (&added)[kVector], float (&y)[kVector]) const {
+    // Writes what elements [element, element + 8) of the product, before bias, become. -> the largest magnitude
+    __device__ __forceinline__ Magnitude write8(int64_t element, const float (&added)[kVector], float (&y)[kVector]) const {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) y[i] += added[i];
         activate8(element, y);

@@ -28,14 +28,14 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_project_produc
         end.bias8(column, added);
         factor8(op, column, factor);
     }
-    bool missing = false;
+    Magnitude largest = 0;
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
         if (row >= op.rows || column >= op.columns) return;
         float y[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
-        missing |= end.write8(row * op.columns + column, added, y);
+        largest = Largest::join(largest, end.write8(row * op.columns + column, added, y));
     });
-    end.codes.finish<kProductThreads>(ticket, missing);
+    end.codes.finish<kProductThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_project_product)

@@ -69,7 +69,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const Residual
     Float* out = op.out;
     const ResidualSource sum{op.sum};
     const CodeSink codes{op.rounded};
-    bool missing = false;
+    Magnitude largest = 0;
     for (int64_t first = kRows * static_cast<int64_t>(blockIdx.x); first < op.rows; first += kRows * gridDim.x) {
         const int64_t row = first + row_in_block();
         const bool inside = row < op.rows;
@@ -99,10 +99,10 @@ LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_residual_norm(const Residual
             for (int i = 0; i < kVector; ++i) x[v][i] = x[v][i] * factor * slope[i] + shift[i];
             const int64_t element = row * COLUMNS + column_of(v);
             if (out) store8(out + element, x[v]);
-            missing |= codes.write8(element, x[v]);
+            largest = Largest::join(largest, codes.write8(element, x[v]));
         }
     }
-    codes.finish<kThreads>(ticket, missing);
+    codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_residual_norm)
 

@@ -89,7 +89,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld) lsq_rotate(const Rotate op, Out<ui
     const Float* from = op.x;
     Float* out = op.out;
     const CodeSink codes{op.rounded};
-    bool missing = false;
+    Magnitude largest = 0;
     for_rows(op.rows, loader(from), [&](int64_t row, bool inside, const PackedRow<Float>& packed) {
         Values x = {};
         unpack(packed, inside, x);
@@ -121,10 +121,10 @@ LSQ_KERNEL __launch_bounds__(kThreads, kHeld) lsq_rotate(const Rotate op, Out<ui
             if (turns(column)) turn8(line, column, 1.0f, other, x[v]);
             const int64_t element = row * COLUMNS + column;
             if (out) store8(out + element, x[v]);
-            missing |= codes.write8(element, x[v]);
+            largest = Largest::join(largest, codes.write8(element, x[v]));
         }
     });
-    codes.finish<kThreads>(ticket, missing);
+    codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_rotate)
 

@@ -19,15 +19,15 @@ LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_round(const Round op, Out<uint32_t
         const int64_t element = begin + v * kThreads * kVector;
         if (element < op.count) loaded[v] = load_packed(x + element);
     }
-    bool missing = false;
+    Magnitude largest = 0;
 #pragma unroll
     for (int v = 0; v < kAtOnce; ++v) {
         const int64_t element = begin + v * kThreads * kVector;
         if (element >= op.count) continue;
         float values[kVector];
         unpack8(loaded[v], values);
-        missing |= codes.write8(element, values);
+        largest = Largest::join(largest, codes.write8(element, values));
     }
-    codes.finish<kThreads>(ticket, missing);
+    codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_round)

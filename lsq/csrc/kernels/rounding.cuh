@@ -19,51 +19,53 @@ struct CodeSink {
     uint8_t* clipped;  // may be null
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
     float* scale;
+    uint32_t* seen;    // may be null: the bits of the largest magnitude
     float q, limit, step;
     float reciprocal;  // of the step; 0: values must be divided by the step
 
     __device__ __forceinline__ explicit CodeSink(const Coded& coded)
-        : codes(coded.codes), clipped(coded.clipped), error(coded.error), scale(coded.scale), q(coded.largest),
+        : codes(coded.codes), clipped(coded.clipped), error(coded.error), scale(coded.scale),
+          seen(reinterpret_cast<uint32_t*>(static_cast<float*>(coded.seen))), q(coded.largest),
           limit(coded.clip ? *coded.clip : 0.0f), step(limit / q),
           reciprocal(limit > kSmallestClip && limit < infinity() && !error ? 1.0f / step : 0.0f) {}
 
-    // Rounds x, elements [element, element + 8). -> whether one was NaN
-    __device__ __forceinline__ bool write8(int64_t element, const float (&x)[kVector]) const {
-        if (!codes) return false;
+    // Rounds x, elements [element, element + 8). -> the largest magnitude
+    __device__ __forceinline__ Magnitude write8(int64_t element, const float (&x)[kVector]) const {
+        if (!codes) return 0;
         return reciprocal != 0.0f ? multiply8(element, x) : divide8(element, x);
     }
 
     // Instead of the quotient, x times the reciprocal is set right by what it leaves (Markstein 1990): the same number,
     // unless it is so small that its code is 0 in any case.
-    __device__ __forceinline__ bool multiply8(int64_t element, const float (&x)[kVector]) const {
+    __device__ __forceinline__ Magnitude multiply8(int64_t element, const float (&x)[kVector]) const {
         uint32_t code[kVector], outside = 0;
-        bool missing = false;
+        Magnitude largest = 0;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             const float bounded = fminf(fmaxf(x[i], -limit), limit), near = bounded * reciprocal;
             code[i] = bits_of(fmaf(fmaf(-near, step, bounded), reciprocal, near) + kWhole);
             outside |= static_cast<uint32_t>(fabsf(x[i]) > limit) << i;
-            missing |= x[i] != x[i];
+            largest = Largest::join(largest, magnitude_of(x[i]));
         }
-        if (missing) {
+        if (is_missing(largest)) {
 #pragma unroll
             for (int i = 0; i < kVector; ++i) code[i] = x[i] == x[i] ? code[i] : 0;
         }
         store8(codes + element, code);
         if (clipped) clipped[element / kVector] = static_cast<uint8_t>(outside);
-        return missing;
+        return largest;
     }
 
-    __device__ __forceinline__ bool divide8(int64_t element, const float (&x)[kVector]) const {
+    __device__ __forceinline__ Magnitude divide8(int64_t element, const float (&x)[kVector]) const {
         float scaled[kVector];
         int8_t rounded[kVector];
         uint32_t outside = 0;
-        bool missing = false;
+        Magnitude largest = 0;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             scaled[i] = x[i] / step;
             outside |= static_cast<uint32_t>(fabsf(x[i]) > limit) << i;
-            missing |= scaled[i] != scaled[i];
+            largest = Largest::join(largest, scaled[i] == scaled[i] ? magnitude_of(x[i]) : kMissing);
             rounded[i] = code_of(scaled[i], q);
         }
         store8(codes + element, rounded);
@@ -76,17 +78,20 @@ struct CodeSink {
             }
             store8(error + element, difference);
         }
-        return missing;
+        return largest;
     }
 
     // All threads of all blocks must call this; see finish_scale. The codes of no rows have no address, but a scale.
     template <int THREADS>
-    __device__ __forceinline__ void finish(uint32_t* ticket, bool missing) const {
+    __device__ __forceinline__ void finish(uint32_t* ticket, Magnitude largest) const {
 #if STARTED
-        if (missing) scale[0] = not_a_number();
+        if (is_missing(largest)) scale[0] = not_a_number();
 #else
-        if (scale) finish_scale<THREADS>(ticket, missing, limit, q, scale);
+        if (scale) finish_scale<THREADS>(ticket, is_missing(largest), limit, q, scale);
 #endif
+        if (!seen) return;
+        const Magnitude of_block = group_reduce<Largest, THREADS, THREADS>(largest);
+        if (threadIdx.x == 0) atomicMax(seen, of_block);
     }
 };
 

@@ -14,6 +14,7 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op,
     constexpr int kStep = kVector * kWarp;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const float *values = op.weight.values, *clip = op.weight.clip;
+    float* new_clip = op.new_clip;
     const float q = op.weight.largest;
     int8_t* codes = op.weight.codes;
     float* scale = op.weight.scale;
@@ -28,7 +29,19 @@ LSQ_KERNEL __launch_bounds__(kThreads, 3) lsq_round_weight(const RoundWeight op,
             if (lane == 0) scale[row] = 1.0f;
             continue;
         }
-        const float step = clip[op.clips > 1 ? row : 0] / q;
+        float limit = clip[op.clips > 1 ? row : 0];
+        if (new_clip) {
+            Magnitude largest = 0;
+            for (int64_t column = kVector * lane; column < columns; column += kStep) {
+                float x[kVector];
+                load8(values + (row * columns + column), x);
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, magnitude_of(x[i]));
+            }
+            limit = clip_of(warp_reduce<Largest>(largest), limit);
+            if (lane == 0) new_clip[row] = limit;
+        }
+        const float step = limit / q;
         bool missing = false;
         for (int64_t column = kVector * lane; column < columns; column += kAtOnce * kStep) {
             float x[kAtOnce][kVector];

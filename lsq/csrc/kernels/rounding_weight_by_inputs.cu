@@ -6,13 +6,22 @@
 #include "reduce.cuh"
 #include "transpose.cuh"
 
-// clip [N] or [1] -> scale [P], 1 from N on. A thread for each.
+// clip [N] or [1] -> scale [P], 1 from N on. A thread for each, which finds its clip first where that is to be new.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_begin_weight_by_inputs(const RoundWeight op) {
     const int64_t output = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
     if (output >= op.rows) return;
-    float* scale = op.weight.scale;
-    const float* clip = op.weight.clip;
-    scale[output] = output < op.valid ? clip[op.clips > 1 ? output : 0] / op.weight.largest : 1.0f;
+    float *scale = op.weight.scale, *new_clip = op.new_clip;
+    const float *clip = op.weight.clip, *values = op.weight.values;
+    float limit = output < op.valid ? clip[op.clips > 1 ? output : 0] : op.weight.largest;
+    if (new_clip && output < op.valid) {
+        Magnitude largest = 0;
+#pragma unroll 8
+        for (int64_t input = 0; input < op.columns; ++input) {
+            largest = Largest::join(largest, magnitude_of(values[input * op.valid + output]));
+        }
+        new_clip[output] = limit = clip_of(largest, limit);
+    }
+    scale[output] = limit / op.weight.largest;
 }
 LSQ_EXPORT(lsq_begin_weight_by_inputs)
 
@@ -20,7 +29,8 @@ LSQ_EXPORT(lsq_begin_weight_by_inputs)
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_weight_by_inputs(const RoundWeight op) {
     const TilePlace tile{blockIdx.x, blockIdx.y};
     const int64_t input = tile.row(), output = tile.column(), inputs = op.columns, outputs = op.valid;
-    const float *values = op.weight.values, *clip = op.weight.clip, q = op.weight.largest;
+    const float *values = op.weight.values, *given = op.weight.clip, *found = op.new_clip, q = op.weight.largest;
+    const float* clip = found ? found : given;
     float* scale = op.weight.scale;
     uint32_t word[kGroupColumns] = {}, missing = 0;  // a word of four inputs for each output; a bit
     if (output < outputs) {

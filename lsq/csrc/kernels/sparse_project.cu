@@ -50,7 +50,7 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads) lsq_sparse_project(const SparseProj
     __syncthreads();
     const ProjectEnd end(op);
     const int row = threadIdx.x / 2;
-    bool missing = false;
+    Magnitude largest = 0;
     if (row < kRows && row < left) {
         const int64_t column = static_cast<int64_t>(blockIdx.x) * kOutputs + threadIdx.x % 2 * kVector;
         int32_t sum[kVector] = {};
@@ -65,8 +65,8 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads) lsq_sparse_project(const SparseProj
         factor8(op, column, factor);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
-        missing = end.write8((first + row) * op.columns + column, added, y);
+        largest = end.write8((first + row) * op.columns + column, added, y);
     }
-    end.codes.finish<kSparseThreads>(ticket, missing);
+    end.codes.finish<kSparseThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_sparse_project)

@@ -7,8 +7,6 @@
 
 namespace lsq {
 
-__device__ __forceinline__ uint32_t magnitude(float x) { return bits_of(x) & 0x7FFFFFFFu; }
-
 // Nothing above minus infinity: any finite shift gives exp = 0.
 __device__ __forceinline__ float shift_of(float largest) { return largest == -infinity() ? 0.0f : largest; }
 
@@ -37,7 +35,7 @@ struct alignas(16) LogitSums {
         raise(Maximum::join(other.largest, largest));
         const float factor = bounded_exponential(other.largest - shift_of(largest));
         sum += other.sum * factor;
-        scaled = float_of(Largest::join(magnitude(scaled), magnitude(other.scaled * factor)));
+        scaled = float_of(Largest::join(magnitude_of(scaled), magnitude_of(other.scaled * factor)));
         total += other.total;
     }
 };

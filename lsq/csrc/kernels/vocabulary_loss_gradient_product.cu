@@ -50,6 +50,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
     const float factor = gradient_factor(given), each = given.each, target_weight = given.target_weight;
+    const bool without_target = op.without_target;
 #if ROUNDED
     const float q = op.rounded.largest;
     const uint32_t offset = static_cast<uint32_t>(columns.first) * kWordStep;
@@ -69,7 +70,9 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
             const int at = of_row.place - first;
             if (at >= 0 && at < columns.words) {
 #pragma unroll
-                for (int i = 0; i < kVector; ++i) x[i] -= i == at ? target_weight : 0.0f;
+                for (int i = 0; i < kVector; ++i) {
+                    if (i == at) x[i] = without_target ? 0.0f : x[i] - target_weight;
+                }
             }
             fill_up(columns.words, 0.0f, x);
         }

@@ -60,7 +60,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
         }
         uint32_t scaled = 0;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) scaled = Largest::join(scaled, magnitude(x[i] * columns.scale[i]));
+        for (int i = 0; i < kVector; ++i) scaled = Largest::join(scaled, magnitude_of(x[i] * columns.scale[i]));
         part.scaled = float_of(warp_reduce<Largest, kRowGroups>(scaled));
         part.sum = warp_reduce<Sum, kRowGroups>(part.sum);
         part.total = warp_reduce<Sum, kRowGroups>(part.total);

@@ -29,7 +29,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     if (op.bound) {
 #pragma unroll 8
         for (int64_t v = threadIdx.x; v < given.vocabulary; v += kThreads) {
-            most = Largest::join(most, magnitude(given.weight.scale[v]));
+            most = Largest::join(most, magnitude_of(given.weight.scale[v]));
         }
         most = group_reduce<Largest, kThreads, kThreads>(most);
     }
@@ -44,9 +44,12 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     if (!op.bound) return;
     const float factor = gradient_factor(given), share = factor / row.sum;
     const float own = bounded_exponential(logit - normaliser) * factor - given.each - given.target_weight;
-    const uint32_t others = Largest::join(magnitude(row.scaled * share), magnitude(given.each * float_of(most)));
-    const uint32_t found = Largest::join(others, magnitude(own * (known ? given.weight.scale[word] : 0.0f)));
-    op.bound[m] = word != given.padding ? float_of(found) : 0.0f;
+    uint32_t found = Largest::join(magnitude_of(row.scaled * share), magnitude_of(given.each * float_of(most)));
+    if (!known) found = magnitude_of(not_a_number());
+    if (known && !op.target_gradient) found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
+    const bool counted = word != given.padding;
+    op.bound[m] = counted ? float_of(found) : 0.0f;
+    if (op.target_gradient) op.target_gradient[m] = counted ? own : 0.0f;
 }
 LSQ_EXPORT(lsq_vocabulary_losses)
 

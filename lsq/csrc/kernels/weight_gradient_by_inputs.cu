@@ -74,7 +74,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
 #else
                 gradient[i] = value[i];
 #endif
-                const float largest = op.clips > 1 ? limit[i] : limits[0];
+                const float largest = op.weight.absmax ? infinity() : op.clips > 1 ? limit[i] : limits[0];
                 const bool outside = fabsf(w[i]) > largest;
                 clip[i] = outside ? (w[i] > 0.0f ? gradient[i] : -gradient[i]) : 0.0f;
                 if (op.lsq && !outside) {

@@ -15,16 +15,16 @@ struct WeightGradientEnd {
     const float *weights, *limits, *scales;
     const int8_t* codes;  // null: PACT
     float* dweight;
-    bool limit_of_row;
+    bool limit_of_row, clips;
 
     __device__ __forceinline__ explicit WeightGradientEnd(const ProjectWeightGradient& op)
         : weights(op.weight.values), limits(op.weight.clip), scales(op.weight.scale),
           codes(op.lsq ? static_cast<const int8_t*>(op.weight.codes) : nullptr), dweight(op.dweight),
-          limit_of_row(op.clips > 1) {}
+          limit_of_row(op.clips > 1), clips(!op.weight.absmax) {}
 
     __device__ __forceinline__ WeightRow row(int64_t row) const {
         const float step = scales ? scales[row] : 1.0f;  // decoded values have none
-        return {limits[limit_of_row ? row : 0], step, 1.0f / step};
+        return {clips ? limits[limit_of_row ? row : 0] : infinity(), step, 1.0f / step};
     }
 
     // Writes what elements [element, element + 8) of the product with its scales, all in one row, become. -> what they
