@@ -30,7 +30,7 @@ from lsq.layers.blocks import Sentences
 from lsq.layers.programs import Mode
 from lsq.ops.adam import NUMBERS, Adam
 from lsq.ops.embedding import Embed, EmbedGradient
-from lsq.ops.target_gradient import TargetInputGradient, TargetWeightGradient
+from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.program.operation import Operation
 from lsq.program.program import Program
 from lsq.program.samples import Sampler
@@ -44,7 +44,7 @@ FEW = 4
 """Sentences of the batch whose kernels are counted."""
 FEW_WORDS, FEW_INNER = 1024, 64
 """Of the product with the vocabulary, where its kernels are counted."""
-BY_WORDS = Embed, EmbedGradient, TargetWeightGradient
+BY_WORDS = Embed, EmbedGradient, KeptWeightGradient
 """What looks rows up by words, or adds them up."""
 
 
@@ -217,7 +217,7 @@ def small_operations(size: Size, quant: QuantConfig) -> Iterator[Operation]:
 def of_few_words(operation: Operation) -> Operation:
     """Of a product that only tiles end: with fewer words and values to multiply, which the emulator has time for."""
     given = getattr(operation, "prediction", None)
-    if given is None or isinstance(operation, TargetInputGradient):
+    if given is None or isinstance(operation, KeptInputGradient):
         return operation
     inner = given.x.tensor.shape[1]
     few_of = {given.columns: min(given.columns, FEW_WORDS), inner: min(inner, FEW_INNER)}

@@ -303,17 +303,19 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
 def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    normaliser = bound = own = None
+    normaliser = bound = likeliest = kept = None
     rows = (prediction.rows,)
     if builder.backward:
         normaliser = builder.tensor("log_normaliser", rows)
         if prediction.x.coded is not None and builder.quant.backward == "int8":
             bound = builder.tensor("d_logits.bound", rows)
             if not builder.needs_gradient(prediction.weight.clip):
-                own = builder.tensor("d_logits.target", rows)
+                likeliest = builder.tensor("d_logits.likeliest", rows, torch.int64)
+                kept = builder.tensor("d_logits.kept", (2, *rows))
     builder.add(
         VocabularyLoss(
-            prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, target_gradient=own
+            prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, likeliest=likeliest,
+            kept_gradient=kept,
         )
     )
     return loss, nll

@@ -84,24 +84,33 @@ class Prediction(Value):
         gradient = torch.where((self.target == self.padding)[:, None], 0.0, gradient)
         return torch.nn.functional.pad(gradient, (0, self.columns - self.vocabulary))
 
-    def target_gradient(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
-        """Reference: of each row, the gradient of the target's logit [M]."""
-        total = self.target_weight + self.each * self.vocabulary
-        probability = (logits[torch.arange(self.rows), self.target] - normaliser).exp()
-        gradient = probability * total - self.each - self.target_weight
-        return torch.where(self.target == self.padding, 0.0, gradient)
+    def kept(self, logits: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference: of each row the other word with the largest multiple of p by the weight's scale, [M], and the
+        gradients of the logits of target and this word, [2, M]; 0 for a word that is the target."""
+        rows = torch.arange(self.rows)
+        likeliest = self._of_others(logits, normaliser).argmax(dim=1)
+        likeliest = torch.where(self.target == self.padding, 0, likeliest)
+        gradient = self.gradient(logits, normaliser)
+        other = torch.where(likeliest == self.target, 0.0, gradient[rows, likeliest])
+        return likeliest, torch.stack([gradient[rows, self.target], other])
 
-    def bound(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+    def bound(self, logits: torch.Tensor, normaliser: torch.Tensor, kept: bool) -> torch.Tensor:
         """Reference: of the magnitudes in each row of gradient(..) times the scales of the weight, [M].
 
-        The target's own magnitude does not count.
+        The target's magnitude does not count, nor does that of the other kept word if words are kept.
         """
-        scale = self.weight.scale[: self.vocabulary]
+        multiples = self._of_others(logits, normaliser)
+        if kept:
+            multiples.scatter_(1, multiples.argmax(dim=1, keepdim=True), 0.0)
         total = self.target_weight + self.each * self.vocabulary
+        least = self.each * self.weight.scale[: self.vocabulary].amax()
+        return torch.where(self.target == self.padding, 0.0, (multiples.amax(dim=1) * total).maximum(least))
+
+    def _of_others(self, logits: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+        """p times the scales of the weight [M, V], 0 for targets."""
         probability = (logits - normaliser[:, None]).exp()
         probability[torch.arange(self.rows), self.target] = 0.0
-        others = (probability * scale).amax(dim=1) * total
-        return torch.where(self.target == self.padding, 0.0, others.maximum(self.each * scale.amax()))
+        return probability * self.weight.scale[: self.vocabulary]
 
     @property
     def column_blocks(self) -> int:

@@ -12,9 +12,10 @@ of a row, so the scale of a row is that of a bound, which the forward pass knows
 
     |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' * max of s[v])
 
-with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v]. The
-target's own gradient is left out of codes and bound, and stays a float, wherever the clip of the weight does not learn
-(lsq.ops.target_gradient); a clip that learns needs it among the codes. M rows, V words, P padded words, K inputs.
+with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v]. Two words
+of each row, the target and that of the largest multiple, are left out of codes and bound, and their gradients stay
+floats, wherever the clip of the weight does not learn (lsq.ops.kept_gradient); a clip that learns needs them among the
+codes. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.prediction import Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
-from lsq.ops.target_gradient import TargetInputGradient, TargetWeightGradient
+from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.ops.vocabulary_loss_product import gradient_of_tiles, loss_of_tiles, tile_sums
-from lsq.program.declare import Activations, Floats, In, Out
+from lsq.program.declare import Activations, Floats, In, Indices, Out
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
 
@@ -51,9 +52,13 @@ class VocabularyLoss(Operation):
     """[M], log of the sum of exp of the logits."""
     bound: Out[Floats] | None
     """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a gradient of the loss
-    of 1, without the target's if that goes to target_gradient; 0 where the target is padding."""
-    target_gradient: Out[Floats] | None
-    """[M], of the target's logit, for a gradient of the loss of 1; 0 where the target is padding."""
+    of 1, without those in kept_gradient; 0 where the target is padding."""
+    likeliest: Out[Indices] | None
+    """[M], the other word that is kept: that of the largest multiple of p by the scale of the weight; 0 where the
+    target is padding."""
+    kept_gradient: Out[Floats] | None
+    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0 where the target is
+    padding. With `likeliest`, or not at all."""
 
     def limits(self):
         return self.prediction.limits()
@@ -66,16 +71,18 @@ class VocabularyLoss(Operation):
         nll = torch.where(counted, normaliser - logits[torch.arange(given.rows), given.target], 0.0)
         smooth = torch.where(counted, given.vocabulary * normaliser - logits.sum(dim=1), 0.0)
         loss = (given.target_weight * nll + given.each * smooth).sum()
-        own = given.target_gradient(logits, normaliser)
-        bound = None if self.bound is None else given.bound(logits, normaliser)
-        if bound is not None and self.target_gradient is None:
-            bound = bound.maximum((own * given.weight.scale[given.target]).abs())
-        return loss, nll.sum(), normaliser, bound, own
+        if self.bound is None:
+            return loss, nll.sum(), normaliser, None, None, None
+        likeliest, kept = given.kept(logits, normaliser)
+        bound = given.bound(logits, normaliser, self.kept_gradient is not None)
+        if self.kept_gradient is None:
+            bound = bound.maximum((kept[0] * given.weight.scale[given.target]).abs())
+        return loss, nll.sum(), normaliser, bound, likeliest, kept
 
     def cpu_scratch(self):
-        """Sums of blocks of columns, four numbers of each row; the logits of the targets; memory of the product."""
+        """Sums of blocks of columns, six numbers of each row; the logits of the targets; memory of the product."""
         given = self.prediction
-        parts = (4, given.column_blocks, given.rows), torch.float32
+        parts = (6, given.column_blocks, given.rows), torch.float32
         return [parts, ((given.rows,), torch.float32), given.cpu_memory(PRODUCT)]
 
     def cpu(self, parts, chosen, memory):
@@ -117,19 +124,20 @@ class VocabularyLoss(Operation):
         builder.add(
             VocabularyLossGradient(
                 prediction=given.bare(), normaliser=self.normaliser, bound=self.bound, dloss=dloss, dlogits=dlogits,
-                rounded=rounded, without_target=self.target_gradient is not None,
+                rounded=rounded, likeliest=self.likeliest,
             )
         )  # fmt: skip
         source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
-        of_targets = {"prediction": given.bare(), "target_gradient": self.target_gradient, "dloss": dloss}
+        kept = {"likeliest": self.likeliest, "kept_gradient": self.kept_gradient}
+        of_kept = {"prediction": given.bare(), **kept, "dloss": dloss}
         joined = None
-        if self.target_gradient is not None and builder.needs_gradient(source):
+        if self.kept_gradient is not None and builder.needs_gradient(source):
             joined = dx
-            builder.add(TargetInputGradient(**of_targets, dx=dx))
+            builder.add(KeptInputGradient(**of_kept, dx=dx))
         dweight = append_gradients(builder, given, given.weight, (dlogits, rounded), dx=dx, joined=joined)
-        if self.target_gradient is not None and dweight is not None:
-            builder.add(TargetWeightGradient(**of_targets, weight=given.weight, others=dweight, dweight=dweight))
+        if self.kept_gradient is not None and dweight is not None:
+            builder.add(KeptWeightGradient(**of_kept, weight=given.weight, others=dweight, dweight=dweight))
         builder.accumulate(source, dx)
 
 
@@ -145,14 +153,14 @@ class VocabularyLossGradient(Operation):
     """[M]"""
     bound: In[Floats] | None
     """[M], of VocabularyLoss."""
+    likeliest: In[Indices] | None
+    """[M], of VocabularyLoss, where words are kept: the codes of targets and of these words are 0."""
     dloss: In[Floats]
     """[1]"""
     dlogits: Out[Activations] | None
     """[M, P], 0 beyond V and where the target is padding."""
     rounded: Out[RoundedGradient] | None
     """[M, P], in place of it; its weight_scale is that of the weight."""
-    without_target: bool = False
-    """The code of the target is 0, since its gradient is not rounded."""
 
     def __post_init__(self):
         check(
@@ -161,15 +169,17 @@ class VocabularyLossGradient(Operation):
         )
 
     def limits(self):
-        return self.prediction.limits()
+        likeliest = {} if self.likeliest is None else {"likeliest": self.prediction.vocabulary}
+        return {**self.prediction.limits(), **likeliest}
 
     def reference(self):
         gradient = self.prediction.gradient(self.prediction.logits(), self.normaliser)
         if self.rounded is None:
             return gradient * self.dloss, None, None
         codes, scale = self.rounded.encode(gradient, self.bound)
-        if self.without_target:
-            codes[torch.arange(len(codes)), self.prediction.target] = 0
+        if self.likeliest is not None:
+            for kept in (self.prediction.target, self.likeliest):
+                codes[torch.arange(len(codes)), kept] = 0
         return None, codes, scale * self.dloss
 
     def cpu_scratch(self):

@@ -19,8 +19,8 @@ from lsq.program.operation import Spec
 if TYPE_CHECKING:
     from lsq.ops.vocabulary_loss import VocabularyLoss, VocabularyLossGradient
 
-SUMS = 4
-"""Numbers that a tile leaves of a row."""
+SUMS = 8
+"""Numbers that a tile leaves of a row, in two halves."""
 TOGETHER = 32
 """Rows that a block joins."""
 
@@ -28,7 +28,7 @@ TOGETHER = 32
 def tile_sums(tile: TileConfiguration | None, given: Prediction) -> Spec:
     """(shape, dtype) of what tiles leave of the rows; nothing if there are none."""
     across = 0 if tile is None else tile.blocks(given.rows, given.columns)[0]
-    return (across, given.rows, SUMS), torch.float32
+    return (2, across, given.rows, SUMS // 2), torch.float32
 
 
 def loss_of_tiles(
@@ -54,7 +54,7 @@ def loss_of_tiles(
         "vocabulary_loss_product.cu", "lsq_vocabulary_loss_product", tile, shape, operation, shape[2], parts, chosen
     )
     join = launch(
-        "vocabulary_sums.cu", "lsq_vocabulary_losses", operation, parts, len(parts), chosen, losses, nlls,
+        "vocabulary_sums.cu", "lsq_vocabulary_losses", operation, parts, parts.shape[1], chosen, losses, nlls,
         grid=-(-shape[0] // TOGETHER),
     )  # fmt: skip
     return [product, join]

@@ -7,7 +7,7 @@ from fairseq.tasks import FairseqTask
 from torch.testing import assert_close
 
 from lsq.layers import module
-from lsq.ops.target_gradient import TargetInputGradient, TargetWeightGradient
+from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.program.executor import Execution, Hooks
 from lsq.program.operation import Operation
 
@@ -58,7 +58,7 @@ def decoded_alike(task, model, sample: dict, options: Beam, **prefix) -> list[li
     return found[0]
 
 
-ADDED_TO = TargetInputGradient, TargetWeightGradient
+ADDED_TO = KeptInputGradient, KeptWeightGradient
 """Operations that share what they write with another one."""
 
 

@@ -52,9 +52,9 @@ from tests.ops.test_rotation import gradient_of as gradient_of_rotation
 from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
-from tests.ops.test_target_gradient import input_gradient
-from tests.ops.test_target_gradient import losses as losses_of_others
-from tests.ops.test_target_gradient import weight_gradient as target_weight_gradient
+from tests.ops.test_kept_gradient import input_gradient
+from tests.ops.test_kept_gradient import losses as losses_of_others
+from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
 from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
@@ -101,7 +101,7 @@ def embeddings():
         for rows, columns in (FEW, WIDE, (1821, 48)):
             forward = compare_cuda(embed(rows, columns, 0.1))
             compare_cuda(embed_gradient(torch.randn(rows, columns), forward.tokens, forward.places, 0.1))
-            compare_cuda(target_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns))))
+            compare_cuda(kept_weight_gradient(on_cpu(losses_of_others(rows, 33, 48, inner=columns))))
 
 
 def targets():
@@ -265,7 +265,7 @@ CASES = {
     "rotation.cu": rotations, "sparse_project.cu": test_sparse_project_cuda.turns,
     "rounding_weight_by_inputs.cu": weights_by_inputs,
     "weight_gradient_by_inputs.cu": weight_gradients_by_inputs,
-    "scales.cu": started_scales, "sums.cu": sums, "target_gradient.cu": targets,
+    "scales.cu": started_scales, "sums.cu": sums, "kept_gradient.cu": targets,
     "transpose.cu": transposition, "vocabulary_loss.cu": losses,
     **dict.fromkeys(
         ("vocabulary_loss_product.cu", "vocabulary_loss_gradient_product.cu", "vocabulary_sums.cu"),

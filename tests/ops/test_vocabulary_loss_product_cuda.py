@@ -130,7 +130,7 @@ def test_no_conflicts_whole_sectors_and_no_logits(tile):
         x = of[id(entry.arguments[0].prediction.x.coded.codes)].reads
         assert x.bytes == rows * inner * words // tile.columns and x.sectors * 32 == x.bytes
     parts, codes = of_parts(forward), traffic(backward)[1][id(backward.arguments[0].rounded.codes)].writes
-    assert parts.writes.bytes == 16 * rows * words // tile.columns and parts.writes.sectors * 32 == parts.writes.bytes
+    assert parts.writes.bytes == 32 * rows * words // tile.columns and parts.writes.sectors * 32 == parts.writes.bytes
     assert codes.bytes == rows * words and codes.sectors * 32 == codes.bytes
     read = of_parts(join, 1).reads
     assert read.bytes == parts.writes.bytes and read.sectors * 32 == read.bytes

@@ -1,6 +1,7 @@
 // Vectors of floats, as wide as the processor's registers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -52,6 +53,22 @@ inline float largest_lane(Lanes x) {
     for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
     return largest;
 #endif
+}
+
+// The first of n numbers that equals `value`, n if none does; the last vector is read whole.
+inline int64_t first_equal(const float* x, int64_t n, float value) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+#if defined(__AVX512F__)
+        const uint32_t equal = _mm512_cmp_ps_mask(lanes_at(x + i), all_lanes(value), _CMP_EQ_OQ);
+#elif defined(__AVX2__)
+        const uint32_t equal = _mm256_movemask_ps(_mm256_cmp_ps(lanes_at(x + i), all_lanes(value), _CMP_EQ_OQ));
+#else
+        uint32_t equal = 0;
+        for (int j = 0; j < kLanes; ++j) equal |= static_cast<uint32_t>(x[i + j] == value) << j;
+#endif
+        if (equal) return std::min(i + __builtin_ctz(equal), n);
+    }
+    return n;
 }
 
 inline float sum_of_lanes(Lanes x) {

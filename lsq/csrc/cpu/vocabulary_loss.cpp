@@ -45,14 +45,17 @@ private:
 };
 
 // What is known of each row's logits in each block of columns, [blocks, M] each: the largest logit, and of exp(logit -
-// largest) the sum, and without the target's the largest multiple by the weight's scale; and the sum of the logits.
+// largest) the sum, and without the target's the two largest multiples by the weight's scale with the word of the first;
+// and the sum of the logits.
 struct Parts {
     int64_t blocks, rows;
-    float *largest, *sum, *scaled, *total;
+    float *largest, *sum, *scaled, *second, *total;
+    int32_t* word;
 
     Parts(const Prediction& given, float* memory)
         : blocks((given.columns + given.block_columns - 1) / given.block_columns), rows(given.rows), largest(memory),
-          sum(largest + blocks * rows), scaled(sum + blocks * rows), total(scaled + blocks * rows) {}
+          sum(largest + blocks * rows), scaled(sum + blocks * rows), second(scaled + blocks * rows),
+          total(second + blocks * rows), word(reinterpret_cast<int32_t*>(total + blocks * rows)) {}
 };
 
 // Nothing above minus infinity: any finite shift gives exp = 0.
@@ -81,26 +84,35 @@ public:
             std::fill(x + words, x + rounded_up(words, kLanes), -infinity());
             parts_.largest[place + row] = largest;
             parts_.total[place + row] = total;
-            exponentials(row, given_.target[row] - block.column, words, shift_of(largest), place + row);
+            exponentials(row, block.column, words, shift_of(largest), place + row);
         }
     }
 
 private:
-    void exponentials(int64_t row, int64_t word, int64_t words, float shift, int64_t place) {
+    void exponentials(int64_t row, int64_t column, int64_t words, float shift, int64_t place) {
+        const int64_t word = given_.target[row] - column;
         float target = 0.0f, *x = columns_.row(), *scale = columns_.scale();
         if (word >= 0 && word < words && given_.target[row] != given_.padding) {
             chosen_[row] = x[word];
             target = lsq::bounded_exponential(x[word] - shift);
             x[word] = -infinity();
         }
-        Lanes sum = {}, scaled = {};  // no NaN in `scaled`: then there is one in `sum`
+        Lanes sum = {}, scaled = {}, second = {};  // no NaN in the last two: then there is one in `sum`
         for (int64_t v = 0; v < words; v += kLanes) {
             const Lanes exponential = bounded_exponential(lanes_at(x + v) - shift);
             sum += exponential;
-            scaled = larger_lanes(exponential * lanes_at(scale + v), scaled);
+            const Lanes multiple = exponential * lanes_at(scale + v);
+            second = larger_lanes(multiple < scaled ? multiple : scaled, second);
+            scaled = larger_lanes(multiple, scaled);
+            lanes_at(x + v) = multiple;
         }
+        const float most = largest_lane(scaled);
+        const int64_t found = first_equal(x, words, most);
+        if (found < words) scaled[found % kLanes] = second[found % kLanes];
         parts_.sum[place] = sum_of_lanes(sum) + target;
-        parts_.scaled[place] = largest_lane(scaled);
+        parts_.scaled[place] = most;
+        parts_.second[place] = largest_lane(scaled);
+        parts_.word[place] = static_cast<int32_t>(column + (found < words ? found : 0));
     }
 
     const Prediction& given_;
@@ -112,7 +124,8 @@ private:
 constexpr int64_t kRows = 16;  // that are joined together
 
 struct Joined {
-    float largest[kRows], sum[kRows] = {}, scaled[kRows] = {}, total[kRows] = {};
+    float largest[kRows], sum[kRows] = {}, scaled[kRows] = {}, second[kRows] = {}, total[kRows] = {};
+    int32_t word[kRows] = {};
 
     // Of `count` rows from `first` on. Blocks come in order.
     Joined(const Parts& parts, int64_t first, int64_t count) {
@@ -127,10 +140,14 @@ struct Joined {
 #pragma omp simd
             for (int64_t i = 0; i < count; ++i) {
                 const float factor = bounded_exponential(parts.largest[at + i] - largest[i]);
-                const float most = parts.scaled[at + i] * factor;
+                const float most = parts.scaled[at + i] * factor, next = parts.second[at + i] * factor;
+                const bool larger = most > scaled[i];
+                const float below = larger ? scaled[i] : most;  // the smaller one of both largest
                 sum[i] += parts.sum[at + i] * factor;
                 total[i] += parts.total[at + i];
-                scaled[i] = magnitude_of(most) > magnitude_of(scaled[i]) ? most : scaled[i];
+                second[i] = below > (larger ? next : second[i]) ? below : larger ? next : second[i];
+                scaled[i] = larger ? most : scaled[i];
+                word[i] = larger ? parts.word[at + i] : word[i];
             }
         }
     }
@@ -190,8 +207,10 @@ private:
         for (int64_t v = 0; v < wanted; ++v) x[v] *= scale[v];
         const uint32_t word = philox_word(rounded.key[0], rounded.subsequence, row);
         round_at_random(x, wanted, s.reciprocal, word + static_cast<uint32_t>(column) * kWordStep, rounded.largest, codes);
-        const int64_t target = given_.target[row] - column;
-        if (op_.without_target && target >= 0 && target < words) codes[target] = 0;
+        if (!op_.likeliest) return;
+        for (const int64_t kept : {given_.target[row] - column, op_.likeliest[row] - column}) {
+            if (kept >= 0 && kept < words) codes[kept] = 0;
+        }
     }
 
     const VocabularyLossGradient& op_;
@@ -247,16 +266,22 @@ LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memo
             losses[group] += counted ? target_weight * nll + each * smooth : 0.0f;
             if (op.normaliser) op.normaliser[row] = normaliser;
             if (!op.bound) continue;
-            float bound = 0.0f, own = 0.0f;
+            const int64_t likeliest = counted ? joined.word[i] : 0;
+            float bound = 0.0f, own = 0.0f, other = 0.0f;
             if (counted) {
                 const float share = factor / joined.sum[i];
                 own = bounded_exponential(chosen[row] - normaliser) * factor - each - target_weight;
-                Magnitude largest = std::max(magnitude_of(joined.scaled[i] * share), magnitude_of(each * most));
-                if (!op.target_gradient) largest = std::max(largest, magnitude_of(own * scale[word]));
+                if (likeliest != word) other = joined.scaled[i] * share / scale[likeliest] - each;
+                const float multiple = op.kept_gradient ? joined.second[i] : joined.scaled[i];
+                Magnitude largest = std::max(magnitude_of(multiple * share), magnitude_of(each * most));
+                if (!op.kept_gradient) largest = std::max(largest, magnitude_of(own * scale[word]));
                 bound = float_of(largest);
             }
             op.bound[row] = bound;
-            if (op.target_gradient) op.target_gradient[row] = own;
+            if (!op.kept_gradient) continue;
+            op.likeliest[row] = likeliest;
+            op.kept_gradient[row] = own;
+            op.kept_gradient[given.rows + row] = other;
         }
     }
     write_sum(losses, 1.0f, op.loss);

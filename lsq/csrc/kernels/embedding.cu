@@ -1,7 +1,7 @@
 // Rows of words plus rows of positions, and the sums of their gradient per word.
 //
-// -DTARGETS=1: no embedding, but what targets add to the gradient of a vocabulary's weight (TargetWeightGradient): rows
-// are x times the gradient of the target's logit, and sums are added to what is there.
+// -DKEPT=1: no embedding, but what kept words add to the gradient of a vocabulary's weight (KeptWeightGradient): rows
+// are x times the gradient of a kept word's logit, twice as many as those of x, and sums are added to what is there.
 //
 // M tokens, below 2^31, V words or places, N = COLUMNS. The backward pass sorts the occurrences by word, then by row,
 // by counting for each how many come before it: no atomics, and an order of additions that never changes. Windows of
@@ -13,8 +13,8 @@
 #ifndef WINDOW
 #define WINDOW 16
 #endif
-#ifndef TARGETS
-#define TARGETS 0
+#ifndef KEPT
+#define KEPT 0
 #endif
 
 namespace {
@@ -33,28 +33,31 @@ constexpr uint32_t kNone = 0x7FFFFFFFu;    // key of an occurrence without gradi
 constexpr uint32_t kBeyond = 0xFFFFFFFFu;  // of none
 constexpr int kWindow = WINDOW, kFlight = 4;  // occurrences; how many gradients are read before the first is used
 
-#if TARGETS
+#if KEPT
 
-using Scatter = TargetWeightGradient;
+using Scatter = KeptWeightGradient;
 
-// Rows of x by their targets.
+// Rows of x by their targets, then by their likeliest other words.
 struct Occurrences {
     const Scatter& op;
-    const int64_t* indices;
-    int64_t padding, rows;
+    const int64_t *targets, *others;
+    int64_t of_x, padding, rows;
     float factor;
 
     __device__ __forceinline__ Occurrences(const Scatter& op, int64_t)
-        : op(op), indices(op.prediction.target), padding(op.prediction.padding), rows(op.prediction.vocabulary),
+        : op(op), targets(op.prediction.target), others(op.likeliest), of_x(op.prediction.rows),
+          padding(op.prediction.padding), rows(op.prediction.vocabulary),
           factor(op.dloss[0] * op.prediction.x.coded.scale[0]) {}
 
-    __device__ __forceinline__ bool counts(int64_t row) const { return indices[row] != padding; }
+    __device__ __forceinline__ int64_t row_of_x(int64_t row) const { return row < of_x ? row : row - of_x; }
+    __device__ __forceinline__ int64_t index(int64_t row) const { return row < of_x ? targets[row] : others[row - of_x]; }
+    __device__ __forceinline__ bool counts(int64_t row) const { return targets[row_of_x(row)] != padding; }
 
     __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
         const int8_t* codes = op.prediction.x.coded.codes;
-        const float own = op.target_gradient[row] * factor;
+        const float own = op.kept_gradient[row] * factor;
         int32_t code[kVector];
-        load8(codes + row * COLUMNS + column, code);
+        load8(codes + row_of_x(row) * COLUMNS + column, code);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) g[i] = static_cast<float>(code[i]) * own;
     }
@@ -97,6 +100,7 @@ struct Occurrences {
           rows(of_places ? op.positions : op.vocabulary), scale(of_places ? 1.0f : op.scale),
           out(of_places ? op.dtable : op.dweight), dropout{op.dropout} {}
 
+    __device__ __forceinline__ int64_t index(int64_t row) const { return indices[row]; }
     __device__ __forceinline__ bool counts(int64_t row) const { return op.tokens[row] != padding; }
 
     __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
@@ -119,13 +123,13 @@ struct Occurrences {
 
 // By which occurrences are sorted.
 __device__ __forceinline__ uint32_t key_of(const Occurrences& table, int64_t row) {
-    const int64_t index = table.indices[row];
+    const int64_t index = table.index(row);
     return table.counts(row) && index >= 0 && index < table.rows ? static_cast<uint32_t>(index) : kNone;
 }
 
 }  // namespace
 
-#if !TARGETS
+#if !KEPT
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_embed(const Embed op) {
     const int64_t *tokens = op.tokens, *places = op.places;

@@ -16,16 +16,18 @@ namespace {
 struct alignas(16) GradientRow {
     float shift;       // log of the normaliser
     float reciprocal;  // of its scale, 1 for floats; 0: the row's gradient is 0
-    int32_t place;     // of the target
+    short place;       // of the target; -1 if it lies elsewhere
+    short likeliest;   // place of the other word that is no code, likewise
     uint32_t word;     // random, of column 0
 
     __device__ __forceinline__ static GradientRow of(const VocabularyLossGradient& op, int64_t row) {
         const int64_t word = op.prediction.target[row];
-        GradientRow made{op.normaliser[row], word != op.prediction.padding ? 1.0f : 0.0f, place_in_tile(word), 0};
+        GradientRow made{op.normaliser[row], word != op.prediction.padding ? 1.0f : 0.0f, place_in_tile(word), -1, 0};
 #if ROUNDED
         const GradientScale scale = gradient_scale(op.bound[row], op.rounded.largest);
         if (blockIdx.x == 0) op.rounded.scale[row] = scale.scale * op.dloss[0];
         made.reciprocal = scale.reciprocal;
+        if (op.likeliest) made.likeliest = place_in_tile(op.likeliest[row]);
         made.word = philox_word(op.rounded.key[0], op.rounded.subsequence, row);
 #endif
         return made;
@@ -50,7 +52,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
     const float factor = gradient_factor(given), each = given.each, target_weight = given.target_weight;
-    const bool without_target = op.without_target;
+    const bool keeps = op.likeliest != nullptr;
 #if ROUNDED
     const float q = op.rounded.largest;
     const uint32_t offset = static_cast<uint32_t>(columns.first) * kWordStep;
@@ -67,12 +69,16 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
             for (int i = 0; i < kVector; ++i) {
                 x[i] = bounded_exponential(static_cast<float>(sum[i]) * columns.alpha[i] - of_row.shift) * factor - each;
             }
-            const int at = of_row.place - first;
+            const int at = of_row.place - first, other = of_row.likeliest - first;
             if (at >= 0 && at < columns.words) {
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
-                    if (i == at) x[i] = without_target ? 0.0f : x[i] - target_weight;
+                    if (i == at) x[i] = keeps ? 0.0f : x[i] - target_weight;
                 }
+            }
+            if (other >= 0 && other < columns.words) {
+#pragma unroll
+                for (int i = 0; i < kVector; ++i) x[i] = i == other ? 0.0f : x[i];
             }
             fill_up(columns.words, 0.0f, x);
         }

@@ -6,11 +6,21 @@
 namespace {
 
 static_assert(TILE_M <= kProductThreads, "a thread joins a row");
-static_assert(kRowsBytes + TILE_M * (kWarpsAcross * sizeof(LogitSums) + 4) <= STAGES * kStageBytes, "fits beside the rows");
+static_assert(kRowsBytes + TILE_M * (kWarpsAcross * 2 * sizeof(float4) + 4) <= STAGES * kStageBytes, "fits beside the rows");
+
+// Over the threads that share a row.
+__device__ __forceinline__ TwoLargest of_all_groups(TwoLargest found) {
+#pragma unroll
+    for (int distance = kRowGroups / 2; distance; distance /= 2) {
+        found.add({__shfl_xor_sync(kAllLanes, found.first, distance), __shfl_xor_sync(kAllLanes, found.second, distance),
+                   __shfl_xor_sync(kAllLanes, found.word, distance)});
+    }
+    return found;
+}
 
 }  // namespace
 
-// parts [gridDim.x, M] LogitSums, chosen [M]: the logits of the targets that are words.
+// parts [2, gridDim.x, M] halves of LogitSums, chosen [M]: the logits of the targets that are words.
 LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_loss_product(
     const VocabularyLoss op, int64_t inner, Out<float> parts, Out<float> chosen) {
     extern __shared__ __align__(kPattern) unsigned char stages[];
@@ -18,8 +28,9 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
     const int64_t rows = given.rows;
     Sums sums = {};
     accumulate_logits(given, inner, stages, sums);
-    float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));            // [kWarpsAcross, TILE_M] LogitSums
-    int32_t* places = reinterpret_cast<int32_t*>(of_warps + kWarpsAcross * TILE_M);  // [TILE_M], of targets
+    constexpr int kWarpRows = kWarpsAcross * TILE_M;
+    float4* of_warps = reinterpret_cast<float4*>(beside_rows(stages));            // [2, kWarpRows] halves of LogitSums
+    int32_t* places = reinterpret_cast<int32_t*>(of_warps + 2 * kWarpRows);  // [TILE_M], of targets
     const int thread = threadIdx.x;
     const int64_t own = block_row() + thread;
     const bool has_row = thread < TILE_M && own < rows;
@@ -58,19 +69,23 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_vocabulary_los
 #pragma unroll
             for (int i = 0; i < kVector; ++i) x[i] = i == at ? 0.0f : x[i];
         }
-        uint32_t scaled = 0;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) scaled = Largest::join(scaled, magnitude_of(x[i] * columns.scale[i]));
-        part.scaled = float_of(warp_reduce<Largest, kRowGroups>(scaled));
+        for (int i = 0; i < kVector; ++i) {
+            part.others.add({x[i] * columns.scale[i], 0.0f, static_cast<uint32_t>(columns.first + i)});
+        }
+        part.others = of_all_groups(part.others);
         part.sum = warp_reduce<Sum, kRowGroups>(part.sum);
         part.total = warp_reduce<Sum, kRowGroups>(part.total);
-        if (thread % kRowGroups == 0) store_words(of_warps + first / kWarpColumns * TILE_M + line, part);
+        if (thread % kRowGroups == 0) part.store(of_warps + first / kWarpColumns * TILE_M + line, kWarpRows);
     });
     __syncthreads();
     if (!has_row) return;
-    LogitSums whole = load_words<LogitSums>(of_warps + thread);
+    LogitSums whole = LogitSums::load(of_warps + thread, kWarpRows);
 #pragma unroll
-    for (int warp = 1; warp < kWarpsAcross; ++warp) whole.add(load_words<LogitSums>(of_warps + warp * TILE_M + thread));
-    store_words(parts + 4 * (blockIdx.x * rows + own), whole);
+    for (int warp = 1; warp < kWarpsAcross; ++warp) {
+        whole.add(LogitSums::load(of_warps + warp * TILE_M + thread, kWarpRows));
+    }
+    float* to = parts;
+    whole.store(reinterpret_cast<float4*>(to) + blockIdx.x * rows + own, gridDim.x * rows);
 }
 LSQ_EXPORT(lsq_vocabulary_loss_product)

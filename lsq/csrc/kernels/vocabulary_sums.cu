@@ -9,7 +9,7 @@ constexpr int kThreads = 256, kSlices = kThreads / kWarp;  // threads of a row t
 
 }  // namespace
 
-// 32 rows a block. parts [tiles, M] LogitSums; chosen [M]: the logits of the targets. A target outside the vocabulary makes
+// 32 rows a block. parts [2, tiles, M] halves of LogitSums; chosen [M]: the logits of the targets. A target outside the vocabulary makes
 // the losses and the row's bound NaN.
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     const VocabularyLoss op, In<float> parts, int64_t tiles, In<float> chosen, Out<float> losses, Out<float> nlls) {
@@ -17,14 +17,16 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     const int64_t rows = given.rows, m = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x % kWarp;
     const int slice = threadIdx.x / kWarp;
     LogitSums row;
+    const float* from = parts;
+    const float4* of_tiles = reinterpret_cast<const float4*>(from);
     if (m < rows) {
 #pragma unroll 4
         for (int64_t tile = slice; tile < tiles; tile += kSlices) {
-            row.add(load_words<LogitSums>(parts + 4 * (tile * rows + m)));
+            row.add(LogitSums::load(of_tiles + tile * rows + m, tiles * rows));
         }
     }
-    __shared__ float4 of_slices[kThreads];  // LogitSums
-    store_words(of_slices + threadIdx.x, row);
+    __shared__ float4 of_slices[2 * kThreads];  // halves of LogitSums
+    row.store(of_slices + threadIdx.x, kThreads);
     uint32_t most = 0;  // of the weight's scales
     if (op.bound) {
 #pragma unroll 8
@@ -36,7 +38,9 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     __syncthreads();
     if (slice != 0 || m >= rows) return;
 #pragma unroll 1
-    for (int other = 1; other < kSlices; ++other) row.add(load_words<LogitSums>(of_slices + other * kWarp + threadIdx.x));
+    for (int other = 1; other < kSlices; ++other) {
+        row.add(LogitSums::load(of_slices + other * kWarp + threadIdx.x, kThreads));
+    }
     const int64_t word = given.target[m];
     const bool known = word >= 0 && word < given.vocabulary;
     const float logit = known ? chosen[m] : not_a_number();
@@ -44,12 +48,18 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     if (!op.bound) return;
     const float factor = gradient_factor(given), share = factor / row.sum;
     const float own = bounded_exponential(logit - normaliser) * factor - given.each - given.target_weight;
-    uint32_t found = Largest::join(magnitude_of(row.scaled * share), magnitude_of(given.each * float_of(most)));
+    const float multiple = op.kept_gradient ? row.others.second : row.others.first;
+    uint32_t found = Largest::join(magnitude_of(multiple * share), magnitude_of(given.each * float_of(most)));
     if (!known) found = magnitude_of(not_a_number());
-    if (known && !op.target_gradient) found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
+    if (known && !op.kept_gradient) found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
     const bool counted = word != given.padding;
     op.bound[m] = counted ? float_of(found) : 0.0f;
-    if (op.target_gradient) op.target_gradient[m] = counted ? own : 0.0f;
+    if (!op.kept_gradient) return;
+    const int64_t likeliest = row.others.word;
+    const float other = row.others.first * share / given.weight.scale[likeliest] - given.each;
+    op.likeliest[m] = counted ? likeliest : 0;
+    op.kept_gradient[m] = counted ? own : 0.0f;
+    op.kept_gradient[rows + m] = counted && likeliest != word ? other : 0.0f;
 }
 LSQ_EXPORT(lsq_vocabulary_losses)
 

@@ -1,4 +1,4 @@
-"""What targets add to gradients on CUDA: kernels in the emulator, or on a GPU."""
+"""What kept words add to gradients on CUDA: kernels in the emulator, or on a GPU."""
 
 import dataclasses
 
@@ -8,17 +8,17 @@ import torch
 from lsq.csrc import compiler
 from tests.ops.compare import on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda, run
-from tests.ops.test_target_gradient import input_gradient, losses, weight_gradient
-from tests.ops.test_vocabulary_loss import PADDING, rounded_of
+from tests.ops.test_kept_gradient import input_gradient, losses, rounded_rest, weight_gradient
+from tests.ops.test_vocabulary_loss import PADDING
 from tests.ops.tiles import launches, names
 
 
 @pytest.mark.parametrize("rows", [0, 1, 41])
-@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48)])
+@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (290, 304)])
 def test_losses_and_codes(rows, vocabulary, padded):
     found = compare_cuda(losses(rows, vocabulary, padded))
-    rounded = compare_cuda(dataclasses.replace(rounded_of(found), without_target=True)).rounded
-    assert not rounded.codes[torch.arange(rows), found.prediction.target].any()
+    rounded = compare_cuda(rounded_rest(found)).rounded
+    assert not any(rounded.codes[torch.arange(rows), word].any() for word in (found.prediction.target, found.likeliest))
 
 
 @pytest.mark.parametrize("rows, inner", [(0, 48), (1, 48), (41, 48), (35, 1040)])
@@ -68,7 +68,7 @@ def test_padding_has_no_gradient():
     loss = losses(7, 33, 48)
     loss.prediction.target[:] = PADDING
     found = compare_cuda(loss)
-    assert not found.target_gradient.any()
+    assert not found.kept_gradient.any()
     operation = weight_gradient(found)
     assert torch.equal(compare_cuda(operation).dweight, operation.others)
 
@@ -76,7 +76,7 @@ def test_padding_has_no_gradient():
 @pytest.mark.thorough
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("source, defines", [
-    ("embedding.cu", (("FLOAT", 0), ("TARGETS", 1), ("WINDOW", 16))), ("target_gradient.cu", (("FLOAT", 1),)),
+    ("embedding.cu", (("FLOAT", 0), ("KEPT", 1), ("WINDOW", 16))), ("kept_gradient.cu", (("FLOAT", 1),)),
 ])  # fmt: skip
 def test_kernels_compile_without_spills(target, source, defines):
     for columns, lanes in ((512, 32), (1024, 64)):

@@ -1,4 +1,4 @@
-// What the target's own logit adds to both gradients of a vocabulary's loss; lsq/ops/target_gradient.py has the formulas.
+// What the kept words add to both gradients of a vocabulary's loss; lsq/ops/kept_gradient.py has the formulas.
 #include <numeric>
 
 #include "floats.h"
@@ -6,7 +6,7 @@
 
 using namespace lsq;
 
-LSQ_OPERATION(TargetInputGradient, op) {
+LSQ_OPERATION(KeptInputGradient, op) {
     const Prediction& given = op.prediction;
     const int64_t n = op.columns;
     for_rows(op.rows, n, [&](int64_t row, Scratch&) {
@@ -16,24 +16,33 @@ LSQ_OPERATION(TargetInputGradient, op) {
             std::fill(dx, dx + n, 0.0f);
             return 0;
         }
-        const float own = op.target_gradient[row] * op.dloss[0] * given.weight.scale[word];
-        const int8_t* codes = given.weight.codes + word * n;
+        const int64_t other = op.likeliest[row];
+        const float factor = op.dloss[0], *scale = given.weight.scale;
+        const float own = op.kept_gradient[row] * factor * scale[word];
+        const float rest = op.kept_gradient[op.rows + row] * factor * scale[other];
+        const int8_t *codes = given.weight.codes + word * n, *others = given.weight.codes + other * n;
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<float>(codes[i]) * own;
+        for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<float>(codes[i]) * own + static_cast<float>(others[i]) * rest;
         return 0;
     });
 }
 
 namespace {
 
-// Adds the rows of one word, those of `first` to `last`, to its row of the gradient.
+// The word of an occurrence: the targets of all rows come first, then their likeliest other words.
+int64_t word_of(const KeptWeightGradient& op, int64_t occurrence) {
+    const Prediction& given = op.prediction;
+    return occurrence < given.rows ? given.target[occurrence] : op.likeliest[occurrence - given.rows];
+}
+
+// Adds the occurrences of one word, those of `first` to `last`, to its row of the gradient.
 template <class T>
-void add_word(const TargetWeightGradient& op, const int64_t* first, const int64_t* last, float factor, float* sum, T*) {
-    const int64_t n = op.columns, word = op.prediction.target[*first];
+void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t* last, float factor, float* sum, T*) {
+    const int64_t n = op.columns, word = word_of(op, *first);
     std::fill(sum, sum + n, 0.0f);
     for (; first != last; ++first) {
-        const int8_t* codes = op.prediction.x.coded.codes + *first * n;
-        const float own = op.target_gradient[*first] * factor;
+        const int8_t* codes = op.prediction.x.coded.codes + *first % op.prediction.rows * n;
+        const float own = op.kept_gradient[*first] * factor;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<float>(codes[i]) * own;
     }
@@ -49,19 +58,19 @@ void add_word(const TargetWeightGradient& op, const int64_t* first, const int64_
 
 }  // namespace
 
-// A word's rows are added by one thread, in order.
-LSQ_OPERATION(TargetWeightGradient, op) {
+// A word's occurrences are added by one thread, in order.
+LSQ_OPERATION(KeptWeightGradient, op) {
     const Prediction& given = op.prediction;
     const int64_t size = given.vocabulary * op.columns * (op.dweight_dtype ? 2 : 4);
     if (op.others != op.dweight) std::memcpy(op.dweight, op.others, size);
     std::vector<int64_t> order, begins;
-    for (int64_t row = 0; row < op.rows; ++row) {
-        if (given.target[row] != given.padding) order.push_back(row);
+    for (int64_t i = 0; i < op.rows; ++i) {
+        if (given.target[i % given.rows] != given.padding) order.push_back(i);
     }
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return given.target[a] < given.target[b]; });
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return word_of(op, a) < word_of(op, b); });
     const int64_t count = order.size();
     for (int64_t i = 0; i < count; ++i) {
-        if (i == 0 || given.target[order[i]] != given.target[order[i - 1]]) begins.push_back(i);
+        if (i == 0 || word_of(op, order[i]) != word_of(op, order[i - 1])) begins.push_back(i);
     }
     const int64_t words = begins.size();
     begins.push_back(count);

@@ -1,0 +1,127 @@
+"""What the two kept words of each row add to both gradients of a vocabulary's loss: their gradient is no code.
+
+    dx[m] = sum over j of g[j, m] * dloss * weight[kept[j, m]]
+    dweight[v] += sum over j and m with kept[j, m] = v of g[j, m] * dloss * x[m]
+
+Kept are the target and the likeliest other word. The gradient of a target's logit is up to a thousand times as large as
+that of most words, and a model that wavers between two words gives the other one nearly as much. One scale for all would
+round most words to 0 or to a whole step, so these two stay floats (see lsq.ops.vocabulary_loss), and the codes of a row
+share the scale of the rest. M rows, V words, P padded words, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
+from lsq.csrc.launch import FLOATS, float_define, launch
+from lsq.ops.embedding import scatter_launches, scatter_scratch
+from lsq.ops.kernels import float_operand
+from lsq.ops.prediction import Prediction
+from lsq.program.declare import Activations, Floats, In, Indices, Out, Parameters, extent, size
+from lsq.program.operation import Operation
+from lsq.program.values import Weight
+
+
+class KeptInputGradient(Operation):
+    """The part of the gradient of x that comes from kept words, before the rounding of x."""
+
+    prediction: In[Prediction]
+    """Of codes."""
+    likeliest: In[Indices]
+    """[M], of VocabularyLoss."""
+    kept_gradient: In[Floats]
+    """[2, M], of VocabularyLoss."""
+    dloss: In[Floats]
+    """[1]"""
+    dx: Out[Activations]
+    """[M, K]"""
+
+    rows = extent(0, "dx")
+    columns = extent(1, "dx")
+
+    def limits(self):
+        return kept_limits(self)
+
+    def reference(self):
+        weight = self.prediction.weight
+        parts = [
+            (gradient * self.dloss)[:, None] * (weight.codes[word].float() * weight.scale[word, None])
+            for word, gradient in kept_words(self)
+        ]
+        return (parts[0] + parts[1],)
+
+    def cuda(self):
+        return [
+            launch(
+                "kept_gradient.cu", "lsq_kept_input_gradient", self,
+                grid=row_blocks(self.rows, self.columns, most=MANY_BLOCKS), **float_define(self.dx),
+                **row_defines(self.columns),
+            )
+        ]  # fmt: skip
+
+
+class KeptWeightGradient(Operation):
+    """The gradient of the weight with the part that comes from kept words; the rows of a word are added in order.
+
+    What lies beyond a clip gets none of it, as in ProjectWeightGradient.
+    """
+
+    prediction: In[Prediction]
+    """Of codes."""
+    likeliest: In[Indices]
+    """[M], of VocabularyLoss."""
+    kept_gradient: In[Floats]
+    """[2, M], of VocabularyLoss."""
+    dloss: In[Floats]
+    """[1]"""
+    weight: In[Weight]
+    """[P, K], with values [V, K] and clip [V] or [1]."""
+    others: In[Parameters]
+    """[V, K], the gradient without it; may be the memory of dweight."""
+    dweight: Out[Parameters]
+    """[V, K], of the dtype of the weight."""
+
+    columns = extent(1, "dweight")
+    clips = extent(0, "weight.clip")
+
+    @size
+    def rows(self) -> int:
+        """Two for each row of x: the targets of all, then their likeliest other words."""
+        return 2 * self.prediction.rows
+
+    @size
+    def dweight_dtype(self) -> int:
+        return FLOATS[self.dweight.dtype]
+
+    def limits(self):
+        return kept_limits(self)
+
+    def reference(self):
+        given, weight = self.prediction, self.weight
+        found = torch.zeros(self.dweight.shape, dtype=torch.float32)
+        for word, gradient in kept_words(self):
+            found.index_add_(0, word, (gradient * self.dloss)[:, None] * given.x.coded.decode())
+        outside = (weight.values.float().abs() > weight.clip.reshape(-1, 1)) & (not weight.absmax)
+        return ((self.others + torch.where(outside, 0.0, found)).to(self.dweight.dtype),)
+
+    def cuda_scratch(self):
+        return scatter_scratch(self.rows, self.columns)
+
+    def cuda(self, before, ordered, partial):
+        copied = [] if self.others is self.dweight else [float_operand(self.others, None, self.dweight)]
+        return [*copied, *scatter_launches(self, before, ordered, partial, tables=1, KEPT=1, FLOAT=0)]
+
+
+def kept_limits(operation: KeptInputGradient | KeptWeightGradient) -> dict[str, int]:
+    """See Operation.limits."""
+    return {**operation.prediction.limits(), "likeliest": operation.prediction.vocabulary}
+
+
+def kept_words(operation: KeptInputGradient | KeptWeightGradient) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
+    given = operation.prediction
+    for word, gradient in zip((given.target, operation.likeliest), operation.kept_gradient, strict=True):
+        yield word, torch.where(given.target == given.padding, 0.0, gradient)

@@ -1,0 +1,178 @@
+"""What kept words add to both gradients of a vocabulary's loss, and what rounding then leaves of these gradients."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lsq.ops.input_gradient import ProjectInputGradient
+from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
+from lsq.ops.weight_gradient import ProjectWeightGradient
+from lsq.program.values import Weight
+from tests.ops.compare import KEY, compare, empty, on_cpu
+from tests.ops.test_vocabulary_loss import PADDING, by_fairseq, of_codes, rounded_of
+
+DLOSS = torch.tensor([0.5])
+
+
+def losses(rows: int, vocabulary: int, padded: int, inner: int = 48, **options):
+    """VocabularyLoss of codes, two words of each row of which stay floats."""
+    return keeping(of_codes(rows, vocabulary, padded, inner=inner, **options))
+
+
+def keeping(loss):
+    rows = loss.prediction.rows
+    return dataclasses.replace(loss, likeliest=empty(rows, dtype=torch.int64), kept_gradient=empty(2, rows))
+
+
+def rounded_rest(loss, dloss: float = 2.0):
+    """The gradient of losses that were computed, with codes of all but the kept words."""
+    return dataclasses.replace(rounded_of(loss, dloss), likeliest=loss.likeliest)
+
+
+def input_gradient(loss) -> KeptInputGradient:
+    given = loss.prediction
+    return KeptInputGradient(
+        prediction=given, likeliest=loss.likeliest, kept_gradient=loss.kept_gradient, dloss=DLOSS,
+        dx=empty(*given.x.tensor.shape),
+    )  # fmt: skip
+
+
+def weight_gradient(loss, *, clips: int | None = None, dtype: torch.dtype = torch.float32) -> KeptWeightGradient:
+    """Of a weight some of which lies beyond its clip. `clips`: of it; None: one for each word."""
+    given, words = loss.prediction, loss.prediction.vocabulary
+    values = torch.randn(words, given.x.tensor.shape[1])
+    clip = torch.full((clips or words,), 1.5) + 0.2 * torch.rand(clips or words)
+    weight = Weight(
+        format=given.weight.format, codes=given.weight.codes, scale=given.weight.scale, values=values.to(dtype),
+        clip=clip,
+    )  # fmt: skip
+    return KeptWeightGradient(
+        prediction=given, likeliest=loss.likeliest, kept_gradient=loss.kept_gradient, dloss=DLOSS, weight=weight,
+        others=torch.randn(values.shape).to(dtype), dweight=empty(*values.shape, dtype=dtype),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [0, 1, 41, 341])
+@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (1003, 1008)])
+def test_both_gradients(rows, vocabulary, padded):
+    found = compare(losses(rows, vocabulary, padded))
+    dx = compare(input_gradient(found)).dx
+    assert not dx[found.prediction.target == PADDING].any()
+    compare(weight_gradient(found))
+    compare(weight_gradient(found, clips=1))
+
+
+def test_bfloat16_weights_are_rounded_once():
+    """The occurrences of a word are added as float32."""
+    found = on_cpu(losses(341, 2, 16))
+    compare(weight_gradient(found, dtype=torch.bfloat16))
+
+
+def test_sums_are_added_to_what_is_there():
+    operation = weight_gradient(on_cpu(losses(41, 33, 48)))
+    apart = on_cpu(operation).dweight
+    on_cpu(dataclasses.replace(operation, dweight=operation.others))
+    assert torch.equal(operation.others, apart)
+
+
+@pytest.mark.parametrize("vocabulary, padded", [(2, 16), (33, 48), (1003, 1008)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_two_words_of_a_row_are_no_codes(vocabulary, padded, smoothing):
+    found = compare(losses(341, vocabulary, padded, smoothing=smoothing))
+    given, rows = found.prediction, torch.arange(341)
+    scale = given.weight.scale[:vocabulary].double()
+    x, weight = given.x.coded.decode().double(), given.weight.codes[:vocabulary] * scale[:, None]
+    _, _, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
+    for word, gradient in zip((given.target, found.likeliest), found.kept_gradient, strict=True):
+        torch.testing.assert_close(gradient.double(), exact[rows, word], rtol=1e-5, atol=1e-6)
+    counted = given.target != PADDING
+    assert (found.likeliest != given.target)[counted].all()
+    rest = (exact * scale).scatter(1, given.target[:, None], 0.0)
+    # Where all are below what smoothing takes from a word, any of them may be kept.
+    likeliest = (((x @ weight.t()).softmax(dim=1) * scale).scatter(1, given.target[:, None], 0.0)).argmax(dim=1)
+    assert torch.equal(found.likeliest[counted], likeliest[counted])
+    rest.scatter_(1, found.likeliest[:, None], 0.0)
+    largest = rest.abs().amax(dim=1)
+    assert (largest <= found.bound * (1 + 1e-5)).all()
+    assert (found.bound <= (1 + 1e-5) * (largest + given.each * scale.max())).all()
+    codes = compare(rounded_rest(found)).rounded.codes
+    assert not any(codes[rows, word].any() for word in (given.target, found.likeliest))
+    assert codes.any(dim=1).sum() > 200 or vocabulary == 2
+
+
+def test_padding_has_no_gradient():
+    loss = losses(7, 33, 48)
+    loss.prediction.target[:] = PADDING
+    found = compare(loss)
+    assert not found.kept_gradient.any() and not found.bound.any()
+    operation = weight_gradient(found)
+    assert torch.equal(compare(operation).dweight, operation.others)
+
+
+def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dweight of codes by all operations of a backward pass; `split`: the target is no code."""
+    given = loss.prediction
+    found = on_cpu(loss if split else dataclasses.replace(loss, likeliest=None, kept_gradient=None))
+    rounded = on_cpu(rounded_rest(found, 0.5)).rounded
+    joined = on_cpu(input_gradient(found)).dx if split else None
+    dx = on_cpu(
+        ProjectInputGradient(
+            gradient=rounded, weight=given.weight, joined=joined, dx=empty(*given.x.tensor.shape)
+        )
+    ).dx  # fmt: skip
+    whole = weight_gradient(found) if split else None
+    values = torch.zeros(given.vocabulary, given.x.tensor.shape[1])
+    weight = dataclasses.replace(given.weight, values=values, clip=torch.ones(len(values)))
+    dweight = on_cpu(
+        ProjectWeightGradient(
+            gradient=rounded, x=given.x, weight=weight, key=KEY, subsequence=9, dweight=empty(*values.shape),
+            dclip=empty(len(values)),
+        )
+    ).dweight  # fmt: skip
+    if split:
+        whole.others, whole.weight = dweight, weight
+        dweight = on_cpu(whole).dweight
+    return dx, dweight
+
+
+def decibels(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of signal to noise."""
+    return 10 * torch.log10(exact.square().sum() / (found - exact).square().sum()).item()
+
+
+def sure_of_the_target(given) -> None:
+    given.target.copy_(given.logits().argmax(dim=1))
+
+
+def wavering(given) -> None:
+    """The target and one other word share most of the probability."""
+    other = torch.randint(0, given.vocabulary, given.target.shape)
+    weight = given.weight.codes * given.weight.scale[:, None]
+    x = weight[given.target] + weight[other]
+    given.x.coded.codes.copy_((x / x.abs().max() * 127).round())
+    given.x.coded.scale.fill_(5 * x.abs().max() / 127)
+
+
+@pytest.mark.parametrize("vocabulary, model", [
+    (2, None), (300, None), (4000, None), (300, sure_of_the_target), (300, wavering), (4000, wavering),
+])  # fmt: skip
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_noise(vocabulary, model, smoothing):
+    """Both gradients against float64: no worse than 38 dB."""
+    torch.manual_seed(5)
+    padded = -(-vocabulary // 16) * 16
+    loss = losses(341, vocabulary, padded, smoothing=smoothing)
+    given = loss.prediction
+    given.x.coded.scale *= 0.3
+    if model is not None:
+        model(given)
+    x, weight = given.x.coded.decode().double(), given.weight.codes * given.weight.scale[:, None].double()
+    weight = weight[:vocabulary]
+    _, _, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
+    wanted = 0.5 * (exact @ weight), 0.5 * (exact.t() @ x)
+    kept = [decibels(*pair) for pair in zip(gradients(loss, True), wanted, strict=True)]
+    row = [decibels(*pair) for pair in zip(gradients(loss, False), wanted, strict=True)]
+    print(kept, row)
+    assert min(kept) > 38, kept
+    assert min(mine - other for mine, other in zip(kept, row, strict=True)) > 5, (kept, row)
