@@ -4,9 +4,9 @@
     dweight[v] += sum over j and m with kept[j, m] = v of g[j, m] * dloss * x[m]
 
 Kept are the target and the likeliest other word. The gradient of a target's logit is up to a thousand times as large as
-that of most words, and a model that wavers between two words gives the other one nearly as much. One scale for all would
-round most words to 0 or to a whole step, so these two stay floats (see lsq.ops.vocabulary_loss), and the codes of a row
-share the scale of the rest. M rows, V words, P padded words, K inputs.
+that of most words, and a model that wavers between two words gives the other one nearly as much. One scale for all
+would round most words to 0 or to a whole step, so these two stay floats (see lsq.ops.vocabulary_loss), and the codes of
+a row share the scale of the rest. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations

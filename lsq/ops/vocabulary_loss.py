@@ -12,10 +12,10 @@ of a row, so the scale of a row is that of a bound, which the forward pass knows
 
     |g[v] * s[v]| <= max(|g[target] * s[target]|, (1 - e + (V - 1) * e') * max of p[v] * s[v], e' * max of s[v])
 
-with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v]. Two words
-of each row, the target and that of the largest multiple, are left out of codes and bound, and their gradients stay
-floats, wherever the clip of the weight does not learn (lsq.ops.kept_gradient); a clip that learns needs them among the
-codes. M rows, V words, P padded words, K inputs.
+with the first maximum over all words but the target: their gradient lies between -e' and the multiple of p[v]. Two
+words of each row, the target and that of the largest multiple, are left out of codes and bound, and their gradients
+stay floats, wherever the clip of the weight does not learn (lsq.ops.kept_gradient); a clip that learns needs them among
+the codes. M rows, V words, P padded words, K inputs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.launch import check, float_define, launch
+from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.ops.prediction import Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
-from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
 from lsq.ops.vocabulary_loss_product import gradient_of_tiles, loss_of_tiles, tile_sums
 from lsq.program.declare import Activations, Floats, In, Indices, Out
 from lsq.program.operation import Operation

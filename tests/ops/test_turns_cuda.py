@@ -44,6 +44,9 @@ from tests.ops.test_attention_cuda import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
 from tests.ops.test_gated import gated, gated_gradient
 from tests.ops.test_gradient_messages_cuda import check
+from tests.ops.test_kept_gradient import input_gradient
+from tests.ops.test_kept_gradient import losses as losses_of_others
+from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
 from tests.ops.test_project import rounded_project
 from tests.ops.test_residual_norm import norm, norm_gradient
 from tests.ops.test_residual_norm_cuda import compare_gradients
@@ -52,9 +55,6 @@ from tests.ops.test_rotation import gradient_of as gradient_of_rotation
 from tests.ops.test_rotation import rotate
 from tests.ops.test_rounding import weight_of
 from tests.ops.test_scales import scales
-from tests.ops.test_kept_gradient import input_gradient
-from tests.ops.test_kept_gradient import losses as losses_of_others
-from tests.ops.test_kept_gradient import weight_gradient as kept_weight_gradient
 from tests.ops.test_vocabulary_loss import gradient_of, of_floats, operands
 from tests.ops.turns import EXPORT, CountedKernels
 from tests.optim import test_updates_cuda
