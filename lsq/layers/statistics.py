@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lsq import backends, quant
+from lsq import quant
 from lsq.layers.module import ProgramModule
 from lsq.ops.calibration import integer_bits
 from lsq.ops.fake_quantize import FakeQuantize
@@ -50,7 +50,7 @@ def observe(model: nn.Module):
     found: dict[str, TensorStatistics] = {}
     modules = list(_program_modules(model))
     for prefix, module in modules:
-        module._observer = _Observer(found, prefix)
+        module._observer = _Observer(module, found, prefix)
     try:
         yield found
     finally:
@@ -68,8 +68,8 @@ def _program_modules(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
 class _Observer:
     """Called after every operation of a module's forward pass."""
 
-    def __init__(self, found: dict[str, TensorStatistics], prefix: str):
-        self._found, self._prefix = found, prefix
+    def __init__(self, module: ProgramModule, found: dict[str, TensorStatistics], prefix: str):
+        self._module, self._found, self._prefix = module, found, prefix
 
     def __call__(self, declared: Operation, operation: Operation) -> None:
         rounding = operation.rounding()
@@ -80,7 +80,7 @@ class _Observer:
         else:
             codes, form = rounding.codes, rounding.format
         if rounding.clipped is None:
-            outside = int((operation.unrounded(backends.run).abs() > rounding.clip).sum())
+            outside = int((operation.unrounded(self._module.target.run).abs() > rounding.clip).sum())
         else:
             outside = int(quant.unpack_bits(rounding.clipped, codes.numel()).sum())
         self._note(declared.rounding().clip.name, "activation", rounding.clip, codes, form, outside)
