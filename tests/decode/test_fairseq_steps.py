@@ -81,7 +81,7 @@ def test_several_models_are_averaged():
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", (seed for seed in range(61) if seed != 40))  # a tie between two codes
 def test_options_drawn_at_random(seed):
     chance = random.Random(seed)
     beam = chance.choice([1, 2, 4, 6])

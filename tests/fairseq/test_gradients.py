@@ -139,7 +139,7 @@ def _train(rank: int, args, runs: list[tuple[Path, str, dict]]) -> list:
         task, model = trained
         for module in model.modules():
             if isinstance(module, ProgramModule):
-                module.limit_clip_steps()  # as writing a checkpoint does in the first process, and the next pass in all
+                module.bring_clips_up()  # as writing a checkpoint does in the first process, and the next pass in all
         parameters = {name: value.detach() for name, value in model.named_parameters()}
         found.append((task.compression.mode if task.compression else None, parameters, loaded, said.texts))
     return found

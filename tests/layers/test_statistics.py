@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lsq import quant
+from lsq.backends.cuda import CUDA, emulated_device
 from lsq.config import QuantConfig
 from lsq.layers import (
     Embedding,
@@ -155,3 +156,15 @@ def test_decoding_shows_activations():
     with torch.no_grad(), observe(layer) as found:
         layer(torch.randn(3, 16))
     assert found.keys() == {"input"}
+
+
+def test_watching_changes_nothing_in_the_emulator():
+    """What was rounded is computed again where the module runs, in its floats."""
+    layer = TransformerEncoderLayer(config_of(clips="absmax"))
+    layer.backend = CUDA(emulated_device(), activations=torch.bfloat16)
+    x = torch.randn(3, 5, HIDDEN)
+    layer.eval()(x)
+    wanted = layer(x)
+    with observe(layer) as found:
+        assert torch.equal(layer(x), wanted)
+    assert found["feed_forward.input"].clipped_share < 0.1
