@@ -1,5 +1,7 @@
 """observe() against direct computation, and the names under which tensors are found."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -160,11 +162,11 @@ def test_decoding_shows_activations():
 
 def test_watching_changes_nothing_in_the_emulator():
     """What was rounded is computed again where the module runs, in its floats."""
-    layer = TransformerEncoderLayer(config_of(clips="absmax"))
+    layer = TransformerEncoderLayer(dataclasses.replace(config_of(), quant=QuantConfig(clips="absmax")))
     layer.backend = CUDA(emulated_device(), activations=torch.bfloat16)
     x = torch.randn(3, 5, HIDDEN)
-    layer.eval()(x)
-    wanted = layer(x)
+    layer(x)
+    wanted = layer.eval()(x)
     with observe(layer) as found:
         assert torch.equal(layer(x), wanted)
     assert found["feed_forward.input"].clipped_share < 0.1
