@@ -37,7 +37,7 @@ GROUPS = {
     "rounding, transposes": (
         "rounding", "lsq_round", "lsq_transpose", "lsq_begin", "lsq_start", "lsq_zero", "lsq_float",
     ),
-    "loss": ("loss", "lsq_vocabulary", "lsq_sum_losses", "lsq_target"),
+    "loss": ("loss", "lsq_vocabulary", "lsq_sum_losses", "lsq_kept"),
     "embedding": ("embedding", "lsq_embed", "lsq_rank", "lsq_sort", "lsq_sum_occ", "lsq_join"),
     "update": ("Adam", "lsq_adam", "gradients"),
 }  # fmt: skip

@@ -8,6 +8,7 @@ COMMANDS = {
     "serve": "translate over HTTP",
     "export": "write a trained model for lsq, CTranslate2 or fairseq to translate with",
     "convert-checkpoint": "make a checkpoint of one number format into one of another",
+    "compare": "train in float and in int8 from the same start, and show what int8 loses",
     "numbers": "the built-in task: English number names to German, float and int8",
     "plan": "place buffers in as little memory as possible",
     "formats": "what number formats cost the tensors of a model, as table, picture and JSON",

@@ -1,6 +1,7 @@
 """`lsq numbers`: the built-in task. English number names to German, learnt in float and then in int8, and compared.
 
-No number that is tested is trained on.
+No number that is tested is trained on. Both trainings are of the same model, from the same initial weights, with the
+same batches and dropout masks: what is left of their difference comes from int8, and from chance.
 """
 
 import json
@@ -17,7 +18,7 @@ from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
 from lsq.commands.step_memory import step_memory
 from lsq.commands.text_run import BEST, hypotheses_of
-from lsq.config import MODES
+from lsq.commands.train import ARCHITECTURE
 from lsq.files import write_text
 from lsq.lock import locked_folder
 from lsq.text import corpus
@@ -39,6 +40,11 @@ TRAINING = {
     "--bleu-tokenizer": "char",
 }
 """Its options that are fixed here. BLEU counts characters: German names are single words."""
+RUNS = {"float": ["--mode", "float", "--arch", ARCHITECTURE], "int8": ["--mode", "int8"]}
+FAIRSEQ = {"fairseq": ["--mode", "float", "--arch", "transformer"]}
+"""By their names: options of `lsq train-text` by which trainings differ; FAIRSEQ with --fairseq alone."""
+CHANCE = 0.02
+"""Bits a token."""
 MOST_THREADS = 8
 """More are slower with models this small."""
 
@@ -64,14 +70,17 @@ def parser() -> ArgumentParser:
     made.add_argument("--seed", type=int, default=1, help="seed of the numbers, the weights and the dropout")
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--cpu", action="store_true", help="use no GPU")
+    made.add_argument(
+        "--fairseq", action="store_true", help="also train fairseq's own model, which draws other weights and masks"
+    )
     device.add_options(made)
     made.add_argument("--threads", type=positive, default=min(cores, MOST_THREADS), help="threads of either training")
     made.add_argument("--quiet", action="store_true", help="no progress bars")
     return made
 
 
-def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[str]:
-    """The command line of `lsq train-text` for one of the two runs."""
+def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[str]:
+    """The command line of `lsq train-text` for the run of that name."""
     arguments = []
     for split, pair in files.items():
         for side, path in zip(SIDES, pair, strict=True):
@@ -79,7 +88,7 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
     every = max(1, given.updates // 15)
     options = {
         "--output": str(given.output),
-        "--mode": mode,
+        "--name": name,
         "--vocabulary-size": str(VOCABULARY["size"]),
         "--character-coverage": str(VOCABULARY["coverage"]),
         "--max-length": str(VOCABULARY["max_length"]),
@@ -90,10 +99,11 @@ def train_text_arguments(given: Namespace, files: TextFiles, mode: str) -> list[
         **{option: str(size) for option, size in sizes(given).items()},
         **TRAINING,
     }
-    if mode == "int8":
+    if name in RUNS:
         options |= device.asked(given)
     switches = [*(["--cpu"] if given.cpu else []), *(["--quiet"] if given.quiet else [])]
-    return arguments + [word for option in options.items() for word in option] + switches
+    named = [*(RUNS | FAIRSEQ)[name], *(word for option in options.items() for word in option)]
+    return arguments + named + switches
 
 
 def sizes(given: Namespace) -> dict[str, int]:
@@ -101,12 +111,12 @@ def sizes(given: Namespace) -> dict[str, int]:
     return {option: getattr(given, option[2:].replace("-", "_")) for option in SIZES}
 
 
-def report(prepared: Prepared) -> None:
-    """Compare the runs: prints samples and a table, writes results.json, samples.txt and losses.png."""
+def report(prepared: Prepared, names: list[str]) -> None:
+    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt and losses.png."""
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
-    hypotheses = {name: hypotheses_of(prepared, name) for name in MODES}
+    hypotheses = {name: hypotheses_of(prepared, name) for name in names}
     runs = {}
-    for name in MODES:
+    for name in names:
         folder = prepared.output / name
         result = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         exact = sum(map(str.__eq__, hypotheses[name], target))
@@ -120,16 +130,17 @@ def report(prepared: Prepared) -> None:
     samples = []
     for row in sorted(shown, key=lambda row: len(source[row])):
         samples += ["", f"English     {source[row]}", f"reference   {target[row]}"]
-        for name in MODES:
+        for name in names:
             right = "right" if hypotheses[name][row] == target[row] else "WRONG"
             samples.append(f"{name:11} {hypotheses[name][row]}  ({right})")
     write_text(prepared.output / "samples.txt", "\n".join(samples[1:]) + "\n")
-    curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in MODES}
+    curves = {name: read_losses(prepared.output / name / "model" / LOSSES) for name in names}
     draw_losses(curves, prepared.output / "losses.png", "English number names to German")
     stages.write_json(prepared.output / "results.json", {"test_pairs": len(target), "runs": runs})
     say("\n".join(samples))
     say(f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least validation loss:")
     say(table(runs))
+    say(meaning(runs))
     say(
         "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and Adam's moments.\n"
         f"Everything is in {prepared.output}: losses.png, samples.txt, results.json"
@@ -138,10 +149,10 @@ def report(prepared: Prepared) -> None:
 
 def table(runs: dict[str, dict]) -> str:
     """Quality, speed and memory of the runs, in words and figures side by side."""
-    first, second = runs.values()
-    lines = [("", *runs)]
+    first, second = runs["float"], runs["int8"]
+    lines = [("", list(runs))]
     lines += [
-        (title, *(form.format(factor * run[key]) for run in runs.values()))
+        (title, [form.format(factor * run[key]) for run in runs.values()])
         for title, key, form, factor in (
             ("exact match", "exact_match", "{:.1f} %", 1),
             ("BLEU (characters)", "bleu", "{:.2f}", 1),
@@ -153,13 +164,28 @@ def table(runs: dict[str, dict]) -> str:
             ("  kept for the backward pass, MB", "kept_bytes", "{:.0f}", 1e-6),
         )
     ]
+    fastest = min(run["seconds_an_update"] for run in runs.values() if run is not second)
     ratios = {
-        "seconds an update": f"{first['seconds_an_update'] / second['seconds_an_update']:.2f} times as fast",
+        "seconds an update": f"int8 is {fastest / second['seconds_an_update']:.2f} times as fast",
         "peak memory, MB": f"{second['peak_bytes'] / first['peak_bytes']:.2f} of float's",
         "  kept for the backward pass, MB": f"{second['kept_bytes'] / first['kept_bytes']:.2f} of float's",
     }
     return "\n".join(
-        f"{title:38}{before:>10}{now:>10}   {ratios.get(title, '')}".rstrip() for title, before, now in lines
+        f"{title:38}{''.join(f'{figure:>10}' for figure in figures)}   {ratios.get(title, '')}".rstrip()
+        for title, figures in lines
+    )
+
+
+def meaning(runs: dict[str, dict]) -> str:
+    """What the difference of the two losses says, in a sentence."""
+    found = runs["int8"]["best_validation_loss"] - runs["float"]["best_validation_loss"]
+    if abs(found) <= CHANCE:
+        seen = "which says nothing against either"
+    else:
+        seen = "more than that: other seeds (--seed) tell whether it is chance"
+    return (
+        f"With the same initial weights, batches and dropout masks int8 ends {found:+.4f} bits a token from float.\n"
+        f"Two trainings in float whose sums have another order part by about {CHANCE} here: {seen}."
     )
 
 
@@ -200,6 +226,7 @@ def compare(given: Namespace) -> None:
     comparison.mark(key, finished=False)
     files = {split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS}
     prepared = Prepared(files=files, output=given.output, **VOCABULARY)
-    for mode in MODES:
-        run_lsq(["train-text", *train_text_arguments(given, files, mode)], threads=given.threads)
-    report(prepared)
+    names = [*RUNS, *(FAIRSEQ if given.fairseq else ())]
+    for name in names:
+        run_lsq(["train-text", *train_text_arguments(given, files, name)], threads=given.threads)
+    report(prepared, names)

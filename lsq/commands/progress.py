@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from fairseq.logging import progress_bar
+from fairseq.logging import meters, progress_bar
 from fairseq.trainer import Trainer
 from tqdm import tqdm
 
@@ -16,12 +16,14 @@ from lsq.fairseq.compatibility import replaced
 
 RECORDED = ("loss", "nll_loss", "lr")
 """What is kept of fairseq's statistics; losses are in bits per target token."""
+DIGITS = 6
+"""After the point, where fairseq keeps 3: too few for the difference of two trainings."""
 
 
 @contextlib.contextmanager
 def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterator[None]:
     """Within this context fairseq's training shows one bar of `updates` updates and appends its losses to `path`."""
-    before, step = read_losses(path), Trainer.train_step
+    before, step, rounded = read_losses(path), Trainer.train_step, meters.safe_round
     done, seconds = min(before.updates, updates), before.seconds
 
     def timed(*arguments, **options):  # fairseq's own clock stands still once a checkpoint is loaded
@@ -40,7 +42,10 @@ def recording(path: Path, updates: int, description: str, quiet: bool) -> Iterat
         def make(iterator: Iterable, *, prefix: str | None = None, **options) -> progress_bar.BaseProgressBar:
             return _Recorder(iterator, file, bar, lambda: seconds, lines=bar.disable and not quiet)
 
-        with replaced(progress_bar, progress_bar=make), replaced(Trainer, train_step=timed):
+        with (
+            replaced(progress_bar, progress_bar=make), replaced(Trainer, train_step=timed),
+            replaced(meters, safe_round=lambda number, digits: rounded(number, max(digits, DIGITS))),
+        ):  # fmt: skip
             yield
 
 

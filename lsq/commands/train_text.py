@@ -151,12 +151,11 @@ def run_options(given: Namespace, extra: list[str]) -> RunOptions:
     return RunOptions(given=given, training=training, extra=extra)
 
 
-def run(arguments: list[str]) -> int:
-    """The subcommand.
+def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
+    """The data and the run that a command line asks for.
 
     Raises:
         ValueError, OSError: a mistake in the options or the files.
-        Interrupted: a signal came.
     """
     extra = []
     if "--" in arguments:
@@ -170,6 +169,18 @@ def run(arguments: list[str]) -> int:
         files=files, output=given.output, size=given.vocabulary_size, coverage=given.character_coverage,
         max_length=given.max_length,
     )
+    return prepared, options
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files.
+        Interrupted: a signal came.
+    """
+    prepared, options = parsed(arguments)
+    given = options.given
     if given.prepare_only:
         check_data(prepared)
         with locked_folder(given.output, "choose another --output"):

@@ -65,7 +65,7 @@ def _of_a_vocabulary(key: ProductKey, a: torch.Tensor, b: torch.Tensor, result: 
     one, row = torch.ones(1), torch.ones(key.m)
     if key.op == PRODUCT:
         loss = VocabularyLoss(prediction=given, loss=one, nll=one, normaliser=row, bound=row)
-        parts = torch.empty(4, given.column_blocks, key.m)
+        parts = torch.empty(loss.cpu_scratch()[0][0])
         return Reader(key.op, loss, (parts, row.clone()))
     rounded = RoundedGradient(
         format=form, codes=result, scale=row.clone(), weight_scale=given.weight.scale,

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -30,8 +31,8 @@ def test_whole_task(tmp_path, capsys, one_process):
         assert run["updates"] == 3 and run["seconds_an_update"] > 0
         assert run["kept_bytes"] < run["peak_bytes"]
     assert results["runs"]["int8"]["kept_bytes"] < 0.6 * results["runs"]["float"]["kept_bytes"]
-    assert results["runs"]["float"]["options"]["--arch"] == "transformer"
-    assert results["runs"]["int8"]["options"]["--lsq-mode"] == "int8"
+    for mode, run in results["runs"].items():
+        assert run["options"]["--arch"] == "lsq_transformer" and run["options"]["--lsq-mode"] == mode
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     samples = (tmp_path / "samples.txt").read_text()
     printed = capsys.readouterr().out
@@ -58,17 +59,35 @@ def test_files_of_somebody_else_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["samples.txt"]
 
 
-@pytest.mark.parametrize("arguments, of_float, of_int8", [
+@pytest.mark.parametrize("arguments, of_fairseq, of_ours", [
     (["--lsq-device", "emulator"], ["--cpu"], ["--lsq-device", "emulator", "--cpu"]),
     (["--lsq-device", "cpu"], ["--cpu"], ["--lsq-device", "cpu", "--cpu"]),
     (["--cpu"], ["--cpu"], ["--cpu"]),
     ([], [], []),
 ])  # fmt: skip
-def test_both_trainings_compute_in_one_place(monkeypatch, tmp_path, arguments, of_float, of_int8):
+def test_all_trainings_compute_in_one_place(monkeypatch, tmp_path, arguments, of_fairseq, of_ours):
     given = []
     monkeypatch.setattr(numbers, "compare", given.append)
     assert numbers.run(["--output", str(tmp_path), "--quiet", *arguments]) == 0
-    for mode, expected in (("float", of_float), ("int8", of_int8)):
-        made = numbers.train_text_arguments(given[0], {}, mode)
+    for name, expected in (("float", of_ours), ("int8", of_ours), ("fairseq", of_fairseq)):
+        made = numbers.train_text_arguments(given[0], {}, name)
         assert made[-len(expected) - 1 :] == [*expected, "--quiet"] and made.count("--lsq-device") <= 1
         assert ("--cpu" in made) is bool(expected) and ("--lsq-device" in made) is ("--lsq-device" in expected)
+
+
+RUN = {
+    "exact_match": 90.0, "bleu": 99.0, "chrf": 98.0, "best_update": 200, "peak_bytes": 1e8, "kept_bytes": 9e7,
+    "best_validation_loss": 0.12, "seconds_an_update": 0.4,
+}  # fmt: skip
+
+
+def test_int8_is_compared_with_the_faster_float():
+    runs = {"float": RUN, "int8": {**RUN, "seconds_an_update": 0.2}, "fairseq": {**RUN, "seconds_an_update": 0.3}}
+    shown = numbers.table(runs)
+    assert "0.400     0.200     0.300   int8 is 1.50 times as fast" in shown and "fairseq" in shown.splitlines()[0]
+
+
+@pytest.mark.parametrize("loss, meaning", [(0.125, "int8 ends .0.0050 bits.*nothing"), (0.2, "other seeds")])
+def test_what_a_difference_means(loss, meaning):
+    said = numbers.meaning({"float": RUN, "int8": {**RUN, "best_validation_loss": loss}})
+    assert re.search(meaning, said, re.DOTALL)

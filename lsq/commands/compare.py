@@ -1,0 +1,225 @@
+"""`lsq compare`: what int8 loses with your data and options, by paired trainings and the difference of their losses.
+
+All trainings of a seed begin with the same weights and see the same batches and dropout masks. Float is trained twice,
+the second time with a learning rate that differs in its last bit: such trainings part as those do whose sums are added
+in another order, and how far says which difference means something.
+"""
+
+import json
+import math
+import re
+import shlex
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from lsq.commands import stages, train_text
+from lsq.commands.child import run_lsq
+from lsq.commands.losses import LOSSES, LossCurve, read_losses
+from lsq.commands.options import HelpFormatter, one_line_errors, positive
+from lsq.commands.prepare import say
+from lsq.commands.stages import Stage
+from lsq.commands.train import ARCHITECTURE
+from lsq.lock import locked_folder
+
+FLOAT, AGAIN = "float", "float-again"
+LAST_BIT = 1 + 2**-23
+"""What the learning rate of AGAIN is multiplied by."""
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+"""By numbers of seeds: standard errors that chance exceeds in one of 20 cases (Student's t, two-sided)."""
+FILES = "differences.json", "differences.png"
+WINDOWS = 10
+"""Where --log-every is not given."""
+SIDE = re.compile("[a-z][a-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What differs from one training to another with the same seed."""
+
+    name: str
+    options: list[str]
+    """Of `lsq train-text`."""
+
+
+def parser() -> ArgumentParser:
+    """The command line of `lsq compare`, without what it shares with `lsq train-text`."""
+    made = ArgumentParser(
+        prog="lsq compare",
+        description=(
+            "Train the same model in float32 and in int8 from the same initial weights, on the same batches and dropout"
+            " masks, and print the differences of their losses beside those of float32 against itself. The options of"
+            " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same command again to"
+            " continue after an interruption, or with more seeds to add to what is there."
+        ),
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
+    )
+    one_line_errors(made)
+    made.add_argument("--seeds", type=int, nargs="+", default=[1], help="a training of each side for each of these")
+    made.add_argument(
+        "--side", action="append", default=[], metavar="NAME=OPTIONS",
+        help="in place of int8: options of `lsq train-text` by which a training differs from float, e.g."
+        " learned='--mode int8 --lsq-clips learned'; may be given several times",
+    )  # fmt: skip
+    made.add_argument("--threads", type=positive, default=1, help="threads of each training")
+    return made
+
+
+def sides_of(given: list[str], shared: Namespace) -> list[Side]:
+    """Float first, by lsq's own model, then float once more, then what the user wants.
+
+    Args:
+        given: NAME=OPTIONS each.
+        shared: the options of all trainings.
+
+    Raises:
+        ValueError: a name or options are no such, or a name is given twice.
+    """
+    in_float = ["--mode", "float", "--arch", shared.arch or ARCHITECTURE]
+    found = [
+        Side(name=FLOAT, options=in_float),
+        Side(name=AGAIN, options=[*in_float, "--lr", repr(shared.lr * LAST_BIT)]),
+    ]
+    for text in given or ["int8=--mode int8"]:
+        name, equals, options = text.partition("=")
+        if not equals or not SIDE.fullmatch(name) or name in (side.name for side in found):
+            raise ValueError(
+                f"--side {text!r} must be NAME=OPTIONS, with a new name of small letters, digits, _ . and - each time"
+            )
+        try:
+            found.append(Side(name=name, options=shlex.split(options)))
+        except ValueError as error:
+            raise ValueError(f"--side {name}: {error}") from error
+    return found
+
+
+def run(arguments: list[str]) -> int:
+    """The subcommand.
+
+    Raises:
+        ValueError, OSError: a mistake in the options or the files.
+        ChildProcessError, Interrupted: see `run_lsq`.
+    """
+    middle = arguments.index("--") if "--" in arguments else len(arguments)
+    given, common = parser().parse_known_args(arguments[:middle])
+    extra = arguments[middle:]
+    for option in ("--mode", "--seed", "--name", "--prepare-only"):
+        if any(word.partition("=")[0] == option for word in common):
+            raise ValueError(f"{option} is set by lsq compare itself; leave it out, or see --seeds and --side")
+    shared = train_text.parser().parse_args(common)
+    if not any(word.partition("=")[0] == "--log-every" for word in common):
+        common += ["--log-every", str(max(1, shared.updates // WINDOWS))]
+    sides = sides_of(given.side, shared)
+    runs = {}
+    for seed in dict.fromkeys(given.seeds):
+        for side in sides:
+            words = [*common, *side.options, "--seed", str(seed), "--name", f"{side.name}-{seed}", *extra]
+            train_text.parsed(words)  # refuses mistakes before anything is trained
+            runs[side.name, seed] = words
+    made = Stage(name="comparison", folder=shared.output / "comparison", makes=FILES)
+    made.check_own()
+    with locked_folder(made.folder, "choose another --output"):
+        made.mark({}, finished=False)
+        for words in runs.values():
+            run_lsq(["train-text", *words], threads=given.threads)
+        report(shared.output, [side.name for side in sides], list(dict.fromkeys(given.seeds)), made.folder)
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What is compared of a training."""
+
+    curve: LossCurve
+    results: dict
+    """results.json of `lsq train-text`."""
+
+
+def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> None:
+    """Print the differences of the finished runs of these sides and seeds, and write FILES into a folder."""
+    found = {
+        (name, seed): Trained(
+            curve=read_losses(output / f"{name}-{seed}" / "model" / LOSSES),
+            results=json.loads((output / f"{name}-{seed}" / "results.json").read_text(encoding="utf-8")),
+        )
+        for name in names for seed in seeds
+    }  # fmt: skip
+    others = names[1:]
+    windows = list(found[FLOAT, seeds[0]].curve.training)
+    validated = max(found[FLOAT, seeds[0]].curve.validation)
+    rows: list[tuple[str, int, Callable[[Trained], float]]] = [
+        (f"updates {before + 1} to {window}", 4, lambda one, window=window: one.curve.training[window])
+        for before, window in zip([0, *windows], windows, strict=False)
+    ]
+    rows += [
+        (f"validation after {validated}", 4, lambda one: one.curve.validation[validated]),
+        ("BLEU", 2, lambda one: one.results["bleu"]), ("chrF", 2, lambda one: one.results["chrf"]),
+        ("seconds an update", 3, lambda one: one.results["training_seconds"] / one.results["updates"]),
+    ]  # fmt: skip
+    differences = {
+        title: {name: [value(found[name, seed]) - value(found[FLOAT, seed]) for seed in seeds] for name in others}
+        for title, _, value in rows
+    }
+    table = [
+        (
+            title, f"{mean(value(found[FLOAT, seed]) for seed in seeds):.{digits}f}",
+            *(spread(one, digits) for one in differences[title].values()),
+        )
+        for title, digits, value in rows
+    ]  # fmt: skip
+    head = ("bits a token", FLOAT, *others)
+    aligned = ("left", *("right",) * (len(head) - 1))
+    say("\n" + tabulate(table, head, tablefmt="github", disable_numparse=True, colalign=aligned))
+    say(f"\nOf {FLOAT} the loss, of all others the difference to it: the mean over seeds, ± its standard error.")
+    for name in names[2:]:
+        say(verdict(name, differences[f"validation after {validated}"], differences, len(windows)))
+    draw(differences, windows, others, folder / FILES[1])
+    stages.write_json(folder / FILES[0], {"seeds": seeds, "differences": differences})
+    say(f"The differences are in {folder}: {FILES[1]}, {FILES[0]}; the trainings are beside it")
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Mean and standard error in figures."""
+    error = f" ± {stdev(values) / math.sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):+.{digits}f}{error}"
+
+
+def verdict(name: str, ended: dict[str, list[float]], differences: dict[str, dict], windows: int) -> str:
+    """What the figures say of a side, in a sentence."""
+    found, count = mean(ended[name]), len(ended[name])
+    if count == 1:
+        floor = max(abs(one[AGAIN][0]) for one in [*list(differences.values())[:windows], {AGAIN: ended[AGAIN]}])
+        seen = "nothing that float does not do to itself" if abs(found) <= floor else "more than that: try more --seeds"
+        return (
+            f"{name} ends {found:+.4f} bits a token from {FLOAT}, which parts from itself by up to {floor:.4f}: {seen}."
+        )
+    error = stdev(ended[name]) / math.sqrt(count)
+    certain = abs(found) > STUDENT[min(count, max(STUDENT))] * error
+    seen = ("is worse than" if found > 0 else "is better than") if certain else "cannot be told from"
+    return (
+        f"{name} {seen} {FLOAT} by {count} seeds: {found:+.4f} bits a token at the end, with a standard error of"
+        f" {error:.4f} (paired t-test, 95 %)."
+    )
+
+
+def draw(differences: dict[str, dict[str, list[float]]], windows: list[int], names: list[str], path: Path) -> None:
+    """Draw the differences of training losses over updates: a pale line for each seed, a strong one for the mean."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    of_windows = list(differences.values())[: len(windows)]
+    for number, name in enumerate(names):
+        color = "0.5" if name == AGAIN else f"C{number - 1}"
+        for seed in zip(*(one[name] for one in of_windows), strict=True):
+            axes.plot(windows, seed, color=color, alpha=0.35, linewidth=1)
+        axes.plot(windows, [mean(one[name]) for one in of_windows], color=color, label=name, marker="o", markersize=3)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="updates", ylabel=f"bits a token above {FLOAT}", title="Training losses, paired by seed")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

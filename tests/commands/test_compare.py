@@ -1,0 +1,112 @@
+"""`lsq compare`: paired trainings, and what their differences say."""
+
+import json
+import re
+
+import pytest
+
+from lsq.commands import compare, train_text
+from lsq.commands.losses import LOSSES, read_losses
+from tests.commands.conftest import SMALL, write_pairs
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Train in this process; the command lines of the trainings."""
+    trained = []
+
+    def run_lsq(arguments, *, threads):
+        trained.append(arguments[1:])
+        assert arguments[0] == "train-text" and train_text.run(arguments[1:]) == 0
+
+    monkeypatch.setattr(compare, "run_lsq", run_lsq)
+    return trained
+
+
+@pytest.fixture
+def text(tmp_path) -> list[str]:
+    """Options that name a small text."""
+    source, target = write_pairs(tmp_path, "train", 120, 1)
+    return ["--src", str(source), "--tgt", str(target), "--output", str(tmp_path / "out"), *SMALL]
+
+
+@pytest.mark.thorough
+def test_a_comparison(text, tmp_path, capsys, one_process):
+    arguments = [*text, "--updates", "6", "--cpu", "--seeds", "1", "2"]
+    assert compare.run(arguments) == 0
+    printed, folder = capsys.readouterr().out, tmp_path / "out" / "comparison"
+    found = json.loads((folder / "differences.json").read_text())
+    assert found["seeds"] == [1, 2] and (folder / "differences.png").read_bytes().startswith(b"\x89PNG")
+    curves = {
+        name: read_losses(tmp_path / "out" / name / "model" / LOSSES) for name in ("float-2", "float-again-2", "int8-2")
+    }
+    for name in ("float-again", "int8"):
+        apart = curves[f"{name}-2"].training[6] - curves["float-2"].training[6]
+        assert found["differences"]["updates 6 to 6"][name][1] == pytest.approx(apart)
+    first = found["differences"]["updates 1 to 1"]  # the same weights, batches and dropout masks
+    assert first["float-again"] == [0.0, 0.0] and 0 < max(map(abs, first["int8"])) < 0.01
+    assert "| updates 1 to 1" in printed
+    assert "by 2 seeds" in printed
+
+    one_process.clear()
+    assert compare.run([*arguments[:-2], "1"]) == 0
+    assert "which parts from itself by up to" in capsys.readouterr().out and len(one_process) == 3
+
+
+def test_what_is_trained(text, monkeypatch):
+    trained = []
+    monkeypatch.setattr(compare, "run_lsq", lambda words, threads: trained.append(words))
+    monkeypatch.setattr(compare, "report", lambda *given: None)
+    further = ["--side", "old=--mode int8 --lsq-clips learned", "--updates", "400", "--lr", "0.002"]
+    assert compare.run([*text, *further, "--seeds", "3", "3", "--", "--encoder-normalize-before"]) == 0
+    names = [words[words.index("--name") + 1] for words in trained]
+    assert names == ["float-3", "float-again-3", "old-3"]
+    for words in trained:
+        assert words[0] == "train-text" and words[-2:] == ["--", "--encoder-normalize-before"]
+        assert words[words.index("--seed") + 1] == "3"
+    parsed = [train_text.parsed(words[1:])[1].given for words in trained]
+    assert [given.mode for given in parsed] == ["float", "float", "int8"]
+    assert parsed[0].arch == "lsq_transformer" and parsed[0].lr == 0.002 and 0 < parsed[1].lr - 0.002 < 1e-9
+    assert parsed[2].lsq_clips == "learned"
+
+
+@pytest.mark.parametrize("given, message", [
+    (["--mode", "int8"], "--mode is set by lsq compare itself"),
+    (["--seed=3"], "--seed is set by lsq compare itself"),
+    (["--prepare-only"], "--prepare-only is set by lsq compare itself"),
+    (["--side", "int8"], "--side 'int8' must be NAME=OPTIONS"),
+    (["--side", "float=--lsq-bits 4"], "with a new name"),
+    (["--side", "a=--mode int8", "--side", "a=--mode int8"], "with a new name"),
+    (["--side", "../a=--mode int8"], "must be NAME=OPTIONS"),
+    (["--side", "a=--mode 'int8"], "--side a: No closing quotation"),
+    (["--arch", "transformer"], "--arch transformer has no quantisers"),
+])  # fmt: skip
+def test_mistakes(text, given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        compare.run([*text, *given])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_option_that_is_none(text, capsys):
+    with pytest.raises(SystemExit):
+        compare.run([*text, "--side", "a=--mode int9"])
+    assert "invalid choice: 'int9'" in capsys.readouterr().err
+
+
+def test_spread():
+    assert compare.spread([0.25], 4) == "+0.2500"
+    assert compare.spread([1.0, 2.0, 3.0], 2) == "+2.00 ± 0.58"  # the standard deviation is 1
+
+
+@pytest.mark.parametrize("values, verdict", [
+    ([0.01, -0.01, 0.011, -0.009], "cannot be told from float by 4 seeds: \\+0.0005"),
+    ([0.010, 0.011, 0.012, 0.011], "is worse than float by 4 seeds: \\+0.0110"),
+    ([-0.010, -0.011, -0.012, -0.011], "is better than float"),
+    ([0.010, 0.012], "cannot be told from float by 2 seeds"),  # t of one degree of freedom asks for more
+    ([0.01], "\\+0.0100 bits a token from float, which parts from itself by up to 0.0200: nothing"),
+    ([0.03], "up to 0.0200: more than that: try more --seeds"),
+])  # fmt: skip
+def test_verdicts(values, verdict):
+    ended = {"int8": values, compare.AGAIN: [0.001] * len(values)}
+    windows = {"updates 1 to 2": {compare.AGAIN: [-0.02]}, "updates 3 to 4": {compare.AGAIN: [0.0]}}
+    assert re.search(verdict, compare.verdict("int8", ended, windows, 2))
