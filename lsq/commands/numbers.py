@@ -30,11 +30,11 @@ NUMBERS = "numbers"
 SAMPLES = 8
 """Translations that are shown."""
 VOCABULARY = {"size": 100, "coverage": 1.0, "max_length": 60}
-SIZES = {"--layers": 2, "--hidden": 256, "--feed-forward": 1024, "--heads": 4, "--max-tokens": 3000}
+SIZES = {"--layers": 2, "--hidden": 128, "--feed-forward": 512, "--heads": 4, "--max-tokens": 2000}
 """Options of `lsq train-text` that this command has as well, and their defaults here."""
 TRAINING = {
     "--dropout": "0.1",
-    "--lr": "0.001",
+    "--lr": "0.002",
     "--warmup": "40",
     "--beam": "4",
     "--bleu-tokenizer": "char",
@@ -63,7 +63,7 @@ def parser() -> ArgumentParser:
     )
     one_line_errors(made)
     made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")
-    made.add_argument("--updates", type=positive, default=200, help="updates of the weights, in each run")
+    made.add_argument("--updates", type=positive, default=700, help="updates of the weights, in each run")
     made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
     made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
     training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)
