@@ -17,11 +17,12 @@ from pathlib import Path
 import common
 import torch
 from quality_picture import draw
-from quality_tasks import Digits, Size, Task, Text, Translation
+from quality_tasks import Digits, Llama, Size, Task, Text, Translation
 from torch import nn
 from tqdm import tqdm
 
 import lsq
+from lsq.config import QuantConfig
 from lsq.files import write_text
 from lsq.layers.statistics import quantized_tensors
 from lsq.text.numbers import write_numbers
@@ -29,6 +30,10 @@ from lsq.text.numbers import write_numbers
 SIZES = {
     "text": Size(
         layers=4, hidden=128, heads=4, feed_forward=512, length=128, batch=8, updates=800, warmup=80,
+        learning_rate=2e-3, weight_decay=0.1,
+    ),
+    "llama": Size(
+        layers=4, hidden=128, heads=4, feed_forward=384, length=128, batch=8, updates=800, warmup=80,
         learning_rate=2e-3, weight_decay=0.1,
     ),
     "digits": Size(
@@ -41,7 +46,7 @@ SIZES = {
     ),
 }  # fmt: skip
 QUICK = {"layers": 2, "hidden": 64, "heads": 2, "feed_forward": 128, "length": 24, "updates": 3, "warmup": 1}
-QUICK_BATCH = {"text": 2, "digits": 8, "translation": 96}
+QUICK_BATCH = {"text": 2, "llama": 2, "digits": 8, "translation": 96}
 SUBWORDS, QUICK_SUBWORDS = 4000, 100
 NUMBERS, QUICK_NUMBERS = (20_000, 500), (200, 20)
 """Pairs of the built-in task for training, and for testing."""
@@ -64,6 +69,8 @@ SIDES = {
     FLOAT: Side(),
     "bfloat16": Side(autocast=True),
     "int8": Side(convert=lsq.convert),
+    "int8, learned clips": Side(convert=partial(lsq.convert, quant=QuantConfig(clips="learned"))),
+    "int8, gradients in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(backward="float"))),
     "int8, linears alone": Side(convert=partial(lsq.convert, fused=False)),
     "int8, clips decay": Side(convert=lsq.convert, decays_clips=True),
 }
@@ -81,8 +88,8 @@ def task_of(options: argparse.Namespace) -> Task:
         size = dataclasses.replace(size, **QUICK, batch=QUICK_BATCH[options.task])
     if options.updates is not None:
         size = dataclasses.replace(size, updates=options.updates)
-    if options.task == "text":
-        return Text(size, options.text)
+    if options.task in ("text", "llama"):
+        return (Text if options.task == "text" else Llama)(size, options.text)
     if options.task == "digits":
         return Digits(size)
     pairs, languages = options.pairs, ("en", "de")
@@ -161,20 +168,21 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
 def rows(found: dict[str, list[dict]]) -> Iterator[dict]:
     """One for each side and score: of every seed, their mean and spread, and how far the mean is from the first side's.
 
-    The spread is the standard deviation of seeds.
+    The spread is the standard deviation of seeds; the error is the standard error of the difference, paired by seed.
     """
     baseline = next(iter(found.values()))
     for side, results in found.items():
         for score in results[0]["scores"]:
             values = [one["scores"][score] for one in results]
-            expected = statistics.mean(one["scores"][score] for one in baseline)
+            apart = [value - one["scores"][score] for value, one in zip(values, baseline, strict=True)]
             yield {
                 "side": side,
                 "score": score,
                 "seeds": " / ".join(f"{value:.3f}" for value in values),
                 "mean": statistics.mean(values),
                 "spread": statistics.stdev(values) if len(values) > 1 else None,
-                "difference": statistics.mean(values) - expected,
+                "difference": statistics.mean(apart),
+                "error": statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
                 "processor_seconds": statistics.mean(one["processor_seconds"] for one in results),
             }
 
@@ -193,7 +201,7 @@ def curves(found: dict[str, list[dict]]) -> Iterator[dict]:
 def main(arguments: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.set_defaults(threads=1)
-    parser.add_argument("task", choices=SIZES, help="GPT-2 on a text, ViT on digits, or Marian on sentence pairs")
+    parser.add_argument("task", choices=SIZES, help="models of text, ViT on digits, or Marian on pairs")
     parser.add_argument("output", type=Path, help="folder of all trainings")
     seeds: dict = {"type": common.positive, "nargs": "+", "metavar": "SEED", "default": [1, 2, 3]}
     parser.add_argument("--seeds", **seeds, help="of weights, order of batches, dropout, and rounding")

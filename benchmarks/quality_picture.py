@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 
 TITLES = {
     "text": "GPT-2 on text: bits a byte",
+    "llama": "Llama on text: bits a byte",
     "digits": "ViT on digits: % right",
     "translation": "Marian on sentence pairs: bits a subword",
 }
-SCORES = {"text": "bits", "digits": "right", "translation": "bits"}
+SCORES = {"text": "bits", "llama": "bits", "digits": "right", "translation": "bits"}
 """Task -> the score that is drawn."""
 
 

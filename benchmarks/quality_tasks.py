@@ -102,6 +102,23 @@ class Text(Task):
         return {"bits": total / len(self.validation) / torch.tensor(2.0).log().item()}
 
 
+class Llama(Text):
+    """Llama on the same: RMSNorm before blocks, SwiGLU, rotary positions; no dropout, so that masks do not differ."""
+
+    name = "llama"
+
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        size = self.size
+        config = LlamaConfig(
+            vocab_size=BYTES, max_position_embeddings=size.length, hidden_size=size.hidden,
+            num_hidden_layers=size.layers, num_attention_heads=size.heads, intermediate_size=size.feed_forward,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).train()
+
+
 class Digits(Task):
     """ViT on scikit-learn's 1,797 digits of 8 x 8 points, in patches of 2 x 2; 500 of them are for testing."""
 

@@ -24,11 +24,12 @@ def test_differences_are_those_of_means():
     def result(bits, seconds):
         return {"scores": {"bits": bits}, "processor_seconds": seconds}
 
-    first, second = rows({FLOAT: [result(2.0, 4.0), result(3.0, 6.0)], "int8": [result(2.5, 1.0), result(3.5, 2.0)]})
+    first, second = rows({FLOAT: [result(2.0, 4.0), result(3.0, 6.0)], "int8": [result(2.6, 1.0), result(3.4, 2.0)]})
     assert first["difference"] == 0 and first["mean"] == 2.5 and first["spread"] == pytest.approx(0.5**0.5)
-    assert second["difference"] == 0.5 and second["seeds"] == "2.500 / 3.500" and second["processor_seconds"] == 1.5
+    assert second["difference"] == pytest.approx(0.5) and second["error"] == pytest.approx(0.1)
+    assert second["seeds"] == "2.600 / 3.400" and second["processor_seconds"] == 1.5
     (alone,) = rows({FLOAT: [result(2.0, 4.0)]})
-    assert alone["spread"] is None
+    assert alone["spread"] is alone["error"] is None
 
 
 def test_the_learning_rate_rises_and_falls():
@@ -82,7 +83,7 @@ def test_batches_of_pairs_are_small_and_padded(tmp_path):
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     "task, metric", [("digits", "right"), *(pytest.param(*one, marks=pytest.mark.thorough) for one in (
-        ("text", "bits"), ("translation", "bits")
+        ("text", "bits"), ("llama", "bits"), ("translation", "bits")
     ))]
 )  # fmt: skip
 def test_each_task_runs_and_is_kept(task, metric, tmp_path, monkeypatch, capsys):
