@@ -38,8 +38,8 @@ class Conv1D(torch.nn.Module):
 
 
 def convert(layers: torch.nn.Module) -> None:
-    """lsq's side; clips are measured while it warms up."""
-    lsq.convert(layers, QuantConfig(calibration_passes=1))
+    """lsq's side; clips are measured in the first passes."""
+    lsq.convert(layers, QuantConfig())
 
 
 def torchao(layers: torch.nn.Module) -> None:
@@ -78,7 +78,7 @@ def sides(shapes, rows: int) -> dict[str, Callable[[], None]]:
             if change is not None:
                 change(layers)
             run = partial(step, layers, [batch(shape, rows, dtype) for shape in shapes])
-            run()
+            common.settle(run)
         except Exception as error:
             print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         else:

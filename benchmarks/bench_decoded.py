@@ -5,6 +5,7 @@ Seconds of processor time of all threads: others may be at work on the machine. 
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import common
 import torch
@@ -24,19 +25,19 @@ def sides(hidden: int, heads: int, feed_forward: int, words: int, sentences: int
     decoded = {
         name: QuantConfig(weight_format=name, activation_format=name, calibration_passes=1) for name in FORMATS
     }
-    quants = {BASELINE: QuantConfig(mode="float"), "int8": QuantConfig(calibration_passes=1)} | decoded
+    quants = {BASELINE: QuantConfig(mode="float"), "int8": QuantConfig()} | decoded
     x = torch.randn(words, sentences, hidden, requires_grad=True)
     gradient = torch.randn(words, sentences, hidden)
 
     def step(layer: torch.nn.Module) -> None:
-        torch.autograd.grad(layer(x), (x, *layer.parameters()), gradient)
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        torch.autograd.grad(layer(x), (x, *trained), gradient)
 
     found = {}
     for name, quant in quants.items():
         config = LayerConfig(hidden=hidden, heads=heads, feed_forward=feed_forward, quant=quant)
         layer = TransformerEncoderLayer(config)
-        for _ in range(3):  # measures clips, prepares passes
-            step(layer)
+        common.settle(partial(step, layer))
         found[name] = lambda layer=layer: step(layer)
     return found
 

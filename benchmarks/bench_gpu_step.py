@@ -34,13 +34,12 @@ from lsq.optim import Adam
 
 ARGUMENTS = [*transformer.FAIRSEQ, "--bf16", "--optimizer", "adam", "--adam-betas", "(0.9, 0.98)", "--lr", "0.0005"]
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy", "--lsq-backward", "int8"]
-LSQ += ["--lsq-calibration-passes", "1"]
 TOKENS = (4096, 8192)
 LENGTH = 32
 """Tokens of a sentence."""
 STEPS = 5
 """Steps between two looks at the clock: the host runs ahead of the GPU, as in training."""
-WARM_UP = 3
+WARM_UP = common.SETTLED
 PHASES = ("forward", "backward", "update")
 
 

@@ -66,7 +66,8 @@ def layer_sides(dimensions: tuple[int, int, int]) -> dict[str, Callable]:
     plain = torch.nn.Linear(inputs, outputs)
 
     def run(layer: torch.nn.Module) -> None:
-        torch.autograd.grad(layer(x), (x, *layer.parameters()), gradient)
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        torch.autograd.grad(layer(x), (x, *trained), gradient)
 
     def run_half() -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -74,13 +75,14 @@ def layer_sides(dimensions: tuple[int, int, int]) -> dict[str, Callable]:
         torch.autograd.grad(y, (x, *plain.parameters()), gradient.bfloat16())
 
     quantized = {
-        "int8, backward float32": QuantConfig(calibration_passes=1, backward="float"),
-        "int8, backward bfloat16": QuantConfig(calibration_passes=1, backward="float", backward_dtype="bfloat16"),
-        "int8, backward int8": QuantConfig(calibration_passes=1, backward="int8"),
+        "int8, backward float32": QuantConfig(backward="float"),
+        "int8, backward bfloat16": QuantConfig(backward="float", backward_dtype="bfloat16"),
+        "int8, backward int8": QuantConfig(backward="int8"),
     }
     sides = {"float32": partial(run, plain), "bfloat16": run_half}
     for name, quant in quantized.items():
         sides[name] = partial(run, QuantizedLinear(inputs, outputs, quant=quant))
+        common.settle(sides[name])
     return sides
 
 

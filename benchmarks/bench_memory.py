@@ -24,7 +24,6 @@ from lsq.program.step import StepPlan
 
 FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
-LSQ += ["--lsq-calibration-passes", "1"]
 INT8 = [*LSQ, "--lsq-backward", "int8"]
 SIDES: dict[str, dict] = {
     "fairseq float32": {"arguments": FAIRSEQ},
@@ -67,8 +66,7 @@ def measure(shape: transformer.Shape, arguments: list[str], planned: bool, **opt
     side = transformer.Side(shape, arguments=arguments, **options)
     sample = transformer.batch(shape, padded=False, seed=1)
     with nothing_kept():  # as in what is traced, for which passes are prepared here
-        for _ in range(2):
-            side.backward(sample, side.loss(sample))  # clips are measured, and gradients exist from here on
+        common.settle(lambda: side.backward(sample, side.loss(sample)))  # gradients exist from here on
     kept = saved_tensors(lambda: side.loss(sample), side.model.parameters()).total()
     memory = plan_memory(side.model, lambda: side.loss(sample)) if planned else None
     arena = memory.arena.size if memory else 0

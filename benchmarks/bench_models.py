@@ -63,7 +63,7 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
             failed[name] = reason(error)
         print(f"{recipe.title}, {name}: {failed.get(name) or first[name]}", file=sys.stderr, flush=True)
     clocks = {name: Clock(side.step) for name, side in found.items()}
-    timings = common.alternate(clocks, rounds=options.rounds, warm_up=1)
+    timings = common.alternate(clocks, rounds=options.rounds, warm_up=common.SETTLED)
     saved = {name: saved_tensors(side.loss, side.model.parameters()).total() for name, side in found.items()}
     of_weights = {name: saved_of_weights(side, saved[name]) for name, side in found.items()}
     strongest = min(timings.keys() & set(OPPONENTS), key=lambda name: timings[name].median, default=None)

@@ -26,12 +26,10 @@ from lsq.program import executor
 
 FAIRSEQ = transformer.FAIRSEQ
 LSQ = ["--arch", "lsq_transformer", "--criterion", "lsq_label_smoothed_cross_entropy"]
-LSQ += ["--lsq-calibration-passes", "1"]
-"""Clips are measured in the first step alone, which is not timed: a long training does it in a few steps of many."""
 OPERATIONS = 15
 """Operations (and kinds of saved tensors) listed for each side, the largest."""
-WARM_UP = 3
-"""Steps of each side that are not timed: memory that a virtual machine has not touched before is slow at first."""
+WARM_UP = common.SETTLED
+"""Steps of each side that are not timed: the first ones measure clips, and touch memory for the first time."""
 
 
 def _side(*arguments: str, **options) -> Callable:

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from lsq.ops.weight_gradient import ProjectWeightGradient
 
+KEPT = (1, 2)
+"""Values of each row that stay floats beside the codes of the others, as the vocabulary's loss keeps two."""
+
 
 class Study:
     """Looks at the gradients of a training; `rows` has what it found.
@@ -60,12 +63,22 @@ class Study:
         codes = weight.codes.double()
         x = operation.x.coded.decode()
         exact = gradient.double() @ codes, gradient.double().t() @ x.double() / weight.scale[:, None]
-        for name, scheme in self._schemes.items():
-            found = self._products(scheme, gradient, place, codes, x)
-            found = found[0], found[1] / weight.scale[:, None]
+        for name, scheme, kept in self._cases():
+            floats = largest_of_rows(gradient, kept)
+            found = self._products(scheme, gradient - floats, place, codes, x)
+            floats = floats.double()
+            found = found[0] + floats @ codes, (found[1] + floats.t() @ x.double()) / weight.scale[:, None]
             dx, dw = (decibels(*pair) for pair in zip(exact, found, strict=True))
             where = {"update": self._update, "weight": self._names[weight.values.data_ptr()]}
             self.rows.append({**where, "follows": place.follows, "scheme": name, "dx": dx, "dw": dw})
+
+    def _cases(self) -> Iterator[tuple[str, Scheme, int]]:
+        """(name, scheme, how many values of each row stay floats)."""
+        for name, scheme in self._schemes.items():
+            yield name, scheme, 0
+        row = next(iter(self._schemes.values()))
+        for kept in KEPT:
+            yield f"row, {kept} of each kept", row, kept
 
     def _products(self, scheme: Scheme, gradient: Tensor, place: Place, codes: Tensor, x: Tensor):
         """dX and dW from the rounded gradient, in float64."""
@@ -74,6 +87,12 @@ class Study:
             x = folded(x, second.scale, self._generator)
             second = Codes(second.codes, torch.ones(1))
         return first.values.double() @ codes, second.values.double().t() @ x.double()
+
+
+def largest_of_rows(gradient: Tensor, count: int) -> Tensor:
+    """The values of largest magnitude of each row [M, N], 0 elsewhere."""
+    places = gradient.abs().topk(count, dim=1).indices
+    return torch.zeros_like(gradient).scatter(1, places, gradient.gather(1, places))
 
 
 def decibels(exact: Tensor, found: Tensor) -> float:

@@ -114,14 +114,14 @@ def without_openvino() -> Iterator[None]:
 
 
 def lsq_linears(model: nn.Module) -> None:
-    """Linear layers alone; clips are measured in the first pass."""
+    """Linear layers alone; clips are measured in the first passes."""
     alone = {"fused": False} if "fused" in inspect.signature(lsq.convert).parameters else {}
-    lsq.convert(model, QuantConfig(calibration_passes=1), **alone)
+    lsq.convert(model, QuantConfig(), **alone)
 
 
 def lsq_fused(model: nn.Module) -> None:
     """Whole layers."""
-    lsq.convert(model, QuantConfig(calibration_passes=1))
+    lsq.convert(model, QuantConfig())
     modules = [module for module in model.modules() if isinstance(module, ProgramModule)]
     if all(isinstance(module, Projection) for module in modules):
         raise NotImplementedError(f"lsq.convert fuses no layer of {type(model).__name__}")

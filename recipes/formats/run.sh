@@ -26,9 +26,9 @@ continued() { # name weights activations gradients [options...]
 }
 
 for seed in "${seeds[@]}"; do
-    train float 1500 --mode float --lr 0.002 --warmup 400
+    train float 1500 --mode float --arch lsq_transformer --lr 0.002 --warmup 400
     float="$output/$seed/float/model/checkpoint_last.pt"
-    train float-again "$updates" --mode float --lr 0.0005 --warmup 50 -- --finetune-from-model "$float"
+    train float-again "$updates" --mode float --arch lsq_transformer --lr 0.0005 --warmup 50 --lsq-from "$float"
     continued int8 int8 int8 int8
     continued int6 int8 int8 int8 --lsq-bits 6
     continued int4 int4 int8 int8

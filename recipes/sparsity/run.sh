@@ -20,7 +20,7 @@ train() { # name seed updates options...
 }
 
 for seed in "${seeds[@]}"; do
-    train "float-$seed" "$seed" 1500 --mode float --lr 0.002 --warmup 400 --validate-every 375
+    train "float-$seed" "$seed" 1500 --mode float --arch lsq_transformer --lr 0.002 --warmup 400 --validate-every 375
     further=(--lr 0.0005 --warmup 30 --validate-every 100 --lsq-from "$output/float-$seed/model/checkpoint_last.pt")
     train "int8-$seed" "$seed" "$updates" --mode int8 "${further[@]}"
     train "int8-sparse-$seed" "$seed" "$updates" --mode int8 --lsq-sparsity 2:4 "${further[@]}"

@@ -224,6 +224,7 @@ RULES = [
     Rule(words="lsq train runs/lm", way=run_lsq, extra=LANGUAGE_MODEL, why="hours of training: the model is small"),
     Rule(words="lsq generate", way=run_lsq),
     Rule(words="lsq numbers", way=parse_lsq, why="minutes of training", test="tests/commands/test_numbers.py"),
+    Rule(words="lsq compare", way=parse_lsq, why="hours of training", test="tests/commands/test_compare.py"),
     Rule(words="lsq translate", way=run_lsq),
     Rule(words="lsq serve", way=parse_lsq, why="serves until it is stopped", test="tests/commands/test_serve.py"),
     Rule(words="curl", way=leave_it, why="asks the service, which does not run here", test="tests/serve"),
