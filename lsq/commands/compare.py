@@ -32,6 +32,8 @@ LAST_BIT = 1 + 2**-23
 """What the learning rate of AGAIN is multiplied by."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """By numbers of seeds: standard errors that chance exceeds in one of 20 cases (Student's t, two-sided)."""
+SET_HERE = "--mode", "--seed", "--name", "--prepare-only"
+"""Options of `lsq train-text` that users do not give."""
 FILES = "differences.json", "differences.png"
 WINDOWS = 10
 """Where --log-every is not given."""
@@ -93,9 +95,13 @@ def sides_of(given: list[str], shared: Namespace) -> list[Side]:
                 f"--side {text!r} must be NAME=OPTIONS, with a new name of small letters, digits, _ . and - each time"
             )
         try:
-            found.append(Side(name=name, options=shlex.split(options)))
+            words = shlex.split(options)
         except ValueError as error:
             raise ValueError(f"--side {name}: {error}") from error
+        for option in (*SET_HERE, "--output", "--updates"):
+            if option != "--mode" and any(word.partition("=")[0] == option for word in words):
+                raise ValueError(f"--side {name}: {option} is the same for all sides; leave it out")
+        found.append(Side(name=name, options=words))
     return found
 
 
@@ -109,7 +115,7 @@ def run(arguments: list[str]) -> int:
     middle = arguments.index("--") if "--" in arguments else len(arguments)
     given, common = parser().parse_known_args(arguments[:middle])
     extra = arguments[middle:]
-    for option in ("--mode", "--seed", "--name", "--prepare-only"):
+    for option in SET_HERE:
         if any(word.partition("=")[0] == option for word in common):
             raise ValueError(f"{option} is set by lsq compare itself; leave it out, or see --seeds and --side")
     shared = train_text.parser().parse_args(common)
@@ -151,8 +157,9 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
         for name in names for seed in seeds
     }  # fmt: skip
     others = names[1:]
-    windows = list(found[FLOAT, seeds[0]].curve.training)
-    validated = max(found[FLOAT, seeds[0]].curve.validation)
+    curves = [one.curve for one in found.values()]  # a training that was begun otherwise may lack a window
+    windows = sorted(set.intersection(*(set(curve.training) for curve in curves)))
+    validated = max(set.intersection(*(set(curve.validation) for curve in curves)))
     rows: list[tuple[str, int, Callable[[Trained], float]]] = [
         (f"updates {before + 1} to {window}", 4, lambda one, window=window: one.curve.training[window])
         for before, window in zip([0, *windows], windows, strict=False)

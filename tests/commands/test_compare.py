@@ -78,6 +78,8 @@ def test_what_is_trained(text, monkeypatch):
     (["--side", "float=--lsq-bits 4"], "with a new name"),
     (["--side", "a=--mode int8", "--side", "a=--mode int8"], "with a new name"),
     (["--side", "../a=--mode int8"], "must be NAME=OPTIONS"),
+    (["--side", "a=--mode int8 --seed=4"], "--side a: --seed is the same for all sides; leave it out"),
+    (["--side", "a=--output b"], "--output is the same for all sides"),
     (["--side", "a=--mode 'int8"], "--side a: No closing quotation"),
     (["--arch", "transformer"], "--arch transformer has no quantisers"),
 ])  # fmt: skip

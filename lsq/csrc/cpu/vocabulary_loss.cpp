@@ -141,13 +141,14 @@ struct Joined {
             for (int64_t i = 0; i < count; ++i) {
                 const float factor = bounded_exponential(parts.largest[at + i] - largest[i]);
                 const float most = parts.scaled[at + i] * factor, next = parts.second[at + i] * factor;
-                const bool larger = most > scaled[i];
-                const float below = larger ? scaled[i] : most;  // the smaller one of both largest
+                const float before = scaled[i], behind = second[i];
+                const int32_t its = parts.word[at + i], mine = word[i];
+                const float smaller = most > before ? before : most, other = most > before ? next : behind;
                 sum[i] += parts.sum[at + i] * factor;
                 total[i] += parts.total[at + i];
-                second[i] = below > (larger ? next : second[i]) ? below : larger ? next : second[i];
-                scaled[i] = larger ? most : scaled[i];
-                word[i] = larger ? parts.word[at + i] : word[i];
+                second[i] = smaller > other ? smaller : other;
+                scaled[i] = most > before ? most : before;
+                word[i] = most > before ? its : mine;
             }
         }
     }
