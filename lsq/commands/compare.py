@@ -59,6 +59,7 @@ def parser() -> ArgumentParser:
             " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same command again to"
             " continue after an interruption, or with more seeds to add to what is there."
         ),
+        epilog="`lsq train-text --help` lists the options of a training.",
         allow_abbrev=False,
         formatter_class=HelpFormatter,
     )
@@ -118,7 +119,9 @@ def run(arguments: list[str]) -> int:
     for option in SET_HERE:
         if any(word.partition("=")[0] == option for word in common):
             raise ValueError(f"{option} is set by lsq compare itself; leave it out, or see --seeds and --side")
-    shared = train_text.parser().parse_args(common)
+    of_training = train_text.parser()
+    of_training.prog = "lsq compare"
+    shared = of_training.parse_args(common)
     if not any(word.partition("=")[0] == "--log-every" for word in common):
         common += ["--log-every", str(max(1, shared.updates // WINDOWS))]
     sides = sides_of(given.side, shared)

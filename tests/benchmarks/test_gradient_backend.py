@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from gradient_backend import Rounding, Showing
-from gradient_scales import Study, decibels, summary
+from gradient_scales import KEPT, Study, decibels, summary
 from gradient_schemes import SCHEMES
 
 from lsq.backends import backend
@@ -65,8 +65,9 @@ def test_the_study_measures_every_product_by_every_scheme(layer):
 
         gradients(layer, Showing(show))
     assert shown == [False, True, False, False]  # what the product of fc2 made goes to fc1, the rest passes others
-    assert len(study.rows) == len(PRODUCTS) * len(SCHEMES)
-    assert [row["weight"] for row in study.rows[:: len(SCHEMES)]] == [place + "_weight" for place in PRODUCTS]
+    schemes = len(SCHEMES) + len(KEPT)
+    assert len(study.rows) == len(PRODUCTS) * schemes
+    assert [row["weight"] for row in study.rows[::schemes]] == [place + "_weight" for place in PRODUCTS]
     table = {row["scheme"]: row for row in summary(study.rows)}
     levels = {name: float(row["dw at 2"].split()[0]) for name, row in table.items()}
     assert levels["tensor"] < levels["32x32"] < levels["row, x not rounded again"]
