@@ -57,7 +57,7 @@ def parser() -> ArgumentParser:
             "Train the same model in float32 and in int8 from the same initial weights, on the same batches and dropout"
             " masks, and print the differences of their losses beside those of float32 against itself. The options of"
             " `lsq train-text` say what is trained, all but --mode, --seed and --name. Run the same command again to"
-            " continue after an interruption, or with more seeds to add to what is there."
+            " continue after an interruption, or with old and new seeds together: only the new ones are trained."
         ),
         epilog="`lsq train-text --help` lists the options of a training.",
         allow_abbrev=False,
