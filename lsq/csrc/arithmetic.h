@@ -56,10 +56,11 @@ constexpr Magnitude kMissing = 0x7FC00000u;
 LSQ_INLINE Magnitude magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 LSQ_INLINE bool is_missing(Magnitude x) { return x > 0x7F800000u; }
 // The clip under which nothing is clipped of values whose largest magnitude is x, at least 2^-40. Of zeros alone it stays:
-// gradients carry the scales of rows, and that of a row under a tiny clip would vanish.
+// gradients carry the scales of rows, and that of a row under a tiny clip would vanish. It is 1 then if it was not finite.
 LSQ_INLINE float clip_of(Magnitude x, float before) {
     const Magnitude least = 0x2B800000u;
-    return x == 0 ? before : float_of(x > least ? x : least);
+    if (x == 0) return magnitude_of(before) < 0x7F800000u ? before : 1.0f;
+    return float_of(x > least ? x : least);
 }
 
 // The scale that goes with rounded values: NaN when a value was NaN, so that NaN reaches whatever reads the codes.

@@ -14,17 +14,18 @@ APART = 4
 
 
 class FollowedClips:
-    """The largest magnitudes that a module's last training pass has rounded, until its clips follow them.
+    """The largest magnitudes that a module's training passes have rounded since a step, until its clips follow them.
 
     Operations record them while they round (Coded.seen). The next pass takes the larger of that and of the clip, which
     has lost a 64th if an optimizer has stepped: so a clip is the largest magnitude of some dozen steps, whatever the
-    number of passes in each, and all that is to be saved is the clip. Nobody waits for a device. What is not finite
-    counts for nothing, and a clip stays where nothing was recorded.
+    number of passes in each, and all that is to be saved is the clip. What was seen stays until a step, so that
+    nothing changes when a state dict is taken before one. Nobody waits for a device. What is not finite counts for
+    nothing, and a clip stays where nothing was recorded.
     """
 
     def __init__(self):
         self._seen: torch.Tensor | None = None
-        """[2, clips, APART], the first of each: of the last training pass, and of passes that do not count."""
+        """[2, clips, APART], the first of each: of training passes since a step, and of passes that do not count."""
         self._names: tuple[str, ...] = ()
         self._step = upkeep.steps()
 
@@ -37,16 +38,17 @@ class FollowedClips:
 
     @torch.no_grad()
     def follow(self, clips: Mapping[str, torch.Tensor]) -> None:
-        """Bring clips, each float32 [1], to what the last pass has seen, if there was one."""
-        kept, self._step = 1.0 if self._step == upkeep.steps() else KEPT, upkeep.steps()
+        """Bring clips, each float32 [1], to what passes have seen, if there were any."""
+        stepped, self._step = self._step != upkeep.steps(), upkeep.steps()
         if self._seen is None:
             return
         values = [clips[name].data for name in self._names]
         seen = self._seen[0, :, 0].nan_to_num(0.0, 0.0, 0.0)
         before = torch.cat(values)
-        after = torch.where(seen > 0, seen.clamp(min=SMALLEST_CLIP).maximum(before * kept), before)
+        after = torch.where(seen > 0, seen.clamp(min=SMALLEST_CLIP).maximum(before * (KEPT if stepped else 1.0)), before)
         torch._foreach_copy_(values, list(after.split(1)))
-        self._seen = None
+        if stepped:
+            self._seen = None
 
     def begin(self, clips: Mapping[str, torch.Tensor]) -> None:
         """Before a pass: make room for what it will see of these clips."""

@@ -44,17 +44,22 @@ class Schedule:
 
     def __init__(self, quantization: QuantConfig):
         self._quant = quantization
-        self.passes = self._weights_at = 0
+        self.passes = 0
         self.fallen = False
+        self._begin_anew()
+        self.restart()
+
+    def _begin_anew(self) -> None:
+        """What state dicts do not hold is as in a new module."""
         self._window = self._measured_at = NEVER
         """The number of passes at which activations began to be measured last, and that when they were last."""
+        self._weights_at = 0
         self._looks = 0
         """How many passes without gradients have measured them since a pass was counted."""
         self._step = self._in_step = self._uses = 0
         """The optimizers' steps when the last pass was counted, passes since that step, and the most of them."""
         self._uncounted = False
         """Whether the last pass had no gradients, but may be run again with them."""
-        self.restart()
 
     @property
     def begun(self) -> bool:
@@ -167,5 +172,5 @@ class Schedule:
             self.calibrated = known["calibrated"] > 1 - ROUNDING
             if not self.calibrated and known["calibrated"] > ROUNDING:
                 self.forget()
-        self._window = self._measured_at = NEVER
+        self._begin_anew()
         return [prefix + name for name in self.NAMES if name not in {*known, "fallen"}]

@@ -66,10 +66,11 @@ def check_clip(clip: Tensor, name: str) -> None:
 def largest_clips(rows: Tensor, before: Tensor) -> Tensor:
     """Return the largest magnitude of each row [R, N] as its clip [R], at least SMALLEST_CLIP.
 
-    A row of zeros keeps its clip `before` [R]: gradients carry the scales of rows, and its own would vanish.
+    A row of zeros keeps its clip `before` [R], or gets 1 if that is not finite: gradients carry the scales of rows, and
+    its own would vanish.
     """
     largest = rows.detach().float().abs().amax(1)
-    return torch.where(largest == 0, before, largest.clamp(min=SMALLEST_CLIP))
+    return torch.where(largest == 0, torch.where(before.isfinite(), before, 1.0), largest.clamp(min=SMALLEST_CLIP))
 
 
 def quantize(x: Tensor, clip: Tensor, bits: int = 8) -> Quantized:

@@ -6,6 +6,7 @@ import gradient_scales
 import gradient_trainings
 import pytest
 import torch
+from gradient_scales import KEPT
 from gradient_schemes import SCHEMES
 from gradient_trainings import FLOAT, PRODUCT, computing_on, rows
 
@@ -54,5 +55,5 @@ def test_both_scripts_run_on_text(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("gradient_backend.Rounding.study", None)  # would fail if it were called
     assert figures(gradient_trainings, *given_schemes)["rows"]
     measured = figures(gradient_scales, "--at", "1", "2")
-    assert {row["scheme"] for row in measured["rows"]} == set(SCHEMES)
+    assert {row["scheme"] for row in measured["rows"]} == {*SCHEMES, *(f"row, {kept} of each kept" for kept in KEPT)}
     assert {row["update"] for row in measured["products"]} == {1, 2}

@@ -72,7 +72,39 @@ def test_all_passes_of_a_step_count_alike():
     layer = layer_of()
     step(layer, *[0.1] * 20, 4.0)
     step(layer, 4.0, *[0.1] * 20)
+    assert layer.eval().input_clip == 4.0
+    step(layer.train(), *[0.1] * 20)
     assert layer.eval().input_clip == 4.0 * KEPT
+
+
+@pytest.mark.parametrize("look", [
+    QuantizedLinear.state_dict, copy.deepcopy, lambda layer: layer.eval().train(), lambda layer: None,
+])  # fmt: skip
+def test_a_look_before_a_step_changes_nothing(look):
+    layer, sizes = layer_of(), [4.0, 0.1, 0.3]
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for size in sizes:
+        layer(torch.full((3, 48), size)).sum().backward()
+        look(layer)
+        optimizer.step()
+    assert layer.eval().input_clip.item() == pytest.approx(largest(sizes))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_mended_has_a_clip_again(value):
+    layer, x = layer_of(), torch.randn(5, 48)
+    weight = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight[3] = value
+    layer.state_dict()
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.weight[3] = 0.0
+    layer(x).sum().backward()
+    wanted = layer.weight.abs().amax(1)
+    wanted[3] = 1.0
+    assert torch.equal(layer.weight_clip, wanted)
+    assert layer.state_dict()["weight_clip"].isfinite().all()
 
 
 def test_passes_that_are_looked_at_record_the_same():

@@ -59,14 +59,16 @@ def check_codes(compare, bits: int, per_channel: bool, shape: tuple[int, int], r
 
 
 def check_largest_clips(compare, shape: tuple[int, int], rows: int | None) -> None:
-    """The clip of a row is its largest new magnitude; that of a row of zeros stays."""
+    """The clip of a row is its largest new magnitude; that of a row of zeros stays, or becomes 1."""
     before = state(*shape)
     for tensor in before:
         tensor[1] = 0.0
+        tensor[2] = 0.0
     clip = 0.5 + torch.rand(shape[0])
+    clip[2] = math.nan
     done = compare(with_new_clip(step(before, numbers(), codes_of(clip, shape, rows), transposed=True)))
     wanted = done.new_weight.abs().amax(1)
-    wanted[1] = clip[1]
+    wanted[1], wanted[2] = clip[1], 1.0
     assert torch.equal(done.new_clip, wanted)
     codes = quantize(done.new_weight, wanted, 8).codes
     assert torch.equal(done.rounded.codes[: shape[0]], codes)
