@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.
 """By numbers of seeds: standard errors that chance exceeds in one of 20 cases (Student's t, two-sided)."""
 SET_HERE = "--mode", "--seed", "--name", "--prepare-only"
 """Options of `lsq train-text` that users do not give."""
+NOT_AFTER = "--lr", "--arch", "-a", "--lsq-mode", "--max-update", *SET_HERE
+"""Options of fairseq that would put out what differs between the trainings."""
 FILES = "differences.json", "differences.png"
 WINDOWS = 10
 """Where --log-every is not given."""
@@ -64,7 +66,7 @@ def parser() -> ArgumentParser:
         formatter_class=HelpFormatter,
     )
     one_line_errors(made)
-    made.add_argument("--seeds", type=int, nargs="+", default=[1], help="a training of each side for each of these")
+    made.add_argument("--seeds", type=seed, nargs="+", default=[1], help="a training of each side for each of these")
     made.add_argument(
         "--side", action="append", default=[], metavar="NAME=OPTIONS",
         help="in place of int8: options of `lsq train-text` by which a training differs from float, e.g."
@@ -72,6 +74,18 @@ def parser() -> ArgumentParser:
     )  # fmt: skip
     made.add_argument("--threads", type=positive, default=1, help="threads of each training")
     return made
+
+
+def seed(text: str) -> int:
+    """The type of --seeds."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise ArgumentTypeError(f"{text!r} is no seed; it must be a number from 0 to 4294967295")
+    return int(text)
+
+
+def is_given(option: str, words: list[str]) -> bool:
+    """Whether an option is among the words of a command line, as `--lr 0.1` or `--lr=0.1`."""
+    return any(word.partition("=")[0] == option for word in words)
 
 
 def sides_of(given: list[str], shared: Namespace) -> list[Side]:
@@ -99,9 +113,9 @@ def sides_of(given: list[str], shared: Namespace) -> list[Side]:
             words = shlex.split(options)
         except ValueError as error:
             raise ValueError(f"--side {name}: {error}") from error
-        for option in (*SET_HERE, "--output", "--updates"):
-            if option != "--mode" and any(word.partition("=")[0] == option for word in words):
-                raise ValueError(f"--side {name}: {option} is the same for all sides; leave it out")
+        for option in (*SET_HERE[1:], "--output", "--updates", "--help", "-h"):
+            if is_given(option, words):
+                raise ValueError(f"--side {name}: {option} is no difference between sides; leave it out")
         found.append(Side(name=name, options=words))
     return found
 
@@ -117,12 +131,15 @@ def run(arguments: list[str]) -> int:
     given, common = parser().parse_known_args(arguments[:middle])
     extra = arguments[middle:]
     for option in SET_HERE:
-        if any(word.partition("=")[0] == option for word in common):
+        if is_given(option, common):
             raise ValueError(f"{option} is set by lsq compare itself; leave it out, or see --seeds and --side")
+    for option in NOT_AFTER:
+        if is_given(option, extra):
+            raise ValueError(f"{option} after -- would be the same for all trainings; give it before --, if at all")
     of_training = train_text.parser()
     of_training.prog = "lsq compare"
     shared = of_training.parse_args(common)
-    if not any(word.partition("=")[0] == "--log-every" for word in common):
+    if not is_given("--log-every", common):
         common += ["--log-every", str(max(1, shared.updates // WINDOWS))]
     sides = sides_of(given.side, shared)
     runs = {}
@@ -134,9 +151,9 @@ def run(arguments: list[str]) -> int:
     made = Stage(name="comparison", folder=shared.output / "comparison", makes=FILES)
     made.check_own()
     with locked_folder(made.folder, "choose another --output"):
-        made.mark({}, finished=False)
         for words in runs.values():
             run_lsq(["train-text", *words], threads=given.threads)
+        made.mark({}, finished=False)
         report(shared.output, [side.name for side in sides], list(dict.fromkeys(given.seeds)), made.folder)
     return 0
 
@@ -183,10 +200,13 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
         )
         for title, digits, value in rows
     ]  # fmt: skip
-    head = ("bits a token", FLOAT, *others)
+    head = ("", FLOAT, *others)
     aligned = ("left", *("right",) * (len(head) - 1))
     say("\n" + tabulate(table, head, tablefmt="github", disable_numparse=True, colalign=aligned))
-    say(f"\nOf {FLOAT} the loss, of all others the difference to it: the mean over seeds, ± its standard error.")
+    say(
+        f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the difference to it,"
+        " ± its standard error."
+    )
     for name in names[2:]:
         say(verdict(name, differences[f"validation after {validated}"], differences, len(windows)))
     draw(differences, windows, others, folder / FILES[1])

@@ -108,11 +108,19 @@ def train_text_arguments(given: Namespace, files: TextFiles, name: str) -> list[
 
 def sizes(given: Namespace) -> dict[str, int]:
     """The options of SIZES."""
-    return {option: getattr(given, option[2:].replace("-", "_")) for option in SIZES}
+    return {option: getattr(given, destination(option)) for option in SIZES}
 
 
-def report(prepared: Prepared, names: list[str]) -> None:
-    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt and losses.png."""
+def destination(option: str) -> str:
+    """What argparse calls an option."""
+    return option[2:].replace("-", "_")
+
+
+def report(prepared: Prepared, names: list[str], *, usual: bool) -> None:
+    """Compare the runs of these names: prints samples and a table, writes results.json, samples.txt and losses.png.
+
+    `usual`: see `meaning`.
+    """
     source, target = prepared.lines("test", "src"), prepared.lines("test", "tgt")
     hypotheses = {name: hypotheses_of(prepared, name) for name in names}
     runs = {}
@@ -140,7 +148,7 @@ def report(prepared: Prepared, names: list[str]) -> None:
     say("\n".join(samples))
     say(f"\n{len(target)} numbers that were not trained on, translated with the checkpoint of least validation loss:")
     say(table(runs))
-    say(meaning(runs))
+    say(meaning(runs, usual=usual))
     say(
         "Memory is of the tensors of a forward and backward pass, beside parameters, gradients and Adam's moments.\n"
         f"Everything is in {prepared.output}: losses.png, samples.txt, results.json"
@@ -164,9 +172,11 @@ def table(runs: dict[str, dict]) -> str:
             ("  kept for the backward pass, MB", "kept_bytes", "{:.0f}", 1e-6),
         )
     ]
-    fastest = min(run["seconds_an_update"] for run in runs.values() if run is not second)
+    fastest = min(runs.keys() - {"int8"}, key=lambda name: runs[name]["seconds_an_update"])
     ratios = {
-        "seconds an update": f"int8 is {fastest / second['seconds_an_update']:.2f} times as fast",
+        "seconds an update": (
+            f"int8 is {runs[fastest]['seconds_an_update'] / second['seconds_an_update']:.2f} times as fast as {fastest}"
+        ),
         "peak memory, MB": f"{second['peak_bytes'] / first['peak_bytes']:.2f} of float's",
         "  kept for the backward pass, MB": f"{second['kept_bytes'] / first['kept_bytes']:.2f} of float's",
     }
@@ -176,16 +186,18 @@ def table(runs: dict[str, dict]) -> str:
     )
 
 
-def meaning(runs: dict[str, dict]) -> str:
-    """What the difference of the two losses says, in a sentence."""
+def meaning(runs: dict[str, dict], *, usual: bool) -> str:
+    """What the difference of the two losses says, in a sentence. `usual`: the options are those that CHANCE is of."""
     found = runs["int8"]["best_validation_loss"] - runs["float"]["best_validation_loss"]
+    ended = f"With the same initial weights, batches and dropout masks int8 ends {found:+.4f} bits a token from float."
+    if not usual:
+        return f"{ended}\n`lsq compare` says how much of that is chance: it trains float twice, and more seeds."
     if abs(found) <= CHANCE:
         seen = "which says nothing against either"
     else:
         seen = "more than that: other seeds (--seed) tell whether it is chance"
     return (
-        f"With the same initial weights, batches and dropout masks int8 ends {found:+.4f} bits a token from float.\n"
-        f"Two trainings in float whose sums have another order part by about {CHANCE} here: {seen}."
+        f"{ended}\nTwo trainings in float whose sums have another order part by about {CHANCE} here: {seen}."
     )
 
 
@@ -229,4 +241,5 @@ def compare(given: Namespace) -> None:
     names = [*RUNS, *(FAIRSEQ if given.fairseq else ())]
     for name in names:
         run_lsq(["train-text", *train_text_arguments(given, files, name)], threads=given.threads)
-    report(prepared, names)
+    usual = {option: parser().get_default(option) for option in ("updates", "train_pairs", *map(destination, SIZES))}
+    report(prepared, names, usual=all(getattr(given, option) == value for option, value in usual.items()))

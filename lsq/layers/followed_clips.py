@@ -45,7 +45,8 @@ class FollowedClips:
         values = [clips[name].data for name in self._names]
         seen = self._seen[0, :, 0].nan_to_num(0.0, 0.0, 0.0)
         before = torch.cat(values)
-        after = torch.where(seen > 0, seen.clamp(min=SMALLEST_CLIP).maximum(before * (KEPT if stepped else 1.0)), before)
+        kept = before * KEPT if stepped else before
+        after = torch.where(seen > 0, seen.clamp(min=SMALLEST_CLIP).maximum(kept), before)
         torch._foreach_copy_(values, list(after.split(1)))
         if stepped:
             self._seen = None

@@ -78,9 +78,12 @@ def test_what_is_trained(text, monkeypatch):
     (["--side", "float=--lsq-bits 4"], "with a new name"),
     (["--side", "a=--mode int8", "--side", "a=--mode int8"], "with a new name"),
     (["--side", "../a=--mode int8"], "must be NAME=OPTIONS"),
-    (["--side", "a=--mode int8 --seed=4"], "--side a: --seed is the same for all sides; leave it out"),
-    (["--side", "a=--output b"], "--output is the same for all sides"),
+    (["--side", "a=--mode int8 --seed=4"], "--side a: --seed is no difference between sides; leave it out"),
+    (["--side", "a=--output b"], "--output is no difference between sides"),
     (["--side", "a=--mode 'int8"], "--side a: No closing quotation"),
+    (["--side", "a=--mode int8 --help"], "--side a: --help is no difference"),
+    (["--", "--lr", "0.1"], "--lr after -- would be the same for all trainings"),
+    (["--", "--seed=4"], "--seed after -- would"),
     (["--arch", "transformer"], "--arch transformer has no quantisers"),
 ])  # fmt: skip
 def test_mistakes(text, given, message, tmp_path):
@@ -93,6 +96,23 @@ def test_an_option_that_is_none(text, capsys):
     with pytest.raises(SystemExit):
         compare.run([*text, "--side", "a=--mode int9"])
     assert "invalid choice: 'int9'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
+def test_seeds_that_are_none(text, seed, capsys):
+    with pytest.raises(SystemExit):
+        compare.run([*text, f"--seeds={seed}"])
+    assert f"{seed!r} is no seed; it must be a number from 0 to 4294967295" in capsys.readouterr().err
+
+
+def test_a_training_that_fails_leaves_no_marker(text, monkeypatch, tmp_path):
+    def run_lsq(words, *, threads):
+        raise ChildProcessError("lsq train-text ended with status 1")
+
+    monkeypatch.setattr(compare, "run_lsq", run_lsq)
+    with pytest.raises(ChildProcessError):
+        compare.run(text)
+    assert not (tmp_path / "out").exists()
 
 
 def test_spread():

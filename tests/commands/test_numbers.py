@@ -84,10 +84,13 @@ RUN = {
 def test_int8_is_compared_with_the_faster_float():
     runs = {"float": RUN, "int8": {**RUN, "seconds_an_update": 0.2}, "fairseq": {**RUN, "seconds_an_update": 0.3}}
     shown = numbers.table(runs)
-    assert "0.400     0.200     0.300   int8 is 1.50 times as fast" in shown and "fairseq" in shown.splitlines()[0]
+    assert "0.400     0.200     0.300   int8 is 1.50 times as fast as fairseq" in shown
+    assert "fairseq" in shown.splitlines()[0]
 
 
 @pytest.mark.parametrize("loss, meaning", [(0.122, "int8 ends .0.0020 bits.*nothing"), (0.2, "other seeds")])
 def test_what_a_difference_means(loss, meaning):
-    said = numbers.meaning({"float": RUN, "int8": {**RUN, "best_validation_loss": loss}})
-    assert re.search(meaning, said, re.DOTALL)
+    runs = {"float": RUN, "int8": {**RUN, "best_validation_loss": loss}}
+    assert re.search(meaning, numbers.meaning(runs, usual=True), re.DOTALL)
+    assert "part by about" in numbers.meaning(runs, usual=True)
+    assert "lsq compare" in numbers.meaning(runs, usual=False) and "about" not in numbers.meaning(runs, usual=False)
