@@ -16,7 +16,7 @@ from lsq.ops.append import Append
 from lsq.ops.attention import Attention
 from lsq.ops.heads import Heads, PositionBias, Projected
 from lsq.ops.nonlinearity import Activation, Nonlinearity
-from lsq.ops.prediction import Prediction
+from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.project import Project
 from lsq.ops.residual_norm import NormalisedRows, ResidualNorm
 from lsq.ops.residual_sum import ResidualSum
@@ -303,19 +303,18 @@ def append(builder: Builder, before: VirtualTensor, now: Rows, batch: int) -> Ro
 def vocabulary_loss(builder: Builder, prediction: Prediction) -> tuple[VirtualTensor, VirtualTensor]:
     """Vocabulary projection and label-smoothed cross-entropy in one: -> (loss [1], nll loss [1])."""
     loss, nll = builder.tensor("loss", (1,)), builder.tensor("nll_loss", (1,))
-    normaliser = bound = likeliest = kept = None
+    normaliser = bound = kept = None
     rows = (prediction.rows,)
     if builder.backward:
         normaliser = builder.tensor("log_normaliser", rows)
         if prediction.x.coded is not None and builder.quant.backward == "int8":
             bound = builder.tensor("d_logits.bound", rows)
             if not builder.needs_gradient(prediction.weight.clip):
-                likeliest = builder.tensor("d_logits.likeliest", rows, torch.int64)
-                kept = builder.tensor("d_logits.kept", (2, *rows))
+                kept = KeptWords(
+                    likeliest=builder.tensor("d_logits.likeliest", rows, torch.int64),
+                    gradient=builder.tensor("d_logits.kept", (2, *rows)),
+                )
     builder.add(
-        VocabularyLoss(
-            prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, likeliest=likeliest,
-            kept_gradient=kept,
-        )
+        VocabularyLoss(prediction=prediction, loss=loss, nll=nll, normaliser=normaliser, bound=bound, kept=kept)
     )
     return loss, nll

@@ -11,16 +11,14 @@ a row share the scale of the rest. M rows, V words, P padded words, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from lsq.csrc.geometry import MANY_BLOCKS, row_blocks, row_defines
 from lsq.csrc.launch import FLOATS, float_define, launch
 from lsq.ops.embedding import scatter_launches, scatter_scratch
 from lsq.ops.kernels import float_operand
-from lsq.ops.prediction import Prediction
-from lsq.program.declare import Activations, Floats, In, Indices, Out, Parameters, extent, size
+from lsq.ops.prediction import KeptWords, Prediction
+from lsq.program.declare import Activations, Floats, In, Out, Parameters, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Weight
 
@@ -30,10 +28,8 @@ class KeptInputGradient(Operation):
 
     prediction: In[Prediction]
     """Of codes."""
-    likeliest: In[Indices]
-    """[M], of VocabularyLoss."""
-    kept_gradient: In[Floats]
-    """[2, M], of VocabularyLoss."""
+    kept: In[KeptWords]
+    """Of VocabularyLoss."""
     dloss: In[Floats]
     """[1]"""
     dx: Out[Activations]
@@ -49,7 +45,7 @@ class KeptInputGradient(Operation):
         weight = self.prediction.weight
         parts = [
             (gradient * self.dloss)[:, None] * (weight.codes[word].float() * weight.scale[word, None])
-            for word, gradient in kept_words(self)
+            for word, gradient in self.kept.words(self.prediction)
         ]
         return (parts[0] + parts[1],)
 
@@ -71,10 +67,8 @@ class KeptWeightGradient(Operation):
 
     prediction: In[Prediction]
     """Of codes."""
-    likeliest: In[Indices]
-    """[M], of VocabularyLoss."""
-    kept_gradient: In[Floats]
-    """[2, M], of VocabularyLoss."""
+    kept: In[KeptWords]
+    """Of VocabularyLoss."""
     dloss: In[Floats]
     """[1]"""
     weight: In[Weight]
@@ -102,7 +96,7 @@ class KeptWeightGradient(Operation):
     def reference(self):
         given, weight = self.prediction, self.weight
         found = torch.zeros(self.dweight.shape, dtype=torch.float32)
-        for word, gradient in kept_words(self):
+        for word, gradient in self.kept.words(given):
             found.index_add_(0, word, (gradient * self.dloss)[:, None] * given.x.coded.decode())
         outside = (weight.values.float().abs() > weight.clip.reshape(-1, 1)) & (not weight.absmax)
         return ((self.others + torch.where(outside, 0.0, found)).to(self.dweight.dtype),)
@@ -117,11 +111,4 @@ class KeptWeightGradient(Operation):
 
 def kept_limits(operation: KeptInputGradient | KeptWeightGradient) -> dict[str, int]:
     """See Operation.limits."""
-    return {**operation.prediction.limits(), "likeliest": operation.prediction.vocabulary}
-
-
-def kept_words(operation: KeptInputGradient | KeptWeightGradient) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
-    given = operation.prediction
-    for word, gradient in zip((given.target, operation.likeliest), operation.kept_gradient, strict=True):
-        yield word, torch.where(given.target == given.padding, 0.0, gradient)
+    return {**operation.prediction.limits(), "kept.likeliest": operation.prediction.vocabulary}

@@ -6,7 +6,7 @@ M rows, V words, P padded words, K inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from lsq.csrc import loader
 from lsq.csrc.geometry import VECTOR
 from lsq.csrc.launch import Launch, Product, launch
 from lsq.ops.products import converted, converted_scratch
-from lsq.program.declare import In, Indices, Value, extent, factor, size
+from lsq.program.declare import Floats, In, Indices, Value, extent, factor, size
 from lsq.program.operation import Operation, Spec
 from lsq.program.values import Rows, Weight
 
@@ -25,6 +25,22 @@ BLOCK_COLUMNS = 256
 """Words whose logits the CPU adds up apart, whatever the blocks of the product."""
 CUDA_BLOCK_ROWS = 256
 """Rows of float logits that exist at a time on CUDA: of 32,768 words 34 MB, which the L2 cache of an A100 holds."""
+
+
+class KeptWords(Value):
+    """Two words of each row whose gradient is no code: the target and another; see lsq.ops.kept_gradient."""
+
+    likeliest: Indices
+    """[M], the other word: that of the largest multiple of p by the scale of the weight; 0 where the target is
+    padding."""
+    gradient: Floats
+    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0 where the target is
+    padding."""
+
+    def words(self, given: Prediction) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Reference: (words [M], their gradients [M]), of the targets, then of the others."""
+        for word, gradient in zip((given.target, self.likeliest), self.gradient, strict=True):
+            yield word, torch.where(given.target == given.padding, 0.0, gradient)
 
 
 class Prediction(Value):

@@ -28,11 +28,11 @@ from lsq import gemm
 from lsq.csrc import loader
 from lsq.csrc.launch import check, float_define, launch
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
-from lsq.ops.prediction import Prediction
+from lsq.ops.prediction import KeptWords, Prediction
 from lsq.ops.product_gradients import append_gradients
 from lsq.ops.rounding import unpacked
 from lsq.ops.vocabulary_loss_product import gradient_of_tiles, loss_of_tiles, tile_sums
-from lsq.program.declare import Activations, Floats, In, Indices, Out
+from lsq.program.declare import Activations, Floats, In, Out
 from lsq.program.operation import Operation
 from lsq.program.values import RoundedGradient
 
@@ -52,13 +52,8 @@ class VocabularyLoss(Operation):
     """[M], log of the sum of exp of the logits."""
     bound: Out[Floats] | None
     """[M], of the magnitudes of the gradient of the logits times the scales of the weight, for a gradient of the loss
-    of 1, without those in kept_gradient; 0 where the target is padding."""
-    likeliest: Out[Indices] | None
-    """[M], the other word that is kept: that of the largest multiple of p by the scale of the weight; 0 where the
-    target is padding."""
-    kept_gradient: Out[Floats] | None
-    """[2, M], of the logits of the target and of that word, for a gradient of the loss of 1; 0 where the target is
-    padding. With `likeliest`, or not at all."""
+    of 1, without those of kept words; 0 where the target is padding."""
+    kept: Out[KeptWords] | None
 
     def limits(self):
         return self.prediction.limits()
@@ -73,11 +68,11 @@ class VocabularyLoss(Operation):
         loss = (given.target_weight * nll + given.each * smooth).sum()
         if self.bound is None:
             return loss, nll.sum(), normaliser, None, None, None
-        likeliest, kept = given.kept(logits, normaliser)
-        bound = given.bound(logits, normaliser, self.kept_gradient is not None)
-        if self.kept_gradient is None:
-            bound = bound.maximum((kept[0] * given.weight.scale[given.target]).abs())
-        return loss, nll.sum(), normaliser, bound, likeliest, kept
+        likeliest, gradient = given.kept(logits, normaliser)
+        bound = given.bound(logits, normaliser, self.kept is not None)
+        if self.kept is None:
+            bound = bound.maximum((gradient[0] * given.weight.scale[given.target]).abs())
+        return loss, nll.sum(), normaliser, bound, likeliest, gradient
 
     def cpu_scratch(self):
         """Sums of blocks of columns, six numbers of each row; the logits of the targets; memory of the product."""
@@ -124,19 +119,18 @@ class VocabularyLoss(Operation):
         builder.add(
             VocabularyLossGradient(
                 prediction=given.bare(), normaliser=self.normaliser, bound=self.bound, dloss=dloss, dlogits=dlogits,
-                rounded=rounded, likeliest=self.likeliest,
+                rounded=rounded, kept=self.kept,
             )
         )  # fmt: skip
         source = given.x.tensor
         dx = builder.tensor("d_" + source.name, source.shape)
-        kept = {"likeliest": self.likeliest, "kept_gradient": self.kept_gradient}
-        of_kept = {"prediction": given.bare(), **kept, "dloss": dloss}
+        of_kept = {"prediction": given.bare(), "kept": self.kept, "dloss": dloss}
         joined = None
-        if self.kept_gradient is not None and builder.needs_gradient(source):
+        if self.kept is not None and builder.needs_gradient(source):
             joined = dx
             builder.add(KeptInputGradient(**of_kept, dx=dx))
         dweight = append_gradients(builder, given, given.weight, (dlogits, rounded), dx=dx, joined=joined)
-        if self.kept_gradient is not None and dweight is not None:
+        if self.kept is not None and dweight is not None:
             builder.add(KeptWeightGradient(**of_kept, weight=given.weight, others=dweight, dweight=dweight))
         builder.accumulate(source, dx)
 
@@ -153,8 +147,8 @@ class VocabularyLossGradient(Operation):
     """[M]"""
     bound: In[Floats] | None
     """[M], of VocabularyLoss."""
-    likeliest: In[Indices] | None
-    """[M], of VocabularyLoss, where words are kept: the codes of targets and of these words are 0."""
+    kept: In[KeptWords] | None
+    """Of VocabularyLoss: the codes of these words are 0."""
     dloss: In[Floats]
     """[1]"""
     dlogits: Out[Activations] | None
@@ -169,17 +163,17 @@ class VocabularyLossGradient(Operation):
         )
 
     def limits(self):
-        likeliest = {} if self.likeliest is None else {"likeliest": self.prediction.vocabulary}
-        return {**self.prediction.limits(), **likeliest}
+        kept = {} if self.kept is None else {"kept.likeliest": self.prediction.vocabulary}
+        return {**self.prediction.limits(), **kept}
 
     def reference(self):
         gradient = self.prediction.gradient(self.prediction.logits(), self.normaliser)
         if self.rounded is None:
             return gradient * self.dloss, None, None
         codes, scale = self.rounded.encode(gradient, self.bound)
-        if self.likeliest is not None:
-            for kept in (self.prediction.target, self.likeliest):
-                codes[torch.arange(len(codes)), kept] = 0
+        if self.kept is not None:
+            for word, _ in self.kept.words(self.prediction):
+                codes[torch.arange(len(codes)), word] = 0
         return None, codes, scale * self.dloss
 
     def cpu_scratch(self):

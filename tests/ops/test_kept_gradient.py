@@ -7,6 +7,7 @@ import torch
 
 from lsq.ops.input_gradient import ProjectInputGradient
 from lsq.ops.kept_gradient import KeptInputGradient, KeptWeightGradient
+from lsq.ops.prediction import KeptWords
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Weight
 from tests.ops.compare import KEY, compare, empty, on_cpu
@@ -22,18 +23,18 @@ def losses(rows: int, vocabulary: int, padded: int, inner: int = 48, **options):
 
 def keeping(loss):
     rows = loss.prediction.rows
-    return dataclasses.replace(loss, likeliest=empty(rows, dtype=torch.int64), kept_gradient=empty(2, rows))
+    return dataclasses.replace(loss, kept=KeptWords(likeliest=empty(rows, dtype=torch.int64), gradient=empty(2, rows)))
 
 
 def rounded_rest(loss, dloss: float = 2.0):
     """The gradient of losses that were computed, with codes of all but the kept words."""
-    return dataclasses.replace(rounded_of(loss, dloss), likeliest=loss.likeliest)
+    return dataclasses.replace(rounded_of(loss, dloss), kept=loss.kept)
 
 
 def input_gradient(loss) -> KeptInputGradient:
     given = loss.prediction
     return KeptInputGradient(
-        prediction=given, likeliest=loss.likeliest, kept_gradient=loss.kept_gradient, dloss=DLOSS,
+        prediction=given, kept=loss.kept, dloss=DLOSS,
         dx=empty(*given.x.tensor.shape),
     )  # fmt: skip
 
@@ -48,7 +49,7 @@ def weight_gradient(loss, *, clips: int | None = None, dtype: torch.dtype = torc
         clip=clip,
     )  # fmt: skip
     return KeptWeightGradient(
-        prediction=given, likeliest=loss.likeliest, kept_gradient=loss.kept_gradient, dloss=DLOSS, weight=weight,
+        prediction=given, kept=loss.kept, dloss=DLOSS, weight=weight,
         others=torch.randn(values.shape).to(dtype), dweight=empty(*values.shape, dtype=dtype),
     )  # fmt: skip
 
@@ -84,20 +85,20 @@ def test_two_words_of_a_row_are_no_codes(vocabulary, padded, smoothing):
     scale = given.weight.scale[:vocabulary].double()
     x, weight = given.x.coded.decode().double(), given.weight.codes[:vocabulary] * scale[:, None]
     _, _, exact = by_fairseq(x, weight, given.target, smoothing, torch.float64)
-    for word, gradient in zip((given.target, found.likeliest), found.kept_gradient, strict=True):
+    for word, gradient in zip((given.target, found.kept.likeliest), found.kept.gradient, strict=True):
         torch.testing.assert_close(gradient.double(), exact[rows, word], rtol=1e-5, atol=1e-6)
     counted = given.target != PADDING
-    assert (found.likeliest != given.target)[counted].all()
+    assert (found.kept.likeliest != given.target)[counted].all()
     rest = (exact * scale).scatter(1, given.target[:, None], 0.0)
     # Where all are below what smoothing takes from a word, any of them may be kept.
     likeliest = (((x @ weight.t()).softmax(dim=1) * scale).scatter(1, given.target[:, None], 0.0)).argmax(dim=1)
-    assert torch.equal(found.likeliest[counted], likeliest[counted])
-    rest.scatter_(1, found.likeliest[:, None], 0.0)
+    assert torch.equal(found.kept.likeliest[counted], likeliest[counted])
+    rest.scatter_(1, found.kept.likeliest[:, None], 0.0)
     largest = rest.abs().amax(dim=1)
     assert (largest <= found.bound * (1 + 1e-5)).all()
     assert (found.bound <= (1 + 1e-5) * (largest + given.each * scale.max())).all()
     codes = compare(rounded_rest(found)).rounded.codes
-    assert not any(codes[rows, word].any() for word in (given.target, found.likeliest))
+    assert not any(codes[rows, word].any() for word in (given.target, found.kept.likeliest))
     assert codes.any(dim=1).sum() > 200 or vocabulary == 2
 
 
@@ -105,7 +106,7 @@ def test_padding_has_no_gradient():
     loss = losses(7, 33, 48)
     loss.prediction.target[:] = PADDING
     found = compare(loss)
-    assert not found.kept_gradient.any() and not found.bound.any()
+    assert not found.kept.gradient.any() and not found.bound.any()
     operation = weight_gradient(found)
     assert torch.equal(compare(operation).dweight, operation.others)
 
@@ -113,7 +114,7 @@ def test_padding_has_no_gradient():
 def gradients(loss, split: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """dx and dweight of codes by all operations of a backward pass; `split`: the target is no code."""
     given = loss.prediction
-    found = on_cpu(loss if split else dataclasses.replace(loss, likeliest=None, kept_gradient=None))
+    found = on_cpu(loss if split else dataclasses.replace(loss, kept=None))
     rounded = on_cpu(rounded_rest(found, 0.5)).rounded
     joined = on_cpu(input_gradient(found)).dx if split else None
     dx = on_cpu(

@@ -18,7 +18,8 @@ from tests.ops.tiles import launches, names
 def test_losses_and_codes(rows, vocabulary, padded):
     found = compare_cuda(losses(rows, vocabulary, padded))
     rounded = compare_cuda(rounded_rest(found)).rounded
-    assert not any(rounded.codes[torch.arange(rows), word].any() for word in (found.prediction.target, found.likeliest))
+    words = found.prediction.target, found.kept.likeliest
+    assert not any(rounded.codes[torch.arange(rows), word].any() for word in words)
 
 
 @pytest.mark.parametrize("rows, inner", [(0, 48), (1, 48), (41, 48), (35, 1040)])
@@ -68,7 +69,7 @@ def test_padding_has_no_gradient():
     loss = losses(7, 33, 48)
     loss.prediction.target[:] = PADDING
     found = compare_cuda(loss)
-    assert not found.kept_gradient.any()
+    assert not found.kept.gradient.any()
     operation = weight_gradient(found)
     assert torch.equal(compare_cuda(operation).dweight, operation.others)
 

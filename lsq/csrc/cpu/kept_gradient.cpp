@@ -16,10 +16,10 @@ LSQ_OPERATION(KeptInputGradient, op) {
             std::fill(dx, dx + n, 0.0f);
             return 0;
         }
-        const int64_t other = op.likeliest[row];
+        const int64_t other = op.kept.likeliest[row];
         const float factor = op.dloss[0], *scale = given.weight.scale;
-        const float own = op.kept_gradient[row] * factor * scale[word];
-        const float rest = op.kept_gradient[op.rows + row] * factor * scale[other];
+        const float own = op.kept.gradient[row] * factor * scale[word];
+        const float rest = op.kept.gradient[op.rows + row] * factor * scale[other];
         const int8_t *codes = given.weight.codes + word * n, *others = given.weight.codes + other * n;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<float>(codes[i]) * own + static_cast<float>(others[i]) * rest;
@@ -32,7 +32,7 @@ namespace {
 // The word of an occurrence: the targets of all rows come first, then their likeliest other words.
 int64_t word_of(const KeptWeightGradient& op, int64_t occurrence) {
     const Prediction& given = op.prediction;
-    return occurrence < given.rows ? given.target[occurrence] : op.likeliest[occurrence - given.rows];
+    return occurrence < given.rows ? given.target[occurrence] : op.kept.likeliest[occurrence - given.rows];
 }
 
 // Adds the occurrences of one word, those of `first` to `last`, to its row of the gradient.
@@ -42,7 +42,7 @@ void add_word(const KeptWeightGradient& op, const int64_t* first, const int64_t*
     std::fill(sum, sum + n, 0.0f);
     for (; first != last; ++first) {
         const int8_t* codes = op.prediction.x.coded.codes + *first % op.prediction.rows * n;
-        const float own = op.kept_gradient[*first] * factor;
+        const float own = op.kept.gradient[*first] * factor;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) sum[i] += static_cast<float>(codes[i]) * own;
     }

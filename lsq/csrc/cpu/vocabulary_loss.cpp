@@ -208,8 +208,8 @@ private:
         for (int64_t v = 0; v < wanted; ++v) x[v] *= scale[v];
         const uint32_t word = philox_word(rounded.key[0], rounded.subsequence, row);
         round_at_random(x, wanted, s.reciprocal, word + static_cast<uint32_t>(column) * kWordStep, rounded.largest, codes);
-        if (!op_.likeliest) return;
-        for (const int64_t kept : {given_.target[row] - column, op_.likeliest[row] - column}) {
+        if (!op_.kept.likeliest) return;
+        for (const int64_t kept : {given_.target[row] - column, op_.kept.likeliest[row] - column}) {
             if (kept >= 0 && kept < words) codes[kept] = 0;
         }
     }
@@ -273,16 +273,16 @@ LSQ_EXPORT void lsq_finish_vocabulary_loss(const VocabularyLoss& op, float* memo
                 const float share = factor / joined.sum[i];
                 own = bounded_exponential(chosen[row] - normaliser) * factor - each - target_weight;
                 if (likeliest != word) other = joined.scaled[i] * share / scale[likeliest] - each;
-                const float multiple = op.kept_gradient ? joined.second[i] : joined.scaled[i];
+                const float multiple = op.kept.gradient ? joined.second[i] : joined.scaled[i];
                 Magnitude largest = std::max(magnitude_of(multiple * share), magnitude_of(each * most));
-                if (!op.kept_gradient) largest = std::max(largest, magnitude_of(own * scale[word]));
+                if (!op.kept.gradient) largest = std::max(largest, magnitude_of(own * scale[word]));
                 bound = float_of(largest);
             }
             op.bound[row] = bound;
-            if (!op.kept_gradient) continue;
-            op.likeliest[row] = likeliest;
-            op.kept_gradient[row] = own;
-            op.kept_gradient[given.rows + row] = other;
+            if (!op.kept.gradient) continue;
+            op.kept.likeliest[row] = likeliest;
+            op.kept.gradient[row] = own;
+            op.kept.gradient[given.rows + row] = other;
         }
     }
     write_sum(losses, 1.0f, op.loss);

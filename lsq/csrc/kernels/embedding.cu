@@ -45,7 +45,7 @@ struct Occurrences {
     float factor;
 
     __device__ __forceinline__ Occurrences(const Scatter& op, int64_t)
-        : op(op), targets(op.prediction.target), others(op.likeliest), of_x(op.prediction.rows),
+        : op(op), targets(op.prediction.target), others(op.kept.likeliest), of_x(op.prediction.rows),
           padding(op.prediction.padding), rows(op.prediction.vocabulary),
           factor(op.dloss[0] * op.prediction.x.coded.scale[0]) {}
 
@@ -55,7 +55,7 @@ struct Occurrences {
 
     __device__ __forceinline__ void read8(int64_t row, int column, float (&g)[kVector]) const {
         const int8_t* codes = op.prediction.x.coded.codes;
-        const float own = op.kept_gradient[row] * factor;
+        const float own = op.kept.gradient[row] * factor;
         int32_t code[kVector];
         load8(codes + row_of_x(row) * COLUMNS + column, code);
 #pragma unroll

@@ -7,12 +7,12 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_kept_input_gradient(const KeptInputGr
     const Prediction& given = op.prediction;
     const int64_t* targets = given.target;
     const int8_t* codes = given.weight.codes;
-    const float *scales = given.weight.scale, *gradients = op.kept_gradient;
+    const float *scales = given.weight.scale, *gradients = op.kept.gradient;
     const float upstream = op.dloss[0];
     Float* dx = op.dx;
     const int64_t begin = kRows * static_cast<int64_t>(blockIdx.x) + row_in_block();
     for (int64_t row = begin; row < op.rows; row += kRows * gridDim.x) {
-        const int64_t word = targets[row], other = op.likeliest[row];
+        const int64_t word = targets[row], other = op.kept.likeliest[row];
         const bool known = word >= 0 && word < given.vocabulary, counted = word != given.padding;
         const float own = known ? gradients[row] * upstream * scales[word] : not_a_number();
         const float rest = gradients[op.rows + row] * upstream * scales[other];

@@ -27,7 +27,7 @@ struct alignas(16) GradientRow {
         const GradientScale scale = gradient_scale(op.bound[row], op.rounded.largest);
         if (blockIdx.x == 0) op.rounded.scale[row] = scale.scale * op.dloss[0];
         made.reciprocal = scale.reciprocal;
-        if (op.likeliest) made.likeliest = place_in_tile(op.likeliest[row]);
+        if (op.kept.likeliest) made.likeliest = place_in_tile(op.kept.likeliest[row]);
         made.word = philox_word(op.rounded.key[0], op.rounded.subsequence, row);
 #endif
         return made;
@@ -52,7 +52,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks)
     const LogitColumns columns(given.x.coded, given.weight, given.vocabulary);
     const int first = static_cast<int>(columns.first - block_column());
     const float factor = gradient_factor(given), each = given.each, target_weight = given.target_weight;
-    const bool keeps = op.likeliest != nullptr;
+    const bool keeps = op.kept.likeliest != nullptr;
 #if ROUNDED
     const float q = op.rounded.largest;
     const uint32_t offset = static_cast<uint32_t>(columns.first) * kWordStep;

@@ -48,18 +48,18 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_vocabulary_losses(
     if (!op.bound) return;
     const float factor = gradient_factor(given), share = factor / row.sum;
     const float own = bounded_exponential(logit - normaliser) * factor - given.each - given.target_weight;
-    const float multiple = op.kept_gradient ? row.others.second : row.others.first;
+    const float multiple = op.kept.gradient ? row.others.second : row.others.first;
     uint32_t found = Largest::join(magnitude_of(multiple * share), magnitude_of(given.each * float_of(most)));
     if (!known) found = magnitude_of(not_a_number());
-    if (known && !op.kept_gradient) found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
+    if (known && !op.kept.gradient) found = Largest::join(found, magnitude_of(own * given.weight.scale[word]));
     const bool counted = word != given.padding;
     op.bound[m] = counted ? float_of(found) : 0.0f;
-    if (!op.kept_gradient) return;
+    if (!op.kept.gradient) return;
     const int64_t likeliest = row.others.word;
     const float other = row.others.first * share / given.weight.scale[likeliest] - given.each;
-    op.likeliest[m] = counted ? likeliest : 0;
-    op.kept_gradient[m] = counted ? own : 0.0f;
-    op.kept_gradient[rows + m] = counted && likeliest != word ? other : 0.0f;
+    op.kept.likeliest[m] = counted ? likeliest : 0;
+    op.kept.gradient[m] = counted ? own : 0.0f;
+    op.kept.gradient[rows + m] = counted && likeliest != word ? other : 0.0f;
 }
 LSQ_EXPORT(lsq_vocabulary_losses)
 
