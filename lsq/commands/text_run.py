@@ -17,7 +17,7 @@ from fairseq.tasks import TASK_REGISTRY
 
 import lsq
 from lsq.commands import device, generate, stages, train, training_options
-from lsq.commands.interruption import Interrupted
+from lsq.commands.interruption import Interrupted, raised
 from lsq.commands.limits import TRANSLATION
 from lsq.commands.logs import logging_to
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
@@ -58,6 +58,7 @@ class RunOptions:
         return [str(data), *given, "--max-update", str(self.given.updates), *self.extra]
 
 
+@raised()  # while it prepares and translates; a training finishes its update first
 def run(prepared: Prepared, options: RunOptions) -> dict:
     """Make the data, train, translate the test set and score; what is done is skipped, what was begun is continued.
 

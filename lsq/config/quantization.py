@@ -195,13 +195,13 @@ class QuantConfig:
         return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
 
     def activation_form(self, name: str) -> Format | ScaledFormat | None:
-        """What an activation is rounded to, under one learned clip for a tensor; None: it is not."""
+        """What an activation is rounded to, under one clip for a tensor; None: it is not."""
         if self.coded:
             return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")
 
     def weight_form(self, name: str) -> WeightFormat | ScaledFormat | None:
-        """What a weight is rounded to, with a learned clip for each output channel, or one for all; None: it is not."""
+        """What a weight is rounded to, with a clip for each output channel, or one for all; None: it is not."""
         form, per_row = format_choice(self.weight_format).of(name), self.weight_granularity == "channel"
         if self.coded:
             return WEIGHT_FORMATS[form](self.bits, Grain.ROW if per_row else Grain.TENSOR)

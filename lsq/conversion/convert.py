@@ -1,4 +1,4 @@
-"""A model's linear layers, and whole layers that are known, as int8 ones with learned clips, in place, and back."""
+"""A model's linear layers, and whole layers that are known, as int8 ones, in place, and back."""
 
 import copy
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def convert(
     model: nn.Module, quant: QuantConfig | None = None, *, skip: Skip = (), minimum_width: int = MINIMUM_WIDTH,
     tied: bool = False, fused: bool = True, check: bool = True,
 ) -> Report:  # fmt: skip
-    """Let the linear layers of `model` multiply in int8, forward and backward, under clips that learn.
+    """Let the linear layers of `model` multiply in int8, forward and backward.
 
     It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the same
     parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. Whole layers of transformers

@@ -109,7 +109,7 @@ class Operation(Declared):
         return tuple(tensor for tensor in found if tensor is not None)
 
     def rounding(self) -> Coded | None:
-        """The value that is rounded under a learned clip here, if any."""
+        """The value that is rounded under a clip here, if any."""
         for field in self.fields:
             value = getattr(self, field.name)
             if field.direction == "Out" and isinstance(value, Coded) and value.clip is not None:

@@ -1,8 +1,13 @@
 import dataclasses
+import os
+import signal
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 from lsq.commands import text_run
+from lsq.commands.interruption import Interrupted
 from lsq.commands.run_folder import RunFolder
 from lsq.commands.text_run import RunOptions
 from tests.commands.conftest import SIZES
@@ -31,6 +36,19 @@ def test_finished_run_is_only_reported_again(prepared, monkeypatch):
     for _ in range(2):
         text_run.run(prepared, options(name="stamped"))
     assert trained == [1, 2] and reported == [3, 3]
+
+
+def test_a_signal_during_the_translation_leaves_the_training(prepared, monkeypatch):
+    monkeypatch.setattr(text_run, "check_training", lambda *_: None)
+    monkeypatch.setattr(text_run, "train_model", lambda *_: None)
+    monkeypatch.setattr(text_run, "translate", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match=str(128 + signal.SIGTERM)) as stopped:
+        text_run.run(prepared, options(updates=1))
+    assert stopped.value.message == "stopped by SIGTERM" and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    monkeypatch.setattr(text_run, "train_model", None)  # would fail if it were called
+    monkeypatch.setattr(text_run, "translate", lambda *_: None)
+    monkeypatch.setattr(text_run, "report", lambda *_: {})
+    assert text_run.run(prepared, options(updates=1)) == {}
 
 
 def test_what_is_decoded_is_said_at_the_start(prepared, monkeypatch, capsys):
