@@ -72,6 +72,8 @@ SIDES = {
     "int8, learned clips": Side(convert=partial(lsq.convert, quant=QuantConfig(clips="learned"))),
     "int8, gradients in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(backward="float"))),
     "int8, linears alone": Side(convert=partial(lsq.convert, fused=False)),
+    "fused layers in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(mode="float"))),
+    "int8, activations in floats": Side(convert=partial(lsq.convert, quant=QuantConfig(activation_format="float32"))),
     "int8, clips decay": Side(convert=lsq.convert, decays_clips=True),
 }
 DEFAULT = (FLOAT, "bfloat16", "int8")

@@ -187,17 +187,24 @@ def table(runs: dict[str, dict]) -> str:
 
 
 def meaning(runs: dict[str, dict], *, usual: bool) -> str:
-    """What the difference of the two losses says, in a sentence. `usual`: the options are those that CHANCE is of."""
+    """What the difference of the two losses says, in a sentence.
+
+    `usual`: the options are those that CHANCE was measured with.
+    """
     found = runs["int8"]["best_validation_loss"] - runs["float"]["best_validation_loss"]
-    ended = f"With the same initial weights, batches and dropout masks int8 ends {found:+.4f} bits a token from float."
+    ended = (
+        "With the same initial weights, batches and dropout masks int8 ends"
+        f" {found:+.4f} bits a token from float."
+    )
     if not usual:
-        return f"{ended}\n`lsq compare` says how much of that is chance: it trains float twice, and more seeds."
+        return f"{ended}\n`lsq compare` says how much of that is chance."
     if abs(found) <= CHANCE:
         seen = "which says nothing against either"
     else:
         seen = "more than that: other seeds (--seed) tell whether it is chance"
     return (
-        f"{ended}\nTwo trainings in float whose sums have another order part by about {CHANCE} here: {seen}."
+        f"{ended}\n"
+        f"Two trainings in float whose sums have another order part by about {CHANCE} here: {seen}."
     )
 
 
@@ -241,5 +248,7 @@ def compare(given: Namespace) -> None:
     names = [*RUNS, *(FAIRSEQ if given.fairseq else ())]
     for name in names:
         run_lsq(["train-text", *train_text_arguments(given, files, name)], threads=given.threads)
-    usual = {option: parser().get_default(option) for option in ("updates", "train_pairs", *map(destination, SIZES))}
-    report(prepared, names, usual=all(getattr(given, option) == value for option, value in usual.items()))
+    decisive = ("updates", "train_pairs", *map(destination, SIZES))
+    default = parser().get_default
+    usual = all(getattr(given, option) == default(option) for option in decisive)
+    report(prepared, names, usual=usual)

@@ -55,8 +55,9 @@ using Magnitude = uint32_t;
 constexpr Magnitude kMissing = 0x7FC00000u;
 LSQ_INLINE Magnitude magnitude_of(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 LSQ_INLINE bool is_missing(Magnitude x) { return x > 0x7F800000u; }
-// The clip under which nothing is clipped of values whose largest magnitude is x, at least 2^-40. Of zeros alone it stays:
-// gradients carry the scales of rows, and that of a row under a tiny clip would vanish. It is 1 then if it was not finite.
+// The clip under which nothing is clipped of values whose largest magnitude is x, at least 2^-40.
+// Of zeros alone it stays, since gradients carry the scales of rows and a tiny one would vanish;
+// it becomes 1 if it was not finite.
 LSQ_INLINE float clip_of(Magnitude x, float before) {
     const Magnitude least = 0x2B800000u;
     if (x == 0) return magnitude_of(before) < 0x7F800000u ? before : 1.0f;
