@@ -94,6 +94,12 @@ LSQ_INLINE GradientScale message_scale(float largest, float q) {
     return {scale, 1.0f / scale};
 }
 
+// The scale of codes (a Coded) is the product of these two: of a row, and of all rows.
+template <class Codes>
+LSQ_INLINE float row_scale(const Codes& coded, int64_t row) { return coded.by_row ? coded.scale[row] : 1.0f; }
+template <class Codes>
+LSQ_INLINE float shared_scale(const Codes& coded) { return coded.by_row ? 1.0f : coded.scale[0]; }
+
 // x times the reciprocal of its GradientScale, rounded half to even; no bounds are needed. x is finite.
 LSQ_INLINE int8_t nearest_code(float scaled) {
     return static_cast<int8_t>(bits_of(scaled + 12582912.0f));  // 1.5 * 2^23: leaves the whole number in the last bits

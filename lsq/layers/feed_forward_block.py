@@ -20,7 +20,7 @@ def feed_forward_block(builder: Builder, config: LayerConfig, x: Rows, prefix: s
     inner = config.feed_forward
     end = End(
         name=prefix + "activation", clip=prefix + "activation_clip", activation=Activation[config.activation],
-        dropout=config.activation_dropout,
+        dropout=config.activation_dropout, by_row=config.gated,
     )
     middle = gated(builder, config, x, prefix, end) if config.gated else project_feed_forward(
         builder, config, x, prefix + "fc1", inner, end

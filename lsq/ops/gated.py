@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import THREADS, VECTOR, row_defines
+from lsq.csrc.geometry import VECTOR, row_blocks, row_defines
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Activation
@@ -21,9 +21,6 @@ from lsq.ops.sums import finish, parts_of
 from lsq.program.declare import Activations, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Dropout, Rows, dropped
-
-VECTORS = 2
-"""Of 8 values: what a thread of lsq_gated makes."""
 
 
 class Gated(Operation):
@@ -48,10 +45,6 @@ class Gated(Operation):
     rows = extent(0, "gate.tensor")
     columns = extent(1, "gate.tensor")
 
-    @size
-    def count(self) -> int:
-        return self.rows * self.columns
-
     def __post_init__(self):
         _check_same(self.gate, self.up)
 
@@ -63,8 +56,8 @@ class Gated(Operation):
         check_columns(VECTOR, **{"the width of a gate": self.columns})
         return [
             launch(
-                "gated.cu", "lsq_gated", self, TICKET, grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
-                **_defines(self, self.out), **started(self.rounded),
+                "gated.cu", "lsq_gated", self, TICKET, grid=row_blocks(self.rows, self.columns),
+                **_defines(self, self.out), **started(self.rounded), **row_defines(self.columns),
             )
         ]  # fmt: skip
 

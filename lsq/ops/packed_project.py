@@ -35,7 +35,7 @@ class PackedProject(Operation):
 
     def reference(self):
         sums = gemm.reference(self.x.codes, self.weight.codes()).float()
-        y = sums * (self.x.scale * self.weight.scale)
+        y = sums * (self.x.scale_of_codes * self.weight.scale)
         y = y if self.bias is None else y + self.bias
         result = Nonlinearity(activation=self.activation).apply(y)
         return result, *(self.rounded.encode(result) if self.rounded is not None else (None,) * 5)

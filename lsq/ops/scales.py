@@ -47,7 +47,8 @@ class StartScales(Operation):
 
 def start_together(operations: Iterable[Operation]) -> list[Operation]:
     """Let all `operations` of a pass find their scales written; what writes them, to be run before."""
-    found = [rounded for rounded in (operation.rounding() for operation in operations) if isinstance(rounded, Coded)]
+    every = (operation.rounding() for operation in operations)
+    found = [rounded for rounded in every if isinstance(rounded, Coded) and not rounded.by_row]
     for rounded in found:
         rounded.started = True
     parts = (found[first : first + TOGETHER] for first in range(0, len(found), TOGETHER))

@@ -2,7 +2,8 @@
 
     dweight[n, k] = x_scale * (1 / weight_scale[n]) * sum_m codes[m, n] * (scale[m] * x[m, k])
 
-The row scale of the gradient is folded into x, which is rounded again, at random, with a scale for each column. So one
+The row scale of the gradient, and that of x where each row has one, is folded into x, which is rounded again, at
+random, with a scale for each column. So one
 int8 gradient, which carries the weight's scales, serves both backward products (see RoundedGradient). The mask of the
 straight-through gradient is |weight| <= clip. M rows, N outputs of the weight, padded to P in its codes, K columns.
 """
@@ -105,12 +106,14 @@ class ProjectWeightGradient(Operation):
             x = self.x.floats if self.x.coded is None else self.x.coded.decode()
             product = float_product(self.floats.t(), x, self.dtype)
         else:
+            of_rows, shared = self.gradient.scale[:, None], self.x.scale
+            if self.x.coded.by_row:
+                of_rows, shared = of_rows * shared, 1.0
             codes, scale = arithmetic.round_columns(
-                self.x.tensor.to(torch.float32) * self.gradient.scale[:, None], self.key, self.subsequence,
-                self.gradient.format.largest,
+                self.x.tensor.to(torch.float32) * of_rows, self.key, self.subsequence, self.gradient.format.largest
             )
             product = gemm.reference(self.gradient.codes.t(), codes.t()).to(torch.float32)
-            product = product * (scale * self.x.scale) * (1.0 / self.weight.scale)[:, None]
+            product = product * (scale * shared) * (1.0 / self.weight.scale)[:, None]
         dweight, dclip = self._straight_through(product[: self.weight_rows])
         dweight = self._as_held(dweight).to(self.weight.values.dtype)
         found = None if self.parts is None else sums_of_clips(self.parts, self.clips, dclip)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from lsq.program.program import Program, lifetimes_of
 from lsq.program.recorder import Recorder
 from lsq.program.tensor import VirtualTensor
 from lsq.program.values import SEEN, Coded, Dropout, RoundedGradient, Weight
-from lsq.quant import GRADIENT
+from lsq.quant import GRADIENT, Grain
 
 Add = Callable[[VirtualTensor, VirtualTensor, VirtualTensor], Operation]
 Begin = Callable[[Sequence[Operation]], Sequence[Operation]]
@@ -83,16 +84,21 @@ class Builder(Recorder):
             return None
         return Dropout(key=self.key, subsequence=self.next_subsequence(), probability=probability)
 
-    def coded(self, name: str, shape, clip: str) -> Coded:
-        """An activation that is rounded under the clip of that name."""
+    def coded(self, name: str, shape, clip: str, *, by_row: bool = False) -> Coded:
+        """An activation that is rounded under the clip of that name.
+
+        `by_row`: each row under its own largest magnitude, unless clips learn; the clip only follows the largest.
+        """
         rows, columns = shape
         learns = self.backward and self.quant.learned
         keeps_error = learns and self.quant.clip_gradient == "lsq"
         parameter = self.parameter(clip, (1,), Kind.ACTIVATION_CLIP, start=self.quant.activation_clip)
         codes = self.activations[clip.removesuffix("_clip")] = self.tensor(name + ".codes", shape, torch.int8)
+        form = self.quant.activations
+        if by_row and not self.quant.learned:
+            form = replace(form, grain=Grain.ROW)
         return Coded(
-            format=self.quant.activations, codes=codes,
-            scale=self.tensor(name + ".scale", (1,)), clip=parameter,
+            format=form, codes=codes, scale=self.tensor(name + ".scale", (form.scales(rows),)), clip=parameter,
             clipped=self.tensor(name + ".clipped", (-(-rows * columns // 8),), torch.uint8) if learns else None,
             seen=self.input(clip + SEEN, (1,)) if self.backward and not learns else None,
             error=self.tensor(name + ".error", shape) if keeps_error else None,

@@ -6,7 +6,7 @@ import torch
 
 from lsq.csrc.launch import FLOATS
 from lsq.program.declare import Activations, Bits, Bytes, Codes, Floats, Host, In, Key, Parameters, Value, factor, size
-from lsq.quant import Format, WeightFormat, arithmetic, random
+from lsq.quant import Format, Grain, WeightFormat, arithmetic, random
 from lsq.quant.numbers import ScaledFormat
 
 SEEN = ".seen"
@@ -20,7 +20,7 @@ class Coded(Value):
     codes: Codes
     """[M, N]"""
     scale: Floats
-    """[1]; NaN where a rounded value was NaN."""
+    """[1], or [M] where the format has one for each row; NaN where a rounded value was NaN."""
     clipped: Bits | None
     """[(M * N + 7) // 8], one bit an element: |x| > clip. Kept where there is a backward pass."""
     error: Floats | None
@@ -31,6 +31,11 @@ class Coded(Value):
     """[1], becomes the largest magnitude of what is rounded, if that is more; NaN where one is NaN."""
     started: Host[bool] = False
     """Whether an operation before has written the scale, so that only a NaN has to change it; see lsq.ops.scales."""
+
+    @size
+    def by_row(self) -> int:
+        """Whether each row is rounded under its own largest magnitude, and nothing under the clip."""
+        return int(self.format.grain == Grain.ROW)
 
     @factor
     def largest(self) -> float:
@@ -47,21 +52,28 @@ class Coded(Value):
         return Coded(format=self.format, codes=self.codes, scale=self.scale)
 
     @property
+    def scale_of_codes(self) -> torch.Tensor:
+        """What codes are multiplied by: [1], or [M, 1]."""
+        return self.scale[:, None] if self.by_row else self.scale
+
+    @property
     def started_scale(self) -> StartedScale:
         """The scale as it is without NaN."""
         return StartedScale(clip=self.clip, scale=self.scale, largest=self.largest)
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Reference: what the written fields hold of x [M, N]: codes, scale, clipped, error, seen."""
+        seen = None if self.seen is None else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
+        if self.by_row:
+            return *arithmetic.nearest_rows(x, self.format.largest), None, None, seen
         codes, scale, clipped, error = arithmetic.round_activation(
             x, self.clip, bits=self.format.bits, error=self.error is not None
         )
-        seen = None if self.seen is None else torch.cat([self.seen, x.detach().abs().flatten()]).amax().view(1)
         return codes, scale, clipped if self.clipped is not None else None, error, seen
 
     def decode(self) -> torch.Tensor:
         """Reference: the values, float32 [M, N]."""
-        return self.codes.to(torch.float32) * self.scale
+        return self.codes.to(torch.float32) * self.scale_of_codes
 
     def straight_through(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reference: `gradient` [M, N] before the rounding, and that of the clip [1]; all through where none learns."""
@@ -94,8 +106,8 @@ class Rows(Value):
 
     @property
     def scale(self) -> torch.Tensor | float:
-        """Of the codes."""
-        return 1.0 if self.coded is None else self.coded.scale
+        """Of the codes: [1], or [M, 1]."""
+        return 1.0 if self.coded is None else self.coded.scale_of_codes
 
     @property
     def clip(self) -> torch.Tensor | None:

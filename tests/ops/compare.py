@@ -4,6 +4,8 @@ Tests declare an operation with real tensors where it reads and `empty` ones whe
 same operation with real tensors everywhere.
 """
 
+import dataclasses
+
 import torch
 
 from lsq.backends import backend
@@ -58,6 +60,14 @@ def rounded(rows: int, columns: int, *, bits: int = 8, error: bool = False, shar
         clipped=pack_bits((torch.rand(codes.shape) < share) & (codes != 0)),
         error=torch.rand(rows, columns) - 0.5 if error else None, clip=torch.tensor([1.9]),
     )
+
+
+def by_row(coded: Coded) -> Coded:
+    """The same codes, to read or to write, with a scale for each row in place of a clip."""
+    rows = coded.codes.shape[0]
+    scale = empty(rows) if isinstance(coded.scale, VirtualTensor) else coded.scale * (0.5 + torch.rand(rows))
+    form = dataclasses.replace(coded.format, grain=Grain.ROW)
+    return dataclasses.replace(coded, format=form, scale=scale, clipped=None, error=None)
 
 
 def gradient_to_round(rows: int, columns: int) -> RoundedGradient:

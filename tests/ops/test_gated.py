@@ -11,7 +11,7 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.summed_gradient import SummedGradient
 from lsq.program.values import Rows, dropped
 from lsq.quant import arithmetic
-from tests.ops.compare import compare, dropout_of, empty, gradient_to_round, on_cpu, rounded, to_round
+from tests.ops.compare import by_row, compare, dropout_of, empty, gradient_to_round, on_cpu, rounded, to_round
 from tests.ops.test_project import PLAIN
 
 KINDS = list(Activation)[1:]
@@ -63,6 +63,34 @@ def test_codes(kind, rows, columns, dropout):
     assert (found.rounded.clipped != clipped).sum() <= 1 and (rows < 7 or clipped.any())
 
 
+def gated_by_row(*arguments, **options):
+    """The same with a scale for each row; the second row is zero."""
+    found = gated(*arguments, **options)
+    found.up.coded.codes[1:2] = 0
+    return dataclasses.replace(found, rounded=by_row(found.rounded))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 16), (7, 48), (341, 88)])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_codes_by_row(kind, rows, columns, dropout):
+    found = compare(gated_by_row(rows, columns, kind, dropout)).rounded
+    assert rows or found.seen == 0.25
+    assert all(max(row.abs()) == 127 for row, scale in zip(found.codes, found.scale, strict=True) if scale)
+    assert not found.scale[1:2].any() and not found.codes[1:2].any()
+
+
+def test_rows_are_rounded_to_the_nearest_of_their_own_codes():
+    operation = gated_by_row(41)
+    operation.gate.coded.codes[7] = 0  # whose activation is 0, too
+    found = compare(operation)
+    y = PLAIN[Activation.silu](values_of(found.gate)) * values_of(found.up)
+    step = y.abs().amax(dim=1) / 127
+    assert ((found.rounded.codes * step[:, None] - y).abs() <= 0.50001 * step[:, None] + 1e-7).all()
+    torch.testing.assert_close(found.rounded.scale, step)
+    assert found.rounded.seen.item() == pytest.approx(max(0.25, y.abs().max().item()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, columns", [(0, 5), (1, 1), (41, 33)])
 def test_floats(kind, rows, columns):
@@ -104,6 +132,8 @@ def test_nan_poisons_the_result(poisoned):
     getattr(operation, poisoned).coded.scale[0] = math.nan
     found = compare(operation)
     assert found.rounded.scale.isnan() and not found.rounded.codes.any()
+    found = compare(dataclasses.replace(operation, rounded=by_row(operation.rounded)))
+    assert found.rounded.scale.isnan().all() and not found.rounded.codes.any()
 
 
 def test_one_of_two_rounded_is_refused():

@@ -4,13 +4,19 @@ import pytest
 
 from lsq.ops.nonlinearity import Activation
 from tests.ops.cuda import DTYPES, compare_cuda
-from tests.ops.test_gated import KINDS, gated, gated_gradient
+from tests.ops.test_gated import KINDS, gated, gated_by_row, gated_gradient
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows, columns, dropout", [(1, 16, 0.0), (41, 48, 0.3), (341, 88, 0.0)])
 def test_codes_are_exact(kind, rows, columns, dropout):
     compare_cuda(gated(rows, columns, kind, dropout, error=rows == 41), exact=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns, dropout", [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (7, 1040, 0.0)])
+def test_codes_by_row_are_exact(kind, rows, columns, dropout):
+    compare_cuda(gated_by_row(rows, columns, kind, dropout), exact=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,7 +16,7 @@ from lsq.program.values import Rows, Weight
 from lsq.quant import Grain
 from lsq.quant.formats import GROUP, Int4
 from lsq.sparsity import choose
-from tests.ops.compare import compare, empty, on_cpu, rounded, to_round, weight_format_of
+from tests.ops.compare import by_row, compare, empty, on_cpu, rounded, to_round, weight_format_of
 
 LEVELS = [
     level for level, needed in loader._REQUIRED.items()
@@ -148,10 +148,11 @@ def test_instructions_that_are_not_there():
         PackedWeight.of(form.unpack(stored, 16), scale, "none")
 
 
-def test_integers_are_those_of_project():
+@pytest.mark.parametrize("form", [lambda x: x, by_row], ids=["one scale", "a scale for each row"])
+def test_integers_are_those_of_project(form):
     torch.manual_seed(0)
     rows, columns, inner = 37, 288, 128
-    (codes, scale), x, bias = codes_of(columns, inner), rounded(rows, inner).bare(), torch.randn(columns)
+    (codes, scale), x, bias = codes_of(columns, inner), form(rounded(rows, inner)).bare(), torch.randn(columns)
     shared = {"bias": bias, "rounded": to_round(rows, columns, 2.0, clipped=False)}
     plain = on_cpu(
         Project(

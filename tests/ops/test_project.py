@@ -16,6 +16,7 @@ from lsq.quant import arithmetic
 from tests.ops.compare import (
     ROWS,
     assert_accurate,
+    by_row,
     compare,
     dropout_of,
     empty,
@@ -44,6 +45,12 @@ def operands(rows, inner=48, outputs=32):
         "x": Rows(coded=Coded(format=format_of(), codes=x, scale=torch.tensor([0.1]))),
         "weight": Weight(format=weight_format_of(), codes=weight, scale=scale), "bias": torch.randn(outputs),
     }
+
+
+def operands_by_row(rows, inner=48, outputs=32):
+    """The same with a scale for each row of the input."""
+    found = operands(rows, inner, outputs)
+    return found | {"x": Rows(coded=by_row(found["x"].coded))}
 
 
 def float_operands(rows, inner=48, outputs=33):
@@ -97,6 +104,18 @@ def test_codes_are_exact(rows, bits):
     assert torch.equal(found.rounded.codes, codes) and torch.equal(found.rounded.scale, scale)
     assert torch.equal(found.rounded.clipped, clipped) and torch.equal(found.rounded.error, error)
     assert rows < 7 or clipped.any()
+
+
+@pytest.mark.parametrize("rows", [0, *ROWS, BLOCK_ROWS + 1])
+@pytest.mark.parametrize("activation", [Activation.none, Activation.relu, Activation.squared_relu])
+@pytest.mark.parametrize("error", [False, True])
+def test_a_scale_for_each_row(rows, activation, error):
+    found = compare(rounded_project(rows, activation=activation, error=error, **operands_by_row(rows)))
+    scale = found.x.coded.scale.double()[:, None] * found.weight.scale.double()
+    exact = PLAIN[activation]((found.x.tensor.double() @ found.weight.codes.double().t()) * scale + found.bias)
+    torch.testing.assert_close(found.unrounded(run).double(), exact, rtol=1e-5, atol=1e-5)
+    floats = compare(Project(**operands_by_row(rows), out=empty(rows, 32)))
+    torch.testing.assert_close(floats.out, values_of(floats))
 
 
 @pytest.mark.parametrize("activation", Activation)

@@ -10,7 +10,7 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.project import Project
 from tests.ops.compare import ROWS, empty
 from tests.ops.cuda import DTYPES, compare_cuda
-from tests.ops.test_project import float_project, operands, rounded_project
+from tests.ops.test_project import float_project, operands, operands_by_row, rounded_project
 
 
 @pytest.fixture(params=["one launch", "cuBLASLt and a kernel"])
@@ -38,10 +38,18 @@ def test_every_end_of_codes(activation, dropout, bias):
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("activation", [Activation.none, Activation.gelu])
+@pytest.mark.parametrize("rows", [0, *ROWS])
+def test_a_scale_for_each_row_is_exact(activation, rows):
+    compare_cuda(rounded_project(rows, 32, activation, **operands_by_row(rows)), exact=True)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [0, 41])
-def test_floats_of_codes(dtype, rows):
-    compare_cuda(Project(**operands(rows), out=empty(rows, 32)), dtype)
+@pytest.mark.parametrize("given", [operands, operands_by_row])
+def test_floats_of_codes(dtype, rows, given):
+    compare_cuda(Project(**given(rows), out=empty(rows, 32)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

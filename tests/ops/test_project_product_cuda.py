@@ -13,7 +13,7 @@ from lsq.ops.project_product import project_product
 from lsq.program.tensor import VirtualTensor
 from tests.ops.compare import empty
 from tests.ops.cuda import DTYPES
-from tests.ops.test_project import operands, rounded_project
+from tests.ops.test_project import operands, operands_by_row, rounded_project
 from tests.ops.tiles import (
     SMALL,
     TARGETS,
@@ -45,6 +45,11 @@ def test_codes_are_exact(tile, rows, inner, outputs):
     found = in_one(rounded(rows, inner, outputs), tile)
     assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
     assert rows < 7 or found.rounded.clipped.any()
+
+
+@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
+def test_a_scale_for_each_row(tile):
+    in_one(rounded_project(41, 80, **operands_by_row(41, 48, 80)), tile)
 
 
 @pytest.mark.parametrize("steps", range(7))

@@ -5,7 +5,7 @@ import torch
 from lsq.ops.rounding import Add, Round
 from lsq.ops.scales import TOGETHER, StartScales, start_together
 from lsq.program.values import StartedScale
-from tests.ops.compare import empty, on_reference, to_round
+from tests.ops.compare import by_row, empty, on_reference, to_round
 
 
 def scales(clips) -> StartScales:
@@ -27,3 +27,8 @@ def test_all_roundings_of_a_pass_are_started_together():
         assert one.rounded.started and made.scale is one.rounded.scale and made.clip is one.rounded.clip
         assert made.largest == 7.0
     assert second.scale2 is None and start_together([]) == []
+
+
+def test_scales_of_rows_are_known_later():
+    rounding = Round(x=empty(3, 8), rounded=by_row(to_round(3, 8, 0.5)))
+    assert start_together([rounding]) == [] and not rounding.rounded.started

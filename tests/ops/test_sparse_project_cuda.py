@@ -10,8 +10,9 @@ from lsq.ops.nonlinearity import Activation, Nonlinearity
 from lsq.ops.project import Project
 from lsq.ops.sparse_project import SparseProject
 from lsq.ops.sparse_weight import SparseWeight
+from lsq.program.values import Rows
 from lsq.sparsity import choose, pack
-from tests.ops.compare import empty, on_cpu, to_round
+from tests.ops.compare import by_row, empty, on_cpu, to_round
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_project import operands
 
@@ -56,8 +57,9 @@ def test_integers_are_those_of_project(rows, inner, outputs):
     torch.manual_seed(rows)
     dense, weight = sparse_operands(rows, inner, outputs)
     end = {"rounded": to_round(rows, outputs, 2.0, clipped=False)}
-    found = compare_cuda(SparseProject(**dense | {"weight": weight}, **end))
-    assert torch.equal(found.rounded.codes, on_cpu(Project(**dense, **end)).rounded.codes)
+    for x in (dense["x"], Rows(coded=by_row(dense["x"].coded))):
+        found = compare_cuda(SparseProject(**dense | {"weight": weight, "x": x}, **end))
+        assert torch.equal(found.rounded.codes, on_cpu(Project(**dense | {"x": x}, **end)).rounded.codes)
     assert torch.equal(found.rounded.scale, found.rounded.clip / found.rounded.largest)
 
 

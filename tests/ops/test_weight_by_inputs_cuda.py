@@ -12,7 +12,7 @@ from lsq.ops.nonlinearity import Activation
 from lsq.ops.rounding import RoundWeight
 from lsq.program.values import Weight
 from lsq.quant import WEIGHT_FORMATS, Grain
-from tests.ops.compare import empty, on_cpu
+from tests.ops.compare import by_row, empty, on_cpu
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_borders import by_inputs
 from tests.ops.test_input_gradient import MODES
@@ -35,9 +35,9 @@ def rounding(values, clip, rows=None, *, bits=8, transposed=True):
     )  # fmt: skip
 
 
-def gradient(rows, mode="int8", *, lsq=False, clips=None, columns=48, outputs=32):
+def gradient(rows, mode="int8", *, lsq=False, clips=None, columns=48, outputs=32, form=lambda x: x):
     """Of a weight [K, N]."""
-    plain = case(rows, mode, lsq=lsq, clips=clips, columns=columns, outputs=outputs, padded=outputs)
+    plain = case(rows, mode, lsq=lsq, clips=clips, columns=columns, outputs=outputs, padded=outputs, form=form)
     return dataclasses.replace(plain, weight=by_inputs(plain.weight), dweight=empty(columns, outputs))
 
 
@@ -96,6 +96,11 @@ def test_gradients(mode, rows, lsq, clips):
         assert torch.equal(compare_cuda(operation).dclip, found.dclip)
     if mode == "int8":
         assert torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+def test_a_scale_for_each_row():
+    operation = gradient(41, form=by_row)
+    assert torch.equal(compare_cuda(operation).dweight, on_cpu(operation).dweight)
 
 
 def test_three_turns(monkeypatch):

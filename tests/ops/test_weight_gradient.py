@@ -10,7 +10,7 @@ from lsq.gemm.configuration import ONEDNN
 from lsq.gemm.product_key import REQUESTS
 from lsq.ops.weight_gradient import ProjectWeightGradient
 from lsq.program.values import Rows, Weight
-from tests.ops.compare import KEY, compare, empty, on_cpu, on_reference, weight_format_of
+from tests.ops.compare import KEY, by_row, compare, empty, on_cpu, on_reference, weight_format_of
 from tests.ops.products import WAYS, assert_same_bits, multiplied
 from tests.ops.test_input_gradient import COLUMNS, MODES, OUTPUTS, PADDED, coded, upstream, weight_of
 from tests.quant.fake import fake_quantize
@@ -18,12 +18,16 @@ from tests.quant.fake import fake_quantize
 BLOCK_ROWS = REQUESTS["project_weight_gradient"].rows
 
 
-def case(rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=OUTPUTS, dtype="float32", padded=PADDED):
+def case(
+    rows, mode="int8", *, lsq=False, clips=None, columns=COLUMNS, outputs=OUTPUTS, dtype="float32", padded=PADDED,
+    form=lambda x: x,
+):  # fmt: skip
+    """`form`: makes of the codes of x those that the operation reads."""
     bits = 4 if lsq else 8
     weight = weight_of(outputs, columns, clips=clips, bits=bits, padded=padded)
     float_mode, x = mode == "float mode", torch.randn(rows, columns)
     return ProjectWeightGradient(
-        **upstream(mode, weight, rows), x=Rows(floats=x) if float_mode else Rows(coded=coded(x)),
+        **upstream(mode, weight, rows), x=Rows(floats=x) if float_mode else Rows(coded=form(coded(x))),
         weight=Weight(format=weight_format_of(), values=weight.values) if float_mode else weight,
         key=KEY if mode == "int8" else None, subsequence=5, lsq=lsq, dweight=empty(outputs, columns),
         dclip=None if float_mode else empty(*weight.clip.shape), dtype=dtype,
@@ -67,6 +71,23 @@ def test_int8_products_are_off_by_one_more_rounding(rows, lsq, clips):
     assert not found.dweight[operation.weight.values.abs() > operation.weight.clip[:, None]].any()
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [1, 41, 341])
+def test_a_scale_for_each_row(rows, way):
+    operation = case(rows, form=by_row)
+    assert_same_bits(operation, way)
+    found, expected = compare(operation), on_reference(operation)
+    assert torch.equal(found.dweight, expected.dweight)
+    exact, _ = by_autograd(operation)
+    assert (found.dweight - exact).norm() < 0.02 * exact.norm()
+
+
+def test_floats_of_a_scale_for_each_row():
+    operation = case(41, "float", form=by_row)
+    exact, _ = by_autograd(operation)
+    assert (compare(operation).dweight - exact).abs().max() <= 2e-6 * exact.abs().max() + 1e-5
+
+
 def test_more_outputs_than_a_block():
     """The last block of sums holds rows of the weight, and rows that are only in its codes."""
     operation = case(3, columns=16, outputs=BLOCK_ROWS + 5, padded=BLOCK_ROWS + 16)
@@ -100,10 +121,11 @@ def test_an_empty_batch(mode, clips):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_poisoned_row_poisons_the_whole_gradient(value):
-    operation = case(41)
-    operation.gradient.scale[40] = value
-    found = compare(operation)
-    assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
+    for operation in (case(41), case(41, form=by_row)):
+        scale = operation.x.coded.scale if operation.x.coded.by_row else operation.gradient.scale
+        scale[40] = value
+        found = compare(operation)
+        assert found.dweight[operation.weight.values.abs() <= operation.weight.clip[:, None]].isnan().all()
 
 
 @pytest.mark.parametrize("mode", ["int8", "float"])

@@ -7,7 +7,7 @@ import torch
 
 from lsq import gemm
 from lsq.csrc.launch import Launch
-from tests.ops.compare import on_cpu
+from tests.ops.compare import by_row, on_cpu
 from tests.ops.cuda import compare_cuda, in_dtype, run
 from tests.ops.test_input_gradient import MODES
 from tests.ops.test_input_gradient_cuda import HALF, few_blocks
@@ -29,6 +29,14 @@ def test_every_mode(mode, rows, lsq, clips):
     found = compare_cuda(operation)
     if mode == "int8":
         assert torch.equal(found.dweight, on_cpu(operation).dweight)
+
+
+@pytest.mark.parametrize("mode", ["int8", "float"])
+@pytest.mark.parametrize("rows", [1, 41, 341])
+def test_a_scale_for_each_row(mode, rows):
+    operation = case(rows, mode, form=by_row)
+    found = compare_cuda(operation)
+    assert mode == "float" or torch.equal(found.dweight, on_cpu(operation).dweight)
 
 
 @pytest.mark.parametrize("mode", MODES)

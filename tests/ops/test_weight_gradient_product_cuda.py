@@ -9,7 +9,7 @@ import torch
 from lsq import gemm
 from lsq.csrc.launch import TICKETS, Launch
 from lsq.ops.sums import FinishSums
-from tests.ops.compare import empty, on_cpu
+from tests.ops.compare import by_row, empty, on_cpu
 from tests.ops.cuda import current_device, run
 from tests.ops.test_weight_gradient import case
 from tests.ops.tiles import (
@@ -50,6 +50,11 @@ def compare(rows, tile, **given):
 @pytest.mark.parametrize("tile, rows, columns, outputs", with_tiles([(1, 16, 13), (41, 48, 70), (341, 144, 139)]))
 def test_gradients_are_exact(tile, split, rows, columns, outputs):
     compare(rows, in_parts(tile, split), lsq=True, columns=columns, outputs=outputs, padded=-(-outputs // 16) * 16)
+
+
+@pytest.mark.parametrize("tile", [SMALL, WARPGROUPS[-1]], ids=str)
+def test_a_scale_for_each_row(tile):
+    compare(41, tile, columns=144, outputs=70, padded=80, form=by_row)
 
 
 @pytest.mark.parametrize("split", range(1, 7))

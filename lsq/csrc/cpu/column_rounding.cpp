@@ -13,6 +13,11 @@ constexpr int64_t kGroup = 64;  // columns whose tiles are made together: a cach
 // As bits, which order like magnitudes.
 inline uint32_t magnitude(int8_t code, float scale) { return bits_of(static_cast<float>(code) * scale) & 0x7FFFFFFFu; }
 
+// What the codes of a row of x are multiplied by.
+float factor_of(const ProjectWeightGradient& op, int64_t row) {
+    return op.gradient.scale[row] * row_scale(op.x.coded, row);
+}
+
 // largest [K]: magnitudes of columns over all rows, on all threads -> whether a row scale is not finite. A maximum does
 // not depend on how rows are dealt out.
 bool find_largest(const ProjectWeightGradient& op, uint32_t* largest) {
@@ -29,7 +34,7 @@ bool find_largest(const ProjectWeightGradient& op, uint32_t* largest) {
             for (int64_t i = 0; i < 4; ++i) {
                 const int64_t at = std::min(row + i, op.rows - 1);
                 line[i] = op.x.coded.codes + at * n;
-                scale[i] = op.gradient.scale[at];
+                scale[i] = factor_of(op, at);
                 missing |= !(std::fabs(scale[i]) < infinity());
             }
             const int8_t *one = line[0], *two = line[1], *three = line[2], *last = line[3];
@@ -100,19 +105,21 @@ ColumnRounding::ColumnRounding(const ProjectWeightGradient& op, float* column_sc
     poisoned_ = find_largest(op, largest.data());
     for (int64_t i = 0; i < op.columns; ++i) {
         const GradientScale s = gradient_scale(poisoned_ ? not_a_number() : float_of(largest[i]), op.gradient.largest);
-        column_scale[i] = s.scale * op.x.coded.scale[0];
+        column_scale[i] = s.scale * shared_scale(op.x.coded);
         reciprocal_[i] = s.reciprocal;
     }
 }
 
+float ColumnRounding::factor(int64_t row) const { return poisoned_ ? 0.0f : factor_of(op_, row); }
+
 void ColumnRounding::to_rows(int8_t* rounded) const {
     const int64_t n = op_.columns;
     for_rows(op_.rows, n, [&](int64_t row, Scratch& scratch) {
-        const float scale = row_scale(row), *factor = reciprocal_.data();
+        const float scale = factor(row), *inverse = reciprocal_.data();
         const int8_t* line = op_.x.coded.codes + row * n;
         float* scaled = scratch.a.data();
 #pragma omp simd
-        for (int64_t i = 0; i < n; ++i) scaled[i] = static_cast<float>(line[i]) * scale * factor[i];
+        for (int64_t i = 0; i < n; ++i) scaled[i] = static_cast<float>(line[i]) * scale * inverse[i];
         const uint32_t word = philox_word(op_.key[0], op_.subsequence, row);
         round_at_random(scaled, n, 1.0f, word, op_.gradient.largest, rounded + row * n);
         return 0;
@@ -156,7 +163,7 @@ void ColumnRounding::round_tiles(
             const int64_t at = first + row + i;
             const bool there = at < op_.rows;  // a row beyond the last one is the last one times 0
             four.codes[i] = op_.x.coded.codes + (there ? at : op_.rows - 1) * op_.columns + column;
-            four.scale[i] = there ? row_scale(at) : 0.0f;
+            four.scale[i] = there ? factor(at) : 0.0f;
             four.word[i] = words[row + i] + static_cast<uint32_t>(column) * kWordStep;
             if (count == kGroup) continue;
             std::copy(four.codes[i], four.codes[i] + count, edge[i]);

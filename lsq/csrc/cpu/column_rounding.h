@@ -1,5 +1,5 @@
-// The second operand of the product for the gradient of a weight: x [M, K] times the row scales of the gradient, rounded
-// per column at random. lsq/ops/weight_gradient.py has the formulas.
+// The second operand of the product for the gradient of a weight: x [M, K] times the scales of rows, its own and those of
+// the gradient, rounded per column at random. lsq/ops/weight_gradient.py has the formulas.
 #pragma once
 
 #include "aligned.h"
@@ -20,7 +20,7 @@ public:
     void to_tiles(const TileProduct& product) const;
 
 private:
-    float row_scale(int64_t row) const { return poisoned_ ? 0.0f : op_.gradient.scale[row]; }
+    float factor(int64_t row) const;
     void round_tiles(int64_t first, int64_t column, const uint32_t* words, int8_t* to, int64_t distance) const;
 
     const ProjectWeightGradient& op_;

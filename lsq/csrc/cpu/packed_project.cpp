@@ -22,10 +22,8 @@ public:
     // Rows [first, first + rows) of outputs [begin, begin + n), `stride` apart. -> the largest magnitude of what
     // was rounded
     Magnitude operator()(int64_t first, int64_t rows, int64_t begin, int64_t n, const int32_t* sums, int64_t stride) {
-        const float input = op_.x.scale[0], *scale = op_.weight.scale + begin, *bias = op_.bias ? op_.bias + begin : nullptr;
-        float* alpha = alpha_.data();
-#pragma omp simd
-        for (int64_t i = 0; i < n; ++i) alpha[i] = input * scale[i];
+        const float* bias = op_.bias ? op_.bias + begin : nullptr;
+        if (!op_.x.by_row) set_factors(op_.x.scale[0], begin, n);
 #if defined(LSQ_WIDE)
         if (straight()) return round_sums(first, rows, begin, n, sums, stride, bias);
 #endif
@@ -33,6 +31,8 @@ public:
         for (int64_t row = 0; row < rows; ++row, sums += stride) {
             const int64_t place = (first + row) * op_.weight.columns + begin;
             float* y = op_.out ? op_.out + place : y_.data();
+            if (op_.x.by_row) set_factors(op_.x.scale[first + row], begin, n);
+            const float* alpha = alpha_.data();
             if (bias) {
 #pragma omp simd
                 for (int64_t i = 0; i < n; ++i) y[i] = static_cast<float>(sums[i]) * alpha[i] + bias[i];
@@ -51,7 +51,7 @@ private:
     // Whether rows go from sums to codes in registers.
     bool straight() const {
         const Coded& to = op_.rounded;
-        if (!to.codes || op_.out || !is_cut(op_.activation)) return false;
+        if (!to.codes || op_.out || !is_cut(op_.activation) || op_.x.by_row) return false;
         return WideClip::fits(to.clip[0]);
     }
 
@@ -76,6 +76,14 @@ private:
     }
 
 #endif
+    // What the sums of outputs [begin, begin + n) are multiplied by.
+    void set_factors(float input, int64_t begin, int64_t n) {
+        const float* scale = op_.weight.scale + begin;
+        float* alpha = alpha_.data();
+#pragma omp simd
+        for (int64_t i = 0; i < n; ++i) alpha[i] = input * scale[i];
+    }
+
     void activate(float* y, int64_t n) const {
         with_activation(op_.activation, [=](auto kind) {
             if constexpr (kind == Activation::none) return;

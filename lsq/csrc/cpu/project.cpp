@@ -49,7 +49,7 @@ class End {
 public:
     explicit End(const Project& op)
         : op_(op), out_(op.out, op.out_dtype), n_(op.columns), scratch_(n_), flags_(unit() * n_), alpha_(op.x.coded.codes ? n_ : 0) {
-        for (size_t i = 0; i < alpha_.size(); ++i) alpha_[i] = op.x.coded.scale[0] * op.weight.scale[i];
+        if (op.x.coded.codes && !op.x.coded.by_row) set_factors(op.x.coded.scale[0]);
     }
 
     // Of codes: sums int32. -> the largest magnitude of what was rounded
@@ -58,12 +58,14 @@ public:
         if (straight()) {
             Magnitude largest = 0;
             for (int64_t row = 0; row < rows; ++row) {
-                largest = std::max(largest, round_sums(first + row, sums + row * stride));
+                largest = std::max(largest, round_sums(first + row, sums + row * stride, factors(first + row)));
             }
             return largest;
         }
         if (plain()) {
-            for (int64_t row = 0; row < rows; ++row) scale_sums((first + row) * n_, sums + row * stride);
+            for (int64_t row = 0; row < rows; ++row) {
+                scale_sums((first + row) * n_, sums + row * stride, factors(first + row));
+            }
             return 0;
         }
 #endif
@@ -84,11 +86,24 @@ public:
     }
 
 private:
+    void set_factors(float input) {
+        const float* scale = op_.weight.scale;
+#pragma omp simd
+        for (int64_t i = 0; i < n_; ++i) alpha_[i] = input * scale[i];
+    }
+
+    // What the sums of a row are multiplied by, for each column.
+    const float* factors(int64_t row) {
+        if (op_.x.coded.by_row) set_factors(op_.x.coded.scale[row]);
+        return alpha_.data();
+    }
+
     template <class Sum>
     Magnitude end_sums(int64_t first, int64_t rows, const Sum* sums, int64_t stride) {
-        const float *factor = alpha_.data(), *bias = op_.bias;
+        const float* bias = op_.bias;
         return end(first, rows, [&](int64_t row, float* y) {
             const Sum* sum = sums + row * stride;
+            const float* factor = factors(first + row);
             if (bias) {
 #pragma omp simd
                 for (int64_t i = 0; i < n_; ++i) y[i] = static_cast<float>(sum[i]) * factor[i] + bias[i];
@@ -115,8 +130,8 @@ private:
     }
 
     // sums [n] -> elements [at, at + n).
-    void scale_sums(int64_t at, const int32_t* sums) const {
-        const float *factor = alpha_.data(), *bias = op_.bias;
+    void scale_sums(int64_t at, const int32_t* sums, const float* factor) const {
+        const float* bias = op_.bias;
         each_sixteen(n_, [&](int64_t i, __mmask16 there) {
             store_sixteen(out_, at + i, there, scaled(sums, factor, bias, i, there));
         });
@@ -130,11 +145,11 @@ private:
     }
 
     // -> the largest magnitude of what was rounded
-    Magnitude round_sums(int64_t row, const int32_t* sums) {
+    Magnitude round_sums(int64_t row, const int32_t* sums, const float* factor) {
         const Dropout& dropout = op_.nonlinearity.dropout;
         const int64_t first = row * n_;
         const uint32_t* words = scratch_.words.data();
-        const float *factor = alpha_.data(), *bias = op_.bias, clip = op_.rounded.clip[0];
+        const float *bias = op_.bias, clip = op_.rounded.clip[0];
         const bool drops = dropout.threshold, is_relu = op_.nonlinearity.activation == Activation::relu;
         if (drops) philox(dropout.key[0], dropout.subsequence, first, n_, scratch_.words.data());
         const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(dropout.threshold));

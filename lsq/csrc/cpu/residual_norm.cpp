@@ -7,15 +7,7 @@ namespace {
 
 // Row `row` as codes for the backward pass: centred [n], of which the largest magnitude has these bits, times rstd.
 void keep(const NormalisedRows& to, int64_t row, int64_t n, const float* centred, uint32_t largest, float rstd) {
-    const GradientScale s = gradient_scale(float_of(largest), to.largest);
-    to.scale[row] = s.scale * rstd;
-    int8_t* codes = to.codes + row * n;
-    if (s.reciprocal == 0.0f) {  // vanishing, or not finite
-        std::memset(codes, 0, n);
-        return;
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(centred[i] * s.reciprocal);
+    to.scale[row] = round_nearest(centred, n, largest, to.largest, to.codes + row * n) * rstd;
 }
 
 // Row `row` of what a norm has normalised, as the forward pass has left it.

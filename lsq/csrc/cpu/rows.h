@@ -45,11 +45,34 @@ inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, ui
     if (dropout.threshold) dropped(dropout, first, n, x, words, [x](int64_t i, float y) { x[i] = y; });
 }
 
-// Rounds x [n], elements [first, first + n) of the tensor, under the clip; scratch: n bytes. Rows must start at a byte of
-// `clipped`: N is a multiple of 8, or there is one row. Returns the largest magnitude; the code of NaN is 0.
+// Rounds x [n], of which the largest magnitude is given and becomes code q, to the nearest -> its scale
+inline float round_nearest(const float* x, int64_t n, Magnitude largest, float q, int8_t* codes) {
+    const GradientScale s = gradient_scale(float_of(largest), q);
+    if (s.reciprocal == 0.0f) {  // vanishing, or not finite
+        std::memset(codes, 0, n);
+        return s.scale;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(x[i] * s.reciprocal);
+    return s.scale;
+}
+
+// Rounds x [n], elements [first, first + n) of the tensor, under the clip, or as one row under its own largest magnitude;
+// scratch: n bytes. Rows must start at a byte of `clipped`: N is a multiple of 8, or there is one row. Returns the largest
+// magnitude; the code of NaN is 0.
 inline Magnitude round_row(const Coded& coded, int64_t first, int64_t n, const float* x, uint8_t* outside) {
     const float clip = coded.clip[0], q = coded.largest, scale = clip / q;
     int8_t* out = coded.codes + first;
+    if (coded.by_row) {
+        Magnitude most = 0;
+#pragma omp simd reduction(max : most)
+        for (int64_t i = 0; i < n; ++i) {
+            const Magnitude found = magnitude_of(x[i]);
+            most = found > most ? found : most;
+        }
+        coded.scale[first / n] = round_nearest(x, n, most, q, out);
+        return most;
+    }
 #if defined(LSQ_WIDE)
     if (WideClip::fits(clip) && !coded.error) {
         return round_under_clip(x, n, clip, scale, out, coded.clipped ? coded.clipped + first / 8 : nullptr);
@@ -78,7 +101,7 @@ inline Magnitude round_row(const Coded& coded, int64_t first, int64_t n, const f
 
 // Writes the scale once all rows are rounded, and the largest magnitude; of no rows, too, whose codes have no address.
 inline void finish(const Coded& coded, Magnitude largest) {
-    if (coded.scale) coded.scale[0] = poisoned(coded.clip[0] / coded.largest, is_missing(largest));
+    if (coded.scale && !coded.by_row) coded.scale[0] = poisoned(coded.clip[0] / coded.largest, is_missing(largest));
     if (coded.seen) coded.seen[0] = float_of(std::max(magnitude_of(coded.seen[0]), largest));
 }
 

@@ -1,41 +1,51 @@
-// The middle of a gated feed-forward block: every thread makes kAtOnce vectors, which are a block apart so that neighbours
-// read neighbours. See gated.cuh.
+// The middle of a gated feed-forward block: M rows, F = COLUMNS columns; see gated.cuh.
 #include "gated.cuh"
+#include "rows.cuh"
 
 namespace {
 
-constexpr int kThreads = 256, kAtOnce = 2;
+struct Operands {
+    PackedRow<GateValue> gate, up;
+};
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t> ticket) {
+LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_gated(const Gated op, Out<uint32_t> ticket) {
     const GateOperand gate{op.gate}, up{op.up};
     const DropoutMask dropout{op.dropout};
     const CodeSink codes{op.rounded};
     Float* out = op.out;
-    const int64_t begin = kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
-    Packed<GateValue> gates[kAtOnce] = {}, ups[kAtOnce] = {};
-#pragma unroll
-    for (int v = 0; v < kAtOnce; ++v) {
-        const int64_t element = begin + v * kThreads * kVector;
-        if (element >= op.count) continue;
-        gates[v] = gate.load(element);
-        ups[v] = up.load(element);
-    }
     Magnitude largest = 0;
+    const auto load = [&](int64_t row) {
+        Operands found;
 #pragma unroll
-    for (int v = 0; v < kAtOnce; ++v) {
-        const int64_t element = begin + v * kThreads * kVector;
-        if (element >= op.count) continue;
-        float y[kVector], factor[kVector];
-        gate.unpack(gates[v], y);
-        up.unpack(ups[v], factor);
+        for (int v = 0; v < kVectors; ++v) {
+            if (!has(v)) continue;
+            found.gate.part[v] = gate.load(row * COLUMNS + column_of(v));
+            found.up.part[v] = up.load(row * COLUMNS + column_of(v));
+        }
+        return found;
+    };
+    for_rows(op.rows, load, [&](int64_t row, bool inside, const Operands& found) {
+        Values y = {};
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]) * factor[i];
-        dropout.apply8(element, y);
-        if (out) store8(out + element, y);
-        largest = Largest::join(largest, codes.write8(element, y));
-    }
+        for (int v = 0; v < kVectors; ++v) {
+            if (!inside || !has(v)) continue;
+            const int64_t element = row * COLUMNS + column_of(v);
+            float factor[kVector];
+            gate.unpack(found.gate.part[v], y[v]);
+            up.unpack(found.up.part[v], factor);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) y[v][i] = activated<kActivation>(y[v][i]) * factor[i];
+            dropout.apply8(element, y[v]);
+            if (out) store8(out + element, y[v]);
+            if (!op.rounded.by_row) largest = Largest::join(largest, codes.write8(element, y[v]));
+        }
+        if (!op.rounded.by_row) return;
+        const float most = row_largest(y), scale = write_nearest(row, inside, y, most, codes.q, codes.codes);
+        if (inside && threadIdx.x % LANES == 0) op.rounded.scale[row] = scale;
+        largest = Largest::join(largest, magnitude_of(most));
+    });
     codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_gated)

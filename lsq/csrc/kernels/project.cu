@@ -51,8 +51,9 @@ LSQ_KERNEL __launch_bounds__(kPatchThreads, 2) lsq_end(const Project op, In<Prod
 #if SUMS
             ProductSum sum[kVector];
             unpack8(loaded[r], sum);
+            const float of_row = row_scale(op.x.coded, row + r);
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
+            for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
 #else
             unpack8(loaded[r], y);
 #endif

@@ -15,11 +15,11 @@ namespace lsq {
 
 constexpr Activation kActivation = static_cast<Activation>(ACTIVATION);
 
-// What turns sums of columns [column, column + 8) into floats; of a Project or a SparseProject.
+// What turns sums of columns [column, column + 8) into floats, times row_scale; of a Project or a SparseProject.
 template <class Operation>
 __device__ __forceinline__ void factor8(const Operation& op, int64_t column, float (&factor)[kVector]) {
     load8(op.weight.scale + column, factor);
-    const float scale = op.x.coded.scale[0];
+    const float scale = shared_scale(op.x.coded);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) factor[i] *= scale;
 }

@@ -31,9 +31,10 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_project_produc
     Magnitude largest = 0;
     for_sums(sums, stages, [&](int64_t row, const int32_t (&sum)[kVector]) {
         if (row >= op.rows || column >= op.columns) return;
+        const float of_row = row_scale(op.x.coded, row);
         float y[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
+        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
         largest = Largest::join(largest, end.write8(row * op.columns + column, added, y));
     });
     end.codes.finish<kProductThreads>(ticket, largest);

@@ -63,8 +63,9 @@ LSQ_KERNEL __launch_bounds__(kSparseThreads) lsq_sparse_project(const SparseProj
         float y[kVector], added[kVector], factor[kVector];
         end.bias8(column, added);
         factor8(op, column, factor);
+        const float of_row = row_scale(op.x.coded, first + row);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * factor[i];
+        for (int i = 0; i < kVector; ++i) y[i] = static_cast<float>(sum[i]) * (factor[i] * of_row);
         largest = end.write8((first + row) * op.columns + column, added, y);
     }
     end.codes.finish<kSparseThreads>(ticket, largest);

@@ -1,7 +1,7 @@
 // Transposed codes for the backward products, which need both operands contiguous along the inner dimension.
 //
 // M rows, N columns, a multiple of 16; P is M rounded up to a multiple of 16, and what lies beyond M is 0. Rounding codes
-// times row_factor [M] with a scale for each column takes two launches: largest magnitudes of parts of the rows, then
+// times factors of their rows with a scale for each column takes two launches: largest magnitudes of parts of the rows, then
 // scales and codes. lsq/quant/arithmetic.py (round_columns) is the reference.
 #include "random.cuh"
 #include "reduce.cuh"
@@ -56,18 +56,23 @@ __device__ __forceinline__ int join_half(float (&largest)[16]) {
     return upper ? HALF : 0;
 }
 
-// codes [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end), NaN if one is. All threads of
+// What the codes of a row of x are multiplied by.
+__device__ __forceinline__ float factor_of(const ProjectWeightGradient& op, int64_t row) {
+    return op.gradient.scale[row] * row_scale(op.x.coded, row);
+}
+
+// x [M, N] -> partial float32 [N]: each column's largest magnitude in rows [begin, end), NaN if one is. All threads of
 // the block must call this; it takes one tile of the columns.
 __device__ __forceinline__ void column_largest(
-    int64_t tile, const int8_t* codes, const float* row_factor, float* partial, int64_t begin, int64_t end,
-    int64_t columns) {
-    const int64_t column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
+    int64_t tile, const ProjectWeightGradient& op, float* partial, int64_t begin, int64_t end) {
+    const int8_t* codes = op.x.coded.codes;
+    const int64_t columns = op.columns, column = tile * kTile + threadIdx.x % kColumnGroups * kGroupColumns;
     float largest[16] = {};
     if (column < columns) {
 #pragma unroll 4
         for (int64_t row = begin + threadIdx.x / kColumnGroups; row < end; row += kRowGroups) {
             float x[16];
-            load16(codes + row * columns + column, row_factor[row], x);
+            load16(codes + row * columns + column, factor_of(op, row), x);
 #pragma unroll
             for (int i = 0; i < 16; ++i) largest[i] = LargestMagnitude::join(largest[i], x[i]);
         }
@@ -128,7 +133,7 @@ LSQ_EXPORT(lsq_transpose_codes)
 
 // What the product for the gradient of a weight begins with, for both of its operands: the codes of the gradient
 // [M, outputs], transposed to [outputs, P]; and partial float32 [parts, N], largest magnitudes of the columns of
-// x [M, N] times the gradient's scales in `parts` runs of rows. The first blocks do the latter.
+// x [M, N] times the scales of rows in `parts` runs of rows. The first blocks do the latter.
 LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_begin_weight_gradient(
     const ProjectWeightGradient op, Out<int8_t> transposed, Out<float> partial, int64_t parts, int64_t outputs,
     int64_t padded) {
@@ -139,13 +144,11 @@ LSQ_KERNEL __launch_bounds__(kTileThreads, 2) lsq_begin_weight_gradient(
         return;
     }
     const int64_t part = block % parts, run = (op.rows + parts - 1) / parts, begin = part * run;
-    column_largest(
-        block / parts, op.x.coded.codes, op.gradient.scale, partial + part * op.columns, begin,
-        min(begin + run, op.rows), op.columns);
+    column_largest(block / parts, op, partial + part * op.columns, begin, min(begin + run, op.rows));
 }
 LSQ_EXPORT(lsq_begin_weight_gradient)
 
-// x [M, N] of the gradient of a weight times the gradient's scales, partial [parts, N] -> scale [N] and out int8 [N, P],
+// x [M, N] of the gradient of a weight times the scales of rows, partial [parts, N] -> scale [N] and out int8 [N, P],
 // rounded at random.
 LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
     const ProjectWeightGradient op, In<float> partial, Out<float> scale, Out<int8_t> out, int64_t parts,
@@ -153,7 +156,7 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
     const TilePlace tile{blockIdx.x, blockIdx.y};
     const int64_t row = tile.row(), column = tile.column(), rows = op.rows, columns = op.columns;
     const int8_t* codes = op.x.coded.codes;
-    const float *row_factor = op.gradient.scale, q = op.gradient.largest;
+    const float q = op.gradient.largest;
     __shared__ float reciprocal[kTile];
     column_scales(blockIdx.y, partial, parts, columns, q, blockIdx.x ? nullptr : static_cast<float*>(scale), reciprocal);
     uint32_t word[kGroupColumns] = {};
@@ -172,7 +175,7 @@ LSQ_KERNEL __launch_bounds__(kTileThreads) lsq_round_transposed(
                 continue;
             }
             float x[16];
-            load16(codes + (row + r) * columns + column, row_factor[row + r], x);
+            load16(codes + (row + r) * columns + column, factor_of(op, row + r), x);
             const uint32_t first = drawn.word[0] + offset;
             drawn = {{drawn.word[1], drawn.word[2], drawn.word[3], 0}};
 #pragma unroll

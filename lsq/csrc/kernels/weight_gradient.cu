@@ -26,7 +26,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
     const Value* values = product;
     const WeightGradientEnd end{op};
 #if SUMS
-    const float *column_scales = column_scale, *input_scale = op.x.coded.scale;
+    const float *column_scales = column_scale, input = shared_scale(op.x.coded);
 #endif
     float* sums = clip_sums;
     // All threads of the block go on together, because rows may be shared by several warps.
@@ -46,7 +46,6 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_project_weight_gradient(
 #if SUMS
                 float scale[kVector] = {};
                 if (values) load8(column_scales + column_of(v), scale);
-                const float input = input_scale[0];
 #pragma unroll
                 for (int i = 0; i < kVector; ++i) {
                     gradient[i] = static_cast<float>(value[i]) * (scale[i] * input) * of_row.inverse;

@@ -46,14 +46,14 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_weight_gradient_by_inputs(
     const float factor = op.clip_factor;
     float *dweight = op.dweight, *part = parts;
 #if SUMS
-    const float *of_inputs = input_scale, *x_scale = op.x.coded.scale;
+    const float *of_inputs = input_scale, shared = shared_scale(op.x.coded);
 #endif
     ColumnSums sums;
     float sum = 0.0f;
     const int64_t step_of_rows = static_cast<int64_t>(kRows) * gridDim.x;
     for (int64_t row = static_cast<int64_t>(kRows) * blockIdx.x + row_in_block(); row < op.columns; row += step_of_rows) {
 #if SUMS
-        const float input = values ? of_inputs[row] * x_scale[0] : 0.0f;
+        const float input = values ? of_inputs[row] * shared : 0.0f;
 #endif
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

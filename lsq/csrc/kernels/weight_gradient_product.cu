@@ -23,7 +23,7 @@ LSQ_KERNEL __launch_bounds__(kProductThreads, kProductBlocks) lsq_weight_gradien
     float scale[kVector] = {}, sum_of_warp = 0.0f;
     if (has_column) {
         load8(column_scale + column, scale);
-        const float input = op.x.coded.scale[0];
+        const float input = shared_scale(op.x.coded);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) scale[i] *= input;
     }
