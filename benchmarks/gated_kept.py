@@ -4,9 +4,9 @@
 
 Trains a small language model with gated blocks in float32 on made text (language_model.py), and at some updates looks
 at each block: h = act(gate) * up. Every way keeps gate and up otherwise. Prints signal-to-noise in dB against float64,
-mean and worst over the blocks: of h as the down projection reads it, rounded under a clip; of the gradient of the
-block's input (dX); of that of the weights of gate and up (dW). Last, what it costs to round the gradient itself at
-random: row by row, both halves under one scale or each under its own.
+mean and worst over the blocks: of h as the down projection reads it, rounded by row; of the gradient of the block's
+input (dX); of that of the weights of gate and up (dW). Then what else h may be rounded under, and last, what it costs
+to round the gradient itself at random: row by row, both halves under one scale or each under its own.
 Shape letters: M rows, F inner width.
 """
 
@@ -56,6 +56,12 @@ def under_clip(x: Tensor) -> Tensor:
     return (x / scale).round().clamp(-maximum_code(8), maximum_code(8)) * scale
 
 
+def under_largest(x: Tensor) -> Tensor:
+    """x after rounding under the largest magnitude of all."""
+    scale = x.abs().max() / maximum_code(8)
+    return (x / scale).round() * scale
+
+
 def by_row(x: Tensor) -> Tensor:
     """x after rounding under each row's largest magnitude."""
     scale = x.abs().amax(dim=1, keepdim=True) / maximum_code(8)
@@ -77,6 +83,10 @@ WAYS = {
     "the product in int8, a clip each": (2, halves(under_clip), halves(under_clip)),
     "the product in int8, one clip": (2, under_clip, under_clip),
 }
+CHOSEN = "the product in int8, a clip each"
+"""What the layers of lsq do with gate and up."""
+MIDDLES = {"h under the largest of all": under_largest, "h under the clip of least squared error": under_clip}
+"""Other ways to round h, of gate and up as CHOSEN has them."""
 
 
 def gradient_of_product(block: GatedBlock, product: Tensor, gradient: Tensor) -> Tensor:
@@ -109,7 +119,9 @@ def look(block: GatedBlock, update: int, number: int) -> list[dict]:
     with torch.enable_grad():
         exact = gradient_of_product(block, product, gradient)
         found = {name: gradient_of_product(block, kept(product), gradient) for name, (_, _, kept) in WAYS.items()}
-    read = {name: under_clip(gated(block, reads(product))) for name, (_, reads, _) in WAYS.items()}
+    read = {name: by_row(gated(block, reads(product))) for name, (_, reads, _) in WAYS.items()}
+    for name, rounded in MIDDLES.items():
+        read[name], found[name] = rounded(gated(block, WAYS[CHOSEN][1](product))), found[CHOSEN]
     found["the gradient's own rounding"] = round_at_random(exact)
     found["the same, gate and up by themselves"] = halves(round_at_random)(exact)
     h, rows = gated(block, product), []

@@ -54,6 +54,7 @@ FLOAT = "float32"
 VALIDATIONS = 8
 """In a training, the last one included."""
 GRADIENT_NORM = 1.0
+NUDGE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,16 @@ class Side:
     decays_clips: bool = False
 
 
+def nudge(model: nn.Module) -> None:
+    """Change the last bits of all weights: how far trainings part that differ in nothing that matters."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + NUDGE)
+
+
 SIDES = {
     FLOAT: Side(),
+    "float32, other last bits": Side(convert=nudge),
     "bfloat16": Side(autocast=True),
     "int8": Side(convert=lsq.convert),
     "int8, learned clips": Side(convert=partial(lsq.convert, quant=QuantConfig(clips="learned"))),
@@ -167,16 +176,23 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
     return found
 
 
+def scores_of(found: dict) -> dict[str, float]:
+    """Of a training: scores at the end, and the mean loss of the last fifth of its updates."""
+    losses = found["losses"]
+    return {**found["scores"], "training loss": statistics.mean(losses[-max(1, len(losses) // 5) :])}
+
+
 def rows(found: dict[str, list[dict]]) -> Iterator[dict]:
     """One for each side and score: of every seed, their mean and spread, and how far the mean is from the first side's.
 
     The spread is the standard deviation of seeds; the error is the standard error of the difference, paired by seed.
     """
-    baseline = next(iter(found.values()))
+    scores = {side: [scores_of(one) for one in results] for side, results in found.items()}
+    baseline = next(iter(scores.values()))
     for side, results in found.items():
-        for score in results[0]["scores"]:
-            values = [one["scores"][score] for one in results]
-            apart = [value - one["scores"][score] for value, one in zip(values, baseline, strict=True)]
+        for score in scores[side][0]:
+            values = [one[score] for one in scores[side]]
+            apart = [value - one[score] for value, one in zip(values, baseline, strict=True)]
             yield {
                 "side": side,
                 "score": score,

@@ -80,7 +80,8 @@ class QuantConfig:
     percentile: float = 99.99
     """Share of |x| in percent that lies inside the first clip under "percentile"."""
     weight_granularity: str = "channel"
-    """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor."""
+    """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor; the middle
+    of a gated block has a scale for each row, unless clips learn."""
     weight_format: str = "int8"
     """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast products; any format of
     docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all. Patterns of names

@@ -12,6 +12,7 @@ from lsq.layers.module import ProgramModule
 from lsq.ops.calibration import integer_bits
 from lsq.ops.fake_quantize import FakeQuantize
 from lsq.program.operation import Operation
+from lsq.program.values import Coded
 from lsq.quant import Format
 from lsq.quant.numbers import ScaledFormat
 
@@ -79,7 +80,9 @@ class _Observer:
             codes, form = rounding.out, rounding.form if rounding.given else None
         else:
             codes, form = rounding.codes, rounding.format
-        if rounding.clipped is None:
+        if isinstance(rounding, Coded) and rounding.by_row:
+            outside = 0
+        elif rounding.clipped is None:
             outside = int((operation.unrounded(self._module.target.run).abs() > rounding.clip).sum())
         else:
             outside = int(quant.unpack_bits(rounding.clipped, codes.numel()).sum())

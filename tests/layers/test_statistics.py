@@ -8,9 +8,10 @@ from torch import nn
 
 from lsq import quant
 from lsq.backends.cuda import CUDA, emulated_device
-from lsq.config import QuantConfig
+from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import (
     Embedding,
+    FeedForward,
     QuantizedLinear,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
@@ -91,6 +92,17 @@ def test_rows_of_activations_have_scales_of_their_own():
     with observe(layer) as found:
         layer(torch.randn(3, 32))
     assert found["input"].largest_code is found["input"].bits is None and found["weight"].bits == 8
+
+
+def test_a_gated_middle_clips_nothing():
+    """Each of its rows has a scale of its own, in which the largest code is used; its clip only follows."""
+    layer = FeedForward(LayerConfig(hidden=HIDDEN, heads=4, feed_forward=64, activation="silu", gated=True))
+    layer(torch.randn(3, 2, HIDDEN))
+    layer.eval()
+    with observe(layer) as found:
+        layer(100 * torch.randn(3, 2, HIDDEN))
+    assert found["gate"].clipped_share > 0
+    assert found["activation"].clipped_share == 0 and found["activation"].largest_code == 127
 
 
 def test_values_that_are_missing_do_not_stop_the_watching():
