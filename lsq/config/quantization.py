@@ -196,7 +196,8 @@ class QuantConfig:
         return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
 
     def activation_form(self, name: str) -> Format | ScaledFormat | None:
-        """What an activation is rounded to, under one clip for a tensor; None: it is not."""
+        """What an activation is rounded to, under one clip for a tensor unless an operation rounds by row; None: it is
+        not."""
         if self.coded:
             return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")

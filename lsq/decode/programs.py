@@ -27,7 +27,8 @@ PROJECTION_CLIP = "decoder.output_projection.input_clip"
 
 def builder_of(name: str, architecture: Architecture, backend: Backend) -> Builder:
     """An empty program that decodes there, with weights that need not be unpacked, however they are stored."""
-    quant = replace(architecture.decoder.config.quant, weight_format="int8")
+    quant = architecture.decoder.config.quant
+    quant = replace(quant, weight_format="int8", clips="learned" if quant.learned else "auto")
     return Mode(training=False, backward=False, backend=backend).builder(name, quant)
 
 

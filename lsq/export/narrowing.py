@@ -18,7 +18,7 @@ from lsq.ops.rounding import RoundWeight
 from lsq.program.values import Weight
 from lsq.quant.formats import Int4, WeightFormat
 
-INT4 = {"weight_format": "int4", "weight_granularity": "channel"}
+INT4 = {"weight_format": "int4", "weight_granularity": "channel", "clips": "auto"}
 """What a QuantConfig says of such weights."""
 CODES, SCALE = ".codes", ".scale"
 TRIED = tuple(1 - 0.04 * step for step in range(10))

@@ -88,13 +88,11 @@ class End:
     dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     """Of floats; on a GPU they have that of its activations."""
-    by_row: bool = False
-    """See Builder.coded."""
 
     def rows(self, builder: Builder, shape: tuple[int, int]) -> Rows:
         """Where a result [M, N] with this end goes, before it is decoded."""
         if self.clip and builder.quant.coded:
-            return Rows(coded=builder.coded(self.name, shape, self.clip, by_row=self.by_row))
+            return Rows(coded=builder.coded(self.name, shape, self.clip))
         return Rows(floats=builder.tensor(self.name, shape, self.dtype))
 
     def nonlinearity(self, builder: Builder, shape: tuple[int, int]) -> Nonlinearity | None:

@@ -20,7 +20,7 @@ def feed_forward_block(builder: Builder, config: LayerConfig, x: Rows, prefix: s
     inner = config.feed_forward
     end = End(
         name=prefix + "activation", clip=prefix + "activation_clip", activation=Activation[config.activation],
-        dropout=config.activation_dropout, by_row=config.gated,
+        dropout=config.activation_dropout,
     )
     middle = gated(builder, config, x, prefix, end) if config.gated else project_feed_forward(
         builder, config, x, prefix + "fc1", inner, end
@@ -37,7 +37,11 @@ def gated(builder: Builder, config: LayerConfig, x: Rows, prefix: str, end: End)
         project_feed_forward(builder, config, x, one.name, inner, one, joins=number > 0)
         for number, one in enumerate(ends)
     )
-    rows = end.rows(builder, (x.tensor.shape[0], inner))
+    shape = x.tensor.shape[0], inner
+    if builder.quant.coded:
+        rows = Rows(coded=builder.coded(end.name, shape, end.clip, by_row=True))
+    else:
+        rows = end.rows(builder, shape)
     builder.add(
         Gated(
             gate=gate, up=up, activation=end.activation, dropout=builder.dropout(end.dropout), out=rows.floats,

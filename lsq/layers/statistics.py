@@ -76,11 +76,12 @@ class _Observer:
         rounding = operation.rounding()
         if rounding is None:
             return
+        by_row = isinstance(rounding, Coded) and rounding.by_row
         if isinstance(rounding, FakeQuantize):
             codes, form = rounding.out, rounding.form if rounding.given else None
         else:
-            codes, form = rounding.codes, rounding.format
-        if isinstance(rounding, Coded) and rounding.by_row:
+            codes, form = rounding.codes, None if by_row else rounding.format
+        if by_row:
             outside = 0
         elif rounding.clipped is None:
             outside = int((operation.unrounded(self._module.target.run).abs() > rounding.clip).sum())

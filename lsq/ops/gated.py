@@ -1,6 +1,6 @@
 """The middle of a gated feed-forward block: one product of its rows decides how much of another one goes on.
 
-    result = dropout(activation(gate) * up)      as floats, or rounded once to codes
+    result = dropout(activation(gate) * up)      as floats, or rounded once to codes, under a clip or by row
 
 (Gated linear units, Dauphin et al. 2017; with SiLU or GELU: SwiGLU and GEGLU, Shazeer 2020.) Gate and up are codes as
 their products rounded them, each under its own clip, and the backward pass needs nothing else: what keeping more would
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import VECTOR, row_blocks, row_defines
+from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines, strided
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Activation
@@ -21,6 +21,9 @@ from lsq.ops.sums import finish, parts_of
 from lsq.program.declare import Activations, In, Out, extent, size
 from lsq.program.operation import Operation
 from lsq.program.values import Coded, Dropout, Rows, dropped
+
+VECTORS = 2
+"""Of 8 values: what a thread of lsq_gated makes."""
 
 
 class Gated(Operation):
@@ -45,6 +48,10 @@ class Gated(Operation):
     rows = extent(0, "gate.tensor")
     columns = extent(1, "gate.tensor")
 
+    @size
+    def count(self) -> int:
+        return self.rows * self.columns
+
     def __post_init__(self):
         _check_same(self.gate, self.up)
 
@@ -54,10 +61,13 @@ class Gated(Operation):
 
     def cuda(self):
         check_columns(VECTOR, **{"the width of a gate": self.columns})
+        if self.rounded is not None and self.rounded.by_row:
+            grid, line = strided(self.rows, MANY_BLOCKS), 4 * self.columns
+            return [launch("gated.cu", "lsq_gated_rows", self, grid=grid, shared=line, **_defines(self, self.out))]
         return [
             launch(
-                "gated.cu", "lsq_gated", self, TICKET, grid=row_blocks(self.rows, self.columns),
-                **_defines(self, self.out), **started(self.rounded), **row_defines(self.columns),
+                "gated.cu", "lsq_gated", self, TICKET, grid=max(1, -(-self.count // (VECTORS * VECTOR * THREADS))),
+                **_defines(self, self.out), **started(self.rounded),
             )
         ]  # fmt: skip
 

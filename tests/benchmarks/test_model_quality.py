@@ -24,7 +24,8 @@ def test_differences_are_those_of_means():
     def result(bits, seconds):
         return {"scores": {"bits": bits}, "losses": [9.0] * 8 + [bits, bits + 1], "processor_seconds": seconds}
 
-    first, loss, second, other = rows({FLOAT: [result(2.0, 4.0), result(3.0, 6.0)], "int8": [result(2.6, 1.0), result(3.4, 2.0)]})
+    sides = {FLOAT: [result(2.0, 4.0), result(3.0, 6.0)], "int8": [result(2.6, 1.0), result(3.4, 2.0)]}
+    first, loss, second, other = rows(sides)
     assert first["difference"] == 0 and first["mean"] == 2.5 and first["spread"] == pytest.approx(0.5**0.5)
     assert second["difference"] == pytest.approx(0.5) and second["error"] == pytest.approx(0.1)
     assert second["seeds"] == "2.600 / 3.400" and second["processor_seconds"] == 1.5

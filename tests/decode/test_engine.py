@@ -17,6 +17,7 @@ VARIANTS = [
     {"quant": {"weight_format": "int4"}, "encoder_layers": 1}, {"activation": "gelu", "decoder_layers": 3},
     {"embedding": {"positions": "learned", "scale": 1.0}}, {"quant": {"weight_granularity": "tensor", "bits": 5}},
     {"encoder_layers": 0, "pre_norm": True, "words": 50}, {"activation": "silu", "gated": True, "bias": False},
+    {"activation": "silu", "gated": True, "bias": False, "quant": {"weight_format": "int4"}},
     {"activation": "squared_relu", "encoder_layers": 0},
 ]  # fmt: skip
 

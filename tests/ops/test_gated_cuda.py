@@ -2,6 +2,7 @@
 
 import pytest
 
+from lsq.ops import gated as gated_operation
 from lsq.ops.nonlinearity import Activation
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_gated import KINDS, gated, gated_by_row, gated_gradient
@@ -14,9 +15,14 @@ def test_codes_are_exact(kind, rows, columns, dropout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows, columns, dropout", [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (7, 1040, 0.0)])
+@pytest.mark.parametrize("rows, columns, dropout", [(0, 16, 0.0), (1, 16, 0.0), (41, 48, 0.3), (3, 4104, 0.0)])
 def test_codes_by_row_are_exact(kind, rows, columns, dropout):
     compare_cuda(gated_by_row(rows, columns, kind, dropout), exact=True)
+
+
+def test_blocks_take_several_rows(monkeypatch):
+    monkeypatch.setattr(gated_operation, "strided", lambda turns, most: max(1, min(2, turns)))
+    compare_cuda(gated_by_row(9, 2064), exact=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -42,7 +42,7 @@ from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
 from tests.ops.test_append import append_of
 from tests.ops.test_attention_cuda import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
-from tests.ops.test_gated import gated, gated_gradient
+from tests.ops.test_gated import gated, gated_by_row, gated_gradient
 from tests.ops.test_gradient_messages_cuda import check
 from tests.ops.test_kept_gradient import input_gradient
 from tests.ops.test_kept_gradient import losses as losses_of_others
@@ -232,7 +232,8 @@ def started_scales():
 
 
 def gates():
-    compare_cuda(gated(341, 88))
+    for made in (gated(341, 88), gated_by_row(19, 2064)):
+        compare_cuda(made)
 
 
 def gate_gradients():

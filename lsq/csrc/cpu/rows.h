@@ -45,7 +45,7 @@ inline void apply(const Dropout& dropout, int64_t first, int64_t n, float* x, ui
     if (dropout.threshold) dropped(dropout, first, n, x, words, [x](int64_t i, float y) { x[i] = y; });
 }
 
-// Rounds x [n], of which the largest magnitude is given and becomes code q, to the nearest -> its scale
+// Rounds x [n] to the nearest codes; `largest`, its largest magnitude, becomes code q. Returns the scale.
 inline float round_nearest(const float* x, int64_t n, Magnitude largest, float q, int8_t* codes) {
     const GradientScale s = gradient_scale(float_of(largest), q);
     if (s.reciprocal == 0.0f) {  // vanishing, or not finite

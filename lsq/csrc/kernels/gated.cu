@@ -1,51 +1,91 @@
-// The middle of a gated feed-forward block: M rows, F = COLUMNS columns; see gated.cuh.
+// The middle of a gated feed-forward block, M rows of F columns; see gated.cuh.
 #include "gated.cuh"
-#include "rows.cuh"
 
 namespace {
 
-struct Operands {
-    PackedRow<GateValue> gate, up;
-};
+constexpr int kThreads = 256, kAtOnce = 2;
+
+// The result of 8 neighbouring values -> y.
+__device__ __forceinline__ void gate8(const GateOperand& gate, const GateOperand& up, const DropoutMask& dropout,
+                                      int64_t element, const Packed<GateValue>& of_gate,
+                                      const Packed<GateValue>& of_up, float (&y)[kVector]) {
+    float factor[kVector];
+    gate.unpack(of_gate, y);
+    up.unpack(of_up, factor);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) y[i] = activated<kActivation>(y[i]) * factor[i];
+    dropout.apply8(element, y);
+}
 
 }  // namespace
 
-LSQ_KERNEL __launch_bounds__(kThreads, kMedium) lsq_gated(const Gated op, Out<uint32_t> ticket) {
+// As floats or under a clip: every thread makes kAtOnce vectors, which are a block apart so that neighbours read
+// neighbours.
+LSQ_KERNEL __launch_bounds__(kThreads, 2) lsq_gated(const Gated op, Out<uint32_t> ticket) {
     const GateOperand gate{op.gate}, up{op.up};
     const DropoutMask dropout{op.dropout};
     const CodeSink codes{op.rounded};
     Float* out = op.out;
+    const int64_t begin = kVector * (static_cast<int64_t>(blockIdx.x) * kAtOnce * kThreads + threadIdx.x);
+    Packed<GateValue> gates[kAtOnce] = {}, ups[kAtOnce] = {};
+#pragma unroll
+    for (int v = 0; v < kAtOnce; ++v) {
+        const int64_t element = begin + v * kThreads * kVector;
+        if (element >= op.count) continue;
+        gates[v] = gate.load(element);
+        ups[v] = up.load(element);
+    }
     Magnitude largest = 0;
-    const auto load = [&](int64_t row) {
-        Operands found;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!has(v)) continue;
-            found.gate.part[v] = gate.load(row * COLUMNS + column_of(v));
-            found.up.part[v] = up.load(row * COLUMNS + column_of(v));
-        }
-        return found;
-    };
-    for_rows(op.rows, load, [&](int64_t row, bool inside, const Operands& found) {
-        Values y = {};
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            if (!inside || !has(v)) continue;
-            const int64_t element = row * COLUMNS + column_of(v);
-            float factor[kVector];
-            gate.unpack(found.gate.part[v], y[v]);
-            up.unpack(found.up.part[v], factor);
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) y[v][i] = activated<kActivation>(y[v][i]) * factor[i];
-            dropout.apply8(element, y[v]);
-            if (out) store8(out + element, y[v]);
-            if (!op.rounded.by_row) largest = Largest::join(largest, codes.write8(element, y[v]));
-        }
-        if (!op.rounded.by_row) return;
-        const float most = row_largest(y), scale = write_nearest(row, inside, y, most, codes.q, codes.codes);
-        if (inside && threadIdx.x % LANES == 0) op.rounded.scale[row] = scale;
-        largest = Largest::join(largest, magnitude_of(most));
-    });
+    for (int v = 0; v < kAtOnce; ++v) {
+        const int64_t element = begin + v * kThreads * kVector;
+        if (element >= op.count) continue;
+        float y[kVector];
+        gate8(gate, up, dropout, element, gates[v], ups[v], y);
+        if (out) store8(out + element, y);
+        largest = Largest::join(largest, codes.write8(element, y));
+    }
     codes.finish<kThreads>(ticket, largest);
 }
 LSQ_EXPORT(lsq_gated)
+
+// With a scale for each row: a block makes a row, which waits in shared memory [F] for its largest magnitude. Every
+// thread reads there what it has written itself.
+LSQ_KERNEL __launch_bounds__(kThreads) lsq_gated_rows(const Gated op) {
+    extern __shared__ float4 waiting[];
+    const GateOperand gate{op.gate}, up{op.up};
+    const DropoutMask dropout{op.dropout};
+    float* line = reinterpret_cast<float*>(waiting);
+    Float* out = op.out;
+    int8_t* codes = op.rounded.codes;
+    Magnitude most = 0;
+    for (int64_t row = blockIdx.x; row < op.rows; row += gridDim.x) {
+        Magnitude largest = 0;
+        for (int64_t column = kVector * threadIdx.x; column < op.columns; column += kVector * kThreads) {
+            const int64_t element = row * op.columns + column;
+            float y[kVector];
+            gate8(gate, up, dropout, element, gate.load(element), up.load(element), y);
+            if (out) store8(out + element, y);
+            store8(line + column, y);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) largest = Largest::join(largest, magnitude_of(y[i]));
+        }
+        largest = group_reduce<Largest, kThreads, kThreads>(largest);
+        most = Largest::join(most, largest);
+        const GradientScale scale = gradient_scale(float_of(largest), op.rounded.largest);
+        if (threadIdx.x == 0) op.rounded.scale[row] = scale.scale;
+        for (int64_t column = kVector * threadIdx.x; column < op.columns; column += kVector * kThreads) {
+            float y[kVector];
+            int8_t code[kVector];
+            load8(line + column, y);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                code[i] = scale.reciprocal == 0.0f ? static_cast<int8_t>(0) : nearest_code(y[i] * scale.reciprocal);
+            }
+            store8(codes + (row * op.columns + column), code);
+        }
+    }
+    uint32_t* seen = reinterpret_cast<uint32_t*>(static_cast<float*>(op.rounded.seen));
+    if (seen && threadIdx.x == 0) atomicMax(seen, most);
+}
+LSQ_EXPORT(lsq_gated_rows)

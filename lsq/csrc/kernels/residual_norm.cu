@@ -47,8 +47,19 @@ struct Operands {
 
 // Row `row` as codes for the backward pass: x times rstd. All threads of the block must call this.
 __device__ __forceinline__ void keep(const NormalisedRows& to, int64_t row, bool inside, const Values& x, float rstd) {
-    const float scale = write_nearest(row, inside, x, row_largest(x), to.largest, to.codes);
-    if (inside && threadIdx.x % LANES == 0) to.scale[row] = scale * rstd;
+    const GradientScale s = gradient_scale(row_largest(x), to.largest);
+    if (!inside) return;
+    if (threadIdx.x % LANES == 0) to.scale[row] = s.scale * rstd;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        if (!has(v)) continue;
+        int8_t code[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            code[i] = s.reciprocal == 0.0f ? static_cast<int8_t>(0) : nearest_code(x[v][i] * s.reciprocal);
+        }
+        store8(to.codes + row * COLUMNS + column_of(v), code);
+    }
 }
 
 }  // namespace

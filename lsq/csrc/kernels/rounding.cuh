@@ -18,13 +18,13 @@ struct CodeSink {
     int8_t* codes;
     uint8_t* clipped;  // may be null
     float* error;      // may be null: (code - x / scale) / Q, 0 where clipped
-    float* scale;      // null where each row has its own
+    float* scale;
     uint32_t* seen;    // may be null: the bits of the largest magnitude
     float q, limit, step;
     float reciprocal;  // of the step; 0: values must be divided by the step
 
     __device__ __forceinline__ explicit CodeSink(const Coded& coded)
-        : codes(coded.codes), clipped(coded.clipped), error(coded.error), scale(coded.by_row ? nullptr : static_cast<float*>(coded.scale)),
+        : codes(coded.codes), clipped(coded.clipped), error(coded.error), scale(coded.scale),
           seen(reinterpret_cast<uint32_t*>(static_cast<float*>(coded.seen))), q(coded.largest),
           limit(coded.clip ? *coded.clip : 0.0f), step(limit / q),
           reciprocal(limit > kSmallestClip && limit < infinity() && !error ? 1.0f / step : 0.0f) {}

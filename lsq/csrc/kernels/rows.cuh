@@ -79,23 +79,6 @@ __device__ __forceinline__ float row_largest(const Values& x) {
     return group_reduce<LargestMagnitude, LANES, kThreads>(largest);
 }
 
-// Rounds a row, of which the largest magnitude is given and becomes code q, to the nearest -> its scale
-__device__ __forceinline__ float write_nearest(
-    int64_t row, bool inside, const Values& x, float largest, float q, int8_t* codes) {
-    const GradientScale s = gradient_scale(largest, q);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        if (!inside || !has(v)) continue;
-        int8_t code[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            code[i] = s.reciprocal == 0.0f ? static_cast<int8_t>(0) : nearest_code(x[v][i] * s.reciprocal);
-        }
-        store8(codes + row * COLUMNS + column_of(v), code);
-    }
-    return s.scale;
-}
-
 // Sums of two numbers over a row.
 __device__ __forceinline__ void row_sums(float& a, float& b) {
     a = warp_reduce<Sum>(a);
