@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lsq.layers.weight_codes import rounded_values
+from lsq.program import shards
 from lsq.program.parameters import Kind, Parameter
 from lsq.program.stamp import Stamp
-from lsq.quant import WeightFormat
+from lsq.quant import WeightFormat, largest_clips
 from lsq.quant.numbers import ScaledFormat
 
 if TYPE_CHECKING:
@@ -95,6 +96,8 @@ def _as_rounded(
     with torch.no_grad():
         rows = weight.detach().float()
         rows = rows.t() if by_inputs else rows
+        if not layer.quant.learned and not any(map(shards.is_shard, (clip, weight))):
+            clip.data.copy_(largest_clips(rows, clip))  # what an optimizer has done to the weight since
         seen = rounded_values(rows, clip.detach(), form, layer.target)
         change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
     return weight + change

@@ -351,3 +351,24 @@ def test_evaluation_with_gradients_computes_the_same(trained):
     torch.testing.assert_close(step, following, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="keys and values .* have no gradient: give the whole sequence to one pass"):
         step.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_clips_follow_weights_in_a_layers_own_pass(model, grad):
+    """So nothing that grows is clipped there, and a state dict changes nothing."""
+
+    def own_pass() -> torch.Tensor:
+        with torch.set_grad_enabled(grad):
+            return model(**BATCH, output_attentions=True).loss
+
+    model.eval()
+    before = own_pass()
+    with torch.no_grad():
+        for layer in (module for module in model.modules() if isinstance(module, FusedLayer)):
+            layer.self_attn.o_proj.weight.mul_(4)
+    after = own_pass()
+    assert after != before
+    for layer in (module for module in model.modules() if isinstance(module, FusedLayer)):
+        assert torch.equal(layer.self_attn_out_weight_clip, layer.self_attn.o_proj.weight.abs().amax(dim=1))
+    model.state_dict()
+    assert torch.equal(own_pass(), after)
