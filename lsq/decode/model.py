@@ -138,6 +138,7 @@ def model_of(module: nn.Module) -> DecodingModel:
     for each in module.modules():
         if isinstance(each, ProgramModule):
             check_ready(each)
+            each.bring_clips_up()
     _check_alike(module)
     shared = encoder is not None and encoder.embed_tokens.weight is decoder.embed_tokens.weight
     words, projection = decoder.dictionary, decoder.output_projection

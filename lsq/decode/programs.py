@@ -28,7 +28,7 @@ PROJECTION_CLIP = "decoder.output_projection.input_clip"
 def builder_of(name: str, architecture: Architecture, backend: Backend) -> Builder:
     """An empty program that decodes there, with weights that need not be unpacked, however they are stored."""
     quant = architecture.decoder.config.quant
-    quant = replace(quant, weight_format="int8", clips="learned" if quant.learned else "auto")
+    quant = replace(quant, weight_format="int8", clips="learned" if quant.learned else "absmax")
     return Mode(training=False, backward=False, backend=backend).builder(name, quant)
 
 

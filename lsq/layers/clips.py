@@ -287,7 +287,7 @@ class ClippedModule(nn.Module):
 
     @torch.no_grad()
     def bring_clips_up(self) -> None:
-        """Bring all clips that do not learn to what the next pass would make of them, for a state dict."""
+        """Bring all clips that do not learn to what the next pass would make of them, for whoever reads them."""
         self.follow_clips()
         if self.quant.learned or not self.schedule.begun:
             return

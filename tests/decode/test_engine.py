@@ -18,6 +18,7 @@ VARIANTS = [
     {"embedding": {"positions": "learned", "scale": 1.0}}, {"quant": {"weight_granularity": "tensor", "bits": 5}},
     {"encoder_layers": 0, "pre_norm": True, "words": 50}, {"activation": "silu", "gated": True, "bias": False},
     {"activation": "silu", "gated": True, "bias": False, "quant": {"weight_format": "int4"}},
+    {"activation": "silu", "gated": True, "bias": False, "quant": {"clips": "absmax", "bits": 7}},
     {"activation": "squared_relu", "encoder_layers": 0},
 ]  # fmt: skip
 
@@ -42,6 +43,18 @@ def test_steps_are_those_of_the_modules(options, place):
     engine.begin(sentences(source), rows=3, steps=TIME)
     found = torch.stack([engine.step_all(target[:, t], torch.arange(3)) for t in range(TIME)], dim=1)
     assert_close(found, module(source, target).log_softmax(2), rtol=0, atol=2e-5)
+
+
+def test_a_model_that_has_just_stepped_is_rounded_under_its_new_weights():
+    module = small_model()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    engine, source, target = Engine(model_of(module)), batch(), hypotheses(3)
+    engine.begin(sentences(source), rows=3, steps=1)
+    found = engine.step_all(target[:, 0], torch.arange(3))
+    assert_close(found, module(source, target)[:, 0].log_softmax(1), rtol=0, atol=2e-5)
 
 
 def test_hypotheses_may_go_on_from_any_other():
