@@ -225,9 +225,10 @@ def verdict(name: str, ended: dict[str, list[float]], differences: dict[str, dic
     found, count = mean(ended[name]), len(ended[name])
     if count == 1:
         floor = max(abs(one[AGAIN][0]) for one in [*list(differences.values())[:windows], {AGAIN: ended[AGAIN]}])
-        seen = "nothing that float does not do to itself" if abs(found) <= floor else "more than that: try more --seeds"
+        seen = "so this means nothing" if abs(found) <= floor else "one seed says no more: give several --seeds"
         return (
-            f"{name} ends {found:+.4f} bits a token from {FLOAT}, which parts from itself by up to {floor:.4f}: {seen}."
+            f"{name} ends {found:+.4f} bits a token from {FLOAT}. {FLOAT.title()} trained twice differs by up to"
+            f" {floor:.4f}; {seen}."
         )
     error = stdev(ended[name]) / math.sqrt(count)
     certain = abs(found) > STUDENT[min(count, max(STUDENT))] * error

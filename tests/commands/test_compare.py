@@ -50,7 +50,7 @@ def test_a_comparison(text, tmp_path, capsys, one_process):
 
     one_process.clear()
     assert compare.run([*arguments[:-2], "1"]) == 0
-    assert "which parts from itself by up to" in capsys.readouterr().out and len(one_process) == 3
+    assert "trained twice differs by up to" in capsys.readouterr().out and len(one_process) == 3
 
 
 def test_what_is_trained(text, monkeypatch):
@@ -125,8 +125,8 @@ def test_spread():
     ([0.010, 0.011, 0.012, 0.011], "is worse than float by 4 seeds: \\+0.0110"),
     ([-0.010, -0.011, -0.012, -0.011], "is better than float"),
     ([0.010, 0.012], "cannot be told from float by 2 seeds"),  # t of one degree of freedom asks for more
-    ([0.01], "\\+0.0100 bits a token from float, which parts from itself by up to 0.0200: nothing"),
-    ([0.03], "up to 0.0200: more than that: try more --seeds"),
+    ([0.01], "\\+0.0100 bits a token from float. Float trained twice differs by up to 0.0200; so this means"),
+    ([0.03], "up to 0.0200; one seed says no more: give several --seeds"),
 ])  # fmt: skip
 def test_verdicts(values, verdict):
     ended = {"int8": values, compare.AGAIN: [0.001] * len(values)}
