@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines, strided
+from lsq.csrc import geometry
+from lsq.csrc.geometry import MANY_BLOCKS, THREADS, VECTOR, row_defines
 from lsq.csrc.launch import FLOATS, TICKET, Launch, check, float_define, launch
 from lsq.ops.kernels import check_columns
 from lsq.ops.nonlinearity import Activation
@@ -62,7 +63,7 @@ class Gated(Operation):
     def cuda(self):
         check_columns(VECTOR, **{"the width of a gate": self.columns})
         if self.rounded is not None and self.rounded.by_row:
-            grid, line = strided(self.rows, MANY_BLOCKS), 4 * self.columns
+            grid, line = geometry.strided(self.rows, MANY_BLOCKS), 4 * self.columns
             return [launch("gated.cu", "lsq_gated_rows", self, grid=grid, shared=line, **_defines(self, self.out))]
         return [
             launch(

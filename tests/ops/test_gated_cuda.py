@@ -2,7 +2,7 @@
 
 import pytest
 
-from lsq.ops import gated as gated_operation
+from lsq.csrc import geometry
 from lsq.ops.nonlinearity import Activation
 from tests.ops.cuda import DTYPES, compare_cuda
 from tests.ops.test_gated import KINDS, gated, gated_by_row, gated_gradient
@@ -21,7 +21,7 @@ def test_codes_by_row_are_exact(kind, rows, columns, dropout):
 
 
 def test_blocks_take_several_rows(monkeypatch):
-    monkeypatch.setattr(gated_operation, "strided", lambda turns, most: max(1, min(2, turns)))
+    monkeypatch.setattr(geometry, "strided", lambda turns, most: max(1, min(2, turns)))
     compare_cuda(gated_by_row(9, 2064), exact=True)
 
 
