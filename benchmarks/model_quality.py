@@ -55,6 +55,7 @@ VALIDATIONS = 8
 """In a training, the last one included."""
 GRADIENT_NORM = 1.0
 NUDGE = 1e-6
+"""By how much the weights of a second float training differ, relative to their size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Side:
 
 
 def nudge(model: nn.Module) -> None:
-    """Change the last bits of all weights: how far trainings part that differ in nothing that matters."""
+    """Multiply all weights by 1 + NUDGE: how far apart do two float trainings end?"""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + NUDGE)
@@ -177,7 +178,7 @@ def result(task: Task, side: str, seed: int, options: argparse.Namespace) -> dic
 
 
 def scores_of(found: dict) -> dict[str, float]:
-    """Of a training: scores at the end, and the mean loss of the last fifth of its updates."""
+    """Return a training's scores at the end and the mean loss of the last fifth of its updates."""
     losses = found["losses"]
     return {**found["scores"], "training loss": statistics.mean(losses[-max(1, len(losses) // 5) :])}
 

@@ -97,7 +97,7 @@ def _as_rounded(
         rows = weight.detach().float()
         rows = rows.t() if by_inputs else rows
         if not layer.quant.learned and not any(map(shards.is_shard, (clip, weight))):
-            clip.data.copy_(largest_clips(rows, clip))  # what an optimizer has done to the weight since
+            clip.data.copy_(largest_clips(rows, clip))  # the clip follows the weight
         seen = rounded_values(rows, clip.detach(), form, layer.target)
         change = (seen.t() if by_inputs else seen).to(weight.dtype) - weight
     return weight + change

@@ -225,10 +225,11 @@ def verdict(name: str, ended: dict[str, list[float]], differences: dict[str, dic
     found, count = mean(ended[name]), len(ended[name])
     if count == 1:
         floor = max(abs(one[AGAIN][0]) for one in [*list(differences.values())[:windows], {AGAIN: ended[AGAIN]}])
-        seen = "so this means nothing" if abs(found) <= floor else "one seed says no more: give several --seeds"
+        more = abs(found) > floor
+        advice = "several --seeds tell whether this is chance" if more else "this may be chance"
         return (
-            f"{name} ends {found:+.4f} bits a token from {FLOAT}. {FLOAT.title()} trained twice differs by up to"
-            f" {floor:.4f}; {seen}."
+            f"{name} ends {found:+.4f} bits a token from {FLOAT}. Float trained twice differs by up to"
+            f" {floor:.4f}; {advice}."
         )
     error = stdev(ended[name]) / math.sqrt(count)
     certain = abs(found) > STUDENT[min(count, max(STUDENT))] * error

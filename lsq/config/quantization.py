@@ -80,8 +80,8 @@ class QuantConfig:
     percentile: float = 99.99
     """Share of |x| in percent that lies inside the first clip under "percentile"."""
     weight_granularity: str = "channel"
-    """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per tensor; the middle
-    of a gated block has a scale for each row, unless clips learn."""
+    """One clip per output channel ("channel") or one per weight ("tensor"). Activations have one per
+    tensor. The middle of a gated block has a scale for each row, unless clips learn."""
     weight_format: str = "int8"
     """What weights are rounded to: "int8" (integers of `bits` bits) or "int4", which have fast products; any format of
     docs/formats.md, as "nvfp4" or "int6/row", through decoded values; or "float32": not at all. Patterns of names
@@ -196,8 +196,10 @@ class QuantConfig:
         return any(format_choice(getattr(self, name)).exceptions for name in FAST_FORMATS)
 
     def activation_form(self, name: str) -> Format | ScaledFormat | None:
-        """What an activation is rounded to, under one clip for a tensor unless an operation rounds by row; None: it is
-        not."""
+        """Return what an activation is rounded to, under one clip for a tensor, or None.
+
+        The middle of a gated block takes the same integers with a scale for each row.
+        """
         if self.coded:
             return Format(name="activation", bits=self.bits, grain=Grain.TENSOR)
         return self._decoded(format_choice(self.activation_format).of(name), "tensor")

@@ -1,8 +1,8 @@
 """The scales of a pass that come from clips, written before anything is rounded.
 
-Such a scale is known beforehand, but for a NaN among what is rounded; that of a row of a gated block is not. A GPU
-that starts scales has no block wait for another one to write them: those that meet a NaN write it. Programs for the
-CPU have none of this.
+Such a scale is known beforehand, but for a NaN among what is rounded; that of a row of a gated
+block is not. A GPU that starts scales has no block wait for another one to write them: those that
+meet a NaN write it. Programs for the CPU have none of this.
 """
 
 from __future__ import annotations

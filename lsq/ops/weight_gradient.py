@@ -2,10 +2,11 @@
 
     dweight[n, k] = x_scale * (1 / weight_scale[n]) * sum_m codes[m, n] * (scale[m] * x[m, k])
 
-The row scale of the gradient, and that of x where each row has one, is folded into x, which is rounded again, at
-random, with a scale for each column. So one int8 gradient, which carries the weight's scales, serves both backward
-products (see RoundedGradient). The mask of the straight-through gradient is |weight| <= clip. M rows, N outputs of
-the weight, padded to P in its codes, K columns.
+The row scale of the gradient, and that of x where each row has one, is folded into x, which is
+rounded again, at random, with a scale for each column. So one int8 gradient, which carries the
+weight's scales, serves both backward products (see RoundedGradient). The mask of the
+straight-through gradient is |weight| <= clip. M rows, N outputs of the weight, padded to P in its
+codes, K columns.
 """
 
 from __future__ import annotations

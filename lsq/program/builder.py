@@ -87,7 +87,8 @@ class Builder(Recorder):
     def coded(self, name: str, shape, clip: str, *, by_row: bool = False) -> Coded:
         """An activation that is rounded under the clip of that name.
 
-        `by_row`: each row under its own largest magnitude, unless clips learn; the clip only follows the largest.
+        `by_row`: round each row under its own largest magnitude, unless clips learn. The clip then
+        only records the largest magnitude.
         """
         rows, columns = shape
         learns = self.backward and self.quant.learned

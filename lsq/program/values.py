@@ -20,7 +20,10 @@ class Coded(Value):
     codes: Codes
     """[M, N]"""
     scale: Floats
-    """[1], or [M] where the format has one for each row; NaN where a rounded value was NaN (of a row: or infinite)."""
+    """[1], or [M] where each row has its own; NaN where a rounded value was NaN.
+
+    The scale of a row is NaN where a value was infinite, too.
+    """
     clipped: Bits | None
     """[(M * N + 7) // 8], one bit an element: |x| > clip. Kept where there is a backward pass."""
     error: Floats | None
