@@ -82,7 +82,8 @@ def _process(
         result = io.BytesIO()
         torch.save(function(rank, *arguments), result)
         pipe.send((True, result.getvalue()))
-        distributed.destroy_process_group()
+        # run() kills this process; ending now would break connections that other ranks may still be making.
+        multiprocessing.parent_process().join()
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise
