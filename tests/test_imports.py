@@ -64,7 +64,7 @@ COLLECTIVES = {
 }
 TORCH = {
     "_C", "__future__", "_disable_dynamo", "_foreach_copy_", "_foreach_maximum_", "_foreach_minimum_", "_foreach_mul",
-    "_foreach_norm", "_int_mm",
+    "_foreach_norm", "_int_mm", "_nested_tensor_from_mask",
 }  # fmt: skip
 """Names that PyTorch does not document and that lsq may use: the oldest version that lsq allows has them, too."""
 

@@ -35,7 +35,7 @@ def packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable
         None where queries see something else than `seen` says, as those of packed sentences do.
     """
     key = shape, seen, tuple(sorted((name, id(value)) for name, value in options.items()))
-    return _remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
+    return remembered("packing", (mask,), key, lambda: _packing_of(mask, shape, seen, options))
 
 
 def memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], **options) -> Packing | None:
@@ -51,7 +51,7 @@ def memory_packing_of(mask: torch.Tensor | None, shape: tuple[int, int], **optio
         None where queries of a sentence see different keys, or none.
     """
     key = shape, *((name, id(value)) for name, value in sorted(options.items()))
-    return _remembered("memory", (mask,), key, lambda: _memory_packing_of(mask, shape, options))
+    return remembered("memory", (mask,), key, lambda: _memory_packing_of(mask, shape, options))
 
 
 def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +59,7 @@ def rotation_of(cosine: torch.Tensor, sine: torch.Tensor, packing: Packing) -> t
 
     P is filled up to a power of two, so that programs are made for few of them.
     """
-    return _remembered("rotation", (cosine, sine, packing), None, lambda: _rotation_of(cosine, sine, packing))
+    return remembered("rotation", (cosine, sine, packing), None, lambda: _rotation_of(cosine, sine, packing))
 
 
 def _packing_of(mask: torch.Tensor | None, shape: tuple[int, int], seen: Callable, options: dict) -> Packing | None:
@@ -148,7 +148,7 @@ def everything(present: torch.Tensor) -> torch.Tensor:
     return present[:, None, :].expand(-1, present.shape[1], -1)
 
 
-def _remembered(kind: str, objects: tuple, key: object, make: Callable[[], Made]) -> Made:
+def remembered(kind: str, objects: tuple, key: object, make: Callable[[], Made]) -> Made:
     """What `make` gave for the same objects, unless these have changed in place since."""
     kept = _local.__dict__.setdefault(kind, deque(maxlen=KEPT))
     versions = [one._version if isinstance(one, torch.Tensor) and not one.is_inference() else None for one in objects]

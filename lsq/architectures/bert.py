@@ -13,7 +13,7 @@ HEADS = ("query", "key", "value")
 class BertLayer(FusedLayer):
     """Self-attention, LayerNorm, a feed-forward block, LayerNorm."""
 
-    CAUSAL = False
+    causal = False
     PARTS = {
         "attention": "Attention", "attention.self": "SelfAttention", "attention.output": "SelfOutput",
         "intermediate": "Intermediate", "output": "Output",

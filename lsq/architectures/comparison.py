@@ -43,7 +43,7 @@ def compare(layer: FusedLayer, x: torch.Tensor, others: Others) -> bool:
         RuntimeError: the results differ.
     """
     tokens, kind = min(x.shape[1], TOKENS), layer.float_class.__name__
-    attention = layer.attentions(layer)[0].config._attn_implementation or "eager"
+    attention = layer.attention_kind
     if attention not in ("eager", "sdpa"):
         logger.info("a %s is not compared with its program: its attention is %s", kind, attention)
         return True
@@ -87,7 +87,7 @@ def _in_floats(layer: FusedLayer, x: torch.Tensor, others: Others) -> torch.Tens
 
 
 def _mask(layer: FusedLayer, x: torch.Tensor) -> torch.Tensor | None:
-    if not layer.CAUSAL:
+    if not layer.causal:
         return None
     seen = causal(layer.config.window, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device))
     scores = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)

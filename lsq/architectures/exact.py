@@ -1,4 +1,4 @@
-"""Whether a layer of transformers computes what its class was written to: no patches, hooks,
+"""Whether a layer of another model computes what its class was written to: no patches, hooks,
 wrappers or adapters."""
 
 import sys
@@ -7,8 +7,11 @@ from functools import lru_cache
 from types import FunctionType
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-PLAIN = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.ModuleList)
+PLAIN = (
+    nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.ModuleList,
+)  # fmt: skip
 OTHERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
 """Where activations and Conv1D are defined."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -22,7 +25,7 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
     """Refuse a layer that may compute something else than its class says.
 
     Args:
-        layer: of transformers.
+        layer: of transformers or PyTorch.
         parts: paths of modules inside whose classes are of the same file, and how their names end.
         parameters: all that the layer may have.
 

@@ -1,6 +1,7 @@
-"""Whole layers of transformers as one program each, in the place of the layers, whose parameters stay theirs."""
+"""Whole layers of other models as one program each, in the place of the layers, whose parameters stay theirs."""
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 
 from lsq.architectures.batch import causal, everything, memory_packing_of, packing_of, rotation_of
 from lsq.architectures.comparison import compare
-from lsq.architectures.exact import altered, attention_of_others, check_exact, inside, patched_now
+from lsq.architectures.exact import RECORDER, altered, attention_of_others, check_exact, inside, patched_now
 from lsq.architectures.joined import Joined, lie_together
 from lsq.architectures.rounded_weights import Rounded, rounded_weights
 from lsq.backends import Backend
@@ -40,6 +41,7 @@ READ = frozenset({
 })  # fmt: skip
 """Options of a pass by which attention of transformers gives another result."""
 
+ATTENTIONS = frozenset({"attentions", "cross_attentions"})
 UNDIFFERENTIATED = (
     b"keys and values that a fused layer of lsq put into a cache have no gradient: give the whole sequence to one "
     b"pass, decode under torch.no_grad(), or convert with fused=False"
@@ -100,7 +102,7 @@ class FusedLayer(InPlace):
     """Paths of the modules inside whose classes are of the layer's file -> how the names of these end."""
     INPUTS: ClassVar[tuple[str, ...]] = ()
     """Other parameters of the layer, which programs get as inputs."""
-    CAUSAL: ClassVar[bool]
+    causal: bool
     """Whether queries see no keys behind them."""
     CROSS: ClassVar[bool] = False
     """Whether it also attends to an encoder's output."""
@@ -128,6 +130,11 @@ class FusedLayer(InPlace):
         """The modules that attend: to the layer's input, which knows the layer's number, and to an encoder's output."""
         raise NotImplementedError
 
+    @property
+    def attention_kind(self) -> str:
+        """What computes attention in the layer's own code, as transformers calls it."""
+        return self.attentions(self)[0].config._attn_implementation or "eager"
+
     @classmethod
     def check(cls, layer: nn.Module) -> None:
         """Refuse a layer that may compute something else than the program.
@@ -144,8 +151,8 @@ class FusedLayer(InPlace):
         found = attention_of_others(first)
         if found:
             raise ValueError(found)
-        if bool(first.is_causal) is not cls.CAUSAL:
-            raise ValueError(f"its attention is {'not ' if cls.CAUSAL else ''}causal")
+        if bool(first.is_causal) is not cls.causal:
+            raise ValueError(f"its attention is {'not ' if cls.causal else ''}causal")
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
         self.config, trained = self.config_of(self, quant), self.trained()
@@ -252,7 +259,7 @@ class FusedLayer(InPlace):
         if source is not None:
             return programs.decoder_layer(self.config, sentences, source, mode)
         config = _with_places(self.config, places)
-        return programs.encoder_layer(config, sentences, mode, causal=self.CAUSAL, heads=heads)
+        return programs.encoder_layer(config, sentences, mode, causal=self.causal, heads=heads)
 
     @beside_the_graph
     def packing(
@@ -274,7 +281,7 @@ class FusedLayer(InPlace):
         """
         if self._departs() or any(options[name] is not None for name in READ & options.keys()):
             return None
-        shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.CAUSAL else everything
+        shape, seen = tuple(x.shape[:2]), _causal(self.config.window) if self.causal else everything
         if not x.numel():  # which transformers' own layers cannot take
             return packing_of(None, shape, seen, **packing_options(self))
         begins = cache is None or self._begins(cache)
@@ -343,12 +350,11 @@ class FusedLayer(InPlace):
 
     def _hides(self, time: int) -> bool:
         """Whether attention without a mask sees what the program lets it see."""
-        if not self.CAUSAL or time < 2:
+        if not self.causal or time < 2:
             return True
-        attention = self.attentions(self)[0].config._attn_implementation
-        if attention == "sdpa":
+        if self.attention_kind == "sdpa":
             return self.config.window is None or time <= self.config.window
-        return (attention or "eager").startswith("flash")
+        return self.attention_kind.startswith("flash")
 
     def _begins(self, cache: object) -> bool:
         """Whether a pass of the program comes first to a cache."""
@@ -418,7 +424,7 @@ class FusedLayer(InPlace):
             places = len(inputs["rotation"])
         else:
             inputs |= position_inputs(
-                self.config, packing.positions, packing.shape[1], causal=self.CAUSAL, table=others.bias
+                self.config, packing.positions, packing.shape[1], causal=self.causal, table=others.bias
             )
         return inputs, {"source": memory and memory.packing.sentences, "places": places}
 
@@ -458,9 +464,10 @@ def _path(layer: nn.Module, module: nn.Module) -> str:
 
 def _attention_is_recorded() -> bool:
     """Whether a model of transformers gathers probabilities of attention, by hooks on modules that programs pass by."""
-    from transformers.utils import output_capturing
-
-    return not {"attentions", "cross_attentions"}.isdisjoint(output_capturing._active_collector.get() or ())
+    capturing = sys.modules.get(RECORDER)  # PyTorch's own layers come without transformers
+    return capturing is not None and not ATTENTIONS.isdisjoint(
+        capturing._active_collector.get() or ()
+    )
 
 
 @lru_cache(maxsize=64)

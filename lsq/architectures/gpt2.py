@@ -11,7 +11,7 @@ from lsq.config import LayerConfig, QuantConfig
 class GPT2Layer(FusedLayer):
     """LayerNorm, causal self-attention, LayerNorm, a feed-forward block; weights are [inputs, outputs]."""
 
-    CAUSAL = True
+    causal = True
     PARTS = {"attn": "Attention", "mlp": "MLP"}
     SOURCES = {
         "self_attn_layer_norm.weight": ("ln_1.weight",),

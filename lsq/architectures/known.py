@@ -1,4 +1,4 @@
-"""Which layers of transformers have a program, by the names of their classes."""
+"""Which layers of transformers and PyTorch have a program, by the names of their classes."""
 
 from importlib import import_module
 
@@ -27,17 +27,20 @@ LAYERS = {
         for name in ("MBart", "M2M100", "Pegasus") for part in ("Encoder", "Decoder")
     },
     **dict.fromkeys(("T5Block", "MT5Block"), "t5.block_class"),
+    "TransformerEncoderLayer": "pytorch.EncoderLayer",
 }  # fmt: skip
 """Their classes -> the file of this folder and the class in it, or a function of the layer that returns the class."""
 
 
 def fused_class(layer: nn.Module) -> type[FusedLayer] | None:
-    """What the class of a layer of transformers becomes; None: there is no program for it, or it is one's already."""
+    """What the class of a layer becomes; None: there is no program for it, or it is one's already."""
     kind = type(layer)
     found = LAYERS.get(kind.__name__)
-    if found is None or not kind.__module__.startswith("transformers.models."):
+    if found is None:
         return None
     file, name = found.split(".")
+    if not kind.__module__.startswith("torch.nn." if file == "pytorch" else "transformers.models."):
+        return None
     base = getattr(import_module(f"lsq.architectures.{file}"), name)
     base = base if isinstance(base, type) else base(layer)
     return class_in_place(base, kind, f"Fused{kind.__name__}")

@@ -11,7 +11,7 @@ from lsq.config import LayerConfig, QuantConfig, Rotary
 class LlamaLayer(FusedLayer):
     """RMSNorm, causal self-attention with heads that turn, RMSNorm, a feed-forward block with a gate."""
 
-    CAUSAL = True
+    causal = True
     PARTS = {
         "self_attn": "Attention", "self_attn.q_norm": "RMSNorm", "self_attn.k_norm": "RMSNorm", "mlp": "MLP",
         "input_layernorm": "RMSNorm", "post_attention_layernorm": "RMSNorm",

@@ -39,7 +39,7 @@ DECODER = ENCODER | {
 class EncoderLayer(FusedLayer):
     """Self-attention and a feed-forward block, a LayerNorm behind each."""
 
-    SOURCES, PARTS, CAUSAL = ENCODER, {"self_attn": "Attention"}, False
+    SOURCES, PARTS, causal = ENCODER, {"self_attn": "Attention"}, False
     PRE_NORM: ClassVar[bool] = False
 
     @classmethod
@@ -80,7 +80,7 @@ class EncoderLayer(FusedLayer):
 class DecoderLayer(EncoderLayer):
     """Causal self-attention, attention to an encoder's output and a feed-forward block, a LayerNorm behind each."""
 
-    SOURCES, PARTS, CAUSAL, CROSS = DECODER, {"self_attn": "Attention", "encoder_attn": "Attention"}, True, True
+    SOURCES, PARTS, causal, CROSS = DECODER, {"self_attn": "Attention", "encoder_attn": "Attention"}, True, True
 
     def original(self, x: torch.Tensor, mask: torch.Tensor | None, others: Others) -> torch.Tensor:
         return self.float_class.forward(self, x, mask, others.memory.states)

@@ -51,7 +51,7 @@ def _parts(last: int) -> dict[str, str]:
 class EncoderBlock(FusedLayer):
     """Self-attention with biases by distance and a feed-forward block, an RMSNorm before each."""
 
-    SOURCES, PARTS, CAUSAL = SELF_ATTENTION | _feed_forward("layer.1"), _parts(1), False
+    SOURCES, PARTS, causal = SELF_ATTENTION | _feed_forward("layer.1"), _parts(1), False
     INPUTS = ("layer.0.SelfAttention.relative_attention_bias.weight",)
 
     @staticmethod
@@ -121,7 +121,7 @@ class EncoderBlock(FusedLayer):
             setattr(pairs, TABLE, attention.relative_attention_bias.weight.clone())
         table = getattr(pairs, TABLE, None)
         if table is None:
-            table = _table_of(pairs, self.config.relative_bias, self.CAUSAL)
+            table = _table_of(pairs, self.config.relative_bias, self.causal)
         return self.fused(x, packing, memory=memory, bias=table, pairs=pairs), pairs
 
 
@@ -130,7 +130,7 @@ class DecoderBlock(EncoderBlock):
     each."""
 
     SOURCES, PARTS = SELF_ATTENTION | CROSS_ATTENTION | _feed_forward("layer.2"), _parts(2)
-    CAUSAL, CROSS = True, True
+    causal, CROSS = True, True
 
 
 def block_class(layer: nn.Module) -> type[FusedLayer]:

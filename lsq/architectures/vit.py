@@ -11,7 +11,7 @@ from lsq.config import LayerConfig, QuantConfig
 class ViTLayer(FusedLayer):
     """LayerNorm, self-attention, LayerNorm, a feed-forward block."""
 
-    CAUSAL = False
+    causal = False
     PARTS = {"attention": "Attention", "mlp": "MLP"}
     SOURCES = {
         "self_attn_layer_norm.weight": ("layernorm_before.weight",),

@@ -31,11 +31,12 @@ def convert(
 ) -> Report:  # fmt: skip
     """Let the linear layers of `model` multiply in int8, forward and backward.
 
-    It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the same
-    parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. Whole layers of transformers
-    whose class lsq.architectures knows become one program each, and a projection onto a vocabulary without a bias runs
-    together with the cross-entropy of what it gives (see lsq.layers.logits). New are the clips, which are measured in
-    the first pass: weights may be loaded before or afterwards, and the model may be on the meta device.
+    It works in place: a torch.nn.Linear becomes a lsq.layers.QuantizedLinear, which is one, too, with the
+    same parameters, hooks and places in the model; so does the Conv1D of transformers' GPT-2. Whole layers
+    of transformers and PyTorch whose class lsq.architectures knows become one program each. A projection
+    onto a vocabulary without a bias runs together with the cross-entropy of what it gives (see
+    lsq.layers.logits). New are the clips, which are measured in the first pass: weights may be loaded
+    before or afterwards, and the model may be on the meta device.
 
     Args:
         model: any. Convert it before its optimizer is made, which shall train the clips, before DistributedDataParallel
@@ -45,7 +46,7 @@ def convert(
             with * and ?, or a function of (layer, name) that says whether to leave that layer.
         minimum_width: layers with fewer inputs or outputs are left as they are.
         tied: convert layers whose weight is an embedding's, too.
-        fused: whole layers of transformers, and the projection onto the vocabulary with its loss, become programs;
+        fused: whole layers that are known, and the projection onto the vocabulary with its loss, become programs;
             False converts linear layers alone.
         check: compare each fused layer once, in its first pass, with the code of its class, on a few tokens in floats.
 

@@ -1,15 +1,15 @@
 """Which whole layers of a model become one program each."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from lsq.architectures.known import fused_class
 from lsq.config import QuantConfig
 from lsq.conversion.report import Layer, Whole
-from lsq.conversion.selection import FLOAT_MODE, Choice
+from lsq.conversion.selection import FLOAT_MODE, IN_ATTENTION, Choice
 from lsq.layers.in_place import InPlace
 
 
@@ -29,10 +29,6 @@ def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> 
 
     `choices`: whatever the widths are, which a whole layer gains with.
     """
-    if "transformers" not in sys.modules:  # whose layers they are
-        return []
-    from lsq.architectures.known import fused_class
-
     found = []
     for name, module in model.named_modules():
         kind = fused_class(module)
@@ -85,7 +81,7 @@ def name_classes(model: nn.Module) -> None:
 def _reason(
     module: nn.Module, kind: type[InPlace], quant: QuantConfig, inside: Sequence[Layer], prefix: str
 ) -> str | None:
-    left = [layer for layer in inside if layer.reason not in (None, FLOAT_MODE)]
+    left = [layer for layer in inside if layer.reason not in (None, FLOAT_MODE, IN_ATTENTION)]
     if left:
         return f"its {left[0].name.removeprefix(prefix)} is left: {left[0].reason}"
     try:

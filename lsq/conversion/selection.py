@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lsq.architectures.exact import patched
 from lsq.config import DIMENSION_MULTIPLE, QuantConfig
@@ -19,6 +20,8 @@ Skip = str | Iterable[str] | Callable[[nn.Module, str], bool]
 """Names or patterns of modules to leave as they are, or a function of a linear layer and its name that says so."""
 FLOAT_MODE = "mode is 'float', in which nothing is rounded"
 """Why linear layers stay, but not whole ones."""
+IN_ATTENTION = "is of a torch.nn.MultiheadAttention, which multiplies by itself"
+"""Why its weights stay where no whole layer around it is known."""
 VOCABULARY = 8192
 """Outputs from which on a layer may be taken for a projection onto a vocabulary."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,6 +102,10 @@ def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tupl
             yield name, module, (module.in_features, module.out_features)
         elif is_conv1d(module):
             yield name, module, tuple(module.weight.shape)
+        elif isinstance(module, nn.MultiheadAttention):  # its out_proj is a linear layer
+            for own, weight in module.named_parameters(prefix=name, recurse=False):
+                if own.endswith("_weight"):
+                    yield own, module, tuple(weight.shape[::-1])
 
 
 def _heads(names: dict[str, nn.Module]) -> set[int]:
@@ -120,6 +127,8 @@ def _packed(quant: QuantConfig) -> bool:
 def _unusual(module: nn.Module, quant: QuantConfig) -> str | None:
     """What makes another linear layer of a module that is called so."""
     kind = type(module)
+    if isinstance(module, nn.MultiheadAttention | NonDynamicallyQuantizableLinear):
+        return IN_ATTENTION
     if kind is not nn.Linear and not is_conv1d(module):
         return f"is a {kind.__name__}, which may compute something else"
     if "forward" in vars(module):

@@ -61,7 +61,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_what_is_near():
         (nn.Linear(64, 64, dtype=torch.float64), "has a weight of torch.float64"),
         (
             nn.MultiheadAttention(64, 2).out_proj,
-            "is a NonDynamicallyQuantizableLinear, which may compute something else",
+            "is of a torch.nn.MultiheadAttention, which multiplies by itself",
         ),
         (
             nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)),
