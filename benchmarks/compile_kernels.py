@@ -1,6 +1,6 @@
 """Compiles every kernel that transformer base and big need, for each GPU architecture, and reports what they take.
 
-Needs NVRTC (`pip install 'lsq[cuda13]'`), but no GPU and no driver. Prints a table; --json and --markdown keep it. The
+Needs NVRTC (`pip install '.[cuda13]'`), but no GPU and no driver. Prints a table; --json and --markdown keep it. The
 exit status is 1 if a kernel spills registers to memory. Compiled kernels are kept as always: where XDG_CACHE_HOME says.
 """
 

@@ -84,7 +84,9 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         detail = f" ({_line(cause)})" if type(error) is Exception and cause is not None else ""
         return 2, f"error: {message}{detail}"
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "fairseq":
-        return 2, "error: this needs fairseq, which is not installed: pip install 'lsq[fairseq]'"
+        from lsq import extras
+
+        return 2, f"error: this needs fairseq, which is not installed: {extras.command('fairseq')}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):

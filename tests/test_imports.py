@@ -9,7 +9,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lsq"
 
 ALLOWED = {
-    "csrc": set(),
+    "extras": set(),
+    "csrc": {"extras"},
     "files": set(),
     "lock": set(),
     "quant": set(),

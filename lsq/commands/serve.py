@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 
+from lsq import extras
 from lsq.commands import logs
 from lsq.commands.options import HelpFormatter, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"lsq serve needs {', '.join(missing)}; install them with: pip install 'lsq[serve]'")
+        raise ValueError(f"lsq serve needs {', '.join(missing)}; install them with: {extras.command('serve')}")
     if not 0 <= given.port <= MOST_PORT:
         raise ValueError(f"--port is {given.port}; it must be from 0 to {MOST_PORT}")
     limits = limits_of(given)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from lsq import extras
 from lsq.csrc import cache, sources
 
 KERNELS = Path(__file__).parent / "kernels"
 OLDEST = (8, 0)
 """Compute capability below which kernels do not run: bfloat16 conversions and int8 products of cuBLASLt need it."""
-INSTALL = "install it with `pip install 'lsq[cuda13]'`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,10 @@ def _nvrtc():
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError, OSError) as error:
-        raise RuntimeError(f"NVRTC, which compiles CUDA kernels, cannot be used ({error}); {INSTALL}") from error
+        raise RuntimeError(
+            f"NVRTC, which compiles CUDA kernels, cannot be used ({error}); install it with "
+            f"`{extras.command('cuda13')}`"
+        ) from error
     return nvrtc
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from lsq import extras
 from lsq.csrc import runtime
 
 _LONGEST_LIST = 4096
@@ -69,8 +70,8 @@ def find_cublaslt() -> str:
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise RuntimeError(
-            f"no libcublasLt was found ({reason}): install CUDA's libraries with `pip install lsq[cuda13]`, or a build "
-            "of torch for CUDA"
+            f"no libcublasLt was found ({reason}): install CUDA's libraries with "
+            f"`{extras.command('cuda13')}`, or a build of torch for CUDA"
         ) from error
 
 

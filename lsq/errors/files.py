@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lsq import extras
 from lsq.export import model_file
 
 STATES = ("model", "state_dict", "model_state_dict")
@@ -75,7 +76,7 @@ def _of_torch(path: Path) -> object:
     except ModuleNotFoundError:
         raise ValueError(
             f"{path} holds types that are not loaded without knowing them; if it is a checkpoint of fairseq's, install "
-            "that: pip install 'lsq[fairseq]'"
+            f"that: {extras.command('fairseq')}"
         ) from None
     except Exception:  # whatever is in the file decides what fails
         raise _damaged(path, refused) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from lsq import files
+from lsq import extras, files
 from lsq.decode.architecture import Architecture, StackArchitecture
 from lsq.decode.model import EMBEDDING, PROJECTION, DecodingModel
 from lsq.layers.embedding import sinusoidal_table
@@ -37,7 +37,7 @@ def specifications() -> ModuleType:
         import ctranslate2.specs
     except ImportError as error:
         raise ValueError(
-            f"exporting to CTranslate2 needs its package ({error}); pip install 'lsq[ctranslate2]'"
+            f"exporting to CTranslate2 needs its package ({error}); {extras.command('ctranslate2')}"
         ) from error
     return ctranslate2.specs
 

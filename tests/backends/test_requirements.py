@@ -53,14 +53,14 @@ def test_an_old_driver(capability, monkeypatch):
 
 
 def missing(*arguments):
-    raise RuntimeError("no libcublasLt was found: install CUDA's libraries with `pip install lsq[cuda13]`")
+    raise RuntimeError("no libcublasLt was found: install CUDA's libraries with `pip install '.[cuda13]'`")
 
 
 @pytest.mark.parametrize("library", ["find_cublaslt", "ProductLibrary"])
 def test_missing_products(capability, monkeypatch, library):
     capability(9, 0)
     monkeypatch.setattr(requirements, library, missing)
-    assert "pip install lsq[cuda13]" in gpu_fault()
+    assert "pip install '.[cuda13]'" in gpu_fault()
 
 
 def test_no_compiler(capability, monkeypatch):

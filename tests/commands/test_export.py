@@ -95,7 +95,7 @@ def test_for_fairseq(lsq_export, output, tmp_path):  # noqa: F811
 
 
 def test_for_ctranslate2_from_a_run_and_from_a_file(lsq_export, output, tmp_path):  # noqa: F811
-    ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2; pip install 'lsq[ctranslate2]'")
+    ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2; pip install '.[ctranslate2]'")
     for model, target, name in (
         (output, "ctranslate2", "one"), (output, "lsq", "file"), (tmp_path / "file", "ctranslate2", "two")
     ):  # fmt: skip
