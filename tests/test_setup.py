@@ -181,9 +181,8 @@ def test_a_wheel_fits_every_python_and_has_all_libraries_and_sources(build, tmp_
     assert done.returncode == 0 and "compiling" not in done.stdout, done.stderr
     [path] = tmp_path.glob("*.whl")
     assert path.name.startswith(f"lsq_int8-{lsq.__version__}-py3-none-linux_")
-    sources = [
-        str(path) for path in Path("lsq").rglob("*") if path.suffix in (".py", ".h", ".cu", ".cuh", ".cpp", ".json", ".html")
-    ]
+    kinds = (".py", ".h", ".cu", ".cuh", ".cpp", ".json", ".html")
+    sources = [str(path) for path in Path("lsq").rglob("*") if path.suffix in kinds]
     with zipfile.ZipFile(path) as wheel:
         assert set(wheel.namelist()) >= {*libraries, *sources}
         assert all(wheel.read(library) == Path(library).read_bytes() for library in libraries)

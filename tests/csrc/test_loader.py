@@ -2,6 +2,8 @@
 
 import ctypes
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,12 @@ def test_arguments_are_converted():
 def test_a_loop_that_nobody_wrote_is_named():
     with pytest.raises(shared_library.LibraryError, match="no lsq_round_pairs; write it in lsq/csrc/cpu, or take"):
         loader.call("lsq_round_pairs")
+
+
+@pytest.mark.skipif(not path_of("v1").exists(), reason="needs the C++ host library")
+def test_the_library_shares_pytorchs_openmp():
+    """A second runtime would have threads of its own. PyTorch's comes first, under the name that the library needs."""
+    code = "from lsq.csrc import loader; loader.library(); print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    [found] = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
+    assert Path(found).is_relative_to(Path(torch.__file__).parent)
