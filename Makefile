@@ -37,6 +37,8 @@ $(STAMP):
 		$(PYTHON) -m venv --clear $(VENV) && touch $(MADE); }
 	$(PIP_INSTALL) torch numpy cython setuptools
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+# fairseq requires torchaudio, for speech. transformers imports it, and fails where it is built for another PyTorch.
+	@$(BIN)/python -c 'import torchaudio' 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes torchaudio
 	@rm -f $(VENV)/.installed-* && touch $@
 
 library: $(STAMP)  ## compile the C++ that changed
