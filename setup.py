@@ -138,7 +138,7 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
     digest = made_from([*compiler(), *COMPILE_FLAGS, *flags, stamp, *LINK_FLAGS], [*sources, *HEADERS])
     if is_current(target, digest):
         return
-    print(f"lsq: compiling {target} (all libraries: two to four minutes of one core)", flush=True)
+    print(f"lsq: compiling {target.name}, which may take two minutes", flush=True)
     start = time.perf_counter()
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def build_library(target: Path, flags: list[str], objects: Path, sources: list[s
         target.unlink(missing_ok=True)
         raise
     staged.replace(target)
-    print(f"lsq: compiled {target} in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"lsq: compiled {target.name} in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 class BuildLibraries(build_ext):
