@@ -23,8 +23,9 @@ def command(extra: str) -> str:
 
 
 def _origin() -> dict:
-    """What pip has written down of where lsq came from (PEP 610); empty where it has not."""
-    try:
-        return json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-    except metadata.PackageNotFoundError:
-        return {}
+    """What pip has written down of where lsq came from (PEP 610); empty where it has not.
+
+    A checkout that is on the path has metadata of its own, without a record.
+    """
+    records = (found.read_text("direct_url.json") for found in metadata.distributions(name=DISTRIBUTION))
+    return json.loads(next(filter(None, records), "{}"))

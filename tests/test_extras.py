@@ -37,8 +37,8 @@ def texts() -> dict[Path, str]:
     ],
 )
 def test_the_command_installs_again_what_was_installed(monkeypatch, record, command):
-    found = SimpleNamespace(read_text=lambda name: record and json.dumps(record))
-    monkeypatch.setattr(metadata, "distribution", lambda name: found)
+    found = [SimpleNamespace(read_text=lambda name, text=text: text) for text in (None, record and json.dumps(record))]
+    monkeypatch.setattr(metadata, "distributions", lambda name: found)
     assert extras.command("serve") == command
 
 
