@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from lsq.commands import interruption
+from lsq.commands import interruption, run_files
 from lsq.commands.options import HelpFormatter, is_part_of, one_line_errors, replaces
 from lsq.export import ctranslate2_folder, model_file
 from lsq.export.model_file import ExportedModel
@@ -112,16 +112,15 @@ def export_training(given: Namespace) -> None:
     """Export a checkpoint, of a run or by itself.
 
     Raises:
-        FileNotFoundError, ValueError: see `lsq.commands.trained`; or the model is not of lsq, or not kept as codes.
+        FileNotFoundError, ValueError: see `lsq.commands.run_files`; or the model is not of lsq, or not kept as codes.
     """
+    source = run_files.find(given.model, given.data, given.sentencepiece_model)
     from lsq.commands import trained  # it imports fairseq, which takes seconds
-    from lsq.commands.stages import read_marker
     from lsq.decode.architecture import check_codes
     from lsq.decode.model import model_of
     from lsq.fairseq import checkpoint, float_checkpoint
     from lsq.fairseq.model import LSQModel
 
-    source = trained.find(given.model, given.data, given.sentencepiece_model)
     quant = checkpoint.quantization(checkpoint.options_in(source.checkpoint, "model"))
     if quant.quantized or given.to != FAIRSEQ:
         check_codes(quant)
@@ -131,11 +130,10 @@ def export_training(given: Namespace) -> None:
     if given.to == FAIRSEQ:
         float_checkpoint.write(given.output, found.model, found.options, found.languages, updates=found.updates)
         return
-    marker = read_marker(source.checkpoint.parent)
     exported = ExportedModel(
         model=model_of(found.model), source=found.source and tuple(found.source.symbols),
         target=tuple(found.target.symbols), subwords=source.subwords and source.subwords.read_bytes(),
-        trained_length=marker and marker.key.get("--max-length"),
+        trained_length=found.trained_length, search=found.search,
     )
     write_codes(given, exported)
 

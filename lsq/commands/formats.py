@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from lsq import files
-from lsq.commands import interruption, logs
+from lsq.commands import interruption, logs, run_files
 from lsq.commands.options import HelpFormatter, count, one_line_errors, replaces
 from lsq.errors import DEFAULT_FORMATS, Errors, draw, measure, measure_tensors
 from lsq.errors.tensors import LARGEST_SAMPLE
@@ -156,9 +156,7 @@ def file_of(path: Path) -> Path:
 
     if path.is_file() or any(found for pattern in PARTS for found in path.glob(pattern)):
         return path
-    from lsq.commands import trained  # it imports fairseq, which takes seconds
-
-    return trained.find(path).checkpoint
+    return run_files.find(path).checkpoint
 
 
 def write(errors: Errors, source: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lsq.commands import run_files
 from lsq.text.corpus import read_lines, read_pairs
 
 LONGEST = 256
@@ -67,9 +68,10 @@ def _spread(lengths: Sequence[int], words: int) -> list[int]:
 
 
 def _of_fairseq(path: Path, texts: Sequence[Path], data: Path | None, subwords: Path | None, words: int) -> ModelBatch:
+    files = run_files.find(path, data, subwords)
     from lsq.commands import trained  # it imports fairseq, which takes seconds
 
-    found = trained.load(trained.find(path, data, subwords))
+    found = trained.load(files)
     dataset = _own_data(found) if not texts else _pairs(found, texts)
     chosen = _spread([dataset.num_tokens(i) for i in range(len(dataset))], words)
     sample = dataset.collater([dataset[i] for i in chosen])

@@ -7,6 +7,7 @@ from pathlib import Path
 from lsq.commands import stages
 from lsq.commands.losses import LOSSES
 from lsq.commands.prepare import Prepared
+from lsq.commands.run_files import TRANSLATION
 from lsq.commands.stages import Stage
 from lsq.commands.train import CHECKPOINT
 from lsq.fairseq import gradient_state
@@ -66,7 +67,7 @@ class RunFolder:
     def translation(self) -> Stage:
         """The translation of the test set."""
         makes = ("hypotheses.txt", "generate-test.txt", "generate.log")
-        return Stage(name="translation", folder=self.path / "translation", makes=makes)
+        return Stage(name="translation", folder=self.path / TRANSLATION, makes=makes)
 
     def updates(self) -> int:
         """Updates that the training has made, by its last checkpoint; 0 without one.

@@ -23,6 +23,7 @@ from lsq.commands.logs import logging_to
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.progress import one_bar, recording
+from lsq.commands.run_files import BEST
 from lsq.commands.run_folder import UPDATES, RunFolder
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.fairseq.checkpoint import LAST
@@ -35,7 +36,6 @@ from lsq.text.corpus import read_items, write_items
 from lsq.text.score import scores
 
 REPORTED_PACKAGES = ("torch", "fairseq-fixed", "sentencepiece", "sacrebleu", "numpy")
-BEST = "checkpoint_best.pt"
 PREPARATION_SECONDS = 10.0
 """To wait for another run that prepares the data of the same output folder: mostly it only looks at them."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,9 @@ from lsq.lock import locked_file
 from lsq.text.corpus import check_file
 from lsq.translate import RefusedLine, Translation, Translator
 from lsq.translate.lines import read_lines
+from lsq.translate.translator import LONG_LINES
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = """
 Translate text: UTF-8, one sentence a line. Line i of what is written is the translation of line i of what is read. At
@@ -148,6 +152,8 @@ def lines_of(given: Namespace, opened: contextlib.ExitStack) -> Iterator[Line]:
         if prefix is None:
             raise ValueError(f"{given.prefix} has {number - 1} lines, and there are more to translate ({place})")
         yield Line(place=place, number=number, text=text, prefix=prefix[1])
+    if not number:
+        logger.warning("standard input is empty: there is nothing to translate")
     if given.prefix is not None and next(prefixes, None) is not None:
         raise ValueError(f"{given.prefix} has more lines than the {number} that are to be translated")
 
@@ -163,6 +169,7 @@ def translated(
     typed = STANDARD_INPUT in given.files and sys.stdin.isatty()
     if typed:
         print("one sentence a line; Ctrl-D ends", file=sys.stderr)
+    too_long, first = 0, None
     with tqdm(unit=" sentences", disable=typed or given.quiet or None) as bar:
         for some in chunks(lines, 1 if typed else given.buffer):
             try:
@@ -176,7 +183,15 @@ def translated(
                 print(message, file=sys.stderr)
                 continue
             for line, translations in zip(some, found, strict=True):
+                if translations[0].too_long:
+                    too_long, first = too_long + 1, first or line.place
                 yield from (shown(line, translation, options, given.scores) for translation in translations)
+    if too_long:
+        logger.warning(
+            "lines of more than %d subwords are too long for the model: %d such lines %s (see --long-lines), the first"
+            " of them %s",
+            translator.model.longest_source - 1, too_long, LONG_LINES[translator.long_lines], first,
+        )  # fmt: skip
 
 
 def chunks(lines: Iterable[Line], size: int) -> Iterator[list[Line]]:

@@ -11,7 +11,7 @@ from lsq.commands.options import count
 from lsq.config import documentation
 from lsq.decode import SearchOptions
 from lsq.translate.device import DEVICES
-from lsq.translate.translator import BATCH_TOKENS, Translator
+from lsq.translate.translator import BATCH_TOKENS, LONG_LINES, Translator
 
 SEARCH = tuple(fields(SearchOptions))
 MODEL_HELP = (
@@ -44,9 +44,10 @@ def add_model(parser: ArgumentParser) -> None:
     )
     model.add_argument(
         "--long-lines",
-        choices=("split", "refuse"),
-        default="split",
-        help="lines that are too long for the model: translate them sentence by sentence, or refuse them",
+        choices=tuple(LONG_LINES),
+        default="cut",
+        help="what becomes of lines that are too long for the model: cut translates them in parts, skip leaves them"
+        " empty, copy copies them as they are",
     )
 
 
@@ -61,7 +62,7 @@ def add_search(parser: ArgumentParser) -> None:
         elif field.type is bool:
             search.add_argument(option, action="store_true", help=text)
         else:
-            of_run = field.name == "max_len_b"
+            of_run = field.name in ("beam", "max_len_b")
             default = "as the run translated its test set" if of_run else field.default
             search.add_argument(option, type=field.type, help=f"{text or 'See --max-len-b.'} Default: {default}.")
 
@@ -82,7 +83,7 @@ def translator_of(given: Namespace) -> Translator:
         data=given.data,
         sentencepiece_model=given.sentencepiece_model,
         batch_tokens=given.batch_tokens,
-        split_long=given.long_lines == "split",
+        long_lines=given.long_lines,
         device=given.device,
     )
 

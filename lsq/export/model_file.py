@@ -9,7 +9,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 import lsq
 from lsq import files
+from lsq.decode import SearchOptions
 from lsq.decode.architecture import MOST, Architecture
 from lsq.decode.model import DecodingModel
 from lsq.export import sparse_codes
@@ -48,6 +49,8 @@ class ExportedModel:
     """sentencepiece's model; None: texts are words with spaces between them."""
     trained_length: int | None = None
     """Words of the longest sentence that it was trained with, without the end of the sentence, if that is known."""
+    search: SearchOptions = SearchOptions()
+    """How the training itself translated, as far as that is known."""
 
     def __post_init__(self) -> None:
         stacks = self.model.architecture.stacks
@@ -95,7 +98,7 @@ def write(path: Path, exported: ExportedModel) -> None:
         "architecture": exported.model.architecture.to_json(),
         "source": json.dumps(exported.source), "target": json.dumps(exported.target),
         "subwords": "" if exported.subwords is None else base64.b64encode(exported.subwords).decode(),
-        "trained_length": json.dumps(exported.trained_length),
+        "trained_length": json.dumps(exported.trained_length), "search": json.dumps(asdict(exported.search)),
         CHECKSUMS: json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}),
     }  # fmt: skip
     metadata[CHECKSUM] = checksum_of_texts(metadata)
@@ -141,11 +144,22 @@ def _model(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Export
     for name, tensor in tensors.items():
         if wanted.get(name) != checksum(tensor):
             raise ValueError(f"the checksum of {name} does not fit")
+    length = _read(rest, "trained_length", int | None)
     return ExportedModel(
         model=model, source=_words(rest, "source"), target=_words(rest, "target") or (),
         subwords=base64.b64decode(rest.get("subwords", "")) or None,
-        trained_length=_read(rest, "trained_length", int | None),
+        trained_length=length, search=_search(rest, length),
     )
+
+
+def _search(metadata: Mapping[str, str], trained_length: int | None) -> SearchOptions:
+    """The options of the search; earlier files have the longest translation alone."""
+    if "search" not in metadata:
+        return SearchOptions() if trained_length is None else SearchOptions(max_len_b=trained_length)
+    try:
+        return SearchOptions(**_read(metadata, "search", dict))
+    except TypeError as error:
+        raise ValueError(f"search has an option that this version does not know: {error}") from error
 
 
 def _words(metadata: Mapping[str, str], name: str) -> tuple[str, ...] | None:

@@ -3,8 +3,11 @@
 B sentences, S words of the longest source, P words of the longest prefix.
 """
 
+import json
 import logging
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,12 +47,9 @@ def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> s
         args: fairseq's options of a generation.
         given: what else fairseq's generator would be built from, by name.
     """
-    for name, unused in OTHERS.items():
-        value = getattr(args, name, None)
-        if value not in (None, unused, False):
-            return f"--{name.replace('_', '-')} {value}"
-    if getattr(args, "sampling_topk", -1) > 0 and getattr(args, "sampling_topp", -1.0) > 0:
-        return "--sampling-topk and --sampling-topp together"
+    other = obstacle_of_options(args)
+    if other is not None:
+        return other
     for name, value in given.items():
         if value is not None and name != "lm_weight":
             return "--lm-path" if name == "lm_model" else name
@@ -57,6 +57,17 @@ def obstacle(models: Sequence[nn.Module], args: Any, given: dict[str, Any]) -> s
         FairseqSteps(*models)
     except ValueError as error:
         return str(error)
+    return None
+
+
+def obstacle_of_options(args: Any) -> str | None:
+    """The option of a generation that lsq's search does not have; None where it has all."""
+    for name, unused in OTHERS.items():
+        value = getattr(args, name, None)
+        if value not in (None, unused, False):
+            return f"--{name.replace('_', '-')} {value}"
+    if getattr(args, "sampling_topk", -1) > 0 and getattr(args, "sampling_topp", -1.0) > 0:
+        return "--sampling-topk and --sampling-topp together"
     return None
 
 
@@ -72,6 +83,17 @@ def options_of(args: Any) -> SearchOptions:
             found[name] = -1
     beam = found.setdefault("beam", SearchOptions.beam)
     return SearchOptions(**found, nbest=beam, normalize_scores=not getattr(args, "unnormalized", False))
+
+
+def evaluation_of_task(task: Any) -> SearchOptions | None:
+    """How a training with --eval-bleu translates its validation set, by the options of its task; None: it does not."""
+    if not getattr(task, "eval_bleu", False):
+        return None
+    args = Namespace(**json.loads(task.eval_bleu_args or "{}"))
+    other = obstacle_of_options(args)
+    if other is not None:
+        logger.warning("the training translates its validation set with %s, which lsq's search leaves out", other)
+    return replace(options_of(args), nbest=1)
 
 
 def engine_place(models: Sequence[nn.Module]) -> Backend | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lsq.decode import Hypothesis, SearchOptions
 from lsq.serve.metrics import Metrics
 from lsq.translate import Translation, Translator
-from lsq.translate.translator import Part
+from lsq.translate.translator import Part, Source
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +91,12 @@ class Batcher:
         and the batch at work is interrupted unless it has sentences of others.
 
         Raises:
-            RefusedLine: a line is too long, or holds what is no text.
+            RefusedLine: see `Translator.translate`.
             QueueFull: too many sentences wait.
             ValueError: the options allow no translation.
         """
-        parts = await asyncio.to_thread(self._parts, lines, prefixes)
+        sources = await asyncio.to_thread(self._sources, lines, prefixes)
+        parts = [part for source in sources for part in source.parts]
         if self.waiting + len(parts) > self.queue:
             raise QueueFull(alone=False)
         found: list[list[Hypothesis]] = []
@@ -108,14 +109,15 @@ class Batcher:
             finally:
                 job.left = True
                 self._forget(job)
-        return self.translator.joined(len(lines), parts, found, options)
+        return self.translator.joined(sources, found, options)
 
-    def _parts(self, lines: list[str], prefixes: list[str]) -> list[Part]:
-        """What is translated of all lines; no more are looked at once they have more sentences than the queue takes."""
-        found = []
+    def _sources(self, lines: list[str], prefixes: list[str]) -> list[Source]:
+        """All lines as they are translated; no more are looked at once they have more parts than the queue takes."""
+        found, parts = [], 0
         for number, (line, prefix) in enumerate(zip(lines, prefixes, strict=True)):
-            found += self.translator.parts(number, line, prefix)
-            if len(found) > self.queue:
+            found.append(self.translator.source(number, line, prefix))
+            parts += len(found[-1].parts)
+            if parts > self.queue:
                 raise QueueFull(alone=True)
         return found
 

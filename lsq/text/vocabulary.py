@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import sentencepiece
-from fairseq.data import Dictionary
 
 from lsq.config import DIMENSION_MULTIPLE
 from lsq.text.corpus import Corpus
+
+if TYPE_CHECKING:
+    from fairseq.data import Dictionary
 
 MODEL, PIECES = "sentencepiece.model", "sentencepiece.vocab"
 FEWEST, MOST = 5, 2**24
@@ -64,12 +67,14 @@ def load_vocabulary(folder: Path) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
 
 
-def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> tuple[Dictionary, numpy.ndarray]:
+def dictionary_of(vocabulary: sentencepiece.SentencePieceProcessor) -> "tuple[Dictionary, numpy.ndarray]":
     """fairseq's dictionary of the same pieces, padded to the width that int8 products take.
 
     Returns:
         (dictionary, its index of every piece: int32 [pieces])
     """
+    from fairseq.data import Dictionary  # takes seconds
+
     dictionary = Dictionary()
     special = {
         vocabulary.unk_id(): dictionary.unk(),

@@ -75,7 +75,7 @@ def _exported(path: Path, place: Backend) -> TranslationModel:
     """What `lsq export` has written."""
     stamp = stamp_of(path)
     found = model_file.read(path)
-    architecture, length = found.model.architecture, found.trained_length
+    architecture = found.model.architecture
     if found.source is None or architecture.encoder is None:
         raise ValueError(f"{path} is a language model; it does not translate")
     end, longest = architecture.eos, architecture.encoder.max_positions
@@ -92,8 +92,8 @@ def _exported(path: Path, place: Backend) -> TranslationModel:
         steps=steps,
         symbols=Symbols(start=end, padding=architecture.padding, end=end, unknown=architecture.unk),
         subwords=Subwords(source, target, found.subwords and processor_of(found.subwords)),
-        longest_source=_longest(longest, length),
-        options=_options(length),
+        longest_source=_longest(longest, found.trained_length),
+        options=found.search,
     )
 
 
@@ -101,16 +101,15 @@ def _trained(
     path: Path, data: Path | None, sentencepiece_model: Path | None, place: Backend
 ) -> TranslationModel:
     """A checkpoint, or the best one of a run."""
-    from lsq.commands import logs
+    from lsq.commands import logs, run_files
 
+    files = run_files.find(path, data, sentencepiece_model)
     logs.configure()
     from lsq.commands import trained  # it imports fairseq, which takes seconds
-    from lsq.commands.stages import read_marker
     from lsq.decode.architecture import check_codes
     from lsq.fairseq.checkpoint import options_in, quantization
     from lsq.fairseq.generator import steps_of
 
-    files = trained.find(path, data, sentencepiece_model)
     if place is not backend("cpu"):
         try:
             check_codes(quantization(options_in(files.checkpoint, "model")))
@@ -124,24 +123,18 @@ def _trained(
         Words(symbols=words.symbols, beginning=words.bos(), end=words.eos(), unknown=words.unk())
         for words in (found.source, found.target)
     )
-    marker, words = read_marker(files.checkpoint.parent), found.target
-    length = marker and marker.key.get("--max-length")
+    words = found.target
     return TranslationModel(
         file=files.checkpoint,
         stamp=stamp,
         steps=steps_of([found.model], place),
         symbols=Symbols(start=words.eos(), padding=words.pad(), end=words.eos(), unknown=words.unk()),
         subwords=Subwords(source, target, files.subwords and processor_of(files.subwords)),
-        longest_source=_longest(found.model.max_positions()[0], length),
-        options=_options(length),
+        longest_source=_longest(found.model.max_positions()[0], found.trained_length),
+        options=found.search,
     )
 
 
 def _longest(positions: int, trained: int | None) -> int:
     """Words of a source, its end included: no more than in training, where that is known."""
     return positions if trained is None else min(positions, trained + 1)
-
-
-def _options(trained: int | None) -> SearchOptions:
-    """Those with which `lsq train-text` translates, after a training of such lengths."""
-    return SearchOptions() if trained is None else SearchOptions(max_len_b=trained)

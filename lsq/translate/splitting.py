@@ -1,6 +1,8 @@
-"""A line of several sentences, cut at their ends."""
+"""A line that is too long, cut at the ends of its sentences, and a sentence between its words."""
 
+import math
 import re
+from collections.abc import Callable, Iterator, Sequence
 
 END = re.compile(r"(?<![.!?…])[.!?…]+[\"'”’»)\]]*\s+|[。！？]+[”’」』）]*\s*")
 """A full stop or the like with the quotes and brackets that it closes: before a space, but for scripts without them.
@@ -16,3 +18,18 @@ def sentences(line: str) -> list[str]:
     starts = [0, *(found.end() for found in END.finditer(line))]
     cut = (line[start:end].strip() for start, end in zip(starts, [*starts[1:], len(line)], strict=True))
     return [sentence for sentence in cut if sentence]
+
+
+def pieces(words: Sequence[int], longest: int, begins: Callable[[int], bool]) -> Iterator[Sequence[int]]:
+    """Cut a sentence into pieces of like length, of `longest` subwords at most.
+
+    Args:
+        begins: whether a subword begins a word of the text: a cut comes before such a one, where there is any.
+    """
+    start = 0
+    while (left := len(words) - start) > longest:
+        end = start + math.ceil(left / math.ceil(left / longest))
+        end = next((place for place in range(end, start, -1) if begins(words[place])), end)
+        yield words[start:end]
+        start = end
+    yield words[start:]

@@ -68,6 +68,10 @@ class Subwords:
         """int64 [S]: the words of a source and the end of a sentence."""
         return torch.tensor([*self._encode(text, self.source), self.source.end])
 
+    def begins_word(self, word: int) -> bool:
+        """Whether a word of the source begins one of the text, of which it may be a part."""
+        return self.processor is None or self.source.symbols[word].startswith(SPACE)
+
     def target_words(self, text: str) -> Tensor:
         """int64 [T]: the words that a translation begins with."""
         return torch.tensor(self._encode(text, self.target), dtype=torch.int64)

@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,20 +11,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lsq.config import require_choice
 from lsq.decode import Hypothesis, SearchOptions, search
 from lsq.decode.search import most_words
 from lsq.text.corpus import has_text
 from lsq.translate.batches import BatchLimit, batches
 from lsq.translate.device import place_of
 from lsq.translate.model import load
-from lsq.translate.splitting import sentences
+from lsq.translate.splitting import pieces, sentences
 
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 2048
 """Words of a batch's sources, with padding; what its hypotheses take is limited in proportion."""
 SENTENCES = 10_000
-"""Of a line that is cut, at most: a line of full stops would have half as many as it has bytes."""
+"""A line with more is cut without regard to them: a line of full stops has half as many as it has bytes."""
+LONG_LINES = {
+    "cut": "are cut and translated in parts",
+    "skip": "are left empty",
+    "copy": "are copied as they are",
+    "refuse": "are refused",
+}
+"""What may become of lines that are too long for the model, in words."""
 SHOWN = 60
 """Characters of a line in a message, at most."""
 
@@ -37,6 +45,8 @@ class Translation:
     score: float
     """Of its hypothesis; of a line that was cut, the mean of its parts' scores, weighted by their words, or their sum
     where scores are not normalised."""
+    too_long: bool = False
+    """Whether the line is too long for the model, so that it was cut, skipped or copied."""
 
 
 class RefusedLine(ValueError):
@@ -49,13 +59,24 @@ class RefusedLine(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """A line, or a sentence of one that is too long as it is."""
+    """A line, or a part of one that is too long as it is."""
 
     line: int
     words: Tensor
     """int64 [S]"""
     prefix: Tensor
     """int64 [P], what the translation begins with."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """A line as it is translated."""
+
+    parts: list[Part]
+    too_long: bool = False
+    """Whether it is too long for the model."""
+    instead: str = ""
+    """Its translation where it has no parts."""
 
 
 class Translator:
@@ -66,13 +87,15 @@ class Translator:
         data: of a checkpoint: the folder of its dictionaries.
         sentencepiece_model: of a checkpoint: its subwords; without it, lines are words of its dictionaries.
         batch_tokens: words of a batch, with padding (see BatchLimit); a batch has one sentence at least.
-        split_long: cut lines that are too long for the model at the ends of sentences, and do not refuse them.
+        long_lines: what becomes of lines that are too long for the model. "cut": they are translated in parts, cut at
+            the ends of their sentences, and where one is too long, between its words; "skip": their translations are
+            empty; "copy": they are translations of themselves; "refuse": RefusedLine is raised.
         device: where it computes: "cpu"; "cuda", a GPU; "emulator", a GPU's kernels on the CPU, for tests.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged, or something else; batch_tokens is below 1; or the device does not work, or not
-            for this model.
+        ValueError: a file is damaged, or something else; batch_tokens is below 1; there is no such device or value of
+            long_lines; or the device does not work, or not for this model.
     """
 
     _told_of_unknown = _told_of_nothing = False
@@ -84,14 +107,15 @@ class Translator:
         data: str | PathLike | None = None,
         sentencepiece_model: str | PathLike | None = None,
         batch_tokens: int = BATCH_TOKENS,
-        split_long: bool = True,
+        long_lines: str = "cut",
         device: str = "cpu",
     ):
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens is {batch_tokens}; it must be at least 1")
+        require_choice("long_lines", long_lines, LONG_LINES)
         data, sentencepiece_model = (None if given is None else Path(given) for given in (data, sentencepiece_model))
         self.model = load(Path(path), data, sentencepiece_model, place_of(device))
-        self.batch_tokens, self.split_long = batch_tokens, split_long
+        self.batch_tokens, self.long_lines = batch_tokens, long_lines
         self._at_work, self._process = threading.Lock(), os.getpid()
 
     def __reduce__(self):
@@ -100,7 +124,8 @@ class Translator:
 
     @property
     def options(self) -> SearchOptions:
-        """How it searches where nothing else is said: as the run translated its test set."""
+        """How it searches where nothing else is said: as the run translated its test set, or a training of fairseq's
+        with --eval-bleu its validation set."""
         return self.model.options
 
     def translate(
@@ -120,28 +145,31 @@ class Translator:
 
         Returns:
             For each line its translations, the best first, at most `options.nbest`. An empty line,
-            which has no visible character or none that the model knows, has one, without words.
+            which has no visible character or none that the model knows, has one, without words; so has one that is
+            skipped or copied.
 
         Raises:
-            RefusedLine: a line or a prefix is too long, or holds what is no text.
+            RefusedLine: a line or a prefix holds what is no text, a prefix is too long, or a line with
+                long_lines="refuse".
             ValueError: lines or prefixes are no list of strings, or there are more or fewer prefixes than lines.
         """
         options = options or self.options
-        parts = self.all_parts(lines, [""] * len(lines) if prefixes is None else prefixes)
+        sources = self.sources(lines, [""] * len(lines) if prefixes is None else prefixes)
+        parts = [part for source in sources for part in source.parts]
         hypotheses: dict[int, list[Hypothesis]] = {}
         for batch in batches([len(part.words) for part in parts], self.limit(options)):
             hypotheses |= zip(batch, self.search([parts[number] for number in batch], options), strict=True)
             if progress is not None:
                 progress(len(batch))
-        return self.joined(len(lines), parts, [hypotheses[number] for number in range(len(parts))], options)
+        return self.joined(sources, [hypotheses[number] for number in range(len(parts))], options)
 
     def limit(self, options: SearchOptions) -> BatchLimit:
         """What is translated together at most."""
         steps = self.model.steps
         return BatchLimit(tokens=self.batch_tokens, options=options, vocabulary=steps.words, positions=steps.longest)
 
-    def all_parts(self, lines: Sequence[str], prefixes: Sequence[str]) -> list[Part]:
-        """What is translated of all lines, in their order.
+    def sources(self, lines: Sequence[str], prefixes: Sequence[str]) -> list[Source]:
+        """All lines as they are translated.
 
         Raises:
             RefusedLine, ValueError: see `translate`.
@@ -152,10 +180,10 @@ class Translator:
         if len(prefixes) != len(lines):
             raise ValueError(f"there are {len(lines)} lines but {len(prefixes)} prefixes; give one for each line")
         pairs = enumerate(zip(lines, prefixes, strict=True))
-        return [part for number, (line, prefix) in pairs for part in self.parts(number, line, prefix)]
+        return [self.source(number, line, prefix) for number, (line, prefix) in pairs]
 
-    def parts(self, number: int, line: str, prefix: str = "") -> list[Part]:
-        """What is translated of a line: nothing, all of it, or sentence by sentence.
+    def source(self, number: int, line: str, prefix: str = "") -> Source:
+        """A line as it is translated: not at all, as it is, or in parts.
 
         Raises:
             RefusedLine: the line, whose number this is, is too long, or holds what is no text.
@@ -165,26 +193,35 @@ class Translator:
         text = " ".join(line.split())
         subwords, longest = self.model.subwords, self.model.longest_source
         encoded = [subwords.source_words(text)]
-        if len(encoded[0]) > longest and self.split_long:
-            cut = sentences(text)
-            if len(cut) > SENTENCES:
-                raise RefusedLine(number, f"it has {len(cut)} sentences, and a line may have {SENTENCES}; cut it")
-            encoded = [subwords.source_words(sentence) for sentence in cut]
-        encoded = [words for words in encoded if not subwords.source.says_nothing(words.tolist())]
-        if not encoded:
+        too_long = len(encoded[0]) > longest
+        if subwords.source.says_nothing(encoded[0].tolist()):
             self._tell_of_nothing(number, text)
-            return []
-        too_long = max(map(len, encoded))
-        if too_long > longest:
-            what = "one of its sentences" if len(encoded) > 1 else "it"
+            return Source(parts=[])
+        if too_long and self.long_lines == "refuse":
             raise RefusedLine(
-                number, f"{what} has {too_long - 1} subwords, and the model takes {longest - 1} at most; shorten it"
+                number,
+                f"it has {len(encoded[0]) - 1} subwords, and the model takes {longest - 1} at most; shorten it, or let"
+                " it be cut (long_lines)",
             )
+        if too_long and self.long_lines != "cut":
+            return Source(parts=[], too_long=True, instead=text if self.long_lines == "copy" else "")
+        if too_long:
+            encoded = [part for part in self._cut(text) if not subwords.source.says_nothing(part.tolist())]
         beginnings = [self._beginning(number, prefix), *[subwords.target_words("")] * (len(encoded) - 1)]
-        return [
+        parts = [
             Part(line=number, words=words, prefix=beginning)
             for words, beginning in zip(encoded, beginnings, strict=True)
         ]
+        return Source(parts=parts, too_long=too_long)
+
+    def _cut(self, text: str) -> Iterator[Tensor]:
+        """The parts of a line that is too long, each with its end."""
+        subwords, longest = self.model.subwords, self.model.longest_source - 1
+        cut = sentences(text)
+        for sentence in cut if len(cut) <= SENTENCES else [text]:
+            words = subwords.source_words(sentence)
+            for piece in pieces(words[:-1].tolist(), longest, subwords.begins_word):
+                yield torch.tensor([*piece, subwords.source.end])
 
     def _tell_of_nothing(self, number: int, text: str) -> None:
         """Say once that a line with text has no words that the model knows."""
@@ -239,24 +276,26 @@ class Translator:
             )
 
     def joined(
-        self, lines: int, parts: Sequence[Part], found: Sequence[list[Hypothesis]], options: SearchOptions
+        self, sources: Sequence[Source], found: Iterable[list[Hypothesis]], options: SearchOptions
     ) -> list[list[Translation]]:
-        """What `translate` returns, of so many lines, from the hypotheses of each of their parts."""
-        of_lines: list[list[list[Hypothesis]]] = [[] for _ in range(lines)]
-        for part, hypotheses in zip(parts, found, strict=True):
-            of_lines[part.line].append(hypotheses)
-        return [self._of_line(hypotheses, options.normalize_scores) for hypotheses in of_lines]
+        """What `translate` returns, from the hypotheses of the parts of all lines, in their order."""
+        hypotheses = iter(found)
+        return [
+            self._of_line(source, [next(hypotheses) for _ in source.parts], options.normalize_scores)
+            for source in sources
+        ]
 
-    def _of_line(self, parts: list[list[Hypothesis]], normalized: bool) -> list[Translation]:
+    def _of_line(self, source: Source, parts: list[list[Hypothesis]], normalized: bool) -> list[Translation]:
         """The translations of a line from those of its parts: the best of all parts, then the second best of all."""
         if not parts:
-            return [Translation(text="", score=0.0)]
+            return [Translation(text=source.instead, score=0.0, too_long=source.too_long)]
         found = []
         for chosen in zip(*parts, strict=False):
             text = " ".join(filter(None, (self.model.subwords.text(part.words) for part in chosen)))
             weights = [len(part.words) if normalized else 1 for part in chosen]
             total = sum(part.score * weight for part, weight in zip(chosen, weights, strict=True))
-            found.append(Translation(text=text, score=total / sum(weights) if normalized else total))
+            score = total / sum(weights) if normalized else total
+            found.append(Translation(text=text, score=score, too_long=source.too_long))
         return found
 
 

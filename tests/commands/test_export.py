@@ -8,7 +8,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from lsq import Translator, cli
-from lsq.commands import export, train, trained
+from lsq.commands import export, run_files, train, trained
 from lsq.commands.logs import logging_to
 from lsq.decode.model import model_of
 from lsq.export import model_file
@@ -47,7 +47,7 @@ def test_a_run_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
     path = tmp_path / "model.safetensors"
     status, said = lsq_export(output, "lsq", path)
     assert status == 0 and said == f"{path}: {path.stat().st_size / 1e6:.1f} MB for lsq\n"
-    source = trained.find(output / "int8")
+    source = run_files.find(output / "int8")
     found, exported = trained.load(source), model_file.read(path)
     assert same(found.model, exported.model.tensors)
     assert (list(exported.source), list(exported.target)) == (found.source.symbols, found.target.symbols)
@@ -80,7 +80,7 @@ def test_a_checkpoint_for_lsq(lsq_export, output, tmp_path):  # noqa: F811
     assert status == 2 and "if it is a checkpoint, give the folder of its dictionaries" in said
     assert lsq_export(checkpoint, "lsq", path, "--data", output / "data")[0] == 0
     exported = model_file.read(path)
-    assert same(trained.load(trained.find(output)).model, exported.model.tensors)
+    assert same(trained.load(run_files.find(output)).model, exported.model.tensors)
     assert exported.subwords is None
 
 
@@ -116,7 +116,7 @@ def test_a_language_model(lsq_export, corpus, tmp_path):  # noqa: F811
         train.run([str(corpus), "--save-dir", str(tmp_path), *LANGUAGE_MODEL])
     given = tmp_path / "checkpoint_last.pt", ["--data", corpus]
     assert [lsq_export(given[0], target, tmp_path / target, *given[1])[0] for target in ("lsq", "fairseq")] == [0, 0]
-    found = trained.load(trained.find(given[0], corpus))
+    found = trained.load(run_files.find(given[0], corpus))
     exported = model_file.read(tmp_path / "lsq")
     assert same(found.model, exported.model.tensors) and exported.source is None
     assert list(exported.target) == found.target.symbols

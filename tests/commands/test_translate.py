@@ -15,6 +15,7 @@ from lsq.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in
 from tests.translate.conftest import output  # noqa: F401
+from tests.without_fairseq import refused
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -123,7 +124,6 @@ def test_output_has_one_writer_at_a_time(lsq_translate, text, tmp_path):
 @pytest.mark.parametrize(("content", "message"), [
     (b"red\nred\0cat\n", "in.txt, line 2: a NUL byte is no text"),
     (b"red\ncat\xe4\n", "in.txt, line 2: byte 0xe4 is not valid UTF-8"),
-    (b"red\n" + b"red " * 10_000, "in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"),
 ])  # fmt: skip
 def test_a_line_that_is_refused_is_named(lsq_translate, text, content, message):
     text.write_bytes(content)
@@ -131,11 +131,44 @@ def test_a_line_that_is_refused_is_named(lsq_translate, text, content, message):
         lsq_translate(text)
 
 
-def test_long_lines(lsq_translate, text):
-    text.write_text("red cat. " * 30)
-    assert lsq_translate(text) == [" ".join(lsq_translate(given=b"red cat.") * 30).strip()]
-    with pytest.raises(ValueError, match="in.txt, line 1: it has"):
+def test_long_lines(lsq_translate, text, caplog):
+    line = "red cat. " * 30
+    text.write_text(f"red cat.\n{line}\n{'red cat ' * 60}\nred cat.\n")
+    short, *_ = lsq_translate(given=b"red cat.")
+    for choice, done, expected in (
+        ("cut", "are cut and translated in parts", " ".join([short] * 30).strip()),
+        ("skip", "are left empty", ""),
+        ("copy", "are copied as they are", line.strip()),
+    ):
+        caplog.clear()
+        found = lsq_translate(text, "--buffer", 1, *([] if choice == "cut" else ["--long-lines", choice]))
+        assert found[:2] == [short, expected] and len(found) == 4 and found[3] == short
+        (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert said == (
+            f"lines of more than 40 subwords are too long for the model: 2 such lines {done} (see --long-lines), the"
+            f" first of them {text}, line 2"
+        )
+    with pytest.raises(ValueError, match="in.txt, line 2: it has [0-9]+ subwords, and the model takes 40 at most"):
         lsq_translate(text, "--long-lines", "refuse")
+
+
+def test_empty_files_are_called_empty(lsq_translate, text, tmp_path, caplog):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for given in ([empty], [text, empty], ["--prefix", empty, text]):
+        with pytest.raises(ValueError, match="empty.txt is empty; it must hold one sentence a line"):
+            lsq_translate(*given)
+    for option in ("--model", "--sentencepiece-model"):
+        with pytest.raises(ValueError, match="empty.txt is empty; it was not written whole"):
+            lsq_translate(text, "--data", tmp_path, option, empty)
+    assert lsq_translate() == []
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ["standard input is empty: there is nothing to translate"]
+
+
+def test_a_model_that_is_not_there_is_found_before_fairseq_is_imported(tmp_path, text):
+    found = refused("translate", "--model", str(tmp_path / "missing"), str(text))
+    assert found.endswith("missing is not there; check the path\n")
 
 
 def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
@@ -145,7 +178,7 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="is not a file"):
         translate.run(["--model", "m", "--prefix", str(tmp_path)])
     text = tmp_path / "in.txt"
-    text.touch()
+    text.write_text("red\n")
     os.mkfifo(tmp_path / "pipe")
     for written, error, message in (
         (tmp_path / "missing" / "out", FileNotFoundError, "there is no folder .*missing"),
@@ -215,7 +248,7 @@ def test_signals_leave_nothing_half_written(output, tmp_path, sent, name):  # no
 @pytest.mark.thorough
 def test_a_line_at_a_time_at_a_terminal(output):  # noqa: F811
     ours, theirs = pty.openpty()
-    found = start(output, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    found = start(output, "--long-lines", "refuse", stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert found.stderr.readline() == b"one sentence a line; Ctrl-D ends\n"
     os.write(ours, b"red cat\n")
     first = found.stdout.readline()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lsq.commands import trained
+from lsq.commands import run_files, trained
 from lsq.decode.model import model_of
 from lsq.errors.files import tensors_in
 from lsq.export import model_file
@@ -50,7 +50,7 @@ def test_safetensors_and_folders(tmp_path):
 
 @pytest.mark.thorough
 def test_a_checkpoint_of_fairseq_and_an_exported_file(output, tmp_path):  # noqa: F811
-    source = trained.find(output)
+    source = run_files.find(output)
     found = trained.load(source)
     tensors = tensors_in(source.checkpoint)
     (name,) = [name for name in tensors if name.startswith("encoder.layers.0.") and tensors[name].shape == (32, 16)]

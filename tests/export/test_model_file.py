@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from lsq.decode import SearchOptions
 from lsq.decode.model import DecodingModel, model_of
 from lsq.export import model_file
 from lsq.export.model_file import ExportedModel
@@ -37,14 +38,15 @@ def exported(**options) -> ExportedModel:
     model = DecodingModel(architecture=model.architecture, tensors={n: t.clone() for n, t in model.tensors.items()})
     words = {side: tuple(f"{side}{n}\u2581" for n in range(it.words)) for side, it in model.architecture.stacks.items()}
     return ExportedModel(
-        model=model, source=words.get("encoder"), target=words["decoder"], subwords=b"pieces\0\xff", trained_length=30
+        model=model, source=words.get("encoder"), target=words["decoder"], subwords=b"pieces\0\xff", trained_length=30,
+        search=SearchOptions(beam=3, max_len_b=30),
     )
 
 
 def same(one: ExportedModel, other: ExportedModel) -> bool:
     """Bit by bit."""
     mine, others = one.model.tensors, other.model.tensors
-    names = ("source", "target", "subwords", "trained_length")
+    names = ("source", "target", "subwords", "trained_length", "search")
     return (
         one.model.architecture == other.model.architecture
         and all(getattr(one, name) == getattr(other, name) for name in names)
@@ -175,6 +177,8 @@ def rewritten(path, change):
         (lambda metadata, tensors: metadata.update(tensors="[]"), "tensors"),
         (lambda metadata, tensors: metadata.update(source='{"a": 1}'), "source"),
         (lambda metadata, tensors: metadata.update(trained_length='"x"'), "trained_length"),
+        (lambda metadata, tensors: metadata.update(search='{"beem": 2}'), "search has an option that this version"),
+        (lambda metadata, tensors: metadata.update(search='{"beam": 0}'), "beam is 0"),
         (lambda metadata, tensors: tensors.popitem(), "lacks tensors"),
         (lambda metadata, tensors: tensors.update(more=torch.zeros(3)), "unknown tensors: more"),
         (lambda metadata, tensors: next(iter(tensors.values())).neg_(), "the checksum of .* does not fit"),
@@ -186,6 +190,16 @@ def test_what_does_not_fit_is_named(tmp_path, change, reason):
     rewritten(path, change)
     with pytest.raises(ValueError, match=f"model.safetensors is damaged or no model.*{reason}"):
         model_file.read(path)
+
+
+@pytest.mark.parametrize(("length", "expected"), [
+    ("30", SearchOptions(max_len_b=30)), ("null", SearchOptions()),
+])  # fmt: skip
+def test_earlier_files_know_the_longest_translation_alone(tmp_path, length, expected):
+    path = tmp_path / "model.safetensors"
+    model_file.write(path, exported())
+    rewritten(path, lambda metadata, tensors: metadata.pop("search") and metadata.update(trained_length=length))
+    assert model_file.read(path).search == expected
 
 
 def test_other_files_are_refused(tmp_path):

@@ -12,9 +12,10 @@ from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask
 
 from lsq.backends import backend
+from lsq.decode import SearchOptions
 from lsq.fairseq import generator
 from lsq.fairseq.device import use
-from lsq.fairseq.generator import LSQGenerator, engine_place, options_of
+from lsq.fairseq.generator import LSQGenerator, engine_place, evaluation_of_task, options_of
 from tests.sampling import first
 
 
@@ -122,6 +123,21 @@ def test_validation_translates_with_the_weights_of_the_moment(build, batch):
         task.begin_valid_epoch(1, model)
         found.append(task.inference_step(task.sequence_generator, [model], sample)[0][0]["tokens"].tolist())
     assert isinstance(task.sequence_generator, LSQGenerator) and found[0] != found[1]
+
+
+def test_a_training_says_how_it_translates(build, caplog):
+    given = {"beam": 2, "max_len_b": 9, "lenpen": 0.6, "unnormalized": True}
+    for arguments, expected in (
+        ([], None),
+        (["--eval-bleu"], SearchOptions()),
+        (["--eval-bleu", "--eval-bleu-args", json.dumps(given)],
+         SearchOptions(beam=2, max_len_b=9, length_penalty=0.6, normalize_scores=False)),
+    ):  # fmt: skip
+        assert evaluation_of_task(build(arguments)[0].cfg) == expected
+    assert "leaves out" not in caplog.text
+    other = Namespace(eval_bleu=True, eval_bleu_args='{"beam": 3, "match_source_len": true}')
+    assert evaluation_of_task(other) == SearchOptions(beam=3)
+    assert "with --match-source-len True, which lsq's search leaves out" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [LSQGenerator, SequenceGenerator])

@@ -36,7 +36,7 @@ class Echo(Translator):
             file=file, stamp=stamp_of(file), steps=None, symbols=Symbols(), subwords=Subwords(WORDS, WORDS, None),
             longest_source=20, options=SearchOptions(),
         )  # fmt: skip
-        self.batch_tokens, self.split_long, self.batches, self.interrupted = 64, True, [], 0
+        self.batch_tokens, self.long_lines, self.batches, self.interrupted = 64, "cut", [], 0
         self.may_go, self.at_work = threading.Event(), threading.Event()
         self.may_go.set()
 

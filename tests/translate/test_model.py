@@ -20,7 +20,7 @@ LINES = ["red cat five", "two dog"]
 
 def test_a_run_says_how_it_translated(translator):
     assert translator.model.longest_source == 41
-    assert translator.options == SearchOptions(max_len_b=40)
+    assert translator.options == SearchOptions(beam=2, max_len_b=40)
 
 
 def test_a_checkpoint_with_its_data(output, translator, tmp_path):

@@ -21,6 +21,7 @@ def test_hypotheses_are_those_of_the_run(output, translator):
     found = translator.translate(read_items(output / "data" / "test.src"), BEAM)
     hypotheses = read_items(output / "int8" / "translation" / "hypotheses.txt")
     assert [translations[0].text for translations in found] == hypotheses
+    assert translator.translate(read_items(output / "data" / "test.src")) == found  # its own options are the default
     assert len(set(hypotheses)) > 2
 
 
@@ -62,7 +63,8 @@ def test_lines_without_a_known_visible_character_are_empty(output, caplog):
     blank = ["\u200b", "\ufeff", "\u200e", "\x07", "\u00ad \u2060"]
     found = translator.translate([*blank, "\u200ered\u200b cat"], BEAM, prefixes=["RED", *blank[1:], "\u200e"])
     assert not any(translations[0].text for translations in found[:-1])
-    (seen,) = translator.all_parts([*blank, "\u200ered\u200b cat"], ["RED", *blank[1:], "\u200e"])
+    sources = translator.sources([*blank, "\u200ered\u200b cat"], ["RED", *blank[1:], "\u200e"])
+    (seen,) = (part for source in sources for part in source.parts)
     assert seen.line == len(blank) and not len(seen.prefix)
     for line in ("\u4f60\u597d", "\U0001f600", "\u4f60. \u597d. " * 20):
         assert translator.translate([line], BEAM)[0][0].text == ""
@@ -72,7 +74,7 @@ def test_lines_without_a_known_visible_character_are_empty(output, caplog):
 
 def test_a_sentence_without_a_known_character_is_left_out_of_a_long_line(translator):
     line = "red cat. " * 8
-    parts, mixed = (translator.parts(0, text) for text in (line * 2, f"{line}\u4f60\u597d. {line}"))
+    parts, mixed = (translator.source(0, text).parts for text in (line * 2, f"{line}\u4f60\u597d. {line}"))
     assert [part.words.tolist() for part in mixed] == [part.words.tolist() for part in parts]
     assert len(parts) == 16
 
@@ -114,18 +116,43 @@ def test_score_of_a_line_that_was_cut_is_a_sum_where_scores_are_not_normalised(t
     assert found[0].score == pytest.approx(20 * one.score, rel=1e-4)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_what_cannot_be_cut_is_refused_with_its_number(output, split):
-    translator = Translator(output, split_long=split)
+def test_a_sentence_that_is_too_long_is_cut_between_words(translator):
+    line = "Two. " + "red cat " * 100
+    (source,) = translator.sources([line], [""])
+    texts = [translator.model.subwords.processor.decode([
+        translator.model.subwords.processor.piece_to_id(translator.model.subwords.source.symbols[word])
+        for word in part.words[:-1].tolist()
+    ]) for part in source.parts]  # fmt: skip
+    assert " ".join(texts[1:]).split() == ["red", "cat"] * 100  # no word is cut in two
+    assert len(texts) > 2 and all(len(part.words) <= 41 for part in source.parts)
+    (found,) = translator.translate([line], BEAM)
+    alone = [translator.translate([text], BEAM)[0][0].text for text in texts[1:]]
+    assert found[0].text.endswith(" ".join(alone)) and found[0].too_long
+
+
+@pytest.mark.parametrize(("long_lines", "expected"), [("skip", ""), ("copy", "red cat. red cat.")])
+def test_lines_that_are_too_long_may_be_skipped_or_copied(translator, long_lines, expected):
+    other = copy_of(translator, long_lines=long_lines)
+    short, long = other.translate(["red cat.", "red  cat. " * 30], SearchOptions(beam=2, nbest=2, max_len_b=40))
+    assert short == translator.translate(["red cat."], SearchOptions(beam=2, nbest=2, max_len_b=40))[0]
+    assert not short[0].too_long and [one.too_long for one in long] == [True]
+    assert long[0].text == (expected and " ".join(["red cat."] * 30)) and long[0].score == 0.0
+
+
+def test_lines_that_are_too_long_are_refused_if_that_is_wanted(translator):
+    other = copy_of(translator, long_lines="refuse")
     with pytest.raises(RefusedLine, match=r"^line 2: it has \d+ subwords, and the model takes 40 at most") as refused:
-        translator.translate(["red", "red cat " * 10_000])
+        other.translate(["red", "red cat. " * 30])
     assert refused.value.line == 1
-    if split:
-        with pytest.raises(RefusedLine, match="^line 1: one of its sentences has"):
-            translator.translate(["Two. " + "red cat " * 100])
-    else:
-        with pytest.raises(RefusedLine, match="^line 1: it has"):
-            translator.translate(["red cat. " * 30])
+    with pytest.raises(ValueError, match="long_lines is 'split'; allowed: 'cut', 'skip', 'copy', 'refuse'"):
+        Translator("missing", long_lines="split")
+
+
+def copy_of(translator: Translator, long_lines: str) -> Translator:
+    """Another one around the same model."""
+    other = Translator.__new__(Translator)
+    vars(other).update(vars(translator), long_lines=long_lines)
+    return other
 
 
 @pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
@@ -141,9 +168,12 @@ def test_unknown_characters_are_translated_somehow(translator):
     assert isinstance(found[0].text, str)
 
 
-def test_a_line_of_full_stops_is_refused(translator):
-    with pytest.raises(RefusedLine, match="^line 1: it has 10001 sentences, and a line may have 10000; cut it"):
-        translator.translate(["! " * 10_001])
+def test_a_line_of_very_many_sentences_is_cut_without_regard_to_them(translator, monkeypatch):
+    line = "red. " * 60
+    assert len(translator.source(0, line).parts) == 60
+    monkeypatch.setattr("lsq.translate.translator.SENTENCES", 59)
+    parts = translator.source(0, line).parts
+    assert 1 < len(parts) < 60 and all(len(part.words) <= 41 for part in parts)
 
 
 def test_progress_counts_parts(translator):
