@@ -21,7 +21,7 @@ from tabulate import tabulate
 from lsq.commands import stages, train_text
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, LossCurve, read_losses
-from lsq.commands.options import HelpFormatter, one_line_errors, positive
+from lsq.commands.options import HelpFormatter, is_given, one_line_errors, positive
 from lsq.commands.prepare import say
 from lsq.commands.stages import Stage
 from lsq.commands.train import ARCHITECTURE
@@ -81,11 +81,6 @@ def seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**32:
         raise ArgumentTypeError(f"{text!r} is no seed; it must be a number from 0 to 4294967295")
     return int(text)
-
-
-def is_given(option: str, words: list[str]) -> bool:
-    """Whether an option is among the words of a command line, as `--lr 0.1` or `--lr=0.1`."""
-    return any(word.partition("=")[0] == option for word in words)
 
 
 def sides_of(given: list[str], shared: Namespace) -> list[Side]:

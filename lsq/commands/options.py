@@ -3,15 +3,20 @@
 import argparse
 import difflib
 import re
+import sys
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+HELP = frozenset(("-h", "--help"))
 CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 MANY_CHOICES = 12
 LARGEST_COUNT = 2**22
 LONGEST = 1000
 """Characters of a message."""
+PART = re.compile("[a-z0-9]+")
+REQUIRED, UNRECOGNIZED = "the following arguments are required: ", "unrecognized arguments: "
+"""Beginnings of what argparse says."""
 DIGITS = re.compile("[0-9]{1,18}")
 """What is taken for a whole number: int() takes digits of every script, spaces and underscores as well."""
 
@@ -28,13 +33,31 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def one_line_errors(parser: ArgumentParser) -> None:
-    """Let a parser report a mistake in one line, without the usage, which fills screens for fairseq's parsers."""
+    """Let a parser report a mistake in one line, without the usage, which fills screens for fairseq's parsers.
+
+    Options that it does not know come first: without them, others may be missing.
+    """
+    parse_known_args, words = parser.parse_known_args, []
+
+    def remember(args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        words[:] = sys.argv[1:] if args is None else args
+        return parse_known_args(args, namespace)
 
     def error(message: str) -> None:
+        unknown = _unknown(parser, words) if message.startswith((REQUIRED, UNRECOGNIZED)) else []
+        if unknown:
+            message = UNRECOGNIZED + " ".join(unknown) + _meant(unknown[0], parser._option_string_actions)
         message = CHOICE.sub(_few, message).replace("<lambda> ", "")  # the names of fairseq's own types
         parser.exit(2, f"{parser.prog}: error: {shortened(message)} (see {parser.prog} --help)\n")
 
-    parser.error = error
+    parser.parse_known_args, parser.error = remember, error
+
+
+def _unknown(parser: ArgumentParser, words: Sequence[str]) -> list[str]:
+    """The options of a command line that its parser does not have."""
+    given = words[: words.index("--")] if "--" in words else words
+    names = [word.partition("=")[0] for word in given if word.startswith("--") and " " not in word]
+    return [name for name in names if name not in parser._option_string_actions]
 
 
 def shortened(message: str) -> str:
@@ -47,8 +70,24 @@ def _few(found: re.Match) -> str:
     choices = [choice.strip(" '") for choice in found[2].split(",")]
     if len(choices) <= MANY_CHOICES:
         return found[0]
-    nearest = difflib.get_close_matches(found[1], choices)
-    return f"invalid choice: '{found[1]}'" + (f"; did you mean {' or '.join(nearest)}?" if nearest else "")
+    return f"invalid choice: '{found[1]}'" + _meant(found[1], choices)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Which names a user may have meant, to be put behind a message."""
+    nearest = near(name, known)
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """The names that are most like one, at most three; those of the same parts in another order, if there are any."""
+    known = list(known)
+    same = [one for one in known if _parts(one) == _parts(name)]
+    return same or difflib.get_close_matches(name, known)
+
+
+def _parts(name: str) -> list[str]:
+    return sorted(PART.findall(name.lower()))
 
 
 def positive(text: str) -> int:
@@ -64,6 +103,11 @@ def count(text: str) -> int:
     if number > LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text} is too large; at most {LARGEST_COUNT}")
     return number
+
+
+def is_given(option: str, words: list[str]) -> bool:
+    """Whether an option is among the words of a command line, as `--lr 0.1` or `--lr=0.1`."""
+    return any(word.partition("=")[0] == option for word in words)
 
 
 def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:

@@ -5,7 +5,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import device, training_options
+from lsq.commands import device, small_text, training_options
 from lsq.commands.options import HelpFormatter, one_line_errors, positive
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.run_folder import check_data, check_name
@@ -165,6 +165,7 @@ def parsed(arguments: list[str]) -> tuple[Prepared, RunOptions]:
     check_output(given.output)
     files = {"train": (given.src, given.tgt), "valid": file_pair(given, "valid"), "test": file_pair(given, "test")}
     options = run_options(given, extra)
+    small_text.check(given, arguments)
     prepared = Prepared(
         files=files, output=given.output, size=given.vocabulary_size, coverage=given.character_coverage,
         max_length=given.max_length,

@@ -20,6 +20,8 @@ TextFiles = dict[str, tuple[Path, Path] | None]
 SPLIT_SEED = 1
 """Chooses the held-out pairs; the same whatever --seed is, so that runs are compared on the same text."""
 
+ONE_A_LINE = "it must hold one sentence a line"
+
 UNSEEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp", "Zs"))
 """Categories of Unicode whose characters nobody sees: spaces, controls, and marks such as U+200B."""
 BLANKS = frozenset("\u034f\u115f\u1160\u2800\u3164\uffa0").union(map(chr, range(0xFE00, 0xFE10)))
@@ -81,12 +83,14 @@ def check_file(path: Path) -> None:
 
     Raises:
         FileNotFoundError: there is nothing.
-        ValueError: it is a folder or the like.
+        ValueError: it is a folder or the like, or an empty file.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     if not path.is_file():
         raise ValueError(f"{path} is not a file")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty; {ONE_A_LINE}")
 
 
 def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
@@ -103,7 +107,7 @@ def read_lines(path: Path, say: Callable[[str], None]) -> list[str]:
     check_file(path)
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if not data.strip():
-        raise ValueError(f"{path} is empty; it must hold one sentence a line")
+        raise ValueError(f"{path} is empty; {ONE_A_LINE}")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

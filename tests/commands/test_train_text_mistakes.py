@@ -47,7 +47,7 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_written(command,
     message = r"holds a run with other options \(--vocabulary-size: 60 before, 70 now\)"
     with pytest.raises(ValueError, match=message):
         train_text.run(command("--updates", "1", "--mode", "float", "--vocabulary-size", "70"))
-    for options in (["--mode", "int8", "--updates", "1"], ["--mode", "int8", "--overwrite"], ["--prepare-only"]):
+    for options in (["--mode", "int8", "--updates", "1"], ["--updates", "1", "--overwrite"], ["--prepare-only"]):
         with pytest.raises(ValueError, match=r"the data of the run float, .*--vocabulary-size: 60 before, 70 now"):
             train_text.run(command(*options, "--vocabulary-size", "70"))
     assert files_in(tmp_path / "out") == before
@@ -92,12 +92,20 @@ def test_changed_options_need_another_name_or_overwrite(command, tmp_path):
         (["--hidden", "24"], "hidden is 24, but int8 products need a multiple of 16; use 32"),
         (["--heads", "3"], "hidden size 16 is not divisible by 3 heads"),
         (["--src", "nowhere.en"], "there is no file nowhere.en"),
+        (["--src", os.devnull], "/dev/null is not a file"),
         (["--vocabulary-size", "5000"], "--vocabulary-size 5000 is too large"),
     ],
 )
 def test_mistakes(command, options, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train_text.run(command("--updates", "1", *options))
+
+
+@pytest.mark.parametrize("option", ["--src", "--tgt", "--valid-src", "--test-tgt"])
+def test_empty_files_are_called_empty(command, tmp_path, option):
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="empty is empty; it must hold one sentence a line"):
+        train_text.run(command("--updates", "1", option, str(tmp_path / "empty")))
 
 
 def test_half_a_pair_of_files(files, tmp_path):
