@@ -9,12 +9,22 @@ import sys
 import traceback
 
 import lsq
-from lsq.commands import COMMANDS, logs
+from lsq import extras
+from lsq.commands import COMMANDS, inputs, logs
 from lsq.commands.interruption import name_of
-from lsq.commands.options import shortened
+from lsq.commands.options import HELP, near, shortened
 
 FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
 """fairseq, and the library that holds its options."""
+
+EXTRAS = {
+    **dict.fromkeys((*FAIRSEQ, "hydra"), "fairseq"),
+    **dict.fromkeys(("transformers", "accelerate"), "huggingface"),
+    **dict.fromkeys(("uvicorn", "starlette", "prometheus_client"), "serve"),
+    "ctranslate2": "ctranslate2",
+    **dict.fromkeys(("cuda", "nvidia"), "cuda13"),
+}
+"""Modules -> the extra of lsq (pyproject.toml) that installs them; others are packages of the same name."""
 
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
 """In PyTorch's words."""
@@ -42,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--traceback", action="store_true", help="show where in the program an error was found, for bug reports"
     )
-    made.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
+    made.add_argument("command", metavar="COMMAND", help="see below")
     made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="options of the command")
     return made
 
@@ -53,14 +63,24 @@ def main(arguments: list[str] | None = None) -> int:
     0: done. 1: something failed while running. 2: a mistake in the options or the files. 128 + n: stopped by signal n.
     Mistakes are reported in one line on standard error.
     """
-    given = parser().parse_args(arguments)
+    outer = parser()
+    given = outer.parse_args(arguments)
+    if given.command not in COMMANDS:
+        meant = near(given.command, COMMANDS)
+        hint = f"; did you mean {' or '.join(meant)}?" if meant else "."
+        outer.error(f"there is no command {given.command!r}{hint} The commands are {', '.join(COMMANDS)}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be text
     logs.configure()
     try:
+        inputs.check(given.command, given.arguments)
         return importlib.import_module(f"lsq.commands.{given.command.replace('-', '_')}").run(given.arguments)
     except (KeyboardInterrupt, SystemExit, Exception) as error:
         status, message = describe(error)
+        if isinstance(error, ModuleNotFoundError) and message is not None and HELP & set(given.arguments):
+            print(f"usage: lsq {given.command} ...\n\n{COMMANDS[given.command]}\n")
+            print(f"Its options are not shown: {message.removeprefix('error: ')}")
+            return 0
         if message is None or given.traceback:
             raise
         print(f"lsq {given.command}: {message}", file=sys.stderr, flush=True)
@@ -83,10 +103,12 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         cause = error.__context__
         detail = f" ({_line(cause)})" if type(error) is Exception and cause is not None else ""
         return 2, f"error: {message}{detail}"
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "fairseq":
-        from lsq import extras
-
-        return 2, f"error: this needs fairseq, which is not installed: {extras.command('fairseq')}"
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing not in ("", "lsq"):
+        extra = EXTRAS.get(missing)
+        needed = "fairseq" if extra == "fairseq" else missing
+        remedy = extras.command(extra) if extra else f"pip install {missing}"
+        return 2, f"error: this needs {needed}, which is not installed: {remedy}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):

@@ -1,17 +1,20 @@
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from fairseq import checkpoint_utils
 
-from lsq import cli
+from lsq import cli, extras
 from lsq.commands import COMMANDS
 from lsq.commands.interruption import Interrupted
 from lsq.commands.user_dir import user_dir
 from lsq.csrc.shared_library import LibraryError
 from lsq.dist.roll_call import RankLost
 from lsq.fairseq.compatibility import CheckpointNotWritten
+from tests.docs.pages import ROOT
+from tests.without_fairseq import refused, run_lsq
 
 
 @pytest.fixture
@@ -89,6 +92,47 @@ def test_every_command_refuses_unknown_options(name, capsys):
     assert stopped.value.code == 2
     printed = capsys.readouterr()
     assert printed.err.startswith(f"lsq {name}: error: ") and printed.err.count("\n") == 1
+
+
+def test_every_command_has_help_without_what_an_extra_brings():
+    found = run_lsq([[name, "--help"] for name in COMMANDS], missing=tuple(cli.EXTRAS))
+    for name, (status, out, err) in zip(COMMANDS, found, strict=True):
+        assert (status, err) == (0, "") and out.startswith(f"usage: lsq {name} "), name
+
+
+def test_what_is_missing_is_named_with_a_remedy(command, capsys):
+    needed = {"fairseq_cli.train": "fairseq", "omegaconf": "fairseq", "hydra.core": "fairseq", "uvicorn": "serve",
+              "transformers": "huggingface", "ctranslate2": "ctranslate2", "nvidia.cu13": "cuda13"}  # fmt: skip
+    for module, extra in needed.items():
+        command(raising(ModuleNotFoundError(f"No module named {module!r}", name=module)))
+        assert cli.main(["user-dir"]) == 2
+        assert capsys.readouterr().err.endswith(f", which is not installed: {extras.command(extra)}\n")
+    command(raising(ModuleNotFoundError("No module named 'tqdm.auto'", name="tqdm.auto")))
+    assert cli.main(["user-dir"]) == 2
+    assert capsys.readouterr().err == "lsq user-dir: error: this needs tqdm, which is not installed: pip install tqdm\n"
+    command(raising(ModuleNotFoundError("No module named 'lsq.no'", name="lsq.no")))
+    with pytest.raises(ModuleNotFoundError):  # a fault of lsq's
+        cli.main(["user-dir"])
+
+
+def test_every_extra_is_known():
+    there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(cli.EXTRAS.values()) == there.keys() - {"dev"}
+
+
+def test_commands_that_need_fairseq_say_so():
+    names = ["train", "generate", "train-text", "numbers", "compare"]
+    reason = f"error: this needs fairseq, which is not installed: {extras.command('fairseq')}"
+    assert refused(*([name] for name in names)) == [f"lsq {name}: {reason}\n" for name in names]
+
+
+def test_a_mistaken_command_is_told_what_there_is(capsys):
+    for given, meant in (("sparsify", "."), ("text-train", "; did you mean train-text?"), ("trian", "; did you mean")):
+        with pytest.raises(SystemExit):
+            cli.main([given])
+        printed = capsys.readouterr().err
+        assert f"lsq: error: there is no command {given!r}{meant}" in printed
+        assert f"The commands are {', '.join(COMMANDS)}\n" in printed
 
 
 def test_user_dir(capsys):

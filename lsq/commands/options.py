@@ -81,9 +81,9 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def near(name: str, known: Iterable[str]) -> list[str]:
     """The names that are most like one, at most three; those of the same parts in another order, if there are any."""
-    known = list(known)
-    same = [one for one in known if _parts(one) == _parts(name)]
-    return same or difflib.get_close_matches(name, known)
+    bare = {one.lstrip("-"): one for one in known}
+    same = [one for one in bare.values() if _parts(one) == _parts(name)]
+    return same or [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), bare)]
 
 
 def _parts(name: str) -> list[str]:

@@ -19,9 +19,10 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import DictConfig
 
 from lsq.commands import device, launch, limits, logs
+from lsq.commands.inputs import check_data_folders
 from lsq.commands.interruption import Interrupted, Interruption, name_of
 from lsq.commands.launch import ARCHITECTURE
-from lsq.commands.options import HelpFormatter, one_line_errors
+from lsq.commands.options import HELP, HelpFormatter, one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
@@ -54,9 +55,9 @@ def parse(
     parser.prog, parser.description, parser.usage = program, description, f"{program} DATA [options]"
     parser.formatter_class = HelpFormatter
     one_line_errors(parser)
-    wants_help = bool({"-h", "--help"} & set(arguments))
+    wants_help = bool(HELP & set(arguments))
     if wants_help:
-        arguments = [argument for argument in arguments if argument not in ("-h", "--help")]
+        arguments = [argument for argument in arguments if argument not in HELP]
     passes = 0
 
     def modify(parser: ArgumentParser) -> None:  # fairseq calls it before each of its two passes
@@ -84,9 +85,8 @@ def peek(arguments: list[str], *names: str) -> str | None:
 
 def check_data(args: Namespace) -> None:
     """Raise ValueError unless every folder of binarised data is there, of two sides where the task translates."""
+    check_data_folders(args.data)
     for folder in args.data.split(os.pathsep):
-        if not Path(folder).is_dir():
-            raise ValueError(f"there is no data folder {folder}; lsq train-text or fairseq-preprocess makes one")
         if not any(Path(folder).glob("dict*.txt")) and any(Path(folder, "data").glob("dict*.txt")):
             raise ValueError(f"there are no binarised data in {folder}; give {Path(folder, 'data')}")
         if args.task == TASK and [path.name for path in Path(folder).glob("dict*.txt")] == ["dict.txt"]:

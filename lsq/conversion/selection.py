@@ -24,6 +24,8 @@ IN_ATTENTION = "is of a torch.nn.MultiheadAttention, which multiplies by itself"
 """Why its weights stay where no whole layer around it is known."""
 VOCABULARY = 8192
 """Outputs from which on a layer may be taken for a projection onto a vocabulary."""
+SHOWN = 8
+"""Names in a message, at most."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -184,7 +186,8 @@ def skipping(skip: Skip, names: dict[str, nn.Module]) -> Callable[[nn.Module, st
     for pattern in patterns:
         if not any(_fits(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, {part for name in names for part in _ends(name)}, n=3)
-            hint = f"; near are {', '.join(near)}" if near else ""
+            ends = sorted({name.rpartition(".")[2] for name in names})[:SHOWN]
+            hint = f"; near are {', '.join(near)}" if near else f"; there are {', '.join(ends)}" if ends else ""
             raise ValueError(f"skip names {pattern!r}, but no module of this model is called so{hint}")
     return lambda module, name: any(_fits(name, pattern) for pattern in patterns)
 

@@ -38,8 +38,10 @@ def read_buffers(path: Path, alignment: int = 1) -> list[Buffer]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         try:
-            inclusive = "end" in (rows.fieldnames or ())
-            rows.fieldnames = _columns(rows.fieldnames or (), path)
+            if rows.fieldnames is None:
+                raise ValueError(f"{path} is empty; give a heading, {','.join(REQUIRED)}, and a row for each buffer")
+            inclusive = "end" in rows.fieldnames
+            rows.fieldnames = _columns(rows.fieldnames, path)
             buffers, lines = [], {}
             for row in rows:
                 buffer = _buffer(row, alignment, inclusive, f"{path}, line {rows.line_num}")

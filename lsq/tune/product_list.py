@@ -37,7 +37,9 @@ def read(path: Path) -> list[ProductKey]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
-            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+            if reader.fieldnames is None:
+                raise ValueError(f"the file is empty; its heading must be {','.join(FIELDS)}")
+            missing = [name for name in NEEDED if name not in reader.fieldnames]
             if missing:
                 raise ValueError(f"no column {', '.join(missing)}; the heading is {','.join(FIELDS)}")
             return [_key(row) for row in reader]

@@ -2,7 +2,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 
 import pytest
 
-from lsq.commands.options import HelpFormatter, count, one_line_errors, positive
+from lsq.commands.options import HelpFormatter, count, is_given, near, one_line_errors, positive
 
 
 def error_of(choices, given, capsys) -> str:
@@ -21,6 +21,36 @@ def test_unknown_option(capsys):
     assert error_of(["a"], ["--foo"], capsys) == (
         "lsq thing: error: unrecognized arguments: --foo (see lsq thing --help)\n"
     )
+
+
+def test_unknown_options_are_named_before_those_that_are_missing(capsys):
+    parser = ArgumentParser(prog="lsq thing", allow_abbrev=False)
+    one_line_errors(parser)
+    parser.add_argument("--src", required=True)
+    parser.add_argument("--tgt", required=True)
+    for given, expected in (
+        (["--scr", "a", "--tgt", "b"], "unrecognized arguments: --scr; did you mean --src?"),
+        (["--scr=a", "--zzzzz", "b", "--", "--other"], "unrecognized arguments: --scr --zzzzz; did you mean --src?"),
+        (["--tgt", "--a b"], "the following arguments are required: --src"),
+        (["--src", "a", "--tgt", "b", "c"], "unrecognized arguments: c"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(given)
+        assert capsys.readouterr().err == f"lsq thing: error: {expected} (see lsq thing --help)\n"
+
+
+def test_near():
+    known = ["transformer_lm", "transformer_align", "lsq_transformer", "lsq_transformer_lm", "--src", "--lr", "--eos"]
+    assert near("transformer_lsq", known) == ["lsq_transformer"]
+    assert near("LSQ-Transformer", known) == ["lsq_transformer"]
+    assert near("lsq_transfomer", known)[0] == "lsq_transformer"
+    assert near("--scr", known) == ["--src"]
+    assert near("zzz", known) == []
+
+
+def test_is_given():
+    assert is_given("--lr", ["--lr", "1"]) and is_given("--lr", ["a", "--lr=1"])
+    assert not is_given("--lr", ["--lrs", "lr"])
 
 
 def test_few_choices_are_listed(capsys):

@@ -15,7 +15,6 @@ from lsq.lock import Busy, locked_file
 from lsq.text.corpus import read_items
 from tests.commands.small_runs import files_in
 from tests.translate.conftest import output  # noqa: F401
-from tests.without_fairseq import refused
 
 TEXT = "red cat five\n\n \ntwo dog\n"
 
@@ -164,11 +163,6 @@ def test_empty_files_are_called_empty(lsq_translate, text, tmp_path, caplog):
     assert lsq_translate() == []
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert said == ["standard input is empty: there is nothing to translate"]
-
-
-def test_a_model_that_is_not_there_is_found_before_fairseq_is_imported(tmp_path, text):
-    found = refused("translate", "--model", str(tmp_path / "missing"), str(text))
-    assert found.endswith("missing is not there; check the path\n")
 
 
 def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):

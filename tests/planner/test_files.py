@@ -38,7 +38,8 @@ def test_offsets_and_other_names_of_minimalloc(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "line 1: no column id, lower, upper, size"),
+        ("", "is empty; give a heading, id,lower,upper,size, and a row for each buffer"),
+        ("\n", "line 1: no column id, lower, upper, size"),
         ("id,lower,size\n", "line 1: no column upper in 'id,lower,size'"),
         ("id,lower,upper,size,hint\na,0,1,2,3\n", "line 1: unknown column hint in 'id,lower,upper,size,"),
         ("id,lower,upper,size,end\na,0,1,2,3\n", "line 1: twice the column upper in 'id,lower,upper,"),

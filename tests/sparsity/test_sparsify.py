@@ -315,6 +315,13 @@ def test_refused(make, options, message):
     assert not any(name.endswith("_kept") for name in model.state_dict())
 
 
+def test_what_there_is_is_named():
+    with pytest.raises(TypeError, match="model is 'model.pt'; it must be a torch.nn.Module, as in sparsify"):
+        sparsify("model.pt")
+    with pytest.raises(ValueError, match="skip names 'zzz', but no module .* is called so; there are weight"):
+        sparsify(layer(), skip="zzz")
+
+
 def test_sparse_already():
     model = layer()
     sparsify(model)

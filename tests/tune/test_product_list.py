@@ -24,7 +24,7 @@ def test_lists_of_products(tmp_path):
     ("content", "message"),
     [
         ("op,m,n\n", r"shapes\.csv: line 1: no column k; the heading is op,m,n,k,dtype.*\(correct the file\)$"),
-        ("", "no column op, m, n, k"),
+        ("", "line 1: the file is empty; its heading must be op,m,n,k,dtype"),
         ("op,m,n,k\nproject,1,16\n", "line 2: the heading and this line have different numbers of columns"),
         ("op,m,n,k\nproject,1,16,16,5\n", "line 2: .*different numbers of columns"),
         ("op,m,n,k\nproject,x,16,16\n", "line 2: m is 'x'"),
