@@ -27,7 +27,7 @@ def one_process(monkeypatch):
 def text(tmp_path) -> list[str]:
     """Options that name a small text."""
     source, target = write_pairs(tmp_path, "train", 120, 1)
-    return ["--src", str(source), "--tgt", str(target), "--output", str(tmp_path / "out"), *SMALL]
+    return ["--src", str(source), "--tgt", str(target), "--output", str(tmp_path / "out"), *SMALL, "--updates", "9"]
 
 
 @pytest.mark.thorough
