@@ -178,7 +178,7 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket at an address; port 0: any that is free.
 
     Raises:
-        ValueError: there is no address.
+        ValueError: there is no address, or it is none.
         OSError: it is in use, or not of this machine.
     """
     if not host:
@@ -191,4 +191,7 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise OSError(f"cannot serve at {host}, port {port}: {error.strerror}") from error
+    except (TypeError, UnicodeError) as error:
+        found.close()
+        raise ValueError(f"--host {host!r} is no address ({error}); give one, e.g. 127.0.0.1") from None
     return found

@@ -145,11 +145,11 @@ class Translator:
 
         Returns:
             For each line its translations, the best first, at most `options.nbest`. An empty line,
-            which has no visible character or none that the model knows, has one, without words; so has one that is
-            skipped or copied.
+            which has no visible character or none that the model knows, has one, without words. A line that is
+            skipped or copied has one, too.
 
         Raises:
-            RefusedLine: a line or a prefix holds what is no text, a prefix is too long, or a line with
+            RefusedLine: a line or a prefix holds what is no text, a prefix is too long, or a line is, with
                 long_lines="refuse".
             ValueError: lines or prefixes are no list of strings, or there are more or fewer prefixes than lines.
         """

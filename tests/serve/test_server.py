@@ -33,6 +33,8 @@ def test_addresses_in_use_are_named():
         bound("no.such.host.invalid", 0)
     with pytest.raises(ValueError, match="--host is empty"):
         bound("", 0)
+    with pytest.raises(ValueError, match=r"--host '\\udcff' is no address .*; give one, e.g. 127.0.0.1"):
+        bound("\udcff", 0)
 
 
 def never_reading(served: Served) -> socket.socket:
