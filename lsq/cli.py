@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import io
+import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -61,8 +63,29 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command line (default: the process's own) and return its exit status.
 
     0: done. 1: something failed while running. 2: a mistake in the options or the files. 128 + n: stopped by signal n.
-    Mistakes are reported in one line on standard error.
+    Mistakes are reported in one line on standard error. Where the reader of the output has gone, as `head` does, the
+    command ends silently, as if by SIGPIPE.
     """
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            print(end="", flush=True)  # what is left; at the end of Python a broken pipe could not be caught
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.__stdout__, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: list[str] | None) -> int:
     outer = parser()
     given = outer.parse_args(arguments)
     if given.command not in COMMANDS:
@@ -81,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"usage: lsq {given.command} ...\n\n{COMMANDS[given.command]}\n")
             print(f"Its options are not shown: {message.removeprefix('error: ')}")
             return 0
-        if message is None or given.traceback:
+        if message is None or given.traceback or isinstance(error, BrokenPipeError) and _reader_has_gone():
             raise
         print(f"lsq {given.command}: {message}", file=sys.stderr, flush=True)
         return status

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -61,6 +62,24 @@ def test_names_of_files_need_not_be_text(tmp_path):
     assert os.path.exists(name[:-3] + b"json")
     done = subprocess.run([*given[:4], b"no\xfffile"], capture_output=True)
     assert (done.returncode, done.stderr) == (2, b"lsq plan: error: no\\udcfffile is not there; check the path\n")
+
+
+@pytest.mark.parametrize("arguments", [["user-dir"], ["user-dir", "--help"], ["--help"], ["plan", "FILE"]])
+def test_a_reader_that_has_gone_ends_a_command_silently(arguments, tmp_path):
+    (tmp_path / "FILE").write_text("id,lower,upper,size\n" + "".join(f"{n},0,1,2\n" for n in range(9)))
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "lsq", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=environment)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_other_pipes_that_break_are_told(command, capsys):
+    command(raising(BrokenPipeError(32, "Broken pipe")))
+    assert cli.main(["user-dir"]) == 1
+    assert capsys.readouterr().err == "lsq user-dir: error: [Errno 32] Broken pipe\n"
 
 
 def test_help_is_quick():

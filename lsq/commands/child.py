@@ -1,6 +1,7 @@
 """A subcommand of lsq in a process of its own."""
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
 
     Raises:
         ChildProcessError: it failed, and has said why.
+        BrokenPipeError: nobody reads the screen any more.
         Interrupted: a signal came; it was passed on to the process, which has ended.
     """
     command = [sys.executable, "-m", "lsq.cli", *arguments]
@@ -35,5 +37,7 @@ def run_lsq(arguments: list[str], *, threads: int) -> None:
         raise Interrupted(
             interruption.requested, "stopped; run the same command again to continue from the last checkpoint"
         )
+    if status == 128 + signal.SIGPIPE:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     if status:
         raise ChildProcessError(f"lsq {arguments[0]} ended with status {status}; what it said is above")

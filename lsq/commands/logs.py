@@ -26,12 +26,23 @@ NOISE = (
 """Beginnings of warnings about how fairseq uses PyTorch and hydra, which its users can do nothing about."""
 
 
+class _Screen(logging.StreamHandler):
+    """Ends the command when nobody reads its output any more, as a print would, instead of saying so each time."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), BrokenPipeError):
+            raise
+        super().handleError(record)
+
+
 def configure() -> None:
     """Log warnings to standard output, as fairseq does.
 
     To be called before fairseq is imported: some of its modules set up logging in ways of their own otherwise.
     """
-    logging.basicConfig(format=FORMAT, datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING, stream=sys.stdout)
+    logging.basicConfig(
+        format=FORMAT, datefmt="%Y-%m-%d %H:%M:%S", level=logging.WARNING, handlers=[_Screen(sys.stdout)]
+    )
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # says that it caches the fonts, once
 
 

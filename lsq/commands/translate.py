@@ -4,8 +4,6 @@ import contextlib
 import io
 import itertools
 import logging
-import os
-import signal
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
@@ -97,12 +95,8 @@ def run(arguments: list[str]) -> int:
             return 0
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale has
-        try:
-            for text in found:
-                print(text, end="", flush=True)
-        except BrokenPipeError:  # whoever read it wants no more; Python would complain at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
+        for text in found:
+            print(text, end="", flush=True)
     return 0
 
 

@@ -35,6 +35,11 @@ def test_failure_says_why(run, capfd):
     assert capfd.readouterr().err == "lsq train-text: error: no luck\n"
 
 
+def test_a_reader_that_has_gone_ends_the_parent_too(run):
+    with pytest.raises(BrokenPipeError):
+        run("sys.exit(128 + signal.SIGPIPE)")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interruption_is_passed_on_and_waits_until_the_process_has_stopped(run, tmp_path, number):
     if signal.getsignal(number) is signal.SIG_IGN:

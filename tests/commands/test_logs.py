@@ -1,4 +1,5 @@
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -20,6 +21,15 @@ def test_logging_to_a_file_and_back(tmp_path, capsys):
     text = (tmp_path / "log").read_text()
     assert "INFO | somewhere | an update" in text and "look out" in text
     assert "an update" not in capsys.readouterr().out
+
+
+def test_a_log_that_nobody_reads_ends_the_command():
+    code = "import logging; from lsq.commands import logs; logs.configure(); logging.warning('x'); print('too late')"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert done.returncode and b"BrokenPipeError" in done.stderr and b"Logging error" not in done.stderr
 
 
 def test_only_the_noise_is_ignored():
