@@ -19,6 +19,21 @@ def test_defaults():
     assert not QuantConfig(mode="float").quantized
 
 
+@pytest.mark.parametrize("given, said", [
+    ({}, "in int8"),
+    ({"mode": "float"}, "in floats"),
+    ({"bits": 4}, "with weights in int8 of 4 bits, activations in int8 of 4 bits, gradients in int8"),
+    ({"weight_format": "int4"}, "with weights in int4, activations in int8, gradients in int8"),
+    (
+        {"bits": 6, "weight_format": "int8,*fc2*=nvfp4,*fc1*=int8"},
+        "with weights in int8 of 6 bits,*fc2*=nvfp4,*fc1*=int8 of 6 bits, activations in int8 of 6 bits, "
+        "gradients in int8",
+    ),
+])  # fmt: skip
+def test_widths_are_told(given, said):
+    assert QuantConfig(**given).told == said
+
+
 @pytest.mark.parametrize("name, value, allowed", [
     ("mode", "int4", "'float', 'int8'"),
     ("weight_init", "max", "'fixed', 'absmax', 'percentile', 'mse'"),

@@ -8,6 +8,7 @@ from lsq.config.checks import (
     check_dimension,
     documentation,
     require_choice,
+    require_model,
     require_positive,
     require_whole,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "check_dimension",
     "documentation",
     "require_choice",
+    "require_model",
     "require_positive",
     "require_whole",
 ]

@@ -6,6 +6,8 @@ import math
 import textwrap
 from dataclasses import fields
 
+from torch import nn
+
 DIMENSION_MULTIPLE = 16
 """Inner dimensions of int8 products must be multiples of this (16-byte rows; as cuBLASLt and VNNI want them)."""
 
@@ -23,6 +25,20 @@ def require_positive(name: str, value: float) -> None:
 def require_whole(name: str, value: int) -> None:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+
+
+def require_model(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        TypeError: it is no torch.nn.Module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    kind = type(model).__name__
+    if isinstance(getattr(model, "model", None), nn.Module):  # as of a Trainer or a pipeline of transformers
+        raise TypeError(f"model is a {kind}; give the model in it, its .model, before the {kind} is made")
+    raise TypeError(f"model is {model!r:.80}, a {kind}; give a torch.nn.Module, such as what from_pretrained returns")
 
 
 def documentation(dataclass: type) -> dict[str, str]:

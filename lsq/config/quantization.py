@@ -1,5 +1,6 @@
 """How tensors become integers, or values of other formats."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -234,6 +235,9 @@ class QuantConfig:
     def told(self) -> str:
         """What layers run in, in words."""
         formats = {name.removesuffix("_format"): getattr(self, name) for name in FAST_FORMATS}
+        if self.bits < 8:  # gradients have 8
+            narrow = partial(re.sub, r"(^|=)int8(?=,|$)", rf"\1int8 of {self.bits} bits")
+            formats |= {name: narrow(formats[name]) for name in ("weight", "activation")}
         if not self.quantized or set(formats.values()) == {"int8"}:
             return "in int8" if self.quantized else "in floats"
         return "with " + ", ".join(f"{what}s in {form}" for what, form in formats.items())

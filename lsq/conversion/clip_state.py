@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lsq import quant
+from lsq.config import require_model
 from lsq.conversion.other_format import CLIP, formats_of, load_other_format
 from lsq.layers import clip_format
 from lsq.layers.module import ProgramModule
@@ -17,6 +18,7 @@ from lsq.program import shards
 def clip_names(model: nn.Module) -> set[str]:
     """The names in the state dict of `model` that its float form does not have: clips, when they are measured, what
     format they are of, masks of weights."""
+    require_model(model)
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.config import QuantConfig
+from lsq.config import QuantConfig, require_model
+from lsq.conversion import clip_optimizer
 from lsq.conversion.clip_state import clip_names, keep_apart
 from lsq.conversion.fusion import fusions, name_classes, of_transformers, told
 from lsq.conversion.report import Report
@@ -54,14 +55,15 @@ def convert(
         What was converted, and why the others were not; print it.
 
     Raises:
+        TypeError: `model` is no torch.nn.Module, but a Trainer, say.
         ValueError: nothing can be converted, a pattern in `skip` or in a format fits nothing, the model is wrapped
             already, the mode is "float" where no layer is known, or a model that is to be sparse is on the meta device.
             After any exception the model is as it was.
     """
+    _check_bare(model, "convert")
     quant = QuantConfig() if quant is None else quant
     if not isinstance(quant, QuantConfig):
         raise ValueError(f"quant is {quant!r:.80}; it must be a lsq.QuantConfig, such as QuantConfig(backward='float')")
-    _check_bare(model, "convert")
     if quant.sparsity and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device, where weights have no masks; load or initialise it first")
     choices = choose(model, quant, skip, minimum_width=minimum_width, tied=tied, heads=fused)
@@ -89,6 +91,8 @@ def convert(
         for fusion in fused_layers:
             fusion.module.compared = not check
             fusion.module.join()  # moves parameters, so nothing fails after it
+    if quant.learned:
+        clip_optimizer.watch(model)
     return report
 
 
@@ -164,6 +168,7 @@ def float_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _check_bare(model: nn.Module, what: str) -> None:
+    require_model(model)
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | nn.DataParallel):
             where, kind = f"{name!r} is" if name else "the model is", type(module).__name__

@@ -83,7 +83,7 @@ def _reason(
 ) -> str | None:
     left = [layer for layer in inside if layer.reason not in (None, FLOAT_MODE, IN_ATTENTION)]
     if left:
-        return f"its {left[0].name.removeprefix(prefix)} is left: {left[0].reason}"
+        return f"its {left[0].name.removeprefix(prefix)} is left"  # for the reason that stands beside its name
     try:
         kind.check(module)
         kind.config_of(module, quant)

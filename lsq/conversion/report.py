@@ -20,6 +20,8 @@ class Layer:
     """The fused layer that it is a part of, if it is; that is called in its place."""
     head: bool = False
     """Whether it is the projection onto the vocabulary, whose logits are computed when they are asked for."""
+    adapter: bool = False
+    """Whether PEFT has put it beside a layer. As text, those that are left share a line."""
 
     @property
     def weights(self) -> int:
@@ -95,6 +97,8 @@ class Report:
 
 
 def _row(layer: Layer) -> tuple[str, str, str]:
+    if layer.adapter and layer.reason is not None:
+        return "PEFT's adapters", "", layer.reason.rpartition(": ")[2]  # whatever their sizes are
     what = "in a fused layer" if layer.within is not None else "with its loss" if layer.head else ""
     return layer.name, f"{layer.inputs} → {layer.outputs}", layer.reason or what
 

@@ -62,12 +62,14 @@ def choose(
         id(module.weight): name for name, module in names.items() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
     inside = {id(part) for one in names.values() if isinstance(one, InPlace) for part in one.modules()}
+    adapters = _adapters(names)
     whole_tiles = quant.coded or quant.formats_differ
     found = _heads(names) if heads and not _packed(quant) else set()
     return [
         Choice(
             module=module, layer=Layer(
-                name=name, inputs=inputs, outputs=outputs, reason=reason, head=reason is None and id(module) in found
+                name=name, inputs=inputs, outputs=outputs, reason=reason, head=reason is None and id(module) in found,
+                adapter=id(module) in adapters,
             ),
         )
         for name, module, (inputs, outputs) in _linears(names)
@@ -108,6 +110,12 @@ def _linears(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tupl
             for own, weight in module.named_parameters(prefix=name, recurse=False):
                 if own.endswith("_weight"):
                     yield own, module, tuple(weight.shape[::-1])
+
+
+def _adapters(names: dict[str, nn.Module]) -> set[int]:
+    """What PEFT has put beside the layers that it wraps."""
+    wraps = [one for one in names.values() if type(one).__module__.startswith("peft.") and hasattr(one, "base_layer")]
+    return {id(part) for one in wraps for part in set(one.modules()) - set(one.base_layer.modules())}
 
 
 def _heads(names: dict[str, nn.Module]) -> set[int]:

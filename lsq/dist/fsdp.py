@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from lsq import backends
+from lsq.config import require_model
 from lsq.dist.collectives import all_to_all
 from lsq.dist.config import GradientConfig
 from lsq.dist.hooks import DTYPES
@@ -43,6 +44,7 @@ def compress_reduce_scatter(model: nn.Module, config: GradientConfig | None = No
         raise ValueError(
             f"FSDP2 was to use {asked}; it takes mode int8 without error feedback, or its own reduce_dtype"
         )
+    require_model(model)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError("the model holds no FSDP2 module; call torch.distributed.fsdp.fully_shard on it first")

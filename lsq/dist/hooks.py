@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lsq.config import require_model
 from lsq.dist import roll_call
 from lsq.dist.agreement import gather_text, require_same
 from lsq.dist.codec import Codec
@@ -175,6 +176,7 @@ def compress_gradients(model: DistributedDataParallel, config: GradientConfig | 
         TypeError: `model` is not DistributedDataParallel.
     """
     config = config or GradientConfig()
+    require_model(model)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"compress_gradients was given a {type(model).__name__}; wrap it in DistributedDataParallel")
     if model in _compressed:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lsq.config import require_model
 from lsq.dist import roll_call
 from lsq.program import shards, upkeep
 from lsq.program.shards import HasClips
@@ -65,6 +66,7 @@ def share(model: nn.Module, group: ProcessGroup | None = None) -> RemovableHandl
     Returns:
         Its `remove()` ends it.
     """
+    require_model(model)
     handle = RemovableHandle(_shared)
     _shared[handle.id] = weakref.ref(model), group
     return handle

@@ -13,13 +13,16 @@ from lsq.errors.table import PLURALS
 MARKERS = dict(zip(KINDS, "ox", strict=True))
 MOST_NAMES = 80
 """More are not written below the picture."""
+DECADES = 4
+"""Of the axes that are logarithmic, below the largest cost; nearer to zero they are linear, so that costs below zero
+have their places, too."""
 
 
 def draw_costs(costs: Costs, path: Path) -> None:
     """Draw measured costs over the tensors, formats in colours, and estimates over measured costs.
 
     Args:
-        costs: those at or below zero are left out: axes are logarithmic.
+        costs: those that are not finite have no place; the title of their panel counts them.
         path: picture to write, whole or not at all; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
@@ -37,6 +40,11 @@ def draw_costs(costs: Costs, path: Path) -> None:
         panels[kind].set_xticks(range(len(shown)), shown if kind == kinds[-1] else [""] * len(shown), rotation=90)
         panels[kind].tick_params(axis="x", labelsize="x-small")
     _against_estimate(panels["estimate"], costs)
+    found = [abs(one.cost) for tensor in costs.tensors for one in tensor.formats.values() if one.cost]
+    linear = max(found, default=1.0) / 10**DECADES
+    for axes in panels.values():
+        axes.set_yscale("symlog", linthresh=linear)
+    panels["estimate"].set_xscale("symlog", linthresh=linear)
     figure.suptitle(f"Loss {costs.loss:.4f}: what it grows by with one tensor in another format")
     files.write(path, lambda file: figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".")))
 
@@ -45,12 +53,14 @@ def _over_tensors(axes: Axes, costs: Costs, kind: str, names: list[str]) -> None
     for number, form in enumerate(costs.formats):
         found = {
             names.index(tensor.name): tensor.formats[form].cost for tensor in costs.of(kind)
-            if (tensor.formats[form].cost or 0) > 0
+            if tensor.formats[form].cost is not None
         }  # fmt: skip
         axes.plot(
             list(found), list(found.values()), MARKERS[kind], color=f"C{number}", alpha=0.8, markersize=5, label=form
         )
-    axes.set(yscale="log", ylabel="measured cost", title=PLURALS[kind])
+    lost = sum(one.cost is None for tensor in costs.of(kind) for one in tensor.formats.values())
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(ylabel="measured cost", title=PLURALS[kind] + (f" ({lost} costs are not finite)" if lost else ""))
     axes.grid(alpha=0.25)
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -60,8 +70,8 @@ def _against_estimate(axes: Axes, costs: Costs) -> None:
     ends: list[float] = []
     for number, form in enumerate(costs.formats):
         for kind in KINDS:
-            pairs = [(tensor.formats[form].cost or 0, second(tensor.formats[form])) for tensor in costs.of(kind)]
-            pairs = [pair for pair in pairs if min(pair) > 0]
+            found = [tensor.formats[form] for tensor in costs.of(kind)]
+            pairs = [(one.cost, second(one)) for one in found if one.cost is not None]
             if pairs:
                 axes.plot(*zip(*pairs, strict=True), MARKERS[kind], color=f"C{number}", alpha=0.8, markersize=5)
                 ends += [value for pair in pairs for value in pair]
@@ -69,8 +79,5 @@ def _against_estimate(axes: Axes, costs: Costs) -> None:
         axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="black", linewidth=0.8)
     kinds = [kind for kind in KINDS if costs.of(kind)]
     found = ", ".join(f"{PLURALS[kind]} {correlation(costs, kind, 'second term'):.2f}" for kind in kinds)
-    axes.set(
-        xscale="log", yscale="log", xlabel="measured cost", ylabel="estimate, second term",
-        title=f"rank correlation:\n{found}",
-    )  # fmt: skip
+    axes.set(xlabel="measured cost", ylabel="estimate, second term", title=f"rank correlation:\n{found}")
     axes.grid(alpha=0.25)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from lsq.config import require_model
 from lsq.quant.numbers import as_matrix
 
 WEIGHT, ACTIVATION, GRADIENT = KINDS = ("weight", "activation", "gradient")
@@ -108,4 +109,5 @@ def chosen_by(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     """Weights of a model by name."""
+    require_model(model)
     return dict(weights_of(model.named_parameters()))

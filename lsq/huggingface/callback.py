@@ -28,7 +28,7 @@ from lsq.dist import GradientCompression, GradientConfig, compress_gradients
 from lsq.huggingface.clip_files import load_clips, save_clips
 from lsq.huggingface.memory import plan_batch
 from lsq.huggingface.noise import arguments_of_monitor, noise, plain
-from lsq.layers import ProgramModule, TensorStatistics, observe, quantized_tensors
+from lsq.layers import ProgramModule, TensorStatistics, observe
 from lsq.layers.decoded_tensors import told
 from lsq.layers.memory import MODES, release_memory
 from lsq.layers.signals import complaint, interval_of
@@ -107,7 +107,7 @@ class LsqCallback(TrainerCallback, ExportableState):
 
     # Events
 
-    def on_train_begin(self, args, state, control, *, model: nn.Module, optimizer, **others) -> None:
+    def on_train_begin(self, args, state, control, *, model: nn.Module, **others) -> None:
         """Take part in a training that begins or goes on.
 
         Raises:
@@ -131,7 +131,6 @@ class LsqCallback(TrainerCallback, ExportableState):
         self.model, trainer = model, _trainer_around()
         keep_apart(model)
         self._resume(state)
-        _check_optimizer(model, optimizer)
         handler = trainer.callback_handler  # first, so that TensorBoard's callback and others see the signals in logs
         handler.callbacks = [self, *(one for one in handler.callbacks if one is not self)]
         self._take_part_in_exchange(trainer)
@@ -289,13 +288,3 @@ def _trainer_around() -> Trainer:
     if frame is None:
         raise ValueError("LsqCallback is for transformers' Trainer, but something else has called it")
     return frame.f_locals["self"]
-
-
-def _check_optimizer(model: nn.Module, optimizer) -> None:
-    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    clips = [name for name, clip in quantized_tensors(model) if clip.requires_grad]
-    if not _sharded(model) and not any(id(clip) in known for _, clip in quantized_tensors(model)) and clips:
-        logger.warning(
-            "the optimizer has none of the %d clips: they are measured now and then, but do not learn; make the "
-            "optimizer after lsq.convert", len(clips),
-        )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lsq.config import require_model
 from lsq.csrc import loader
 from lsq.layers.module import ProgramModule
 from lsq.program import rehearsal
@@ -40,6 +41,7 @@ def rehearse_step(model: nn.Module, step: Callable[[], torch.Tensor]) -> tuple[r
 
 
 def _check_model(model: nn.Module) -> None:
+    require_model(model)
     modules = list(model.modules())
     if not any(isinstance(module, ProgramModule) for module in modules):
         raise ValueError(f"no layer of this {type(model).__name__} is lsq's; call lsq.convert(model), and plan that")
@@ -101,6 +103,7 @@ def release_memory(model: nn.Module) -> None:
 
     Gradients that lie in it move to memory of their own.
     """
+    require_model(model)
     for module in model.modules():
         if isinstance(module, ProgramModule) and module.step_memory is not None:
             module.step_memory.loans.move()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lsq import quant
+from lsq.config import require_model
 from lsq.layers.module import ProgramModule
 from lsq.ops.calibration import integer_bits
 from lsq.ops.fake_quantize import FakeQuantize
@@ -61,6 +62,7 @@ def observe(model: nn.Module):
 
 def _program_modules(model: nn.Module) -> Iterator[tuple[str, ProgramModule]]:
     """(what begins the names of its parameters, module)."""
+    require_model(model)
     for name, module in model.named_modules():
         if isinstance(module, ProgramModule):
             yield name + "." if name else "", module

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from lsq.config import require_whole
+from lsq.config import require_model, require_whole
 from lsq.dist.agreement import least_of_all
 from lsq.layers.memory import release_memory
 from lsq.layers.module import ProgramModule
@@ -44,6 +44,7 @@ class Monitor:
     ):  # fmt: skip
         for name, value in (("every", every), ("rows", rows), ("patience", patience)):
             require_whole(name, value)
+        require_model(model)
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
         if not self._modules():
             raise ValueError(
@@ -254,6 +255,7 @@ def monitor(
         group: the processes that train the same model and decide together; None: all.
 
     Raises:
+        TypeError: `model` is no torch.nn.Module.
         ValueError: the model has no int8 module, or a number is below 1.
     """
     return Monitor(

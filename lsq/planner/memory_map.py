@@ -55,7 +55,8 @@ def draw(buffers: Iterable[Buffer], plan: Plan, path: Path) -> None:
     load_axes, map_axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
     times, loads = zip(*live_load(buffers), strict=True)
     load_axes.fill_between(times, [load / MEBIBYTE for load in loads], step="post", alpha=0.5, linewidth=0)
-    load_axes.axhline(plan.lower_bound / MEBIBYTE, color="black", linewidth=0.8, label="lower bound")
+    # The peak is drawn over the lower bound, and is mostly the same: a thin line over a wide one.
+    load_axes.axhline(plan.lower_bound / MEBIBYTE, color="0.6", linewidth=4, label="lower bound")
     load_axes.axhline(plan.peak / MEBIBYTE, color="C3", linewidth=0.8, linestyle="--", label="peak of the plan")
     load_axes.set(ylabel="alive (MiB)", ylim=(0, None))
     counts = f"{len(plan.offsets):,} buffers over {times[-1] - times[0]:,} operations"

@@ -179,7 +179,7 @@ def _before_step(optimizer: Optimizer, *_) -> None:
     """
     global _steps
     _steps += 1
-    for agree in agreements:
+    for agree in tuple(agreements):  # one may take itself out
         agree(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     limit_shards(shards.settle_all(any(map(shards.is_shard, parameters))))

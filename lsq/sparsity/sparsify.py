@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lsq.config import require_model
 from lsq.conversion.clip_state import keep_apart
 from lsq.conversion.selection import Skip, skipping
 from lsq.layers import ProgramModule
@@ -297,6 +298,7 @@ def _chosen(model: nn.Module, skip: Skip) -> dict[str, tuple[ProgramModule, str]
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, tuple[ProgramModule, str]]]:
+    require_model(model)
     for prefix, module in model.named_modules():
         if isinstance(module, ProgramModule):
             for name in module.prunable():

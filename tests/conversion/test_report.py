@@ -22,6 +22,21 @@ def test_layers_of_one_kind_share_a_line():
     assert report.left == {"head": "skip names it"}
 
 
+def test_adapters_share_a_line():
+    sizes, reason = ((64, 8), (8, 64)), "8 {}: narrower than 64 gains nothing (minimum_width)"
+    adapters = [
+        Layer(
+            name=f"h.{number}.q.lora_{letter}.default", inputs=inputs, outputs=outputs, adapter=True,
+            reason=reason.format("outputs" if letter == "A" else "inputs"),
+        )
+        for number in range(3) for letter, (inputs, outputs) in zip("AB", sizes, strict=True)
+    ]  # fmt: skip
+    assert str(Report(layers=tuple(adapters))).splitlines()[1:] == [
+        "left as they are:",
+        "     6 × PEFT's adapters    narrower than 64 gains nothing (minimum_width)",
+    ]
+
+
 def test_stacks_and_unknown_layers():
     layer = Layer(name="up", inputs=64, outputs=64, reason=None)
     stacks = tuple(Stack(name=f"h.{number}.experts.up", shape=(4, 256, 64)) for number in range(2))

@@ -47,6 +47,21 @@ def test_what_is_skipped(skip, left):
     assert all(found[name] == "skip names it" for name in left)
 
 
+def test_what_peft_puts_beside_a_layer_is_an_adapter():
+    class Wrapped(nn.Module):
+        __module__ = "peft.tuners.lora.layer"
+
+        def __init__(self):
+            super().__init__()
+            self.base_layer = nn.Linear(64, 64)
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(64, 8)})
+
+    choices = choose(nn.Sequential(Wrapped()), QuantConfig(), (), minimum_width=64, tied=False)
+    assert {choice.layer.name: choice.layer.adapter for choice in choices} == {
+        "0.base_layer": False, "0.lora_A.default": True
+    }
+
+
 def test_a_pattern_that_fits_nothing_is_refused_with_what_is_near():
     with pytest.raises(ValueError, match="skip names 'blocks.0.upp', but no module of this model is called so; near"):
         reasons(model(), skip=["head", "blocks.0.upp"])
