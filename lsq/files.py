@@ -1,6 +1,7 @@
 """Files and folders that are written whole or not at all."""
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -47,6 +48,17 @@ def check_name(path: str | os.PathLike) -> None:
         raise ValueError(
             f"the name {path} is not UTF-8, and PyTorch and sentencepiece cannot open it; rename it"
         ) from None
+
+
+def loading_fault(error: Exception) -> str:
+    """Why torch.load refused a file, in a line, without its advice to load whatever is in it."""
+    text = str(error)
+    unknown = re.search(r"GLOBAL (\S+)", text)
+    if unknown is not None:
+        return f"it holds a {unknown[1]}, and making one could run any code"
+    if "weights_only" in text:
+        return "it was not written by torch.save"
+    return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lsq import extras
 from lsq.export import model_file
+from lsq.files import loading_fault
 
 STATES = ("model", "state_dict", "model_state_dict")
 """Under which of these names a checkpoint holds its model, beside the state of an optimizer and others."""
@@ -83,10 +84,9 @@ def _of_torch(path: Path) -> object:
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
     return ValueError(
-        f"{path} is damaged, or no file of tensors, or has types in it that are not safe to load ({reason}); save the "
-        "state dict of the model by itself, best with safetensors"
+        f"{path} is damaged, or no file of tensors that is safe to load: {loading_fault(error)}; save the state dict "
+        "of the model by itself, best with safetensors"
     )
 
 

@@ -73,15 +73,18 @@ class Stranger:
 def test_what_is_refused(tmp_path):
     path = tmp_path / "model.pt"
     for content, message in (
-        (b"", "is empty"), (b"no tensors in here", "is damaged, or no file of tensors"),
+        (b"", "is empty"),
+        (b"no tensors in here", "is damaged, or no file of tensors .*: it was not written by torch.save; save the st"),
         (b"\x10\0\0\0\0\0\0\0{bad", "is damaged or no file of safetensors"),
     ):  # fmt: skip
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             tensors_in(path)
-    torch.save({"model": TENSORS, "who": Stranger()}, path)
-    with pytest.raises(ValueError, match="has types in it that are not safe to load"):
-        tensors_in(path)
+    for zipped in (True, False):
+        torch.save({"model": TENSORS, "who": Stranger()}, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ValueError, match="holds a tests.errors.test_files.Stranger, and making") as refused:
+            tensors_in(path)
+        assert "weights_only" not in str(refused.value) and "still be loaded" not in str(refused.value)
     torch.save(TENSORS, path)
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(ValueError, match="is damaged"):

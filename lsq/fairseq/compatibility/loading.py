@@ -17,6 +17,7 @@ from numpy._core import multiarray
 from lsq.fairseq.checkpoint import say_formats
 from lsq.fairseq.compatibility import parts, soundness
 from lsq.fairseq.compatibility.replacement import replaced
+from lsq.files import loading_fault
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ def load_checkpoint(path: str, arg_overrides: dict | None = None, load_on_all_ra
         parts.check(state)
         tensors = {"": state["model"], "last_optimizer_state": state.get("last_optimizer_state")}
     except Exception as error:  # whatever is in the file decides what fails
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise ValueError(f"{path} is not a checkpoint of fairseq's ({reason}){soundness.beside(path)}") from error
+        fault = loading_fault(error)
+        raise ValueError(f"{path} is not a checkpoint of fairseq's ({fault}){soundness.beside(path)}") from error
     if damage == soundness.NO_CHECKSUMS:
         logger.warning("%s is of PyTorch before 1.6 and has no checksums, so that damage would not be noticed", path)
     for name, part in tensors.items():
@@ -79,7 +80,7 @@ def updates_of(path: str | os.PathLike) -> int:
         if damage is None:
             return soundness.updates_in(path)
     except Exception as error:  # whatever is in the file decides what fails
-        damage = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        damage = loading_fault(error)
     raise ValueError(f"{path} is damaged or no checkpoint of fairseq's: {damage}{soundness.beside(path)}")
 
 
