@@ -1,5 +1,6 @@
 """A picture of what formats cost in loss: over the tensors of a model, and as estimated."""
 
+import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -35,16 +36,16 @@ def draw_costs(costs: Costs, path: Path) -> None:
     figure = Figure(figsize=(9 + 0.16 * len(shown), 4 + 3 * len(kinds)), layout="constrained")
     places = [["estimate", kind] for kind in kinds]
     panels = figure.subplot_mosaic(places, width_ratios=(1, 0.8 + 0.03 * len(shown)))
+    found = [abs(one.cost) for tensor in costs.tensors for one in tensor.formats.values() if one.cost]
+    linear = 10.0 ** (math.floor(math.log10(max(found, default=1.0))) - DECADES)
+    for axes in panels.values():
+        axes.set_yscale("symlog", linthresh=linear)
+    panels["estimate"].set_xscale("symlog", linthresh=linear)
     for kind in kinds:
         _over_tensors(panels[kind], costs, kind, names)
         panels[kind].set_xticks(range(len(shown)), shown if kind == kinds[-1] else [""] * len(shown), rotation=90)
         panels[kind].tick_params(axis="x", labelsize="x-small")
     _against_estimate(panels["estimate"], costs)
-    found = [abs(one.cost) for tensor in costs.tensors for one in tensor.formats.values() if one.cost]
-    linear = max(found, default=1.0) / 10**DECADES
-    for axes in panels.values():
-        axes.set_yscale("symlog", linthresh=linear)
-    panels["estimate"].set_xscale("symlog", linthresh=linear)
     figure.suptitle(f"Loss {costs.loss:.4f}: what it grows by with one tensor in another format")
     files.write(path, lambda file: figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".")))
 
@@ -60,7 +61,7 @@ def _over_tensors(axes: Axes, costs: Costs, kind: str, names: list[str]) -> None
         )
     lost = sum(one.cost is None for tensor in costs.of(kind) for one in tensor.formats.values())
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(ylabel="measured cost", title=PLURALS[kind] + (f" ({lost} costs are not finite)" if lost else ""))
+    axes.set(ylabel="measured cost", title=PLURALS[kind] + (f" ({lost} not finite, and not shown)" if lost else ""))
     axes.grid(alpha=0.25)
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
 

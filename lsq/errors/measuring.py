@@ -15,8 +15,10 @@ from lsq.errors.tensors import LARGEST_SAMPLE, WEIGHT, Sample, as_rows, chosen_b
 from lsq.quant.numbers import METHODS, PRESETS, ScaledFormat, scaled_format, signal_to_noise
 from lsq.quant.numbers.clips import PERCENTILE
 
+OTHER_NAMES = {"int8-tensor": "int8/tensor", "int8-row": "int8/row", "nf4-64": "nf4/group64"}
+"""Presets that are shown as formats without a name of their own are."""
 DEFAULT_FORMATS = (
-    *PRESETS, *(f"int{bits}/row" for bits in range(2, 8)),
+    *(OTHER_NAMES.get(name, name) for name in PRESETS), *(f"int{bits}/row" for bits in range(2, 8)),
     *("int4/group32", "fp8-e4m3/row", "log4.3/row", "log5.2/row", "ternary/row"),
 )  # fmt: skip
 

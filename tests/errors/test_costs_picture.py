@@ -1,7 +1,6 @@
 import dataclasses
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lsq.errors import draw_costs
@@ -9,13 +8,18 @@ from tests.errors.test_costs import COSTS
 from tests.errors.test_costs_table import costs_of
 
 
-def test_all_that_is_above_zero_is_drawn(tmp_path, monkeypatch):
-    drawn, plot = [], Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda axes, *given, **more: drawn.append(given) or plot(axes, *given, **more))
-    draw_costs(costs_of([(0.1, 0.2), (-0.1, 0.3), (None, 1.0), (0.3, 0.4)]), tmp_path / "costs.png")
-    assert drawn[0][:2] == ([0, 3], [0.1, 0.3])
-    assert drawn[1][:2] == ((0.1, 0.3), (0.2, 0.4))
-    assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
+def test_every_cost_is_drawn(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    draw_costs(costs_of([(0.1, 0.2), (-0.1, 0.3), (None, 1.0), (1e-9, 0.0), (0.0, 0.4)]), tmp_path / "costs.png")
+    estimate, weights = sorted(drawn[0].axes, key=lambda axes: axes.get_xlabel(), reverse=True)
+    assert weights.lines[0].get_xydata().tolist() == [[0, 0.1], [1, -0.1], [3, 1e-9], [4, 0]]
+    assert estimate.lines[0].get_xydata().tolist() == [[0.1, 0.2], [-0.1, 0.3], [1e-9, 0], [0, 0.4]]
+    assert weights.get_title() == "weights (1 not finite, and not shown)"
+    for axes, scales in ((weights, ["linear", "symlog"]), (estimate, ["symlog", "symlog"])):
+        assert [axes.get_xscale(), axes.get_yscale()] == scales
+        for x, y in axes.lines[0].get_xydata():  # inside the frame
+            assert axes.get_xlim()[0] < x < axes.get_xlim()[1] and axes.get_ylim()[0] < y < axes.get_ylim()[1]
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
@@ -36,6 +40,6 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("costs", [COSTS, dataclasses.replace(COSTS, tensors=())])
-def test_nothing_above_zero_is_no_mistake(tmp_path, costs):
+def test_nothing_to_draw_is_no_mistake(tmp_path, costs):
     draw_costs(costs, tmp_path / "costs.svg")
     assert (tmp_path / "costs.svg").exists()

@@ -2,6 +2,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 
 from lsq.planner.memory_map import alive_at_peak, draw
 from lsq.planner.planner import plan
@@ -53,3 +54,13 @@ def test_the_picture_says_what_it_shows(tmp_path):
     draw(buffers, plan(buffers), tmp_path / "map.svg")
     title = "2 buffers over 6 operations, portfolio: 0.000% above the lower bound"
     assert f"<!-- {title} -->" in (tmp_path / "map.svg").read_text()
+
+
+def test_the_lower_bound_is_seen_under_the_peak(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    buffers = buffers_of((4, 0, 3), (9, 3, 5))
+    draw(buffers, plan(buffers), tmp_path / "map.png")
+    bound, peak = drawn[0].axes[0].lines
+    assert (bound.get_label(), peak.get_label()) == ("lower bound", "peak of the plan")
+    assert bound.get_ydata() == peak.get_ydata() and bound.get_linewidth() > 3 * peak.get_linewidth()

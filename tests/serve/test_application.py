@@ -1,11 +1,16 @@
 import concurrent.futures
+import json
 import re
+import shutil
 import socket
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
 from lsq.decode import SearchOptions
+from lsq.serve import application
 from lsq.serve.application import Service
 from lsq.serve.limits import Limits
 from tests.serve.conftest import wait_for
@@ -45,6 +50,31 @@ def test_a_trained_model(serve, translator):
         texts = [answer["text"], *(each["text"] for each in answer["alternatives"])]
         assert texts == [translation.text for translation in translations]
         assert answer["score"] == pytest.approx(translations[0].score, abs=1e-4)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the page's script")
+def test_the_page_shows_an_error_in_the_place_of_an_earlier_translation():
+    """Its script runs with the few things of a browser that it uses."""
+    page = (Path(application.__file__).parent / "page.html").read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    browser = """
+        const made = {}, document = { getElementById: id => made[id] ??= {
+            value: "", textContent: "", addEventListener(kind, act) { this[kind] = act },
+        } };
+        const answer = (ok, text) => ({ ok, headers: { get: () => "application/json" }, text: async () => text });
+        const answers = [answer(true, '{"translations": [{"text": "rot"}]}'), answer(false, '{"error": "too long"}')];
+        const fetch = async () => answers.shift();
+    """
+    ending = """
+        (async () => {
+            for (let turn = 0; turn < 2; turn++) {
+                await made.form.submit({ preventDefault() {} });
+                console.log(JSON.stringify([made.translation.textContent, made.state.textContent]));
+            }
+        })();
+    """
+    done = subprocess.run(["node", "-e", browser + script + ending], capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [["rot", ""], ["", "too long"]]
 
 
 def test_page_health_and_metrics(serve, echo):
