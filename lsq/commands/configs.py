@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import one_line_errors
+from lsq.commands.options import check_writable, one_line_errors
 from lsq.commands.tune import trials
 from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
@@ -152,6 +152,7 @@ def export(output: Path, kind: str) -> int:
         ValueError: there are none, or there is no device of this kind.
         OSError: it cannot be written.
     """
+    check_writable(output, "PATH", makes_folders=True)
     here = _devices()[kind]
     if isinstance(here, str):
         raise ValueError(f"--kind is {kind}, and {here}")

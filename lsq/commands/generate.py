@@ -15,6 +15,7 @@ from fairseq.tasks import TASK_REGISTRY
 from sentencepiece import SentencePieceProcessor
 
 from lsq.commands import device, launch, limits
+from lsq.commands.options import check_writable
 from lsq.commands.train import TASK, check_data, parse, peek
 from lsq.fairseq import architectures
 from lsq.fairseq.checkpoint import options_in
@@ -41,6 +42,8 @@ def run(arguments: list[str]) -> int:
     if args.path is None:
         raise ValueError("give the checkpoint to translate with: --path")
     check_data(args)
+    if args.results_path is not None:
+        check_writable(Path(args.results_path), "--results-path", makes_folders=True)
     device.choose(args, is_ours(checkpoint))
     launch.check_precision(args)
     limits.check_generation(args)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from argparse import ArgumentParser
@@ -115,14 +116,31 @@ def is_part_of(path: Path, wholes: Iterable[Path]) -> bool:
     return any(path.resolve().is_relative_to(whole.resolve()) for whole in wholes)
 
 
+def check_writable(output: Path, option: str = "--output", *, makes_folders: bool = False) -> None:
+    """Refuse an output that cannot be written, before the work that it is for.
+
+    Args:
+        output: a file or a folder, there or not.
+        option: by which it was given.
+        makes_folders: the command makes the folders around it where they are missing.
+
+    Raises:
+        ValueError: there is no folder for it, or this user may not write there.
+    """
+    around = [path for path in (output.absolute(), *output.absolute().parents) if path.is_dir()][0]
+    if not makes_folders and around not in (output.absolute(), output.absolute().parent):
+        raise ValueError(f"{option} {output}: there is no folder {output.absolute().parent}; make it first")
+    if not os.access(around, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {output}: this user may not write into {around}; choose another {option}")
+
+
 def replaces(output: Path, overwrite: bool) -> bool:
     """Whether there is something at --output that will be replaced.
 
     Raises:
-        ValueError: there is, and `overwrite` is not wanted; or there is no folder for it.
+        ValueError: there is, and `overwrite` is not wanted; or see `check_writable`.
     """
-    if not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.absolute().parent}; make it first")
+    check_writable(output)
     if output.exists() and not overwrite:
         raise ValueError(f"--output {output} is there already; choose another, or replace it with --overwrite")
     return output.exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from lsq.commands.options import HelpFormatter, count, one_line_errors, positive, seconds
+from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors, positive, seconds
 from lsq.planner.buffer import Buffer, Plan
 from lsq.planner.files import read_buffers, save_plan, write_plan
 from lsq.planner.memory_map import alive_at_peak, draw
@@ -91,12 +91,20 @@ def _more(count: int) -> list[str]:
     return [f"  and {count - SHOWN} more"] if count > SHOWN else []
 
 
+def _check_outputs(given: Namespace) -> None:
+    for option, path in (("--output", given.output), ("--plot", given.plot)):
+        if path is not None:
+            check_writable(path, option)
+
+
 def _buffers(arguments: list[str]) -> tuple[Namespace, list[Buffer]]:
     """The options, and what is to be planned."""
     if not any(argument.partition("=")[0] == "--arch" for argument in arguments):
         given = parser().parse_args(arguments)
+        _check_outputs(given)
         return given, read_buffers(given.file, alignment=given.align)
     given, training = parser(of_file=False).parse_known_args(arguments)
+    _check_outputs(given)
     parsed = parse_step("lsq plan", given.arch, training)
     from lsq.commands import device  # takes seconds, and a file needs none of it
     from lsq.fairseq.memory import describe_training

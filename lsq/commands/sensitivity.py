@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from lsq.commands import interruption, model_batch
 from lsq.commands.interruption import Interrupted, name_of
-from lsq.commands.options import HelpFormatter, count, one_line_errors
+from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors
 from lsq.errors import Keep, draw_costs, sensitivity
 from lsq.errors.costs_table import table
 from lsq.errors.sensitivity import FORMATS
@@ -77,6 +77,7 @@ def run(arguments: list[str]) -> int:
             raise FileNotFoundError(2, "is not there", str(path))
     if given.output.exists() and not given.output.is_dir():
         raise ValueError(f"--output {given.output} is a file; give a folder")
+    check_writable(given.output, makes_folders=True)
     with locked_folder(given.output, "choose another --output"), _interruptible(given.overwrite):
         batch = model_batch.load(
             given.model, given.text, data=given.data, subwords=given.sentencepiece_model, words=given.words

@@ -22,7 +22,7 @@ from lsq.commands import device, launch, limits, logs
 from lsq.commands.inputs import check_data_folders
 from lsq.commands.interruption import Interrupted, Interruption, name_of
 from lsq.commands.launch import ARCHITECTURE
-from lsq.commands.options import HELP, HelpFormatter, one_line_errors
+from lsq.commands.options import HELP, HelpFormatter, check_writable, one_line_errors
 from lsq.commands.user_dir import user_dir
 from lsq.dist import roll_call
 from lsq.dist.agreement import any_process
@@ -100,11 +100,13 @@ def check_save_dir(args: Namespace) -> None:
     """Refuse to begin anew over checkpoints: without a last one fairseq would, and write over the best one.
 
     Raises:
-        ValueError: --save-dir is a file, is not UTF-8, or holds checkpoints, but none to go on from.
+        ValueError: --save-dir is a file, cannot be written, is not UTF-8, or holds checkpoints, but none to go on from.
     """
     check_name(args.save_dir)
     if os.path.exists(args.save_dir) and not os.path.isdir(args.save_dir):
         raise ValueError(f"--save-dir {args.save_dir} is a file; give a folder")
+    if not args.no_save:
+        check_writable(Path(args.save_dir), "--save-dir", makes_folders=True)
     default = args.restore_file == LAST
     if args.no_save or args.no_last_checkpoints or not default or os.path.lexists(Path(args.save_dir, LAST)):
         return

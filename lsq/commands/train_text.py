@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lsq.commands import device, small_text, training_options
-from lsq.commands.options import HelpFormatter, one_line_errors, positive
+from lsq.commands.options import HelpFormatter, check_writable, one_line_errors, positive
 from lsq.commands.prepare import Prepared, prepare, say
 from lsq.commands.run_folder import check_data, check_name
 from lsq.commands.text_run import RunOptions
@@ -88,13 +88,14 @@ def parser() -> ArgumentParser:
 
 
 def check_output(folder: Path) -> None:
-    """Refuse folders that fairseq takes for something else.
+    """Refuse folders that cannot be written, or that fairseq takes for something else.
 
     Raises:
-        ValueError: it is a file, begins with -, or has a colon or ${ in its name.
+        ValueError: it is a file, this user may not write there, it begins with -, or has a colon or ${ in its name.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; give a folder")
+    check_writable(folder, makes_folders=True)
     if str(folder).startswith("-") or os.pathsep in str(folder) or "${" in str(folder):
         raise ValueError(
             f"--output {folder} has a name that fairseq takes for options or several folders; choose one that does not"

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lsq import files
 from lsq.commands import interruption, logs
-from lsq.commands.options import HelpFormatter, count, is_part_of, one_line_errors
+from lsq.commands.options import HelpFormatter, check_writable, count, is_part_of, one_line_errors
 from lsq.commands.translation_options import add_model, add_search, search_options, translator_of
 from lsq.decode import SearchOptions
 from lsq.lock import locked_file
@@ -104,9 +104,9 @@ def check_files(given: Namespace) -> None:
     """Look for what is read, and for where it is written.
 
     Raises:
-        FileNotFoundError: a file or folder is not there.
-        ValueError: a file is a folder, --output is part of what is read, a device or a pipe, or text and prefixes are
-            both standard input.
+        FileNotFoundError: a file is not there.
+        ValueError: a file is a folder, --output cannot be written, is part of what is read, a device or a pipe, or text
+            and prefixes are both standard input.
     """
     if given.prefix == STANDARD_INPUT and STANDARD_INPUT in given.files:
         raise ValueError("the text and --prefix cannot both be standard input; name a file for one of them")
@@ -115,8 +115,7 @@ def check_files(given: Namespace) -> None:
         check_file(path)
     if given.output is None:
         return
-    if not given.output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--output {given.output}: there is no folder {given.output.absolute().parent}")
+    check_writable(given.output)
     if given.output.is_dir():
         raise ValueError(f"--output {given.output} is a folder; name a file")
     if given.output.absolute().parent == DEVICES or given.output.exists() and not given.output.is_file():

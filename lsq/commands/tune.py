@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from lsq.backends.cuda import gpu
-from lsq.commands.options import HelpFormatter, count, one_line_errors, seconds
+from lsq.commands.options import HelpFormatter, check_writable, count, one_line_errors, seconds
 from lsq.commands.plan import parse_step
 from lsq.commands.tune_picture import draw
 from lsq.gemm import configuration_file, device
@@ -93,6 +93,9 @@ def run(arguments: list[str]) -> int:
     except RuntimeError as error:
         raise ValueError(f"products are to be tuned on {kind}, and {error}") from None
     path = given.output or _default_path(device.file_name(validators))
+    check_writable(path, makes_folders=True)
+    if given.plot is not None:
+        check_writable(given.plot, "--plot")
     status = 0
     if given.arch or given.shapes:
         with _progress(keys, given.quiet) as progress:

@@ -2,7 +2,8 @@ from argparse import ArgumentParser, ArgumentTypeError
 
 import pytest
 
-from lsq.commands.options import HelpFormatter, count, is_given, near, one_line_errors, positive
+from lsq import cli
+from lsq.commands.options import HelpFormatter, check_writable, count, is_given, near, one_line_errors, positive
 
 
 def error_of(choices, given, capsys) -> str:
@@ -85,6 +86,43 @@ def test_count():
     assert count("4194304") == 2**22
     with pytest.raises(ArgumentTypeError, match="4194305 is too large; at most 4194304"):
         count("4194305")
+
+
+def test_an_output_without_its_folder(tmp_path):
+    check_writable(tmp_path / "new")
+    check_writable(tmp_path / "none" / "new", makes_folders=True)
+    with pytest.raises(ValueError, match=r"^--plot .*/none/new: there is no folder .*/none; make it first$"):
+        check_writable(tmp_path / "none" / "new", "--plot")
+
+
+@pytest.mark.parametrize("words", [
+    "plan FILE.csv --output OUT/a.csv", "plan FILE.csv --plot OUT/a.png", "formats --checkpoint FILE --output OUT/a",
+    "sensitivity --model FILE --output OUT/a/b", "tune --shapes SHAPES --output OUT/a/b.json", "configs export OUT/a",
+    "tune --shapes SHAPES --output a.json --plot OUT/a.png", "translate --model FILE --output OUT/a FILE",
+    "export FILE --to lsq --output OUT/a", "convert-checkpoint FILE --bits 4 --output OUT/a",
+    "train-text --src FILE --tgt FILE --output OUT/a/b", "compare --src FILE --tgt FILE --output OUT",
+    "numbers --output OUT/a", "train DATA --lr 1 --max-tokens 9 --save-dir OUT/a/b",
+    "generate DATA --path FILE --results-path OUT/a",
+])  # fmt: skip
+def test_a_folder_that_may_not_be_written_is_told_before_the_work(words, tmp_path, monkeypatch, capsys):
+    """No file that is read is what it should be: any work would fail for another reason."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("OUT", "DATA"):
+        (tmp_path / folder).mkdir()
+    for name in ("FILE", "DATA/dict.a.txt", "DATA/dict.b.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "FILE.csv").write_text("id,lower,upper,size\na,0,1,2\n")
+    (tmp_path / "SHAPES").write_text("op,m,n,k\n")
+    monkeypatch.setattr("lsq.commands.options.os.access", lambda path, mode: path != tmp_path / "OUT")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(words.split()) == 2
+    option, _, output = words.rpartition(" OUT")
+    option = option.split()[-1].replace("export", "PATH")
+    output = f"OUT{output.split()[0] if output else ''}"
+    printed = capsys.readouterr()
+    reason = f"this user may not write into {tmp_path / 'OUT'}; choose another {option}"
+    assert printed.err == f"lsq {words.split()[0]}: error: {option} {output}: {reason}\n" and not printed.out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_types_without_a_name_are_not_named(capsys):

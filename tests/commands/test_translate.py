@@ -175,7 +175,7 @@ def test_files_are_looked_at_before_the_model_is_read(tmp_path, monkeypatch):
     text.write_text("red\n")
     os.mkfifo(tmp_path / "pipe")
     for written, error, message in (
-        (tmp_path / "missing" / "out", FileNotFoundError, "there is no folder .*missing"),
+        (tmp_path / "missing" / "out", ValueError, "there is no folder .*missing"),
         (tmp_path, ValueError, "is a folder; name a file"),
         (tmp_path / "pipe", ValueError, "pipe is a device or a pipe"),
         (Path("/dev/null"), ValueError, "/dev/null is a device or a pipe"),
