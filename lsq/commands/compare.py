@@ -18,7 +18,7 @@ from statistics import mean, stdev
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from lsq.commands import stages, train_text
+from lsq.commands import stages, text_run, train_text
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, LossCurve, read_losses
 from lsq.commands.options import HelpFormatter, is_given, one_line_errors, positive
@@ -37,6 +37,7 @@ SET_HERE = "--mode", "--seed", "--name", "--prepare-only"
 NOT_AFTER = "--lr", "--arch", "-a", "--lsq-mode", "--max-update", *SET_HERE
 """Options of fairseq that would put out what differs between the trainings."""
 FILES = "differences.json", "differences.png"
+REMEDY = "choose another --output, or delete the trainings that are there with --overwrite"
 WINDOWS = 10
 """Where --log-every is not given."""
 SIDE = re.compile("[a-z][a-z0-9_.-]*")
@@ -141,7 +142,7 @@ def run(arguments: list[str]) -> int:
     for seed in dict.fromkeys(given.seeds):
         for side in sides:
             words = [*common, *side.options, "--seed", str(seed), "--name", f"{side.name}-{seed}", *extra]
-            train_text.parsed(words)  # refuses mistakes before anything is trained
+            text_run.check_folder(*train_text.parsed(words), REMEDY)  # refuses mistakes before anything is trained
             runs[side.name, seed] = words
     made = Stage(name="comparison", folder=shared.output / "comparison", makes=FILES)
     made.check_own()

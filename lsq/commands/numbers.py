@@ -10,10 +10,10 @@ import random
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lsq.commands import device, stages, training_options
+from lsq.commands import device, stages, text_run, train_text, training_options
 from lsq.commands.child import run_lsq
 from lsq.commands.losses import LOSSES, draw_losses, read_losses
-from lsq.commands.options import HelpFormatter, one_line_errors, positive
+from lsq.commands.options import HelpFormatter, check_writable, one_line_errors, positive
 from lsq.commands.prepare import Prepared, say, text_option
 from lsq.commands.stages import Stage
 from lsq.commands.step_memory import step_memory
@@ -216,6 +216,7 @@ def run(arguments: list[str]) -> int:
         Interrupted: a signal came.
     """
     given = parser().parse_args(arguments)
+    check_writable(given.output, makes_folders=True)
     device.choose(given, ours=True)  # for both runs, so that they compute in one place
     with locked_folder(given.output / NUMBERS, "choose another --output"):
         compare(given)
@@ -246,6 +247,9 @@ def compare(given: Namespace) -> None:
     files = {split: tuple(text.folder / f"{split}.{side}" for side in SIDES) for split in SPLITS}
     prepared = Prepared(files=files, output=given.output, **VOCABULARY)
     names = [*RUNS, *(FAIRSEQ if given.fairseq else ())]
+    for name in names:
+        asked = train_text.parsed(train_text_arguments(given, files, name))
+        text_run.check_folder(*asked, "choose another --output")
     for name in names:
         run_lsq(["train-text", *train_text_arguments(given, files, name)], threads=given.threads)
     decisive = ("updates", "train_pairs", *map(destination, SIZES))

@@ -46,6 +46,8 @@ class RunFolder:
 
     prepared: Prepared
     name: str
+    remedy: str = "choose another --name, or delete it with --overwrite"
+    """What the user can do who does not want what is there, for messages."""
 
     @property
     def path(self) -> Path:
@@ -109,14 +111,14 @@ class RunFolder:
         if found and any(path.suffix == ".pt" for path in self.model.made()):
             of_data = any(entry.partition(": ")[0] in self.prepared.settings for entry in found)
             raise ValueError(
-                f"{self.path} holds a run with other options ({'; '.join(found)}); choose another"
-                f" {'--output' if of_data else '--name'}, or delete it with --overwrite"
+                f"{self.path} holds a run with other options ({'; '.join(found)});"
+                f" {self.remedy.replace('--name', '--output') if of_data else self.remedy}"
             )
         made = 0 if found else self.updates()
         if updates < made:
             raise ValueError(
-                f"--updates is {updates}, but {self.path} has made {made} already; give at least {made}, choose another"
-                " --name, or delete it with --overwrite"
+                f"--updates is {updates}, but {self.path} has made {made} already; give at least {made}, or"
+                f" {self.remedy}"
             )
 
     def claim(self, key: dict, updates: int) -> None:

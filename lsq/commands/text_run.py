@@ -74,7 +74,7 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
     """
     given = options.given
     folder = RunFolder(prepared=prepared, name=given.name)
-    key = {**prepared.settings, **training_options.bound(options.training, options.extra)}
+    key = key_of(prepared, options)
     decoded = None if folder.goes_on(key) else check_training(prepared, options)
     folder.check(key, given.updates, given.overwrite)
     with locked_folder(folder.path, "choose another --name"):
@@ -99,6 +99,24 @@ def run(prepared: Prepared, options: RunOptions) -> dict:
             say,
         )
         return report(folder, options, key)
+
+
+def key_of(prepared: Prepared, options: RunOptions) -> dict:
+    """What the run is bound to."""
+    return {**prepared.settings, **training_options.bound(options.training, options.extra)}
+
+
+def check_folder(prepared: Prepared, options: RunOptions, remedy: str) -> None:
+    """Refuse what the folder of a run does not take, for a command that begins several.
+
+    Args:
+        remedy: what a user of that command can do.
+
+    Raises:
+        ValueError: see `RunFolder.check`.
+    """
+    folder = RunFolder(prepared=prepared, name=options.given.name, remedy=remedy)
+    folder.check(key_of(prepared, options), options.given.updates, options.given.overwrite)
 
 
 def check_training(prepared: Prepared, options: RunOptions) -> str | None:

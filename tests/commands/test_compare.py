@@ -8,6 +8,7 @@ import pytest
 from lsq.commands import compare, train_text
 from lsq.commands.losses import LOSSES, read_losses
 from tests.commands.conftest import SMALL, write_pairs
+from tests.commands.small_runs import begun
 
 
 @pytest.fixture
@@ -68,6 +69,19 @@ def test_what_is_trained(text, monkeypatch):
     assert [given.mode for given in parsed] == ["float", "float", "int8"]
     assert parsed[0].arch == "lsq_transformer" and parsed[0].lr == 0.002 and 0 < parsed[1].lr - 0.002 < 1e-9
     assert parsed[2].lsq_clips == "learned"
+
+
+def test_what_does_not_fit_earlier_trainings_is_refused_before_any(text, monkeypatch):
+    """With advice that this command takes: it has no --name."""
+    monkeypatch.setattr(compare, "run_lsq", lambda words, threads: begun(words[1:], 40))
+    monkeypatch.setattr(compare, "report", lambda *given: None)
+    assert compare.run([*text, "--updates", "40"]) == 0
+    monkeypatch.setattr(compare, "run_lsq", None)
+    advice = "choose another --output, or delete the trainings that are there with --overwrite$"
+    with pytest.raises(ValueError, match=f"is 30, but .*float-1 has made 40 .*; give at least 40, or {advice}"):
+        compare.run([*text, "--updates", "30", "--log-every", "4"])
+    with pytest.raises(ValueError, match=rf"float-1 holds a run with other options \(.*--lr.*\); {advice}"):
+        compare.run([*text, "--updates", "40", "--lr", "0.1"])
 
 
 @pytest.mark.parametrize("given, message", [

@@ -4,6 +4,7 @@ import re
 import pytest
 
 from lsq.commands import numbers, train_text
+from tests.commands.small_runs import begun
 
 SIZES = ["--hidden", "32", "--feed-forward", "64", "--layers", "1", "--max-tokens", "400"]
 SMALL = ["--updates", "3", "--train-pairs", "300", "--test-pairs", "12", *SIZES]
@@ -50,6 +51,16 @@ def test_whole_task(tmp_path, capsys, one_process):
     with pytest.raises(ValueError, match=differences):
         numbers.run([*arguments, "--test-pairs", "13", "--hidden", "64"])
     assert capsys.readouterr().out == ""
+
+
+def test_fewer_updates_than_before_are_refused_with_advice_that_works(tmp_path, monkeypatch):
+    """This command has neither --name nor --overwrite."""
+    monkeypatch.setattr(numbers, "run_lsq", lambda words, threads: begun(words[1:], 3))
+    monkeypatch.setattr(numbers, "report", lambda *given, **options: None)
+    assert numbers.run(["--output", str(tmp_path), *SMALL]) == 0
+    monkeypatch.setattr(numbers, "run_lsq", None)
+    with pytest.raises(ValueError, match=r"has made 3 already; give at least 3, or choose another --output$"):
+        numbers.run(["--output", str(tmp_path), *SMALL, "--updates", "2"])
 
 
 def test_files_of_somebody_else_stay(tmp_path):
