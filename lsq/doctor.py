@@ -30,12 +30,16 @@ REQUIRED = (
     "tensorboard",
     "tabulate",
 )
-OPTIONAL = {
-    "fairseq-fixed": "training in fairseq",
-    **dict.fromkeys(("transformers", "accelerate"), "models of Hugging Face"),
-    **dict.fromkeys(("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas"), "kernels on a GPU"),
+EXTRAS = {
+    "fairseq": ("training in fairseq", ("fairseq-fixed",)),
+    "huggingface": ("models of Hugging Face", ("transformers", "accelerate")),
+    "ctranslate2": ("`lsq export --to ctranslate2`", ("ctranslate2",)),
+    "cuda13": ("kernels on a GPU", ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")),
+    "serve": ("translations over HTTP, `lsq serve`", ("uvicorn", "starlette", "prometheus-client")),
+    "dev": ("tests of lsq", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "uv")),
 }
-"""What each is for."""
+"""Name of an extra of this package -> (what it is for, the packages that it installs, beside those of other extras)."""
+OPTIONAL = tuple(package for _, packages in EXTRAS.values() for package in packages)
 
 INT8_FEATURES = {"AVX-VNNI", "AVX-512 VNNI", "AMX int8", "Arm dot product", "Arm int8 matrix multiply"}
 """The features that multiply int8 faster than floats; without any, int8 works but is hardly faster."""
@@ -93,6 +97,11 @@ class Report:
         return self.product.exact and not self.faults and all(self.packages[name] for name in REQUIRED)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether layers compute on a GPU."""
+        return bool(self.gpus) and not self.gpu_fault
+
+    @property
     def advice(self) -> tuple[str, ...]:
         """What the user can do about what was found, most important first; empty when there is nothing to do."""
         advice = []
@@ -117,6 +126,11 @@ class Report:
             advice.append(
                 "This CPU has no int8 dot-product instructions: int8 training works, but a CPU with AVX-512 "
                 "VNNI, AVX-VNNI, AMX or Arm dot products is needed for it to be much faster than float32."
+            )
+        elif self.product.speedup < 1 and not self.on_gpu:
+            advice.append(
+                f"int8 products take {1 / self.product.speedup:.1f} times as long as those of float32 here: `lsq tune` "
+                "may find faster ones. Run this again when nothing else runs; if it stays so, train in floats here."
             )
         return tuple(advice)
 
@@ -222,7 +236,7 @@ def text(found: Report) -> str:
     if seen:
         gpu = f"{seen} ({'NOT USED, see below' if found.gpu_fault else 'used'})"
     path = f"CPU: matrix products by {kernel_name()}, the loops between them by {loops}"
-    if seen and not found.gpu_fault:
+    if found.on_gpu:
         path = f"GPU: matrix products by cuBLASLt and kernels of lsq, which do all else; {path}"
     rows = [
         ("lsq", f"{found.version}, Python {found.python}, {found.system}"),
@@ -237,12 +251,19 @@ def text(found: Report) -> str:
             f"{found.product.int8_milliseconds:.2f} ms, {found.product.speedup:.1f} times as fast as float32",
         ),
         *((name, found.packages[name] or "MISSING") for name in REQUIRED),
-        *((name, found.packages[name] or f"not installed (optional, for {use})") for name, use in OPTIONAL.items()),
+        *((f"extra {extra}", f"{_of_extra(found, packages)} (for {use})") for extra, (use, packages) in EXTRAS.items()),
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]
     lines += ["", *(f"* {line}" for line in found.advice)] if found.advice else ["", "Nothing to do."]
     return "\n".join(lines)
+
+
+def _of_extra(found: Report, packages: tuple[str, ...]) -> str:
+    there = [f"{name} {found.packages[name]}" for name in packages if found.packages[name]]
+    missing = [name for name in packages if not found.packages[name]]
+    parts = [", ".join(there)] if there else []
+    return "; ".join([*parts, f"not installed: {', '.join(missing)}"] if missing else parts)
 
 
 def _count(number: int, noun: str) -> str:

@@ -15,6 +15,9 @@ from lsq import doctor
 GOOD_PACKAGES = dict.fromkeys(doctor.REQUIRED, "1.0") | dict.fromkeys(doctor.OPTIONAL)
 
 
+SLOW = doctor.ProductCheck(exact=True, shape=(1, 1, 1), int8_milliseconds=3.0, float32_milliseconds=2.0)
+
+
 @pytest.fixture(scope="module")
 def found() -> doctor.Report:
     return doctor.report()
@@ -36,9 +39,13 @@ def test_cpu_features_have_names(monkeypatch, flags, names):
 def test_packages_are_those_of_pyproject():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert tuple(re.match(r"[\w-]+", line)[0] for line in project["dependencies"]) == doctor.REQUIRED
-    extras = project["optional-dependencies"]
-    lines = [line for name in ("fairseq", "huggingface", "cuda13") for line in extras[name]]
-    assert tuple(re.match(r"[\w-]+", line)[0] for line in lines) == tuple(doctor.OPTIONAL)
+    extras = {
+        name: [re.match(r"[\w-]+", line)[0] for line in lines]
+        for name, lines in project["optional-dependencies"].items()
+    }
+    others = {one for name, packages in extras.items() if name != "dev" for one in packages} | {"lsq"}
+    extras["dev"] = [one for one in extras["dev"] if one not in others]
+    assert {name: list(packages) for name, (_, packages) in doctor.EXTRAS.items()} == extras
 
 
 def test_installed_version():
@@ -103,7 +110,8 @@ def test_text_says_whether_a_gpu_is_used(found, fault, said, path):
 def sound(found) -> doctor.Report:
     """A report that leaves nothing to be done."""
     return dataclasses.replace(
-        found, product=dataclasses.replace(found.product, exact=True), host_library="C++ host library, AVX2",
+        found, product=dataclasses.replace(found.product, exact=True, int8_milliseconds=1.0, float32_milliseconds=4.0),
+        gpus=(), host_library="C++ host library, AVX2",
         packages=GOOD_PACKAGES, cpu_features=("AVX2", "AVX-512 VNNI"), faults={},
     )
 
@@ -119,12 +127,28 @@ def test_advice_is_empty_when_all_is_well(sound):
         ({"host_library": None}, "apt install g++"),
         ({"packages": GOOD_PACKAGES | {"sacrebleu": None}}, "pip install sacrebleu"),
         ({"cpu_features": ("AVX2",)}, "no int8 dot-product instructions"),
+        ({"product": SLOW}, "int8 products take 1.5 times as long as those of float32 here: `lsq tune` may"),
         ({"faults": {"launcher": "libruntime.so is damaged"}}, "The launcher cannot be used: libruntime.so is damaged"),
     ],
 )
 def test_advice(sound, change, words):
     (advice,) = dataclasses.replace(sound, **change).advice
     assert words in advice
+
+
+def test_how_fast_the_cpu_is_does_not_matter_beside_a_gpu(sound):
+    assert dataclasses.replace(sound, product=SLOW, gpus=("Example GPU",), gpu_fault=None).advice == ()
+
+
+def test_extras_are_listed(sound):
+    packages = GOOD_PACKAGES | {"transformers": "5.1", "uvicorn": "0.30", "starlette": "1.0", "prometheus-client": "2"}
+    shown = doctor.text(dataclasses.replace(sound, packages=packages))
+    for line in (
+        r"extra fairseq +not installed: fairseq-fixed \(for training in fairseq\)",
+        r"extra huggingface +transformers 5.1; not installed: accelerate \(for models of Hugging Face\)",
+        r"extra serve +uvicorn 0.30, starlette 1.0, prometheus-client 2 \(for translations over HTTP, `lsq serve`\)",
+    ):
+        assert re.search(f"^{line}$", shown, re.MULTILINE), shown
 
 
 def test_wrong_products_come_first_and_fail(sound):
@@ -179,7 +203,7 @@ def test_a_stale_library_is_reported_with_its_remedy(stale, capsys):
 def test_names_and_values_stand_apart(found):
     packages = dict.fromkeys(found.packages, "13.5.37")
     shown = doctor.text(dataclasses.replace(found, packages=packages, cores=1, threads=1))
-    for name in (*doctor.REQUIRED, *doctor.OPTIONAL):
+    for name in doctor.REQUIRED:
         assert re.search(rf"^{name} +13\.5\.37$", shown, re.MULTILINE)
     assert ", 1 core, 1 torch thread\n" in shown
     assert ", 2 cores, 3 torch threads\n" in doctor.text(dataclasses.replace(found, cores=2, threads=3))
