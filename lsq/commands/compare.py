@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.figure import Figure
-from tabulate import tabulate
 
 from lsq.commands import stages, text_run, train_text
 from lsq.commands.child import run_lsq
@@ -26,6 +25,7 @@ from lsq.commands.prepare import say
 from lsq.commands.stages import Stage
 from lsq.commands.train import ARCHITECTURE
 from lsq.lock import locked_folder
+from lsq.tables import fitted
 
 FLOAT, AGAIN = "float", "float-again"
 LAST_BIT = 1 + 2**-23
@@ -198,7 +198,7 @@ def report(output: Path, names: list[str], seeds: list[int], folder: Path) -> No
     ]  # fmt: skip
     head = ("", FLOAT, *others)
     aligned = ("left", *("right",) * (len(head) - 1))
-    say("\n" + tabulate(table, head, tablefmt="github", disable_numparse=True, colalign=aligned))
+    say("\n" + fitted(table, head, aligned, style="github"))
     say(
         f"\nLosses are in bits a token. Of {FLOAT} the mean over seeds, of all others the difference to it,"
         " ± its standard error."

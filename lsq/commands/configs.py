@@ -11,6 +11,7 @@ from lsq.gemm import configuration_file, device, lookup
 from lsq.gemm.configuration import CublasConfiguration, Entry, TileConfiguration
 from lsq.gemm.configuration_file import ConfigurationFile
 from lsq.gemm.device import Validators, difference
+from lsq.tables import fitted
 from lsq.tune.trial import entry_fault
 
 KINDS = ("cpu", "cuda")
@@ -94,13 +95,10 @@ def show(file: ConfigurationFile) -> str:
     validators = file.validators
     words = [f"{name} {_text(value)}" for name, value in vars(validators).items() if name not in ("device", "format")]
     lines = [f"{validators.device}: {', '.join(words)}", f"{len(file.entries)} entries; times in microseconds"]
-    rows = [("op", "m", "n", "k", "layout", "types", "chosen", "default", "float", "gain", "spread", "date", "run as")]
-    rows += [_row(entry) for entry in file.entries]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ["<", ">", ">", ">", "<", "<", ">", ">", ">", ">", ">", "<", "<"]
-    for row in rows if file.entries else []:
-        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
+    head = ("op", "m", "n", "k", "layout", "types", "chosen", "default", "float", "gain", "spread", "date", "run as")
+    sides = ["left" if title in ("op", "layout", "types", "date", "run as") else "right" for title in head]
+    if file.entries:
+        lines.append(fitted([_row(entry) for entry in file.entries], head, sides, style="plain", keys=4))
     return "\n".join(lines)
 
 

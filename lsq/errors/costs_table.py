@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 
 import torch
-from tabulate import tabulate
 
 from lsq.errors.costs import KINDS, Cost, Costs
 from lsq.errors.table import PLURALS
+from lsq.tables import UNLIMITED, fitted
 
 ESTIMATES: dict[str, Callable[[Cost], float]] = {
     "second term": lambda cost: cost.second, "both terms": lambda cost: cost.first + cost.second,
@@ -36,7 +36,7 @@ def table(costs: Costs, style: str = "simple") -> str:
     """Costs of all tensors in all formats, their sums, and correlations with the estimate.
 
     Args:
-        style: of tabulate ("github" is Markdown).
+        style: of tabulate ("github" is Markdown, for files).
     """
     parts = [f"Loss {costs.loss:.4f}, a mean over {costs.count:g}; estimates from {costs.samples} gradients."]
     for kind in KINDS:
@@ -51,7 +51,7 @@ def table(costs: Costs, style: str = "simple") -> str:
         rows.append(["bits of a value", *(f"{width:.2f}" for width in bits)])
         sides = ("left", *("right",) * len(costs.formats))
         head = [f"cost of {PLURALS[kind]}", *costs.formats]
-        parts.append(tabulate(rows, head, tablefmt=style, disable_numparse=True, colalign=sides))
+        parts.append(fitted(rows, head, sides, style=style, width=UNLIMITED if style == "github" else None))
         found = [f"{correlation(costs, kind, name):.3f} for {name}" for name in ESTIMATES]
         parts.append(f"Rank correlation of costs with their estimate: {', '.join(found)}.")
     return "\n\n".join(parts)

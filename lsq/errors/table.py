@@ -4,11 +4,10 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 import lsq
 from lsq.errors.bounds import gaussian
 from lsq.errors.tensors import ACTIVATION, KINDS, WEIGHT
+from lsq.tables import UNLIMITED, fitted
 
 SCHEMA = "lsq formats 1"
 SHOWN = 5
@@ -98,8 +97,12 @@ class Errors:
         return sorted(found, key=lambda one: (one.bits, -one.signal_to_noise))
 
     def table(self, style: str = "simple") -> str:
-        """Medians of each kind and what else there is to say; `style`: of tabulate ("github" is Markdown)."""
-        parts = []
+        """Medians of each kind and what else there is to say.
+
+        Args:
+            style: of tabulate ("github" is Markdown, for files).
+        """
+        parts, width = [], UNLIMITED if style == "github" else None
         for kind in self.kinds:
             entries = self._measured(kind)
             rows = [
@@ -107,7 +110,7 @@ class Errors:
                  f"{gaussian(one.bits) - one.signal_to_noise:.1f}", f"{one.largest:.2%}")
                 for one in self.medians(kind)
             ]  # fmt: skip
-            made = tabulate(rows, COLUMNS, tablefmt=style, disable_numparse=True, colalign=("left", *("right",) * 5))
+            made = fitted(rows, COLUMNS, ("left", *("right",) * 5), style=style, width=width)
             parts.append(f"{PLURALS[kind]}: medians of {len(entries)}, clips by {self.clip}\n\n{made}")
         return "\n\n".join([*parts, *filter(None, ["\n".join(self.remarks())])])
 

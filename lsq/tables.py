@@ -1,0 +1,43 @@
+"""Tables as text that fits into the terminal."""
+
+import shutil
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+UNLIMITED = 10**6
+STEPS = ((None, None), (None, 10), (20, 10), (12, 10))
+"""Columns of (text, titles) at most, the first that fits. Numbers are not broken."""
+
+
+def fitted(
+    rows: Sequence[Sequence[str]], head: Sequence[str], sides: Sequence[str], *, style: str = "simple", keys: int = 1,
+    width: int | None = None,
+) -> str:  # fmt: skip
+    """A table as wide as the terminal at most: text wraps, and if need be, columns go on in another table below.
+
+    Args:
+        rows: of cells.
+        head: titles of the columns.
+        sides: "left" or "right" for each; what is on the right are numbers.
+        style: of tabulate.
+        keys: how many columns each table begins with, since they name its rows.
+        width: None: that of the terminal, or COLUMNS of the environment; what is written to a file may be any.
+    """
+    width = width or shutil.get_terminal_size((UNLIMITED, 0)).columns
+    for text, title in STEPS:
+        made = tabulate(
+            rows, head, tablefmt=style, disable_numparse=True, colalign=sides, maxheadercolwidths=title,
+            maxcolwidths=[text if side == "left" else None for side in sides],
+        )  # fmt: skip
+        if max(map(len, made.splitlines())) <= width:
+            return made
+    if len(head) <= keys + 1:
+        return made
+    middle = (len(head) + keys + 1) // 2
+    parts = [*range(middle)], [*range(keys), *range(middle, len(head))]
+    found = []
+    for part in parts:
+        *some, titles, aligned = [[line[place] for place in part] for line in (*rows, head, sides)]
+        found.append(fitted(some, titles, aligned, style=style, keys=keys, width=width))
+    return "\n\n".join(found)
