@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from lsq.gemm.product_key import MATMUL, TOKEN_STEP, ProductKey
 from lsq.tune import product_list
 from lsq.tune.cpu import CpuTrial
 from lsq.tune.cublaslt import CublasBackend
-from lsq.tune.search import Summary, tune
+from lsq.tune.search import Summary, estimate, opened, tune
 from lsq.tune.trial import Outcome, Trials
 
 STEPS = 16
@@ -98,9 +98,15 @@ def run(arguments: list[str]) -> int:
         check_writable(given.plot, "--plot")
     status = 0
     if given.arch or given.shapes:
-        with _progress(keys, given.quiet) as progress:
+        made = trials(kind, exhaustive=given.exhaustive)
+        known = () if given.again else {entry.key for entry in opened(path, validators).entries}
+        due = [key for key in keys if key not in known]
+        durations = estimate(made, due) if due else {}
+        if due:
+            print(f"to tune    {len(due)} products, which take {duration(sum(durations.values()))}", flush=True)
+        with _progress(durations, given.quiet) as progress:
             summary = tune(
-                trials(kind, exhaustive=given.exhaustive), keys, path, validators, again=given.again,
+                made, keys, path, validators, again=given.again,
                 seconds=given.seconds or math.inf, progress=progress,
             )
         print(report(summary))
@@ -167,18 +173,36 @@ def _default_path(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _progress(keys: Sequence[ProductKey], quiet: bool) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
-    """Within this context, what to call after each product."""
-    gains = []
-    with tqdm(total=len(keys), desc="tuning", unit="product", disable=quiet or None, file=sys.stderr) as bar:
+def _progress(
+    durations: Mapping[ProductKey, float], quiet: bool
+) -> Iterator[Callable[[ProductKey, Outcome | None], None]]:
+    """Within this context, what to call after each product. A product fills as much of the bar as it lasts, about."""
+    gains, done = [], 0
+    with tqdm(
+        total=sum(durations.values()), desc="tuning", disable=quiet or None, file=sys.stderr,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}{postfix}]",
+    ) as bar:  # fmt: skip
 
         def progress(key: ProductKey, outcome: Outcome | None) -> None:
+            nonlocal done
+            if key not in durations:
+                return
+            done += 1
             if outcome is not None:
                 gains.append(outcome.default / outcome.chosen)
-                bar.set_postfix_str(f"{statistics.geometric_mean(gains):.3f} times as fast", refresh=False)
-            bar.update()
+            gain = f", {statistics.geometric_mean(gains):.3f} times as fast" if gains else ""
+            bar.set_postfix_str(f"{done}/{len(durations)} products{gain}", refresh=False)
+            bar.update(durations[key])
 
         yield progress
+
+
+def duration(seconds: float) -> str:
+    """About how long that is, in words."""
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"about {minutes} minutes" if minutes > 1 else "a minute or less"
+    return f"about {round(seconds / 3600)} hours"
 
 
 def report(summary: Summary) -> str:

@@ -51,15 +51,24 @@ def test_shapes_are_tuned_into_a_file_of_this_device(shapes, tmp_path, capsys, m
     assert main("--shapes", shapes, "--output", output, "--plot", picture) == 0
     printed = capsys.readouterr()
     assert f"file       {output}\ntuned      2 products\n" in printed.out
-    assert "tuning: 100%" in printed.err and "2/2" in printed.err and "times as fast" in printed.err
+    assert printed.out.startswith("to tune    2 products, which take a minute or less\n")
+    assert "tuning: 100%" in printed.err and "2/2 products" in printed.err and "times as fast" in printed.err
     found = configuration_file.read(output)
     assert found.validators == device.here("cpu") and {one.key for one in found.entries} == set(KEYS)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main("--shapes", shapes, "--output", output, "--quiet") == 0
     printed = capsys.readouterr()
-    assert "2 had an entry already; --again" in printed.out and not printed.err
+    assert "2 had an entry already; --again" in printed.out and not printed.err and "to tune" not in printed.out
     assert main("--shapes", shapes, "--output", output, "--quiet", "--again") == 0
     assert "tuned      2 products" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("seconds", "said"), [
+    (0, "a minute or less"), (89, "a minute or less"), (91, "about 2 minutes"), (7000, "about 117 minutes"),
+    (7300, "about 2 hours"),
+])  # fmt: skip
+def test_durations(seconds, said):
+    assert tune.duration(seconds) == said
 
 
 def test_the_default_file_is_the_users_and_is_found(shapes, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from lsq.gemm import configuration_file
 from lsq.lock import locked_file
-from lsq.tune.search import tune
+from lsq.tune.search import MEASUREMENTS, estimate, tune
 from lsq.tune.trial import Settings
 from tests.gemm.tuned import CPU, GPU, key
 from tests.tune.fakes import FakeBackend, way
@@ -44,6 +44,23 @@ def test_entries_are_written(path):
         assert (entry.times.chosen, entry.times.default, entry.times.float) == (5e5, 1e6, 1e7)
     assert len(summary.entries) == 3 and (summary.skipped, summary.left, summary.interrupted) == (0, 0, False)
     assert all(trial.closed for trial in backend.trials)
+
+
+def test_an_estimate_grows_with_the_product():
+    """From the middle one, which runs in a second; a measurement lasts as long as it is set to at least."""
+    backend = FakeBackend(TIMES)
+    found = estimate(backend.trial, KEYS, SETTINGS)
+    assert found == {one: pytest.approx(MEASUREMENTS * one.arithmetic / key(64).arithmetic) for one in KEYS}
+    assert backend.keys == [key(64)] and all(trial.closed for trial in backend.trials)
+    long = dataclasses.replace(SETTINGS, seconds=100.0)
+    assert set(estimate(backend.trial, KEYS, long).values()) == {100.0 * MEASUREMENTS}
+
+
+def test_a_product_that_does_not_run_does_not_stop_the_estimate():
+    def trial(asked):
+        raise RuntimeError("no memory")
+
+    assert estimate(trial, KEYS[:1], SETTINGS) == {KEYS[0]: MEASUREMENTS * SETTINGS.seconds}
 
 
 @pytest.mark.parametrize(("elsewhere", "kept"), [({512: 1.0, 7: 0.5}, 7), ({512: 1.0, 7: 0.99}, 512)])
