@@ -16,7 +16,7 @@ from lsq.lock import locked_file
 from lsq.tune.trial import Outcome, Settings, Trials, compare
 
 MEASUREMENTS = 150
-"""Of a product with all its candidates, about: nine of transformer base took 71 to 416 on a CPU, their median is 134."""
+"""Of a product with all its candidates, about: nine of transformer base took 71 to 416 on a CPU, the median 134."""
 
 
 @dataclass(kw_only=True)
