@@ -81,7 +81,7 @@ def main(words: list[str] | None = None) -> dict[str, float]:
             )
         )  # fmt: skip
         if side == "int8":
-            print(lsq.convert(base, fused=False))  # adapters go into single linear layers
+            print(lsq.convert(base))
         train(base, "en", given.steps, given, f"{side}, the base, English")
         adapters = peft.LoraConfig(r=given.rank, target_modules="all-linear")
         adapted = peft.get_peft_model(base, adapters)  # the base is frozen: rounded once, without gradients of weights

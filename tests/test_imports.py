@@ -26,7 +26,7 @@ ALLOWED = {
     "layers": {"config", "csrc", "quant", "program", "gemm", "ops", "backends", "dist"},
     "architectures": {"backends", "config", "layers", "program", "quant"},
     "conversion": {"config", "architectures", "layers", "program", "quant"},
-    "sparsity": {"conversion", "layers", "ops", "program", "quant"},
+    "sparsity": {"config", "conversion", "layers", "ops", "program", "quant"},
     "optim": {"csrc", "program", "ops", "backends"},
     "text": {"config", "files"},
 }

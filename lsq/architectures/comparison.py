@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from lsq.architectures.batch import causal
-from lsq.architectures.exact import inside
 from lsq.backends import backend
 from lsq.layers.packing import Packing
 from lsq.layers.programs import Mode
@@ -97,7 +96,7 @@ def _mask(layer: FusedLayer, x: torch.Tensor) -> torch.Tensor | None:
 @contextmanager
 def _evaluating(layer: nn.Module) -> Iterator[None]:
     """Without dropout. Setting the mode by `eval` would look at weights anew."""
-    trains = [module for module in (layer, *inside(layer)) if module.training]
+    trains = [module for module in layer.modules() if module.training]
     try:
         for module in trains:
             module.training = False

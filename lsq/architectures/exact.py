@@ -9,6 +9,8 @@ from types import FunctionType
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lsq.architectures.adapters import base_of, is_adapter
+
 PLAIN = (
     nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.ModuleList,
 )  # fmt: skip
@@ -33,7 +35,7 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
         ValueError: names what is different.
     """
     home = type(layer).__module__
-    for path, module in layer.named_modules():
+    for path, module in [("", layer), *named_inside(layer)]:
         kind, name = type(module), f"its {path}" if path else "it"
         ending = parts.get(path)
         exact = kind in PLAIN or kind.__module__ in OTHERS
@@ -45,7 +47,7 @@ def check_exact(layer: nn.Module, parts: Mapping[str, str], parameters: set[str]
         if found:
             raise ValueError(f"{name} has {found}")
     for name, _ in layer.named_parameters():
-        if name not in parameters:
+        if name.replace(".base_layer.", ".") not in parameters and not is_adapter(name):
             raise ValueError(f"it has a parameter {name}, which its class does not use")
 
 
@@ -106,12 +108,21 @@ def patched_now(kind: type[nn.Module], forward: Callable) -> str | None:
 
 
 def inside(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules in it, in an order that stays."""
+    """All modules in it, in an order that stays; adapters are looked through."""
     for child in module._modules.values():
         if child is not None:
+            child = base_of(child)
             yield child
             if child._modules:
                 yield from inside(child)
+
+
+def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The same with their paths, which are those of a module without adapters."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield prefix + name, base_of(child)
+            yield from named_inside(base_of(child), f"{prefix}{name}.")
 
 
 def attention_of_others(attention: nn.Module) -> str | None:

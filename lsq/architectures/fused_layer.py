@@ -12,12 +12,21 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lsq.architectures.adapters import Adapted, adapted, base_of, block_matrix, is_adapter
 from lsq.architectures.batch import causal, everything, memory_packing_of, packing_of, rotation_of
 from lsq.architectures.comparison import compare
-from lsq.architectures.exact import RECORDER, altered, attention_of_others, check_exact, inside, patched_now
+from lsq.architectures.exact import (
+    RECORDER,
+    altered,
+    attention_of_others,
+    check_exact,
+    inside,
+    named_inside,
+    patched_now,
+)
 from lsq.architectures.joined import Joined, lie_together
 from lsq.architectures.rounded_weights import Rounded, rounded_weights
-from lsq.backends import Backend
+from lsq.backends import Backend, backend
 from lsq.config import LayerConfig, QuantConfig
 from lsq.layers import programs
 from lsq.layers.blocks import Sentences
@@ -29,7 +38,7 @@ from lsq.layers.positions import position_inputs
 from lsq.layers.programs import Mode
 from lsq.layers.schedule import recomputing
 from lsq.layers.torch_compile import beside_the_graph
-from lsq.program.parameters import Parameter
+from lsq.program.parameters import Kind, Parameter
 from lsq.program.program import Program
 
 TRAINED_INPUTS = ("x", "memory", "relative_bias")
@@ -95,7 +104,7 @@ class FusedLayer(InPlace):
     on weights as the program rounds them. So is every pass while something in the layer is not what its class says.
     """
 
-    STATE = (*ProgramModule.STATE, "config", "rounded", "joined", "kinds", "departed", "compared")
+    STATE = (*ProgramModule.STATE, "config", "rounded", "joined", "kinds", "departed", "compared", "adapted")
     SOURCES: ClassVar[Mapping[str, tuple[str, ...]]]
     """Names of the program's parameters -> those of the layer that they are made of, one after another."""
     PARTS: ClassVar[Mapping[str, str]]
@@ -142,6 +151,13 @@ class FusedLayer(InPlace):
         Raises:
             ValueError: says why.
         """
+        found = adapted(layer, cls.SOURCES)
+        for one in found.adapters:
+            if one.weight.endswith("fc1_weight"):
+                (path,) = cls.SOURCES[one.weight]
+                raise ValueError(
+                    f"its {path.rpartition('.')[0]} has adapters before an activation, which no program has"
+                )
         check_exact(layer, cls.PARTS, {*cls.INPUTS, *(path for paths in cls.SOURCES.values() for path in paths)})
         cls._check_attention(layer)
 
@@ -155,7 +171,9 @@ class FusedLayer(InPlace):
             raise ValueError(f"its attention is {'not ' if cls.causal else ''}causal")
 
     def take_place(self, quant: QuantConfig, path: str) -> None:
-        self.config, trained = self.config_of(self, quant), self.trained()
+        self.config = self.config_of(self, quant)
+        trained = any(one.requires_grad for name, one in self.named_parameters() if not is_adapter(name))
+        self._take_adapters(adapted(self, self.SOURCES))
         self.kinds, self.departed, self.compared = dict(self._kinds()), None, False
         one = Sentences(rows=1, count=1)
         build = partial(self.program, one, source=one if self.CROSS else None)
@@ -175,7 +193,7 @@ class FusedLayer(InPlace):
 
     def take_parameters(self, every: Iterable[Parameter]) -> None:
         every = list(every)
-        super().take_parameters(one for one in every if one.name not in self.SOURCES)
+        super().take_parameters(one for one in every if not self._is_held(one.name))
         for one in every:
             self.declared[one.name] = one
 
@@ -188,6 +206,21 @@ class FusedLayer(InPlace):
     def _holder(self, path: str) -> tuple[nn.Module, str]:
         return self, self.state_name(path)
 
+    def _is_held(self, name: str) -> bool:
+        """Whether a parameter of the program is made of those of modules inside."""
+        return name in self.SOURCES or name in self.adapted.sources
+
+    def holders(self, name: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """Of each parameter that one of the program's is made of: its path, its module, its name there."""
+        paths = self.SOURCES.get(name)
+        for path in paths or self.adapted.sources[name]:
+            *modules, last = path.split(".")
+            holder = self
+            for part in modules:
+                holder = holder._modules[part]
+                holder = base_of(holder) if paths else holder
+            yield path, holder, last
+
     def sources(self, name: str) -> list[torch.Tensor]:
         """The parameters that one of the program's is made of.
 
@@ -195,11 +228,7 @@ class FusedLayer(InPlace):
             ValueError: a module inside the layer is another one now.
         """
         found = []
-        for path in self.SOURCES[name]:
-            *modules, last = path.split(".")
-            holder = self
-            for part in modules:
-                holder = holder._modules[part]
+        for path, holder, last in self.holders(name):
             if last not in holder._parameters:
                 raise ValueError(
                     f"{path} of this {type(self).__name__} is gone: adapters, pruning or a parametrization have taken "
@@ -210,9 +239,11 @@ class FusedLayer(InPlace):
         return found
 
     def own_parameter(self, name: str) -> torch.Tensor:
-        if name not in self.SOURCES:
+        if not self._is_held(name):
             return self._parameters[self.state_name(name)]
         found = self.sources(name)
+        if name in self.adapted.blocks:
+            return block_matrix(found, self.adapted.blocks[name], self.adapted.rows[name])
         return found[0] if len(found) == 1 else Joined.apply(self.joined.get(name), *found)
 
     def __getstate__(self):
@@ -234,19 +265,10 @@ class FusedLayer(InPlace):
         self.rounded.clear()
 
     def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
-        """How a program of this layer runs on these inputs now."""
-        inputs = {name: inputs[name] for name in TRAINED_INPUTS if name in inputs}
-        mode = self.mode(*inputs.values())
-        if not mode.backward:
-            return mode
-        needs = {name: self._trains(name) for name in self.declared}
-        needs |= {name: tensor.requires_grad for name, tensor in inputs.items()}
-        if all(needs.values()):
-            return mode
-        return dataclasses.replace(mode, wanted=frozenset(name for name, needed in needs.items() if needed))
+        return super().mode_of({name: inputs[name] for name in TRAINED_INPUTS if name in inputs})
 
     def _trains(self, name: str) -> bool:
-        found = self.sources(name) if name in self.SOURCES else [self.own_parameter(name)]
+        found = self.sources(name) if self._is_held(name) else [self.own_parameter(name)]
         return any(parameter.requires_grad for parameter in found)
 
     # Passes
@@ -307,6 +329,24 @@ class FusedLayer(InPlace):
         self.departed = found
         return found is not None
 
+    def _take_adapters(self, found: Adapted) -> None:
+        self.adapted = found
+        self.config = dataclasses.replace(self.config, adapters=found.adapters)
+
+    def _read_adapters(self) -> None:
+        """Take in adapters that were put into the layer, or changed, since."""
+        found = adapted(self, self.SOURCES)
+        if found != self.adapted:
+            self._take_adapters(found)
+            for name in [name for name, one in self.declared.items() if one.kind is Kind.ADAPTER]:
+                del self.declared[name]
+            one = Sentences(rows=1, count=1)
+            program = self.program(
+                one, Mode(training=True, backward=True, backend=backend("reference")),
+                source=one if self.CROSS else None,
+            )  # fmt: skip
+            self.take_parameters(virtual.declared for virtual in program.parameters)
+
     def _departure(self) -> str | None:
         modules = list(inside(self))
         if [type(module) for module in modules] != list(self.kinds.values()):
@@ -325,6 +365,7 @@ class FusedLayer(InPlace):
             return f"it has {found}"
         try:
             self._check_attention(self)
+            self._read_adapters()
             now = self.settings(self)
         except ValueError as error:
             return str(error)
@@ -334,7 +375,7 @@ class FusedLayer(InPlace):
 
     def _kinds(self) -> Iterator[tuple[str, type[nn.Module]]]:
         """Paths and classes of the modules inside, in their order."""
-        return ((path, type(module)) for path, module in self.named_modules(remove_duplicate=False) if path)
+        return ((path, type(module)) for path, module in named_inside(self))
 
     def _refuse(self) -> None:
         now = dict(self._kinds())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lsq.architectures.adapters import base_of
 from lsq.architectures.exact import TRUSTED
 
 Value = TypeVar("Value")
@@ -20,7 +21,7 @@ def plain(kind: type[nn.Module], module: nn.Module, *names: str) -> list[nn.Modu
     Raises:
         ValueError: one of them is something else, such as a layer with an adapter.
     """
-    found = [getattr(module, name) for name in names]
+    found = [base_of(getattr(module, name)) for name in names]
     for name, child in zip(names, found, strict=True):
         if type(child) is not kind:
             raise ValueError(f"its {name} is a {type(child).__name__}")

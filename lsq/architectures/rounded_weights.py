@@ -83,9 +83,7 @@ def _swap(
         if not torch.is_grad_enabled():
             layer.rounded.kept[name] = Stamp(made_from), rounded
     sizes = [len(parameter) for parameter in parameters]
-    for path, part in zip(layer.SOURCES[name], rounded.split(sizes), strict=True):
-        holder, _, last = path.rpartition(".")
-        module = layer.get_submodule(holder)
+    for (_, module, last), part in zip(layer.holders(name), rounded.split(sizes), strict=True):
         yield module, last, module._parameters[last]
         module._parameters[last] = part
 

@@ -12,11 +12,12 @@ from lsq.config.checks import (
     require_positive,
     require_whole,
 )
-from lsq.config.layer import ACTIVATIONS, LayerConfig, RelativeBias, Rotary
+from lsq.config.layer import ACTIVATIONS, Adapter, LayerConfig, RelativeBias, Rotary
 from lsq.config.quantization import MODES, Fitted, Names, QuantConfig
 
 __all__ = [
     "ACTIVATIONS",
+    "Adapter",
     "DIMENSION_MULTIPLE",
     "MODES",
     "Fitted",

@@ -69,6 +69,18 @@ class RelativeBias:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Low-rank adapters of one weight of a layer (LoRA, Hu et al. 2022), trained in floats beside it."""
+
+    weight: str
+    """The name of the weight in the layer."""
+    rank: int
+    """Of all of them together, where the weight stands for several."""
+    dropout: float = 0.0
+    """Of what they read."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """Shape and behaviour of one encoder or decoder layer; the names are fairseq's."""
 
@@ -114,6 +126,7 @@ class LayerConfig:
     """"layer" (LayerNorm, as fairseq has it) or "rms" (RMSNorm, which has no bias)."""
     layer_norm_epsilon: float = 1e-5
     """Of either norm."""
+    adapters: tuple[Adapter, ...] = ()
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:

@@ -95,5 +95,7 @@ def keep_apart(model: nn.Module, *, apart: bool = True) -> None:
     """
     for module in model.modules():
         if hasattr(type(module), "_keys_to_ignore_on_save"):
-            left = set(module._keys_to_ignore_on_save or ()) - clip_names(module)
-            module._keys_to_ignore_on_save = left | clip_names(module) if apart else left
+            own = clip_names(module)
+            own |= {name.replace(".base_layer.", ".") for name in own}  # once PEFT has merged adapters
+            left = set(module._keys_to_ignore_on_save or ()) - own
+            module._keys_to_ignore_on_save = left | own if apart else left

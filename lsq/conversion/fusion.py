@@ -37,7 +37,8 @@ def fusions(model: nn.Module, quant: QuantConfig, choices: Sequence[Choice]) -> 
         prefix = f"{name}." if name else ""
         inside = [choice.layer for choice in choices if choice.layer.name.startswith(prefix)]
         whole = Whole(name=name, kind=type(module).__name__, reason=_reason(module, kind, quant, inside, prefix))
-        found.append(Fusion(module=module, kind=kind, whole=whole, linears=frozenset(one.name for one in inside)))
+        linears = frozenset(one.name for one in inside if not one.adapter)
+        found.append(Fusion(module=module, kind=kind, whole=whole, linears=linears))
     return found
 
 
@@ -81,7 +82,8 @@ def name_classes(model: nn.Module) -> None:
 def _reason(
     module: nn.Module, kind: type[InPlace], quant: QuantConfig, inside: Sequence[Layer], prefix: str
 ) -> str | None:
-    left = [layer for layer in inside if layer.reason not in (None, FLOAT_MODE, IN_ATTENTION)]
+    fine = None, FLOAT_MODE, IN_ATTENTION
+    left = [one for one in inside if one.reason not in fine and not one.adapter]
     if left:
         return f"its {left[0].name.removeprefix(prefix)} is left"  # for the reason that stands beside its name
     try:

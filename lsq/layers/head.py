@@ -56,7 +56,7 @@ class Head(InPlace):
     @beside_the_graph
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Floats [M, H] -> float32 [M, V]."""
-        program = programs.vocabulary_logits(self.quant, len(rows), self.vocabulary, self.mode(rows))
+        program = programs.vocabulary_logits(self.quant, len(rows), self.vocabulary, self.mode_of({"x": rows}))
         (found,) = self.execute(program, {"x": rows})
         return found[:, : len(self.weight)].contiguous()
 
@@ -78,7 +78,7 @@ class Head(InPlace):
         if not len(rows):
             return self.reached(rows).sum() * 0.0 / (0.0 if mean else 1.0)
         program = programs.vocabulary_loss(
-            self.quant, len(rows), self.vocabulary, self.mode(rows), padding=IGNORED,
+            self.quant, len(rows), self.vocabulary, self.mode_of({"x": rows}), padding=IGNORED,
             smoothing=smoothing * (words - 1) / words,  # PyTorch spreads it over all words, fairseq over the others
         )  # fmt: skip
         loss, _ = self.execute(program, {"x": rows, "target": target})

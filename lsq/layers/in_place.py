@@ -1,11 +1,15 @@
 """Modules that take the place of others by their class alone, and give it back."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from lsq.config import QuantConfig
 from lsq.layers.module import ProgramModule
+from lsq.layers.programs import Mode
 
 
 class InPlace(ProgramModule):
@@ -29,6 +33,21 @@ class InPlace(ProgramModule):
             ValueError: there is no program for a module like this one.
         """
         raise NotImplementedError
+
+    def mode_of(self, inputs: Mapping[str, torch.Tensor]) -> Mode:
+        """How a program of this layer runs on these inputs now: what needs no gradient costs none."""
+        mode = self.mode(*inputs.values())
+        if not mode.backward:
+            return mode
+        needs = {name: self._trains(name) for name in self.declared}
+        needs |= {name: tensor.requires_grad for name, tensor in inputs.items()}
+        if all(needs.values()):
+            return mode
+        wanted = frozenset(name for name, needed in needs.items() if needed)
+        return dataclasses.replace(mode, wanted=wanted)
+
+    def _trains(self, name: str) -> bool:
+        return any(parameter.requires_grad for parameter in self.sources(name))
 
     def give_place(self) -> None:
         """Become the other module again."""

@@ -1,6 +1,5 @@
 """Projections by themselves, which take the place of float ones: QuantizedLinear, and that of transformers' Conv1D."""
 
-import dataclasses
 import functools
 
 import torch
@@ -54,12 +53,6 @@ class Projection(InPlace):
             dtypes=dtypes,
         )  # fmt: skip
 
-    def mode(self, *inputs: torch.Tensor) -> Mode:
-        mode = super().mode(*inputs)
-        leaves = {"x": inputs[0], **{name: self.own_parameter(name) for name in self.declared}}
-        wanted = frozenset(name for name, leaf in leaves.items() if leaf.requires_grad)
-        return dataclasses.replace(mode, wanted=wanted) if mode.backward else mode
-
     @beside_the_graph
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "parametrizations" in self._modules:  # a pass asks for parameters several times
@@ -75,7 +68,7 @@ class Projection(InPlace):
             return self.reached(self._in_floats(x))
         rows = rows_of(x, inputs)
         wanted = result_dtype(x)
-        program = self._program(rows.shape[0], self.mode(x), (x.dtype, self.weight.dtype, wanted))
+        program = self._program(rows.shape[0], self.mode_of({"x": x}), (x.dtype, self.weight.dtype, wanted))
         (y,) = self.execute(program, {"x": rows})
         return y.view(*x.shape[:-1], outputs).to(wanted)
 

@@ -111,13 +111,15 @@ class ProgramModule(ClippedModule):
         if self.training:
             self.limit_clip_steps()
         parameters = self._parameters_of(program)
-        replaced = self._fit_clips(program, parameters) + ([] if trained else self._check_codes(program))
+        replaced = self._fit_clips(program, parameters) + self._check_codes(program)
         if calibrating and not self.schedule.calibrated:
             shards.measures_first(self)
         if weights_due or replaced:
             self._measure_weights(calibration, again=self.schedule.begun, anew=replaced, all=weights_due)
         key = self._random_key(program, inputs, target)
-        codes = self.codes.of(program, parameters, target, training=trained, sources=self.sources)
+        codes = self.codes.of(
+            program, parameters, target, changing=self._changes, sources=self.sources
+        )
         tensors = {**parameters, **inputs, "random_key": key, **codes}
         if self.quant.quantized and not self.quant.learned:
             tensors |= self._follow_clips(program, again)
@@ -195,8 +197,12 @@ class ProgramModule(ClippedModule):
         trained = sorted((one for one in self.every_parameter() if one.requires_grad), key=torch.Tensor.numel)
         return key_of(next(iter(inputs.values())), *trained[-1:])  # another one after each update
 
+    def _changes(self, weight: str, clip: torch.Tensor) -> bool:
+        """Whether training changes a weight or its clip, so that each pass makes its codes anew."""
+        return self.training and any(one.requires_grad for one in (clip, *self.sources(weight)))
+
     def _check_codes(self, program: Program) -> list[str]:
-        """Forget codes of weights that have changed in eval mode; names of those that got other values without a clip.
+        """Forget kept codes of weights that have changed; names of those that got other values without a clip.
 
         So does who loads weights by `copy_`. Clips that an optimizer or a user has frozen beside weights stay.
         """
@@ -204,6 +210,8 @@ class ProgramModule(ClippedModule):
         for virtual in program.weights.values():
             if virtual.written:
                 name, clip = virtual.values.name, self.own_parameter(virtual.clip.name)
+                if self._changes(name, clip):
+                    continue
                 parts = self.sources(name)
                 written = self.codes.check(name, parts, clip, rows)
                 if written and (clip.requires_grad or not any(part.requires_grad for part in parts)):

@@ -5,13 +5,13 @@ Rows are packed: the tokens of a batch, sentence after sentence. Names of parame
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 
 import torch
 
-from lsq.config import LayerConfig, QuantConfig
+from lsq.config import Adapter, LayerConfig, QuantConfig
 from lsq.gemm.cuda import choices
 from lsq.layers import blocks
 from lsq.layers.blocks import End, Memory, Residual, Sentences
@@ -43,13 +43,13 @@ class Mode:
     wanted: frozenset[str] | None = None
     """Names of the inputs and parameters that need a gradient; None: all of them."""
 
-    def builder(self, name: str, quant: QuantConfig) -> Builder:
+    def builder(self, name: str, quant: QuantConfig, adapters: Iterable[Adapter] = ()) -> Builder:
         """An empty program of that name."""
         together = {"begin": start_together} if self.backend.starts_scales else {}
         together |= {"finish": finish_together} if self.backend.leaves_sums else {}
         return Builder(
             name, quant, training=self.training, backward=self.backward if self.wanted is None else self.wanted,
-            backend=self.backend, add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
+            backend=self.backend, add=lambda a, b, out: Add(a=a, b=b, out=out), adapters=adapters, **together,
         )
 
 
@@ -145,7 +145,7 @@ def encoder_layer(
 
     `heads`: queries, keys and values [M, ...] and the scale of their codes come out as well, for decoding.
     """
-    b = mode.builder("encoder_layer", config.quant)
+    b = mode.builder("encoder_layer", config.quant, config.adapters)
     x, starts = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     qkv = blocks.project_heads(b, config, residual.rows, "self_attn.qkv", 3)
@@ -161,7 +161,7 @@ def encoder_layer(
 @cached
 def decoder_layer(config: LayerConfig, sentences: Sentences, source: Sentences, mode: Mode) -> Program:
     """x [M, H], memory [S, H] -> [M, H]."""
-    b = mode.builder("decoder_layer", config.quant)
+    b = mode.builder("decoder_layer", config.quant, config.adapters)
     x, starts = packed(b, "x", sentences, config)
     residual = blocks.enter(b, config, x, "self_attn_layer_norm", "self_attn.input_clip")
     update = blocks.self_attention(b, config, residual.rows, starts, "self_attn.", causal=True)

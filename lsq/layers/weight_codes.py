@@ -1,4 +1,4 @@
-"""Codes of the weights of a module: made anew for a training pass, or kept while nothing changes."""
+"""Codes of the weights of a module: made anew where training changes them, or kept while nothing does."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +27,14 @@ class Kept:
     owner: tuple[int, int]
     """Ids of weight and clip."""
     made_from: tuple[Stamp, Stamp] | None
-    """In eval mode: what the weight and its clip were."""
+    """What the weight and its clip were, where no training changes them."""
 
 
 class WeightCodes:
-    """Those of one module. In eval mode they are kept until a weight or its clip changes (lsq.program.stamp).
+    """Those of one module. Those that are not trained are kept until a weight or its clip changes
+    (lsq.program.stamp), and so are all in eval mode.
 
-    In training mode their memory is written again for the same parameters alone: an earlier pass with others, such as
+    Of the others, their memory is written again for the same parameters alone: an earlier pass with others, such as
     those of torch.func.functional_call, may still await its backward pass. Where the optimizer has made the codes of
     the weights as they are (lsq.optim.Adam), nothing is written.
     """
@@ -86,7 +87,8 @@ class WeightCodes:
     @torch.inference_mode(False)  # what is kept may be needed where gradients are
     @torch.no_grad()
     def of(
-        self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *, training: bool,
+        self, program: Program, parameters: Mapping[str, torch.Tensor], place: Backend, *,
+        changing: Callable[[str, torch.Tensor], bool],
         sources: Callable[[str], Sequence[torch.Tensor]],
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Codes and scale of every weight of `program`, by the names of its inputs.
@@ -95,8 +97,8 @@ class WeightCodes:
             program: about to run.
             parameters: its parameters by name, whose codes are wanted.
             place: where it runs.
-            training: whether the module is trained, so that its weights change with every pass. Else what is kept is
-                right, since `check` has looked at it.
+            changing: (name of a weight, its clip) -> whether training changes them. Else what is kept is right,
+                since `check` has looked at it.
             sources: the parameters that a weight is made of, by its name.
         """
         codes, lasting = {}, {}
@@ -106,6 +108,7 @@ class WeightCodes:
             name = virtual.values.name
             values, clip, parts = parameters[name], parameters[virtual.clip.name], sources(name)
             kept, owner = self._weights.get(name), (id(values), id(clip))
+            training = changing(name, clip)
             made_from = None if training or kept is None else kept.made_from
             mine = kept is not None and (kept.owner == owner if training else made_from is not None)
             made = {tensor.name: kept.made.get(tensor.name) if mine else None for tensor in virtual.written}

@@ -13,6 +13,7 @@ class Kind(Enum):
     WEIGHT = "of a product; rounded, where anything is"
     BIAS = "added to a product"
     TABLE = "rows that are looked up"
+    ADAPTER = "of low rank, added to a weight"
     NORM_WEIGHT = "of a norm"
     NORM_BIAS = "of a norm"
     WEIGHT_CLIP = "of a weight; measured, then learned"

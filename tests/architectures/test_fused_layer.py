@@ -173,20 +173,6 @@ def test_dtypes(dtype):
     assert decibels(plain(**BATCH).logits[present], output.logits.float()[present]) > 20
 
 
-def test_adapters_before_and_after():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
-    adapted = peft.get_peft_model(made(MAKERS["llama"]), config)
-    report = lsq.convert(adapted)
-    assert not report.fused
-    assert "its q_proj is a Linear" in str(report) or "q_proj" in str(report)
-    loss(adapted).backward()
-    model = fused(made(MAKERS["llama"]))
-    after = peft.get_peft_model(model, config)
-    with pytest.raises(ValueError, match=r"self_attn\.q_proj .* was a .*Linear when it was converted, .*fused=False"):
-        loss(after)
-
-
 def test_layers_that_have_no_program_stay():
     def report_of(**changes) -> str:
         return str(lsq.convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | changes))))

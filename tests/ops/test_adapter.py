@@ -1,0 +1,119 @@
+"""Low-rank adapters, against plain PyTorch in float64."""
+
+import pytest
+import torch
+
+from lsq.ops.adapter import Adapt, AdapterInput, AdapterInputGradient, AdaptGradient
+from lsq.program.values import Rows
+from tests.ops.compare import assert_accurate, by_row, compare, dropout_of, empty, on_reference, rounded
+
+SIZES = [(41, 48, 72, 6), (1, 16, 8, 1), (130, 24, 40, 16)]
+KINDS = ["codes", "codes by row", "floats"]
+
+
+def rows_of(kind: str, rows: int, columns: int) -> Rows:
+    """What a product reads."""
+    if kind == "floats":
+        return Rows(floats=torch.randn(rows, columns).bfloat16().float())
+    coded = rounded(rows, columns).bare()
+    return Rows(coded=by_row(coded) if kind == "codes by row" else coded)
+
+
+def adapter_input(rows: int, columns: int, kind: str, dropout: float = 0.0) -> AdapterInput:
+    x = rows_of(kind, rows, columns)
+    return AdapterInput(x=x, dropout=dropout_of(dropout), values=empty(rows, columns))
+
+
+def adapter_input_gradient(
+    rows: int, columns: int, dropout: float = 0.0, *, added: bool = True
+) -> AdapterInputGradient:
+    more = torch.randn(rows, columns).bfloat16().float() if added else None
+    return AdapterInputGradient(
+        gradient=torch.randn(rows, columns), dropout=dropout_of(dropout), added=more,
+        dx=empty(rows, columns),
+    )  # fmt: skip
+
+
+def adapt(rows: int, inputs: int, outputs: int, rank: int) -> Adapt:
+    return Adapt(
+        x=rows_of("codes", rows, inputs), values=torch.randn(rows, inputs),
+        down=torch.randn(rank, inputs), up=torch.randn(outputs, rank),
+        base=torch.randn(rows, outputs).bfloat16().float(), out=empty(rows, outputs),
+        hidden=empty(rows, rank),
+    )  # fmt: skip
+
+
+def adapt_gradient(rows: int, inputs: int, outputs: int, rank: int, **fields) -> AdaptGradient:
+    forward = on_reference(adapt(rows, inputs, outputs, rank))
+    written = {"ddown": empty(rank, inputs), "dup": empty(outputs, rank), "dvalues": empty(rows, inputs)}
+    return AdaptGradient(
+        gradient=torch.randn(rows, outputs).bfloat16().float(), values=forward.values,
+        hidden=forward.hidden, down=forward.down, up=forward.up, **{**written, **fields},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, columns", [(0, 16), (1, 8), (41, 48)])
+def test_what_adapters_read(rows, columns, kind, dropout):
+    operation = adapter_input(rows, columns, kind, dropout)
+    found, x = compare(operation).values, operation.x
+    exact = x.floats if x.coded is None else x.coded.codes * x.scale
+    kept = found != 0
+    torch.testing.assert_close(found[kept], (exact / (1 - dropout))[kept])
+    if rows > 1:
+        assert abs((~kept & (exact != 0)).float().mean() - dropout) < 0.05
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("rows, columns", [(0, 16), (41, 48)])
+def test_what_goes_back(rows, columns, dropout, added):
+    compare(adapter_input_gradient(rows, columns, dropout, added=added))
+
+
+def test_going_back_drops_the_same():
+    forward = compare(adapter_input(41, 48, "floats", 0.3))
+    backward = compare(adapter_input_gradient(41, 48, 0.3, added=False))
+    assert torch.equal(forward.values != 0, backward.dx != 0)
+
+
+def by_torch(operation: Adapt, gradient: torch.Tensor, dtype: torch.dtype):
+    """(result, gradients of down, up and values)."""
+    leaves = [
+        one.to(dtype).requires_grad_() for one in (operation.down, operation.up, operation.values)
+    ]
+    down, up, values = leaves
+    out = operation.base.to(dtype) + values @ down.t() @ up.t()
+    return out.detach(), torch.autograd.grad(out, leaves, gradient.to(dtype))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_as_accurate_as_torch(sizes):
+    forward = compare(adapt(*sizes))
+    gradient = torch.randn(forward.out.shape)
+    backward = compare(
+        AdaptGradient(
+            gradient=gradient, values=forward.values, hidden=forward.hidden, down=forward.down,
+            up=forward.up, ddown=empty(*forward.down.shape), dup=empty(*forward.up.shape),
+            dvalues=empty(*forward.values.shape),
+        )
+    )  # fmt: skip
+    (exact, wanted), (single, near) = (
+        by_torch(forward, gradient, dtype) for dtype in (torch.float64, torch.float32)
+    )
+    assert_accurate(forward.out, exact, single)
+    for one, *values in zip(
+        (backward.ddown, backward.dup, backward.dvalues), wanted, near, strict=True
+    ):
+        assert_accurate(one, *values)
+
+
+@pytest.mark.parametrize("wanted", ["ddown", "dup", "dvalues"])
+def test_one_gradient_alone(wanted):
+    whole = {"ddown": None, "dup": None, "dvalues": None}
+    operation = adapt_gradient(7, 16, 8, 2)
+    every = compare(operation)
+    for name in whole.keys() - {wanted}:
+        setattr(operation, name, None)
+    torch.testing.assert_close(getattr(compare(operation), wanted), getattr(every, wanted))
