@@ -150,7 +150,7 @@ KINDS = {
     "config": LayerConfig, "quant": QuantConfig, "encoder": StackArchitecture, "decoder": StackArchitecture,
 }  # fmt: skip
 """Fields that hold others."""
-OF_TRAINING = ("sparsity",)
+OF_TRAINING = ("sparsity", "adapters")
 """Fields that say how a model goes on learning; files leave them out, too."""
 OPTIONAL = ("encoder",)
 ADDED = {"gated": False, "bias": True}

@@ -110,7 +110,7 @@ def test_a_folder_that_may_not_be_written_is_told_before_the_work(words, tmp_pat
     for folder in ("OUT", "DATA"):
         (tmp_path / folder).mkdir()
     for name in ("FILE", "DATA/dict.a.txt", "DATA/dict.b.txt"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("word\n")
     (tmp_path / "FILE.csv").write_text("id,lower,upper,size\na,0,1,2\n")
     (tmp_path / "SHAPES").write_text("op,m,n,k\n")
     monkeypatch.setattr("lsq.commands.options.os.access", lambda path, mode: path != tmp_path / "OUT")

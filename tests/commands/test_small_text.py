@@ -35,6 +35,7 @@ def test_defaults_are_refused_with_numbers_that_fit(tmp_path):
         parsed(tmp_path, "--vocabulary-size=8000", "--warmup", "20", "--max-tokens", "300", "--update-freq", "2",
                pairs=400)  # fmt: skip
     assert not (tmp_path / "out").exists()
+    write(tmp_path, 200)
     with pytest.raises(ValueError, match="give --vocabulary-size 640 --updates 1000"):
         given = ["--src", str(tmp_path / "train.en"), "--tgt", str(tmp_path / "train.de")]
         compare.run(["--seeds", "1", *given, "--output", str(tmp_path / "out")])

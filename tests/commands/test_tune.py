@@ -163,8 +163,8 @@ def key_entry(op):
     [
         ([], "say what to tune: --arch NAME or --shapes FILE"),
         (["--shapes", "x.csv", "--arch", "y"], "not allowed with argument"),
-        (["--shapes", "x.csv", "--colour", "red"], "unrecognized arguments: --colour red"),
-        ([*TINY, "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--shapes", "x.csv", "--colour", "red"], "unrecognized arguments: --colour "),
+        ([*TINY, "--colour", "red"], "unrecognized arguments: --colour "),
         (["--shapes", "x.csv", "--seconds", "0"], "'0' is not a number of seconds above 0"),
         (["--shapes", "x.csv", "--device", "tpu"], "invalid choice: 'tpu'"),
     ],

@@ -39,6 +39,7 @@ from tests.ops.adam_checks import codes_of, numbers, state, step, with_new_clip
 from tests.ops.compare import empty, on_cpu, to_round
 from tests.ops.cuda import compare_cuda
 from tests.ops.gradient_checks import add_up, gradients, pack, packed, unpack
+from tests.ops.test_adapter import adapt, adapter_input, adapter_input_gradient
 from tests.ops.test_append import append_of
 from tests.ops.test_attention_cuda import compare_both
 from tests.ops.test_embedding import embed, embed_gradient
@@ -175,6 +176,12 @@ def projects():
         compare_cuda(rounded_project(341, 272, Activation.gelu, 0.1))
 
 
+def adapters():
+    compare_cuda(adapter_input(41, 48, "codes", 0.3))
+    compare_cuda(adapter_input_gradient(41, 48, 0.3))
+    compare_cuda(adapt(41, 48, 72, 6))
+
+
 def elementwise():
     """Sums of what is left over of eights."""
     test_rounding_cuda.turns(48)
@@ -251,7 +258,7 @@ def rotations():
 
 
 CASES = {
-    "adam.cu": adam_steps, "attention.cu": attentions, "attention_gradient.cu": attentions,
+    "adam.cu": adam_steps, "adapter.cu": adapters, "attention.cu": attentions, "attention_gradient.cu": attentions,
     "attention_rows.cu": attentions, "cached_attention.cu": test_cached_attention_cuda.turns,
     "calibration.cu": test_calibration_cuda.turns, "elementwise.cu": elementwise,
     "fake_quantize.cu": test_fake_quantize_cuda.turns,
