@@ -23,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 os.environ["CT2_USE_MKL"] = "1"  # read once: CTranslate2's sums of int8 saturate by oneDNN on AMD without VNNI
 torch.set_num_threads(min(2, cores, torch.get_num_threads()))
 
+os.environ.pop("COLUMNS", None)  # of processes of pytest-xdist; tables are as wide as in a file
+
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 """Why tests were left out -> how many."""
 

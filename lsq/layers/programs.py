@@ -47,10 +47,12 @@ class Mode:
         """An empty program of that name."""
         together = {"begin": start_together} if self.backend.starts_scales else {}
         together |= {"finish": finish_together} if self.backend.leaves_sums else {}
-        return Builder(
+        made = Builder(
             name, quant, training=self.training, backward=self.backward if self.wanted is None else self.wanted,
-            backend=self.backend, add=lambda a, b, out: Add(a=a, b=b, out=out), adapters=adapters, **together,
+            backend=self.backend, add=lambda a, b, out: Add(a=a, b=b, out=out), **together,
         )
+        made.adapters = {one.weight: one for one in adapters}
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)

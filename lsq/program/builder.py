@@ -1,7 +1,7 @@
 """Builds a program: records the forward operations, then walks them backwards and appends their gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,14 +35,12 @@ class Builder(Recorder):
         add: makes the operation that adds two tensors into a third.
         begin: makes the first operations of a forward pass from the others.
         finish: makes the last operations of a backward pass from the others and from what makes virtual tensors.
-        adapters: of weights.
     """
 
     def __init__(
         self, name: str, quant: QuantConfig, *, training: bool, backward: bool | frozenset[str], backend: Backend,
         add: Add,
         begin: Begin = lambda operations: (), finish: Finish = lambda operations, tensor: (),
-        adapters: Iterable[Adapter] = (),
     ):  # fmt: skip
         super().__init__(wanted=None if isinstance(backward, bool) else backward)
         self.name, self.quant = name, quant
@@ -54,7 +52,7 @@ class Builder(Recorder):
         self._leaf_gradients: dict[VirtualTensor, VirtualTensor] = {}
         self._subsequences = 0
         self._weights: dict[str, Weight] = {}
-        self.adapters = {one.weight: one for one in adapters}
+        self.adapters: dict[str, Adapter] = {}
         """By the names of their weights."""
         self.activations: dict[str, VirtualTensor] = {}
         """Names of those that a clip was asked for, in order -> what is read of them."""

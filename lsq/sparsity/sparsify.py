@@ -42,11 +42,7 @@ def sparsify(
         ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the meta device or a
             shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is not needed, or leaves a weight out.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is {model!r:.100}; it must be a torch.nn.Module, as in sparsify(model, Pruning(every=16));"
-            " trainings on the command line take --lsq-sparsity 2:4"
-        )
+    require_model(model)
     pruning = Pruning() if pruning is None else pruning
     if (run is None) == (pruning.measure == "output"):
         raise ValueError(

@@ -316,7 +316,7 @@ def test_refused(make, options, message):
 
 
 def test_what_there_is_is_named():
-    with pytest.raises(TypeError, match="model is 'model.pt'; it must be a torch.nn.Module, as in sparsify"):
+    with pytest.raises(TypeError, match="model is 'model.pt', a str; give a torch.nn.Module"):
         sparsify("model.pt")
     with pytest.raises(ValueError, match="skip names 'zzz', but no module .* is called so; there are weight"):
         sparsify(layer(), skip="zzz")
