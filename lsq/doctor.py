@@ -36,7 +36,7 @@ EXTRAS = {
     "ctranslate2": ("`lsq export --to ctranslate2`", ("ctranslate2",)),
     "cuda13": ("kernels on a GPU", ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas")),
     "serve": ("translations over HTTP, `lsq serve`", ("uvicorn", "starlette", "prometheus-client")),
-    "dev": ("tests of lsq", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "uv")),
+    "dev": ("tests of lsq", ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "uv", "peft", "trl")),
 }
 """Name of an extra of this package -> (what it is for, the packages that it installs, beside those of other extras)."""
 OPTIONAL = tuple(package for _, packages in EXTRAS.values() for package in packages)

@@ -43,7 +43,7 @@ def test_packages_are_those_of_pyproject():
         name: [re.match(r"[\w-]+", line)[0] for line in lines]
         for name, lines in project["optional-dependencies"].items()
     }
-    others = {one for name, packages in extras.items() if name != "dev" for one in packages} | {"lsq"}
+    others = {one for name, packages in extras.items() if name != "dev" for one in packages} | {"lsq-int8"}
     extras["dev"] = [one for one in extras["dev"] if one not in others]
     assert {name: list(packages) for name, (_, packages) in doctor.EXTRAS.items()} == extras
 
