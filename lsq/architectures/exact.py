@@ -1,5 +1,5 @@
-"""Whether a layer of another model computes what its class was written to: no patches, hooks,
-wrappers or adapters."""
+"""Whether a layer of another model computes what its class was written to: no patches, hooks or
+wrappers. LoRA's adapters are looked through; lsq.architectures.adapters reads them."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -109,12 +109,7 @@ def patched_now(kind: type[nn.Module], forward: Callable) -> str | None:
 
 def inside(module: nn.Module) -> Iterator[nn.Module]:
     """All modules in it, in an order that stays; adapters are looked through."""
-    for child in module._modules.values():
-        if child is not None:
-            child = base_of(child)
-            yield child
-            if child._modules:
-                yield from inside(child)
+    return (child for _, child in named_inside(module))
 
 
 def named_inside(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -127,6 +127,7 @@ class LayerConfig:
     layer_norm_epsilon: float = 1e-5
     """Of either norm."""
     adapters: tuple[Adapter, ...] = ()
+    """Of its weights, if they have any."""
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ class AdapterInput(Operation):
         return _launch("lsq_adapter_input", self.values.numel(), self, **defines)
 
     def gradient(self, builder) -> None:
-        """Adapt takes it, whose gradient makes the values once more."""
+        """Append nothing: the gradient of Adapt, which reads `values`, goes on to x."""
 
 
 class AdapterInputGradient(Operation):

@@ -38,7 +38,7 @@ def sparsify(
         What goes on with it: call `follow(optimizer)`.
 
     Raises:
-        TypeError: `model` is none.
+        TypeError: `model` is no torch.nn.Module.
         ValueError: there is no weight, its width is no multiple of 4, it is sparse already, on the meta device or a
             shard of FSDP2; a pattern in `skip` fits nothing; `run` is missing, is not needed, or leaves a weight out.
     """

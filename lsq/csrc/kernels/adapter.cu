@@ -15,6 +15,13 @@ __device__ __forceinline__ int64_t first_value() {
     return kVector * (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
 }
 
+__device__ __forceinline__ void add8(const Float* more, float (&x)[kVector]) {
+    float y[kVector];
+    load8(more, y);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] += y[i];
+}
+
 }  // namespace
 
 LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input(const AdapterInput op) {
@@ -45,11 +52,9 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapt(const Adapt op, In<float> produ
     if (begin >= op.count) return;
     const Float* base = op.base;
     const float* added = product;
-    float x[kVector], y[kVector];
-    load8(base + begin, x);
-    load8(added + begin, y);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] += y[i];
+    float x[kVector];
+    load8(added + begin, x);
+    add8(base + begin, x);
     Float* out = op.out;
     store8(out + begin, x);
 }
@@ -63,12 +68,7 @@ LSQ_KERNEL __launch_bounds__(kThreads) lsq_adapter_input_gradient(const AdapterI
     float x[kVector];
     load8(gradient + begin, x);
     DropoutMask(op.dropout).apply8(begin, x);
-    if (added) {
-        float y[kVector];
-        load8(added + begin, y);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) x[i] += y[i];
-    }
+    if (added) add8(added + begin, x);
     Float* dx = op.dx;
     store8(dx + begin, x);
 }
