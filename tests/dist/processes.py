@@ -24,12 +24,13 @@ class ProcessFailed(AssertionError):
 
 def run(
     function: Callable, workers: int, *arguments, timeout: float = 90.0, backend: str = "gloo",
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], None] | None = None, ends: bool = False,
 ) -> list:  # fmt: skip
     """[function(rank, *arguments) for each rank], each in a process of its own with the default group initialised.
 
     `function` must be at the top level of a module. What it returns goes through torch.save. `prepare` is called
-    before the group is made.
+    before the group is made. With `ends` a process ends once it has answered, and closes its connections; else it waits
+    for the others, which may still be making theirs.
 
     Raises:
         ProcessFailed: a process raised something, died, or took longer than `timeout` seconds.
@@ -41,7 +42,7 @@ def run(
             receiving, sending = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
                 target=_process, daemon=True,
-                args=(sending, rendezvous, rank, workers, function, arguments, backend, prepare),
+                args=(sending, rendezvous, rank, workers, function, arguments, backend, prepare, ends),
             )  # fmt: skip
             process.start()
             sending.close()
@@ -69,7 +70,7 @@ def _result(pipe, rank: int, timeout: float):
 
 def _process(
     pipe, rendezvous: str, rank: int, workers: int, function: Callable, arguments: tuple, backend: str,
-    prepare: Callable[[], None] | None,
+    prepare: Callable[[], None] | None, ends: bool,
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
     torch.manual_seed(rank)
@@ -82,8 +83,8 @@ def _process(
         result = io.BytesIO()
         torch.save(function(rank, *arguments), result)
         pipe.send((True, result.getvalue()))
-        # run() kills this process; ending now would break connections that other ranks may still be making.
-        multiprocessing.parent_process().join()
+        if not ends:
+            multiprocessing.parent_process().join()  # until run() kills this process
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise

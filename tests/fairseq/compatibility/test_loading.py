@@ -128,9 +128,9 @@ def _refused(rank: int, args) -> str:
 
 @pytest.mark.thorough
 def test_two_processes_end_with_the_reason(parse, damaged):
-    """The first one reads the file; the other one is told."""
+    """The first one reads the file and ends; the other one is told."""
     args = parse(f"{FAIRSEQ} --save-dir {damaged}")
     args.distributed_init_method, args.distributed_no_spawn, args.distributed_backend = "env://", True, "gloo"
-    for said in run(_refused, 2, args):
+    for said in run(_refused, 2, args, ends=True):
         assert re.search(f"checkpoint_last.pt {DAMAGED}", said)
     assert not (damaged / "crash.pt").exists()
