@@ -50,7 +50,7 @@ test: library  ## run the tests
 test-thorough: library  ## run the tests that `make test` leaves out: all combinations of options, whole sweeps
 	$(PYTEST) -m 'thorough and not slow'
 
-demo: library  ## train, translate and score the built-in task, in float and in int8 (3 minutes)
+demo: library  ## train, translate and score the built-in task, in float and in int8 (4 minutes)
 	$(BIN)/lsq numbers
 
 lint: $(STAMP)  ## check the style

@@ -1,6 +1,7 @@
 """Training steps of Hugging Face's models: PyTorch in bfloat16, int8 of torchao and SDNQ, lsq's linears and layers.
 
-GPT-2 small, a Llama with 110 million weights, BERT base and ViT-B/16, made from configurations. A step is forward with
+GPT-2 small, a Llama with 110 million weights, BERT base and ViT-B/16, made from configurations, and PyTorch's own
+encoder. With --lora all of them are frozen, and PEFT's adapters of their linear layers train. A step is forward with
 labels, backward and AdamW (PyTorch's fused one; lsq's own where parameters are float32), on one batch, in train mode.
 PyTorch's, torchao's and SDNQ's sides take turns with one set of weights. A side that cannot run has a row with the
 reason.
@@ -21,8 +22,8 @@ import common
 import limits
 import models_picture
 import torch
-from huggingface_models import RECIPES, Recipe, is_conv1d
-from model_sides import HEADS, OPPONENTS, SIDES, Bases, Side
+from huggingface_models import HEADS, RECIPES, Recipe, is_conv1d, with_adapters
+from model_sides import OPPONENTS, SIDES, Bases, Side
 from torch import nn
 
 from lsq.commands.step_memory import saved_tensors
@@ -51,6 +52,8 @@ def measured(recipe: Recipe, wanted: list[str], options) -> tuple[list[dict], di
     torch.manual_seed(1)
     try:
         model = recipe.make(options.layers, options.quick).train()
+        if options.lora:
+            model = with_adapters(model, options.lora)
     except ImportError as error:
         return [row(recipe, name, failed=reason(error)) for name in wanted], {}
     length = recipe.quick_length if options.quick else recipe.length
@@ -169,11 +172,11 @@ def resident(name: str) -> int:
 
 
 def linear_weights(model: nn.Module) -> int:
-    """How many weights the layers have that int8 sides multiply by."""
+    """How many weights the layers have that int8 sides multiply by (adapters left out)."""
     return sum(
         module.weight.numel()
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS)
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS) and "lora_" not in name
     )
 
 
@@ -193,6 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--layers", type=common.positive, default=LAYERS, metavar="N", help="of each model")
     parser.add_argument("--tokens", type=common.positive, default=TOKENS, metavar="N", help="a batch, about")
+    parser.add_argument("--lora", type=common.positive, metavar="R", help="train adapters of this rank alone")
     parser.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the bars, see models_picture.py")
     options = common.parse(parser, arguments)
     if options.quick:
@@ -211,6 +215,7 @@ def main(arguments: list[str] | None = None) -> None:
             options,
             baseline="the fastest of PyTorch's sides in bfloat16, of each model",
             tokens=options.tokens,
+            lora=options.lora,
             optimizer="torch.optim.AdamW(fused=True); lsq on float32 parameters: lsq.optim.Adam with weight decay",
             calibration="in the first pass only, which is not timed",
             packages=("transformers", "torchao", "sdnq", "openvino"),

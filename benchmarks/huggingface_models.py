@@ -1,13 +1,14 @@
-"""Models of Hugging Face transformers and batches for them, made from configurations: nothing is downloaded.
+"""Models of Hugging Face transformers and of PyTorch, and batches for them: nothing is downloaded.
 
-Each has its loss and about 110 million weights; `layers` and `quick` make it smaller. Dropout is what the configuration
-has: 0.1 in GPT-2 and BERT, none in Llama and ViT.
+Each has its loss and about 100 million weights; `layers` and `quick` make it smaller. Dropout is what the configuration
+has: 0.1 in GPT-2, BERT and PyTorch's encoder, none in Llama and ViT.
 """
 
 import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ sys.modules.setdefault("torchaudio", None)  # one that cannot be loaded would st
 
 QUICK = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 BASE = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+HEADS = "lm_head", "classifier"
+"""Layers that nobody multiplies in int8: what comes after a model's own layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,43 @@ def vit(layers: int, quick: bool) -> nn.Module:
     return ViTForImageClassification(ViTConfig(num_hidden_layers=layers, **size))
 
 
+class Encoder(nn.Module):
+    """torch.nn.TransformerEncoder that learns to give `labels` back, floats of the inputs' shape."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, feed_forward: int):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(hidden, heads, feed_forward, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.hidden = hidden
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        """`loss`: of inputs [sentences, tokens, hidden]."""
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.encoder(inputs), labels))
+
+
+def encoder(layers: int, quick: bool) -> nn.Module:
+    """PyTorch's own encoder of BERT base's size, by itself."""
+    return Encoder(layers, *((64, 2, 128) if quick else (768, 12, 3072)))
+
+
+def encoder_batch(model: nn.Module, count: int) -> dict[str, torch.Tensor]:
+    """Random inputs of 128 tokens and what they are to become."""
+    inputs, labels = torch.randn(2, count, 128, model.hidden)
+    return {"inputs": inputs, "labels": labels}
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model and add LoRA adapters to all of its linear layers; raises ImportError without peft."""
+    import peft
+
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or is_conv1d(module)) and not name.endswith(HEADS)
+    ]
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+
+
 RECIPES = {
     "gpt2": Recipe(
         title="GPT-2 small", make=gpt2, batch=language_model_batch(1024), length=1024, quick_length=16,
@@ -104,6 +144,9 @@ RECIPES = {
     ),
     "bert": Recipe(title="BERT base", make=bert, batch=sentence_batch(128), length=128, quick_length=128),
     "vit": Recipe(title="ViT-B/16", make=vit, batch=image_batch, length=197, quick_length=10),
+    "encoder": Recipe(
+        title="nn.TransformerEncoder", make=encoder, batch=encoder_batch, length=128, quick_length=128,
+    ),
 }  # fmt: skip
 """By the names of --models."""
 

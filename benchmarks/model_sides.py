@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from huggingface_models import is_conv1d, sharing, with_linears
+from huggingface_models import HEADS, is_conv1d, sharing, with_linears
 from torch import nn
 
 import lsq
@@ -20,8 +20,6 @@ from lsq.optim import Adam
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-7, 0.01
 """So small a rate that the losses of all sides stay alike."""
-HEADS = "lm_head", "classifier"
-"""Layers that nobody multiplies in int8: what comes after a model's own layers."""
 LSQ = "lsq"
 """How the names of lsq's sides begin."""
 
@@ -173,7 +171,7 @@ class Bases:
             half = kind.dtype is not torch.float32
             model = copy.deepcopy(self.original).to(kind.dtype) if half else self.original
             self.made[key] = with_linears(sharing(model)) if key[1] else model
-            self.optimizers[key] = adamw(self.made[key].parameters())
+            self.optimizers[key] = adamw([p for p in self.made[key].parameters() if p.requires_grad])
         base = self.made[key]
         return (copy.deepcopy(base), None) if kind.own else (sharing(base), self.optimizers[key])
 
@@ -231,7 +229,8 @@ adamw = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIG
 
 
 def own_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """lsq's AdamW where all parameters are float32, else PyTorch's."""
-    if any(parameter.dtype is not torch.float32 for parameter in model.parameters()):
-        return adamw(model.parameters())
-    return Adam(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    """lsq's AdamW where all parameters that train are float32, else PyTorch's."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(parameter.dtype is not torch.float32 for parameter in trained):
+        return adamw(trained)
+    return Adam(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)

@@ -63,7 +63,7 @@ def parser() -> ArgumentParser:
     )
     one_line_errors(made)
     made.add_argument("--output", type=Path, default=Path("runs/numbers"), metavar="DIR", help="where to write")
-    made.add_argument("--updates", type=positive, default=700, help="updates of the weights, in each run")
+    made.add_argument("--updates", type=positive, default=550, help="updates of the weights, in each run")
     made.add_argument("--train-pairs", type=positive, default=20000, help="numbers to learn from")
     made.add_argument("--test-pairs", type=positive, default=500, help="numbers to test with")
     training_options.add(made, (*training_options.MODEL, *training_options.TRAINING), SIZES)

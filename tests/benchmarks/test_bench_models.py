@@ -9,7 +9,7 @@ import model_sides
 import models_picture
 import pytest
 import torch
-from huggingface_models import RECIPES, is_conv1d, sharing, with_linears
+from huggingface_models import RECIPES, is_conv1d, sharing, with_adapters, with_linears
 
 FLOAT = "PyTorch float32"
 SIDES = [FLOAT, "PyTorch autocast", "PyTorch bfloat16", "torchao int8 bfloat16"]
@@ -117,3 +117,18 @@ def test_resident_peak_counts_what_a_run_took():
     size = 64 * 2**20
     assert bench_models.peak_resident(lambda: torch.ones(size, dtype=torch.int8)) > 0.9 * size
     assert bench_models.peak_resident(lambda: None) < 0.1 * size
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_alone_are_trained(tmp_path):
+    pytest.importorskip("peft")
+    kinds = FLOAT, "PyTorch bfloat16", "lsq linears float32", "lsq fused float32"
+    found = {row["side"]: row for row in rows(tmp_path, "--models", "llama", "--lora", "4", "--sides", *kinds)}
+    assert {name: row["loss"] for name, row in found.items()} == pytest.approx(
+        dict.fromkeys(kinds, found[FLOAT]["loss"]), rel=0.05
+    )
+    assert found["lsq fused float32"]["saved_bytes"] < found[FLOAT]["saved_bytes"]
+    model = with_adapters(RECIPES["llama"].make(1, True), 4)
+    assert all("lora_" in name for name, one in model.named_parameters() if one.requires_grad)
+    assert sum(name.endswith("base_layer.weight") for name, _ in model.named_parameters()) == 7
