@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import FusedLayer
+from lsq.architectures.fused_layer import FusedLayer, cache_of
 from lsq.architectures.reading import activation_of, biases, dropout_of, layer_norm_epsilon, plain_linears
 from lsq.config import LayerConfig, QuantConfig
 
@@ -63,12 +63,12 @@ class BertLayer(FusedLayer):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values=None, **options,
+        **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing = self.packing(hidden_states, attention_mask, options, past_key_values)
+        packing = self.packing(hidden_states, attention_mask, options, cache_of(options))
         if packing is not None:
             return self.fused(hidden_states, packing)
         return self.own_pass(
             hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values, **options,
+            **options,
         )  # fmt: skip

@@ -45,7 +45,7 @@ TRAINED_INPUTS = ("x", "memory", "relative_bias")
 """Names of the inputs of programs that may need a gradient."""
 FLOAT16 = torch.finfo(torch.float16).min, torch.finfo(torch.float16).max
 READ = frozenset({
-    "block_table", "cache", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "position_bias", "s_aux", "sliding_window",
+    "block_table", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "position_bias", "s_aux", "sliding_window",
     "softcap",
 })  # fmt: skip
 """Options of a pass by which attention of transformers gives another result."""
@@ -509,6 +509,11 @@ def _attention_is_recorded() -> bool:
     return capturing is not None and not ATTENTIONS.isdisjoint(
         capturing._active_collector.get() or ()
     )
+
+
+def cache_of(options: Mapping[str, object]) -> object:
+    """The cache of keys and values among the options of a pass, by its name in transformers 5.24 or before."""
+    return options.get("cache", options.get("past_key_values"))
 
 
 @lru_cache(maxsize=64)

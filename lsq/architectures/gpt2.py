@@ -57,15 +57,15 @@ class GPT2Layer(FusedLayer):
         return self.float_class.forward(self, x, attention_mask=mask)
 
     def forward(
-        self, hidden_states: torch.Tensor, past_key_values=None, attention_mask: torch.Tensor | None = None,
+        self, hidden_states: torch.Tensor, cache=None, attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
         use_cache: bool | None = False, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing = self.packing(hidden_states, attention_mask, options, past_key_values)
+        packing = self.packing(hidden_states, attention_mask, options, cache)
         if packing is not None and encoder_hidden_states is None:
-            return self.fused(hidden_states, packing, cache=past_key_values)
+            return self.fused(hidden_states, packing, cache=cache)
         return self.own_pass(
-            hidden_states, past_key_values=past_key_values, attention_mask=attention_mask,
+            hidden_states, cache, attention_mask=attention_mask,
             encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask,
             use_cache=use_cache, **options,
         )  # fmt: skip

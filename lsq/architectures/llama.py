@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import FusedLayer, Others
+from lsq.architectures.fused_layer import FusedLayer, Others, cache_of
 from lsq.architectures.reading import activation_of, biases, plain_linears, reads, the_same
 from lsq.config import LayerConfig, QuantConfig, Rotary
 
@@ -68,14 +68,15 @@ class LlamaLayer(FusedLayer):
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, position_ids=None,
-        past_key_values=None, use_cache: bool | None = False, position_embeddings=None, **options,
+        use_cache: bool | None = False, position_embeddings=None, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing = self.packing(hidden_states, attention_mask, options, past_key_values)
+        cache = cache_of(options)
+        packing = self.packing(hidden_states, attention_mask, options, cache)
         if packing is not None:
-            return self.fused(hidden_states, packing, rotation=position_embeddings, cache=past_key_values)
+            return self.fused(hidden_states, packing, rotation=position_embeddings, cache=cache)
         return self.own_pass(
-            hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            use_cache=use_cache, position_embeddings=position_embeddings, **options,
+            hidden_states, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache,
+            position_embeddings=position_embeddings, **options,
         )  # fmt: skip
 
 

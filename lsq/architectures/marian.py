@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import FusedLayer, Others
+from lsq.architectures.fused_layer import FusedLayer, Others, cache_of
 from lsq.architectures.reading import activation_of, biases, layer_norm_epsilon, plain_linears, the_same
 from lsq.config import LayerConfig, QuantConfig
 
@@ -88,16 +88,16 @@ class DecoderLayer(EncoderLayer):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask: torch.Tensor | None = None,
-        past_key_values=None, use_cache: bool | None = True, **options,
+        use_cache: bool | None = True, **options,
     ) -> torch.Tensor:  # fmt: skip
-        packing, memory = self.packing(hidden_states, attention_mask, options, past_key_values), None
+        packing, memory = self.packing(hidden_states, attention_mask, options, cache_of(options)), None
         if packing is not None and encoder_hidden_states is not None:
             memory = self.memory(encoder_hidden_states, encoder_attention_mask)
         if memory is not None:
             return self.fused(hidden_states, packing, memory=memory)
         return self.own_pass(
             hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask=encoder_attention_mask,
-            past_key_values=past_key_values, use_cache=use_cache, **options,
+            use_cache=use_cache, **options,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from lsq.architectures.fused_layer import EncoderOutput, FusedLayer, Others
+from lsq.architectures.fused_layer import EncoderOutput, FusedLayer, Others, cache_of
 from lsq.architectures.reading import activation_of, biases, dropout_of, plain_linears, the_same
 from lsq.config import LayerConfig, QuantConfig, RelativeBias
 from lsq.layers.packing import Packing
@@ -96,16 +96,16 @@ class EncoderBlock(FusedLayer):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask=None, position_bias: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None, encoder_attention_mask=None,
-        encoder_decoder_position_bias: torch.Tensor | None = None, past_key_values=None, **options,
+        encoder_decoder_position_bias: torch.Tensor | None = None, **options,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        packing, memory = self.packing(hidden_states, attention_mask, options, past_key_values), None
+        packing, memory = self.packing(hidden_states, attention_mask, options, cache_of(options)), None
         if packing is not None and self.CROSS and encoder_hidden_states is not None:
             memory = self.memory(encoder_hidden_states, encoder_attention_mask)
         biased = position_bias is not None or self.layer[0].SelfAttention.has_relative_attention_bias
         if packing is None or not biased or (memory is None) is self.CROSS:
             return self.own_pass(
                 hidden_states, attention_mask, position_bias, encoder_hidden_states, encoder_attention_mask,
-                encoder_decoder_position_bias, past_key_values=past_key_values, **options,
+                encoder_decoder_position_bias, **options,
             )  # fmt: skip
         return *self._biased(hidden_states, packing, memory, position_bias), encoder_decoder_position_bias
 

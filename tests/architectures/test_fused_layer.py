@@ -359,3 +359,15 @@ def test_clips_follow_weights_in_a_layers_own_pass(model, grad):
         assert torch.equal(layer.self_attn_out_weight_clip, layer.self_attn.o_proj.weight.abs().amax(dim=1))
     model.state_dict()
     assert torch.equal(own_pass(), after)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_either_name_of_transformers(model, name):
+    """From 5.24 on it is `cache`."""
+    llama = model.eval().model
+    cache, x = transformers.DynamicCache(config=model.config), torch.randn(2, 5, llama.config.hidden_size)
+    with torch.no_grad():
+        rotation = llama.rotary_emb(x, torch.arange(5)[None])
+        whole = llama.layers[0](x, position_embeddings=rotation)
+        filled = llama.layers[0](x, position_embeddings=rotation, **{name: cache})
+    assert torch.equal(filled, whole) and cache.get_seq_length(0) == 5
