@@ -19,15 +19,6 @@ from lsq.commands.options import HELP, near, shortened
 FAIRSEQ = ("fairseq", "fairseq_cli", "omegaconf")
 """fairseq, and the library that holds its options."""
 
-EXTRAS = {
-    **dict.fromkeys((*FAIRSEQ, "hydra"), "fairseq"),
-    **dict.fromkeys(("transformers", "accelerate"), "huggingface"),
-    **dict.fromkeys(("uvicorn", "starlette", "prometheus_client"), "serve"),
-    "ctranslate2": "ctranslate2",
-    **dict.fromkeys(("cuda", "nvidia"), "cuda13"),
-}
-"""Modules -> the extra of lsq (pyproject.toml) that installs them; others are packages of the same name."""
-
 OUT_OF_MEMORY = re.compile("can't allocate memory|out of memory")
 """In PyTorch's words."""
 
@@ -128,10 +119,7 @@ def describe(error: BaseException) -> tuple[int, str | None]:
         return 2, f"error: {message}{detail}"
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing not in ("", "lsq"):
-        extra = EXTRAS.get(missing)
-        needed = "fairseq" if extra == "fairseq" else missing
-        remedy = extras.command(extra) if extra else f"pip install {missing}"
-        return 2, f"error: this needs {needed}, which is not installed: {remedy}"
+        return 2, f"error: this needs {extras.missing(missing)}"
     if isinstance(error, MemoryError) or OUT_OF_MEMORY.search(message):
         return 1, f"error: not enough memory ({message}); use smaller batches or a smaller model"
     if isinstance(error, RuntimeError):

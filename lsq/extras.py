@@ -8,6 +8,14 @@ from urllib.request import url2pathname
 
 DISTRIBUTION = "lsq-int8"
 """The name under which lsq is installed. It is not published; `lsq` on PyPI is somebody else's."""
+OF_MODULES = {
+    **dict.fromkeys(("fairseq", "fairseq_cli", "omegaconf", "hydra"), "fairseq"),
+    **dict.fromkeys(("transformers", "accelerate"), "huggingface"),
+    **dict.fromkeys(("uvicorn", "starlette", "prometheus_client"), "serve"),
+    "ctranslate2": "ctranslate2",
+    **dict.fromkeys(("cuda", "nvidia"), "cuda13"),
+}
+"""Modules -> the extra of lsq (pyproject.toml) that installs them; others are packages of the same name."""
 
 
 def command(extra: str) -> str:
@@ -20,6 +28,13 @@ def command(extra: str) -> str:
     path = url2pathname(urlsplit(origin["url"]).path) if origin else "."
     options = "--no-build-isolation --editable " if editable else ""
     return f"pip install {options}{shlex.quote(f'{path}[{extra}]')}"
+
+
+def missing(module: str) -> str:
+    """Say which package `module` is of, that it is not installed, and what installs it."""
+    extra = OF_MODULES.get(module)
+    needed = "fairseq" if extra == "fairseq" else module
+    return f"{needed}, which is not installed: {command(extra) if extra else f'pip install {module}'}"
 
 
 def _origin() -> dict:

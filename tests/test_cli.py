@@ -114,7 +114,7 @@ def test_every_command_refuses_unknown_options(name, capsys):
 
 
 def test_every_command_has_help_without_what_an_extra_brings():
-    found = run_lsq([[name, "--help"] for name in COMMANDS], missing=tuple(cli.EXTRAS))
+    found = run_lsq([[name, "--help"] for name in COMMANDS], missing=tuple(extras.OF_MODULES))
     for name, (status, out, err) in zip(COMMANDS, found, strict=True):
         assert (status, err) == (0, "") and out.startswith(f"usage: lsq {name} "), name
 
@@ -136,7 +136,7 @@ def test_what_is_missing_is_named_with_a_remedy(command, capsys):
 
 def test_every_extra_is_known():
     there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(cli.EXTRAS.values()) == there.keys() - {"dev"}
+    assert set(extras.OF_MODULES.values()) == there.keys() - {"dev"}
 
 
 def test_commands_that_need_fairseq_say_so():

@@ -22,6 +22,7 @@ def test_defaults():
 @pytest.mark.parametrize("given, said", [
     ({}, "in int8"),
     ({"mode": "float"}, "in floats"),
+    ({"backward": "float"}, "with weights in int8, activations in int8, gradients in floats"),
     ({"bits": 4}, "with weights in int8 of 4 bits, activations in int8 of 4 bits, gradients in int8"),
     ({"weight_format": "int4"}, "with weights in int4, activations in int8, gradients in int8"),
     (

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lsq import cli, extras
+from lsq import extras
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -61,8 +61,8 @@ def test_nothing_installs_the_package_that_has_lsqs_name_on_pypi():
 def test_messages_name_extras_that_exist():
     code = "".join(text for path, text in texts().items() if path.is_relative_to(ROOT / "lsq"))
     named = re.findall(r"extras\.command\('(\w+)'\)", code)
-    assert named and len(named) == code.count("extras.command(") - 1  # the command line's, of a table
-    assert {*named, *cli.EXTRAS.values()} <= EXTRAS
+    assert named and len(named) == code.count("extras.command(")
+    assert {*named, *extras.OF_MODULES.values()} <= EXTRAS
 
 
 def test_pages_name_extras_that_exist():

@@ -238,8 +238,12 @@ class QuantConfig:
         if self.bits < 8:  # gradients have 8
             narrow = partial(re.sub, r"(^|=)int8(?=,|$)", rf"\1int8 of {self.bits} bits")
             formats |= {name: narrow(formats[name]) for name in ("weight", "activation")}
-        if not self.quantized or set(formats.values()) == {"int8"}:
-            return "in int8" if self.quantized else "in floats"
+        if not self.quantized:
+            return "in floats"
+        if self.backward == "float":
+            formats["gradient"] = "floats"
+        if set(formats.values()) == {"int8"}:
+            return "in int8"
         return "with " + ", ".join(f"{what}s in {form}" for what, form in formats.items())
 
     def at(self, path: str, weights: Names, activations: Names, fitted: Fitted | None = None) -> "QuantConfig":

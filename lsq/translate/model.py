@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 
+from lsq import extras
 from lsq.backends import Backend, backend
 from lsq.decode import SearchOptions, Steps, Symbols
+from lsq.decode.architecture import check_codes
 from lsq.decode.engine import Engine
 from lsq.export import model_file
 from lsq.files import check_name
@@ -54,6 +56,7 @@ def load(
 
     Raises:
         FileNotFoundError: there is no such file.
+        ModuleNotFoundError: it is of fairseq, which is not installed.
         ValueError: a file is damaged, or of something else than a translation model, or it cannot compute there.
     """
     place = place or backend("cpu")
@@ -105,10 +108,16 @@ def _trained(
 
     files = run_files.find(path, data, sentencepiece_model)
     logs.configure()
-    from lsq.commands import trained  # it imports fairseq, which takes seconds
-    from lsq.decode.architecture import check_codes
-    from lsq.fairseq.checkpoint import options_in, quantization
-    from lsq.fairseq.generator import steps_of
+    try:
+        from lsq.commands import trained  # it imports fairseq, which takes seconds
+        from lsq.fairseq.checkpoint import options_in, quantization
+        from lsq.fairseq.generator import steps_of
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        raise ModuleNotFoundError(
+            f"{files.checkpoint} needs {extras.missing(module)}; what `lsq export --to lsq` makes of it needs none",
+            name=error.name,
+        ) from error
 
     if place is not backend("cpu"):
         try:

@@ -1,9 +1,11 @@
 import os
 import shutil
+import sys
 
 import pytest
 import torch
 
+from lsq import commands
 from lsq.backends import backend
 from lsq.commands import export
 from lsq.decode import SearchOptions
@@ -39,6 +41,14 @@ def test_a_checkpoint_without_subwords_takes_words_of_its_dictionaries(output, t
     pieces = " ".join(translator.model.subwords.processor.encode(LINES[0], out_type=str))
     (found,) = other.translate([pieces])
     assert found[0].text.replace(" ", "").replace("\u2581", " ").strip() == translator.translate(LINES[:1])[0][0].text
+
+
+def test_a_run_needs_fairseq_and_says_so(output, monkeypatch):
+    monkeypatch.delitem(sys.modules, "lsq.commands.trained", raising=False)
+    monkeypatch.delattr(commands, "trained", raising=False)
+    monkeypatch.setitem(sys.modules, "fairseq", None)  # an import of what is None there finds nothing
+    with pytest.raises(ModuleNotFoundError, match="checkpoint_best.pt needs fairseq, which is not installed: pip install .*fairseq"):
+        Translator(output)
 
 
 def test_an_exported_file_is_the_same_model(output, translator, tmp_path):
