@@ -47,7 +47,8 @@ def test_a_run_needs_fairseq_and_says_so(output, monkeypatch):
     monkeypatch.delitem(sys.modules, "lsq.commands.trained", raising=False)
     monkeypatch.delattr(commands, "trained", raising=False)
     monkeypatch.setitem(sys.modules, "fairseq", None)  # an import of what is None there finds nothing
-    with pytest.raises(ModuleNotFoundError, match="checkpoint_best.pt needs fairseq, which is not installed: pip install .*fairseq"):
+    said = "checkpoint_best.pt needs fairseq, which is not installed: pip install .*fairseq"
+    with pytest.raises(ModuleNotFoundError, match=said):
         Translator(output)
 
 
